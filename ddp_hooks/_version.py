@@ -1,0 +1,3 @@
+"""The version of ddp_hooks; the only place where it stands."""
+
+__version__ = "0.1.0"
