@@ -1,0 +1,51 @@
+# make demo   train a real model with plain DDP and with ddp_hooks, side by side
+# make test   build and run every test
+# make check  the linters
+# make clean  remove what was built
+#
+# TORCH=torch==2.12.0 and PYTHON=python3.12 choose other versions; MAX_JOBS limits how many compilers run at once.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check format build wheel clean
+
+demo: build
+	$(BIN)/python -m ddp_hooks demo $(DEMO_OPTIONS)
+
+test: build
+	$(BIN)/python -m pytest tests $(TEST_OPTIONS)
+
+# --inplace builds are incremental; pip is asked only once, to make the package importable from everywhere.
+build: $(STAMP)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'setuptools>=77' wheel ninja
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
+	touch $@
+
+wheel: $(STAMP)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+clean:
+	rm -rf build dist *.egg-info ddp_hooks/*.so ddp_hooks/_build_info.py $(VENV)

@@ -1,0 +1,268 @@
+// The only pybind file: what Python sees of the engine, and of its parts for tests and microbenchmarks.
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine.h"
+#include "nonzero_scan.h"
+#include "reducer_view.h"
+#include "skip_unused_hook.h"
+#include "slice_copy.h"
+#include "usage_mask.h"
+#include "values_probe.h"
+#include "wire_plan.h"
+
+namespace py = pybind11;
+
+namespace ddp_hooks {
+namespace {
+
+using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;
+
+ReducerView view(const py::object& reducer) {
+  return ReducerView(reducer.cast<std::shared_ptr<c10d::Reducer>>());
+}
+
+// What DDP takes from a hook that it calls through Python: a Python object, here always a tensor. (The holder that
+// torch has for this links to symbols that its libraries do not export.)
+class TensorObject : public c10::ivalue::PyObjectHolder {
+ public:
+  explicit TensorObject(at::Tensor tensor) : tensor_(std::move(tensor)) {
+    py::gil_scoped_acquire gil;
+    object_ = py::cast(tensor_).release().ptr();
+  }
+  ~TensorObject() override {
+    py::gil_scoped_acquire gil;
+    Py_DECREF(object_);
+  }
+  PyObject* getPyObject() override { return object_; }
+  c10::InferredType tryToInferType() override { return c10::InferredType(c10::TensorType::get()); }
+  c10::IValue toIValue(const c10::TypePtr&, std::optional<int32_t>) override { return tensor_; }
+  std::string toStr() override { return "a bucket of averaged gradients"; }
+  std::vector<at::Tensor> extractTensors() override { return {tensor_}; }
+
+ private:
+  at::Tensor tensor_;
+  PyObject* object_;
+};
+
+PythonFuture to_python(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
+  return std::make_shared<torch::jit::PythonFutureWrapper>(future->then(
+      [](c10::ivalue::Future& done) -> c10::IValue {
+        return c10::IValue(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
+            c10::make_intrusive<TensorObject>(done.value().toTensor())));
+      },
+      c10::PyObjectType::get()));
+}
+
+// A failed future is how a hook reports an error; raising would leave the Reducer unusable.
+PythonFuture failed_future(const std::string& message) {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  future->setError(std::make_exception_ptr(std::runtime_error(message)));
+  return to_python(future);
+}
+
+void bind_parts(py::module_& m) {
+  py::class_<UsageMask>(m, "UsageMask")
+      .def(py::init<size_t, bool>(), py::arg("size"), py::arg("used") = false)
+      .def("__len__", &UsageMask::size)
+      .def("test", &UsageMask::test)
+      .def("set", &UsageMask::set)
+      .def("clear", &UsageMask::clear)
+      .def("merge", &UsageMask::merge)
+      .def("intersect", &UsageMask::intersect)
+      .def("is_subset_of", &UsageMask::is_subset_of)
+      .def("count", &UsageMask::count)
+      .def("words", [](const UsageMask& mask) { return mask.words(); })
+      .def("__eq__", [](const UsageMask& a, const UsageMask& b) { return a == b; })
+      .def("indices", [](const UsageMask& mask) {
+        std::vector<size_t> used;
+        for (size_t i = 0; i < mask.size(); ++i) {
+          if (mask.test(i)) used.push_back(i);
+        }
+        return used;
+      });
+
+  py::class_<PlanSettings>(m, "PlanSettings")
+      .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction) {
+             return PlanSettings{in_place_bytes, pack_bytes, gap_fraction};
+           }),
+           py::kw_only(), py::arg("in_place_bytes"), py::arg("pack_bytes"), py::arg("gap_fraction"));
+
+  py::class_<ParameterSlice>(m, "ParameterSlice")
+      .def(py::init(
+          [](uint32_t parameter, int64_t offset, int64_t length) { return ParameterSlice{parameter, offset, length}; }))
+      .def_readonly("parameter", &ParameterSlice::parameter)
+      .def_readonly("offset", &ParameterSlice::offset)
+      .def_readonly("length", &ParameterSlice::length);
+
+  py::class_<BucketLayout>(m, "BucketLayout")
+      .def(py::init([](std::vector<ParameterSlice> slices, int64_t element_bytes, uint64_t kind) {
+             BucketLayout bucket;
+             for (const ParameterSlice& slice : slices) bucket.numel += slice.length;
+             bucket.slices = std::move(slices);
+             bucket.element_bytes = element_bytes;
+             bucket.kind = kind;
+             return bucket;
+           }),
+           py::arg("slices"), py::arg("element_bytes"), py::arg("kind") = 0)
+      .def_readonly("slices", &BucketLayout::slices)
+      .def_readonly("numel", &BucketLayout::numel)
+      .def_readonly("element_bytes", &BucketLayout::element_bytes)
+      .def_readonly("sparse", &BucketLayout::sparse);
+
+  py::class_<LayoutOfBuckets>(m, "LayoutOfBuckets")
+      .def(py::init([](std::vector<BucketLayout> buckets, size_t parameter_count) {
+        return LayoutOfBuckets{std::move(buckets), parameter_count};
+      }))
+      .def_readonly("buckets", &LayoutOfBuckets::buckets)
+      .def_readonly("parameter_count", &LayoutOfBuckets::parameter_count)
+      .def("hash", &LayoutOfBuckets::hash);
+
+  py::class_<Slice>(m, "Slice")
+      .def_readonly("bucket", &Slice::bucket)
+      .def_readonly("offset", &Slice::offset)
+      .def_readonly("length", &Slice::length);
+  py::class_<Message>(m, "Message")
+      .def_readonly("slices", &Message::slices)
+      .def_readonly("numel", &Message::numel)
+      .def_readonly("kind", &Message::kind)
+      .def_readonly("in_place", &Message::in_place);
+  py::enum_<Disposition>(m, "Disposition")
+      .value("SKIPPED", Disposition::kSkipped)
+      .value("PACKED", Disposition::kPacked)
+      .value("WHOLE", Disposition::kWhole);
+  py::class_<BucketPlan>(m, "BucketPlan")
+      .def_readonly("launches", &BucketPlan::launches)
+      .def_readonly("messages_touching", &BucketPlan::messages_touching)
+      .def_readonly("disposition", &BucketPlan::disposition);
+  m.def("make_wire_plan", [](const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings) {
+    return make_wire_plan(layout, agreed, settings).buckets;
+  });
+  m.def("plan_bucket_by_bucket",
+        [](const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings) {
+          WirePlanner planner(layout, settings);
+          std::vector<BucketPlan> plans;
+          for (uint32_t b = 0; b < layout.buckets.size(); ++b) plans.push_back(planner.add_bucket(b, agreed));
+          return plans;
+        });
+
+  py::class_<ProbeSettings>(m, "ProbeSettings")
+      .def(py::init([](double min_zero_fraction, int64_t hold_steps, int64_t first_pause_steps,
+                       int64_t longest_pause_steps) {
+             return ProbeSettings{min_zero_fraction, hold_steps, first_pause_steps, longest_pause_steps};
+           }),
+           py::kw_only(), py::arg("min_zero_fraction"), py::arg("hold_steps"), py::arg("first_pause_steps"),
+           py::arg("longest_pause_steps"));
+  py::class_<ValuesProbe>(m, "ValuesProbe")
+      .def(py::init<const ProbeSettings&>())
+      .def("wants_values", &ValuesProbe::wants_values)
+      .def("observe", &ValuesProbe::observe);
+
+  // For a flat tensor: (any non-zero, any -0.0 if all are zero).
+  m.def("nonzero_scan", [](const at::Tensor& flat) {
+    const ScanResult result = nonzero_scan(flat, 0, flat.numel());
+    return std::make_pair(result.any_nonzero, result.any_negative_zero);
+  });
+  const auto to_slices = [](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+    std::vector<SliceOfTensor> slices;
+    for (const auto& [offset, length] : ranges) slices.push_back({flat, offset, length});
+    return slices;
+  };
+  m.def("gather_scaled", [to_slices](const at::Tensor& message, const at::Tensor& flat,
+                                     const std::vector<std::pair<int64_t, int64_t>>& ranges,
+                                     double factor) { gather_scaled(message, to_slices(flat, ranges), factor); });
+  m.def("scatter", [to_slices](const at::Tensor& message, const at::Tensor& flat,
+                               const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+    scatter(message, to_slices(flat, ranges));
+  });
+}
+
+void bind_engine(py::module_& m) {
+  py::enum_<ValuesDetector>(m, "ValuesDetector")
+      .value("OFF", ValuesDetector::kOff)
+      .value("ON", ValuesDetector::kOn)
+      .value("ADAPTIVE", ValuesDetector::kAdaptive);
+
+  py::class_<EngineSettings>(m, "EngineSettings")
+      .def(py::init([](bool graph_detector, ValuesDetector values_detector, const PlanSettings& plan,
+                       const ProbeSettings& probe, uint64_t configuration) {
+             return EngineSettings{graph_detector, values_detector, plan, probe, configuration};
+           }),
+           py::kw_only(), py::arg("graph_detector"), py::arg("values_detector"), py::arg("plan"), py::arg("probe"),
+           py::arg("configuration"));
+
+  py::class_<Statistics>(m, "Statistics")
+      .def_readonly("steps", &Statistics::steps)
+      .def_readonly("values_steps", &Statistics::values_steps)
+      .def_readonly("buckets_whole", &Statistics::buckets_whole)
+      .def_readonly("buckets_packed", &Statistics::buckets_packed)
+      .def_readonly("buckets_skipped", &Statistics::buckets_skipped)
+      .def_readonly("messages", &Statistics::messages)
+      .def_readonly("dense_bytes", &Statistics::dense_bytes)
+      .def_readonly("payload_bytes", &Statistics::payload_bytes)
+      .def_readonly("mask_bytes", &Statistics::mask_bytes)
+      .def_readonly("exchanges", &Statistics::exchanges)
+      .def_readonly("plan_cache_hits", &Statistics::plan_cache_hits)
+      .def_readonly("plan_cache_misses", &Statistics::plan_cache_misses)
+      .def_readonly("exchange_wait_seconds", &Statistics::exchange_wait_seconds)
+      .def_readonly("hook_seconds", &Statistics::hook_seconds);
+
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+      .def(py::init([](const py::object& reducer, const py::object& control_group, const EngineSettings& settings,
+                       std::vector<std::string> names) {
+             return std::make_shared<Engine>(reducer.cast<std::shared_ptr<c10d::Reducer>>(),
+                                             control_group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>(), settings,
+                                             std::move(names));
+           }),
+           py::kw_only(), py::arg("reducer"), py::arg("control_group"), py::arg("settings"), py::arg("names"))
+      .def("configure", &Engine::configure)
+      .def("run",
+           [](Engine& engine, const py::object& bucket) {
+             auto& grad_bucket = bucket.cast<c10d::GradBucket&>();
+             c10::intrusive_ptr<c10::ivalue::Future> future;
+             {
+               py::gil_scoped_release no_gil;
+               future = engine.run(grad_bucket);
+             }
+             return to_python(future);
+           })
+      .def("watch_outputs", &Engine::watch_outputs)
+      .def("register_natively",
+           [](const std::shared_ptr<Engine>& engine, const py::object& reducer) {
+             view(reducer).register_hook(std::make_unique<SkipUnusedHook>(engine));
+           })
+      .def("statistics", &Engine::statistics)
+      .def("reset_statistics", &Engine::reset_statistics)
+      .def("usage", [](const Engine& engine) {
+        Usage usage = engine.usage();
+        return std::make_pair(std::move(usage.here), std::move(usage.anywhere));
+      });
+}
+
+void bind_reducer(py::module_& m) {
+  m.def("reducer_parameters", [](const py::object& reducer) { return view(reducer).parameters(); });
+  m.def("reducer_layout", [](const py::object& reducer) { return view(reducer).layout(); });
+  m.def("reducer_is_in_backward", [](const py::object& reducer) { return view(reducer).in_backward(); });
+  m.def("reducer_skips_unused_by_local_list",
+        [](const py::object& reducer) { return view(reducer).skips_unused_by_local_list(); });
+}
+
+}  // namespace
+}  // namespace ddp_hooks
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "The compiled part of ddp_hooks.";
+  py::module_::import("torch.distributed");  // registers the types that appear in the signatures
+  ddp_hooks::bind_parts(m);
+  ddp_hooks::bind_engine(m);
+  ddp_hooks::bind_reducer(m);
+  m.def("failed_future", &ddp_hooks::failed_future);
+}

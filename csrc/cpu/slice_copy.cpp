@@ -1,0 +1,39 @@
+#include "cpu/slice_copy.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstring>
+
+namespace ddp_hooks::cpu {
+namespace {
+
+// `Wide` is the type that ATen computes in for `T`: the product is taken there and rounded once.
+template <typename T, typename Wide>
+void scale(void* to, const void* from, int64_t numel, double factor) {
+  T* out = static_cast<T*>(to);
+  const T* in = static_cast<const T*>(from);
+  const Wide wide_factor = static_cast<Wide>(factor);
+  for (int64_t i = 0; i < numel; ++i) out[i] = static_cast<T>(static_cast<Wide>(in[i]) * wide_factor);
+}
+
+}  // namespace
+
+void copy_scaled(void* to, const void* from, int64_t numel, ElementType type, double factor) {
+  switch (type) {
+    case ElementType::kFloat32:
+      return scale<float, float>(to, from, numel, factor);
+    case ElementType::kFloat64:
+      return scale<double, double>(to, from, numel, factor);
+    case ElementType::kFloat16:
+      return scale<c10::Half, float>(to, from, numel, factor);
+    case ElementType::kBFloat16:
+      return scale<c10::BFloat16, float>(to, from, numel, factor);
+  }
+}
+
+void copy(void* to, const void* from, int64_t numel, ElementType type) {
+  std::memcpy(to, from, static_cast<size_t>(numel * element_bytes(type)));
+}
+
+}  // namespace ddp_hooks::cpu

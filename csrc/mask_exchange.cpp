@@ -1,0 +1,84 @@
+#include "mask_exchange.h"
+
+#include <ATen/ATen.h>
+
+#include <cstring>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "hash.h"
+
+namespace ddp_hooks {
+namespace {
+
+constexpr size_t kHeaderWords = 4;
+
+uint64_t hash_of(const ExchangeContext& context) {
+  Hash hash;
+  hash.add(context.configuration);
+  hash.add(context.layout);
+  hash.add(context.phase);
+  return hash.value();
+}
+
+}  // namespace
+
+std::unique_ptr<PendingExchange> MaskExchange::start(UsageMask local, const ExchangeContext& context) {
+  auto pending = std::make_unique<PendingExchange>();
+  pending->control_group_ = control_group_;
+  pending->local_ = std::move(local);
+  pending->sequence_ = started_++;
+  pending->context_ = context;
+
+  const std::vector<uint64_t>& words = pending->local_.words();
+  pending->message_ = at::empty({static_cast<int64_t>(kHeaderWords + words.size())}, at::kLong);
+  auto* message = reinterpret_cast<uint64_t*>(pending->message_.mutable_data_ptr<int64_t>());
+  const uint64_t identity = hash_of(context);
+  message[0] = pending->sequence_;
+  message[1] = ~pending->sequence_;
+  message[2] = identity;
+  message[3] = ~identity;
+  if (!words.empty()) std::memcpy(message + kHeaderWords, words.data(), words.size() * sizeof(uint64_t));
+
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::BOR;
+  std::vector<at::Tensor> tensors{pending->message_};
+  pending->work_ = control_group_->allreduce(tensors, options);
+  return pending;
+}
+
+UsageMask PendingExchange::wait() {
+  work_->wait();
+  const auto* message = reinterpret_cast<const uint64_t*>(message_.const_data_ptr<int64_t>());
+  const bool same_sequence = (message[0] & message[1]) == 0;
+  const bool same_identity = (message[2] & message[3]) == 0;
+  TORCH_CHECK(same_sequence && same_identity, describe_drift());
+  std::vector<uint64_t> words(message + kHeaderWords, message + message_.numel());
+  return UsageMask(local_.size(), std::move(words));
+}
+
+// Every rank saw the same mismatch, so every rank comes here, and one more collective can name the difference.
+std::string PendingExchange::describe_drift() {
+  const auto word = [](uint64_t value) { return static_cast<int64_t>(value); };
+  std::vector<at::Tensor> mine{at::tensor(
+      {word(sequence_), word(context_.configuration), word(context_.layout), word(context_.phase)}, at::kLong)};
+  std::vector<std::vector<at::Tensor>> all(1);
+  for (int rank = 0; rank < control_group_->getSize(); ++rank) all[0].push_back(at::empty({4}, at::kLong));
+  control_group_->allgather(all, mine)->wait();
+
+  std::ostringstream text;
+  text << "ddp_hooks: the ranks drifted apart: expected every rank at the same mask exchange with the same "
+          "configuration and bucket layout, received";
+  for (size_t rank = 0; rank < all[0].size(); ++rank) {
+    const int64_t* values = all[0][rank].const_data_ptr<int64_t>();
+    text << (rank ? "; " : " ") << "rank " << rank << ": exchange " << values[0] << ", configuration " << std::hex
+         << values[1] << ", layout " << values[2] << std::dec;
+    if (values[3] != 0) text << ", values of bucket " << values[3] - 1;
+  }
+  text << ". Every rank must run the same number of synchronised backward passes with the same policy; restart from a "
+          "checkpoint with the same settings on every rank.";
+  return text.str();
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,130 @@
+#include "reducer_view.h"
+
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+namespace ddp_hooks {
+namespace {
+
+// Never instantiated: it is only the scope in which pointers to the Reducer's protected members can be formed.
+struct Members : c10d::Reducer {
+  static auto& mutex(c10d::Reducer& r) { return r.*(&Members::mutex_); }
+  static auto& parameters(c10d::Reducer& r) { return r.*(&Members::params_); }
+  static auto& process_group(c10d::Reducer& r) { return r.*(&Members::process_group_); }
+  static auto& expects_hooks(c10d::Reducer& r) { return r.*(&Members::expect_autograd_hooks_); }
+  static auto& requires_finalize(c10d::Reducer& r) { return r.*(&Members::require_finalize_); }
+  static auto& finds_unused(c10d::Reducer& r) { return r.*(&Members::find_unused_parameters_); }
+  static auto& skips_unused(c10d::Reducer& r) { return r.*(&Members::skip_all_reduce_unused_params_); }
+  static auto& unused(c10d::Reducer& r) { return r.*(&Members::unused_parameters_); }
+  static auto& used_map(c10d::Reducer& r) { return r.*(&Members::local_used_map_); }
+  static auto& static_graph(c10d::Reducer& r) { return r.*(&Members::static_graph_); }
+  static auto& iterations(c10d::Reducer& r) { return r.*(&Members::num_iterations_); }
+  static auto& divisor(c10d::Reducer& r) { return r.*(&Members::div_factor_); }
+  static auto& rebuilt(c10d::Reducer& r) { return r.*(&Members::has_rebuilt_bucket_); }
+
+  static LayoutOfBuckets layout(c10d::Reducer& r) {
+    LayoutOfBuckets layout;
+    layout.parameter_count = parameters(r).size();
+    for (const auto& bucket : r.*(&Members::buckets_)) {
+      BucketLayout& entry = layout.buckets.emplace_back();
+      const at::Tensor& first = bucket.variables.front();
+      // A complex bucket reaches a hook as its real view: twice as many elements of half the size.
+      const int64_t parts = first.is_complex() ? 2 : 1;
+      entry.element_bytes = static_cast<int64_t>(first.element_size()) / parts;
+      entry.kind = static_cast<uint64_t>(c10::toRealValueType(first.scalar_type())) << 32 |
+                   static_cast<uint64_t>(static_cast<uint8_t>(first.device().type())) << 16 |
+                   static_cast<uint16_t>(first.device().index());
+      entry.sparse = bucket.expect_sparse_gradient;
+      if (entry.sparse) {
+        entry.slices.push_back({static_cast<uint32_t>(bucket.variable_indices.front()), 0, 0});
+        continue;
+      }
+      for (size_t i = 0; i < bucket.variables.size(); ++i) {
+        entry.slices.push_back({static_cast<uint32_t>(bucket.variable_indices[i]),
+                                static_cast<int64_t>(bucket.offsets[i]) * parts,
+                                static_cast<int64_t>(bucket.lengths[i]) * parts});
+        entry.numel += entry.slices.back().length;
+      }
+    }
+    return layout;
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<c10d::Reducer> ReducerView::get() const {
+  auto reducer = reducer_.lock();
+  TORCH_CHECK(reducer,
+              "ddp_hooks: the DistributedDataParallel module of this state no longer exists, or its Reducer "
+              "was replaced; make a new SkipUnusedState for the new module");
+  return reducer;
+}
+
+std::unique_lock<std::mutex> ReducerView::lock() const {
+  return std::unique_lock(Members::mutex(*get()));
+}
+
+const std::vector<at::Tensor>& ReducerView::parameters() const {
+  return Members::parameters(*get());
+}
+bool ReducerView::finds_unused_parameters() const {
+  return Members::finds_unused(*get());
+}
+bool ReducerView::skips_unused_by_local_list() const {
+  return Members::skips_unused(*get());
+}
+bool ReducerView::is_static_graph() const {
+  return Members::static_graph(*get());
+}
+c10::intrusive_ptr<c10d::ProcessGroup> ReducerView::process_group() const {
+  return Members::process_group(*get());
+}
+bool ReducerView::expects_backward() const {
+  return Members::expects_hooks(*get());
+}
+bool ReducerView::in_backward() const {
+  return Members::requires_finalize(*get());
+}
+bool ReducerView::has_rebuilt_buckets() const {
+  return Members::rebuilt(*get());
+}
+LayoutOfBuckets ReducerView::layout() const {
+  return Members::layout(*get());
+}
+
+bool ReducerView::learns_static_graph() const {
+  auto reducer = get();
+  return Members::static_graph(*reducer) && Members::iterations(*reducer) <= 1;
+}
+
+int ReducerView::divisor() const {
+  auto reducer = get();
+  const int divisor = Members::divisor(*reducer);
+  // Unset where no gradient has been marked ready: in the shadow pass of a joined rank, whose result nobody reads.
+  return divisor > 0 ? divisor : Members::process_group(*reducer)->getSize();
+}
+
+UsageMask ReducerView::local_usage() const {
+  auto reducer = get();
+  UsageMask usage(Members::parameters(*reducer).size(), true);
+  const bool dynamic = Members::finds_unused(*reducer) && !Members::static_graph(*reducer);
+  if (!dynamic && !Members::static_graph(*reducer)) return usage;
+  // The Reducer's own map of what was used since the last synchronised pass, which decides whose .grad it will write.
+  // With a static graph it is not reset from step to step, and the list of unused parameters is all there is.
+  const int32_t* used_since_sync = dynamic ? Members::used_map(*reducer).const_data_ptr<int32_t>() : nullptr;
+  for (size_t index : Members::unused(*reducer)) {
+    if (used_since_sync == nullptr || used_since_sync[index] == 0) usage.clear(index);
+  }
+  return usage;
+}
+
+bool ReducerView::has_gradient(size_t parameter) const {
+  return parameters()[parameter].grad().defined();
+}
+
+void ReducerView::register_hook(std::unique_ptr<c10d::CommHookInterface> hook) const {
+  get()->register_comm_hook(std::move(hook));
+}
+
+}  // namespace ddp_hooks

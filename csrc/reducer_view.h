@@ -1,0 +1,64 @@
+// The one place that looks inside DDP's Reducer.
+//
+// A view of a Reducer that somebody else owns. Reads protected members through pointers to members formed in a derived
+// class, which is legal C++, but ties the extension to the torch it was compiled against.
+//
+// Thread-safety: the Reducer's own mutex guards what is read here. It is held by the caller whenever DDP runs the hook
+// in a backward pass; `locked` says when this view has to take it.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <vector>
+
+#include "usage_mask.h"
+#include "wire_plan.h"
+
+namespace ddp_hooks {
+
+class ReducerView {
+ public:
+  explicit ReducerView(std::weak_ptr<c10d::Reducer> reducer) : reducer_(std::move(reducer)) {}
+
+  // Everything below throws c10::Error once the DDP module is gone.
+
+  std::unique_lock<std::mutex> lock() const;
+
+  // What does not change while the module lives.
+  const std::vector<at::Tensor>& parameters() const;
+  bool finds_unused_parameters() const;
+  bool skips_unused_by_local_list() const;
+  bool is_static_graph() const;
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group() const;
+
+  // A forward pass has asked for a synchronised backward pass that has not been finished.
+  bool expects_backward() const;
+  // Some parameter has been marked ready in the running backward pass. False in the shadow pass of a rank that has
+  // joined (`ddp.join()`), which runs hooks without any backward pass.
+  bool in_backward() const;
+  // static_graph=True before the unused parameters are known: they are found in the first pass, after all gradients.
+  bool learns_static_graph() const;
+
+  // What the gradients have to be divided by; join() may change it from step to step.
+  int divisor() const;
+
+  // Bit i: this rank contributes a gradient for parameter i in this backward pass, or did in one under no_sync() since
+  // the last synchronised one. The graph detector; reads no gradient.
+  UsageMask local_usage() const;
+
+  // Whether the slice of a parameter can hold anything but zeros; the Reducer fills in zeros for undefined gradients.
+  bool has_gradient(size_t parameter) const;
+
+  bool has_rebuilt_buckets() const;
+  LayoutOfBuckets layout() const;
+
+  void register_hook(std::unique_ptr<c10d::CommHookInterface> hook) const;
+
+ private:
+  std::shared_ptr<c10d::Reducer> get() const;
+  std::weak_ptr<c10d::Reducer> reducer_;
+};
+
+}  // namespace ddp_hooks

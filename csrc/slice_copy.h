@@ -1,0 +1,31 @@
+// Gathers slices of buckets into a message, scaled, and scatters a message back. The only dispatch point by device.
+//
+// A copy is one contiguous stretch on either side; several make up a message. Pointers must stay valid and unshared
+// until the call returns.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "element_type.h"
+
+namespace ddp_hooks {
+
+struct SliceOfTensor {
+  at::Tensor flat;  // one-dimensional, contiguous
+  int64_t offset = 0;
+  int64_t length = 0;
+};
+
+// The element type of a flat gradient; refuses what a gradient cannot be.
+ElementType element_type_of(const at::Tensor& flat);
+
+// message = the slices, one after the other, times `factor`.
+void gather_scaled(const at::Tensor& message, const std::vector<SliceOfTensor>& slices, double factor);
+
+// The slices = their stretches of the message.
+void scatter(const at::Tensor& message, const std::vector<SliceOfTensor>& slices);
+
+}  // namespace ddp_hooks

@@ -1,0 +1,33 @@
+#include "step.h"
+
+#include <ATen/ATen.h>
+
+namespace ddp_hooks {
+
+void BucketInFlight::expect_messages(int32_t count) {
+  // One more than the messages, given back here, so that the bucket cannot complete before the count stands.
+  outstanding_ += count + 1;
+  message_done();
+}
+
+void BucketInFlight::message_done() {
+  if (--outstanding_ == 0 && !finished_.exchange(true)) {
+    future_->markCompleted(result_.defined() ? result_ : buffer_);
+  }
+}
+
+void BucketInFlight::fail(const std::exception_ptr& error) {
+  if (!finished_.exchange(true)) future_->setError(error);
+}
+
+at::Tensor BucketInFlight::flat() const {
+  const at::Tensor real = buffer_.is_complex() ? at::view_as_real(buffer_) : buffer_;
+  return real.view({-1});
+}
+
+void Step::fail(const std::exception_ptr& reason) {
+  error = reason;
+  for (BucketInFlight& bucket : buckets) bucket.fail(reason);
+}
+
+}  // namespace ddp_hooks

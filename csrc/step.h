@@ -1,0 +1,74 @@
+// One synchronised backward pass: its buckets, what was agreed about them, and the messages under way.
+//
+// Shared by the engine and by the completions of the messages it launched, which run in other threads.
+// Always holds: a bucket's future is completed exactly once: when its last message is back, or by the first failure.
+// Thread-safety: `message_done` and `fail` may be called from any thread; everything else belongs to the engine.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "mask_exchange.h"
+#include "usage_mask.h"
+#include "wire_plan.h"
+
+namespace ddp_hooks {
+
+class BucketInFlight {
+ public:
+  BucketInFlight(at::Tensor buffer, c10::intrusive_ptr<c10::ivalue::Future> future)
+      : buffer_(std::move(buffer)), future_(std::move(future)) {}
+
+  // How many messages carry parts of this bucket; completes it at once when none does. Call before launching any.
+  void expect_messages(int32_t count);
+  void message_done();
+  void fail(const std::exception_ptr& error);
+
+  // The buffer as the collective sees it: one-dimensional, real, contiguous. Not for sparse buffers.
+  at::Tensor flat() const;
+  const at::Tensor& buffer() const { return buffer_; }
+  // What the future will hold; the buffer itself unless somebody says otherwise.
+  void set_result(at::Tensor result) { result_ = std::move(result); }
+
+ private:
+  at::Tensor buffer_;
+  at::Tensor result_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::atomic<int32_t> outstanding_{0};
+  std::atomic<bool> finished_{false};
+};
+
+// The values detector's state for one bucket between the start of its exchange and its launch.
+struct ValuesOfBucket {
+  std::unique_ptr<PendingExchange> exchange;  // null when no parameter of the bucket was agreed to be used
+  std::vector<uint32_t> negative_zeros;       // positions in the layout whose slice is all zero here, with a -0.0
+};
+
+class Step {
+ public:
+  // A deque, because completions point to buckets while later ones are added.
+  std::deque<BucketInFlight> buckets;
+  bool shadow = false;  // this rank has joined and only plays along
+  double factor = 1;    // what gradients are multiplied with before they are summed
+  size_t next_staging = 0;
+  std::exception_ptr error;  // once set, the buckets still to come fail with it
+
+  UsageMask local;
+  UsageMask agreed;  // the values detector clears bits as buckets settle
+
+  // Without values: the whole plan. With values: made bucket by bucket.
+  std::shared_ptr<const WirePlan> plan;
+  std::optional<WirePlanner> planner;
+  std::deque<ValuesOfBucket> values;  // by bucket
+  int64_t used_bytes = 0;
+  int64_t zero_bytes = 0;
+
+  void fail(const std::exception_ptr& reason);
+};
+
+}  // namespace ddp_hooks

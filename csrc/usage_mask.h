@@ -1,0 +1,45 @@
+// One bit a parameter: set when somebody has a gradient to contribute for it.
+//
+// Represents a set of parameter indices 0 .. size()-1, in 64-bit words; this is also the form in which masks travel.
+// Always holds: bits at and above size() in the last word are zero, so that words compare, count and hash as the set.
+// Thread-safety: none; a mask is a value.
+// Every rank must agree on: size(), and which parameter an index means (the order of DDP's Reducer).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace ddp_hooks {
+
+class UsageMask {
+ public:
+  UsageMask() = default;
+  explicit UsageMask(size_t size, bool used = false);
+  // Takes over words that came from another rank; throws std::invalid_argument when their number does not fit.
+  UsageMask(size_t size, std::vector<uint64_t> words);
+
+  size_t size() const { return size_; }
+  const std::vector<uint64_t>& words() const { return words_; }
+
+  bool test(size_t index) const { return (words_[index / 64] >> (index % 64)) & 1; }
+  void set(size_t index) { words_[index / 64] |= uint64_t{1} << (index % 64); }
+  void clear(size_t index) { words_[index / 64] &= ~(uint64_t{1} << (index % 64)); }
+
+  // Set union and intersection; throw std::invalid_argument when the sizes differ.
+  void merge(const UsageMask& other);
+  void intersect(const UsageMask& other);
+  bool is_subset_of(const UsageMask& other) const;
+
+  size_t count() const;
+  uint64_t hash() const;
+  bool operator==(const UsageMask& other) const = default;
+
+  static size_t word_count(size_t size) { return (size + 63) / 64; }
+
+ private:
+  size_t size_ = 0;
+  std::vector<uint64_t> words_;
+};
+
+}  // namespace ddp_hooks

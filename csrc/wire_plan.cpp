@@ -1,0 +1,143 @@
+#include "wire_plan.h"
+
+#include <bit>
+#include <utility>
+
+#include "hash.h"
+
+namespace ddp_hooks {
+namespace {
+
+// The bucket's used slices, adjacent ones joined; empty parameters have nothing to send.
+std::vector<Slice> used_runs(uint32_t bucket, const BucketLayout& layout, const UsageMask& agreed) {
+  std::vector<Slice> runs;
+  for (const ParameterSlice& slice : layout.slices) {
+    if (slice.length == 0 || !agreed.test(slice.parameter)) continue;
+    if (!runs.empty() && runs.back().offset + runs.back().length == slice.offset) {
+      runs.back().length += slice.length;
+    } else {
+      runs.push_back({bucket, slice.offset, slice.length});
+    }
+  }
+  return runs;
+}
+
+int64_t total_length(const std::vector<Slice>& runs) {
+  int64_t total = 0;
+  for (const Slice& run : runs) total += run.length;
+  return total;
+}
+
+// The mean of both neighbours bounds the sum of the gaps sent: each run is counted half for the gap on either side.
+std::vector<Slice> close_gaps(const std::vector<Slice>& runs, double gap_fraction) {
+  std::vector<Slice> joined;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    if (i > 0) {
+      const int64_t gap = runs[i].offset - (runs[i - 1].offset + runs[i - 1].length);
+      const double mean_length = static_cast<double>(runs[i - 1].length + runs[i].length) / 2;
+      if (static_cast<double>(gap) <= gap_fraction * mean_length) {
+        joined.back().length += gap + runs[i].length;
+        continue;
+      }
+    }
+    joined.push_back(runs[i]);
+  }
+  return joined;
+}
+
+}  // namespace
+
+uint64_t LayoutOfBuckets::hash() const {
+  Hash hash;
+  hash.add(parameter_count);
+  for (const BucketLayout& bucket : buckets) {
+    hash.add(bucket.slices.size());
+    hash.add(static_cast<uint64_t>(bucket.element_bytes) * 2 + bucket.sparse);
+    for (const ParameterSlice& slice : bucket.slices) {
+      hash.add(slice.parameter);
+      hash.add(static_cast<uint64_t>(slice.length));
+    }
+  }
+  return hash.value();
+}
+
+Message& WirePlanner::open_message(const BucketLayout& layout) {
+  for (Message& message : open_) {
+    if (message.kind == layout.kind) return message;
+  }
+  open_.push_back({{}, 0, layout.element_bytes, layout.kind, false});
+  return open_.back();
+}
+
+BucketPlan WirePlanner::add_bucket(uint32_t bucket, const UsageMask& agreed) {
+  const BucketLayout& layout = layout_.buckets[bucket];
+  BucketPlan plan;
+  const std::vector<Slice> runs = close_gaps(used_runs(bucket, layout, agreed), settings_.gap_fraction);
+  if (!runs.empty()) {
+    plan.disposition = total_length(runs) == layout.numel ? Disposition::kWhole : Disposition::kPacked;
+  }
+  std::vector<Slice> leftovers;
+  for (const Slice& run : runs) {
+    if (run.length * layout.element_bytes >= settings_.in_place_bytes) {
+      plan.launches.push_back({{run}, run.length, layout.element_bytes, layout.kind, true});
+      ++plan.messages_touching;
+    } else {
+      leftovers.push_back(run);
+    }
+  }
+  if (!leftovers.empty()) {
+    Message& message = open_message(layout);
+    message.slices.insert(message.slices.end(), leftovers.begin(), leftovers.end());
+    message.numel += total_length(leftovers);
+    ++plan.messages_touching;
+  }
+  const bool last = bucket + 1 == layout_.buckets.size();
+  std::vector<Message> still_open;
+  for (Message& message : open_) {
+    if (last || message.numel * message.element_bytes >= settings_.pack_bytes) {
+      message.in_place = message.slices.size() == 1;
+      plan.launches.push_back(std::move(message));
+    } else {
+      still_open.push_back(std::move(message));
+    }
+  }
+  open_ = std::move(still_open);
+  return plan;
+}
+
+WirePlan make_wire_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings) {
+  WirePlan plan;
+  WirePlanner planner(layout, settings);
+  for (uint32_t b = 0; b < layout.buckets.size(); ++b) plan.buckets.push_back(planner.add_bucket(b, agreed));
+  if (plan.buckets.empty()) return plan;
+  // The last bucket closed what nothing could join any more; that was known earlier, so let it leave earlier.
+  std::vector<Message> closed_last = std::move(plan.buckets.back().launches);
+  plan.buckets.back().launches.clear();
+  for (Message& message : closed_last) {
+    plan.buckets[message.slices.back().bucket].launches.push_back(std::move(message));
+  }
+  return plan;
+}
+
+std::shared_ptr<const WirePlan> PlanCache::find(const UsageMask& agreed) {
+  auto found = index_.find(agreed);
+  if (found == index_.end()) return nullptr;
+  entries_.splice(entries_.begin(), entries_, found->second);
+  return found->second->plan;
+}
+
+void PlanCache::insert(const UsageMask& agreed, std::shared_ptr<const WirePlan> plan) {
+  entries_.push_front({agreed, std::move(plan)});
+  index_[agreed] = entries_.begin();
+  if (entries_.size() > capacity_) {
+    index_.erase(entries_.back().mask);
+    entries_.pop_back();
+  }
+}
+
+void PlanCache::clear() {
+  index_.clear();
+  entries_.clear();
+}
+
+}  // namespace ddp_hooks

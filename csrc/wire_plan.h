@@ -1,0 +1,128 @@
+// Which bytes of which buckets travel together: a pure function of (bucket layout, agreed mask, settings).
+//
+// A *run* is a maximal stretch of used slices that lie next to each other in one bucket. Large runs travel where they
+// lie, with no copy, a message each; the leftovers are gathered, and leftovers of several buckets share a message, so
+// that many nearly empty buckets do not cost many latencies. A message leaves when the last bucket it draws from is
+// ready; messages that leave with the same bucket leave in the order of the plan.
+//
+// Always holds: every used parameter's slice is covered exactly once; a message draws from buckets of one kind only;
+// what is sent beyond the used slices stays under `gap_fraction` of them, bucket by bucket.
+// Thread-safety: none. Every rank must agree on all three inputs; nothing else goes in.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "usage_mask.h"
+
+namespace ddp_hooks {
+
+struct ParameterSlice {
+  uint32_t parameter = 0;
+  int64_t offset = 0;  // elements
+  int64_t length = 0;  // elements; may be 0
+};
+
+struct BucketLayout {
+  std::vector<ParameterSlice> slices;  // in the order of their offsets, without gaps
+  int64_t numel = 0;
+  int64_t element_bytes = 0;
+  // Buckets of the same kind (dtype and device) may share a message.
+  uint64_t kind = 0;
+  // Sparse gradients have no slices to pick from; the bucket passes through whole.
+  bool sparse = false;
+
+  int64_t bytes() const { return numel * element_bytes; }
+};
+
+struct LayoutOfBuckets {
+  std::vector<BucketLayout> buckets;
+  size_t parameter_count = 0;
+  uint64_t hash() const;
+};
+
+struct PlanSettings {
+  // A run of at least this many bytes travels in place.
+  int64_t in_place_bytes = 0;
+  // Gathered leftovers leave when this many bytes have come together, or nothing more can join them.
+  int64_t pack_bytes = 0;
+  // A gap between two runs of a bucket is sent along when it is at most this fraction of the two runs' mean length.
+  double gap_fraction = 0;
+};
+
+struct Slice {
+  uint32_t bucket = 0;
+  int64_t offset = 0;  // elements
+  int64_t length = 0;  // elements, > 0
+};
+
+struct Message {
+  std::vector<Slice> slices;
+  int64_t numel = 0;
+  int64_t element_bytes = 0;
+  uint64_t kind = 0;
+  // One slice, sent from and received into the bucket itself.
+  bool in_place = false;
+};
+
+enum class Disposition : uint8_t { kSkipped, kPacked, kWhole };
+
+struct BucketPlan {
+  std::vector<Message> launches;  // leave when this bucket is ready
+  // How many messages, of this bucket's or of a later bucket's launches, carry slices of this bucket.
+  int32_t messages_touching = 0;
+  Disposition disposition = Disposition::kSkipped;
+};
+
+struct WirePlan {
+  std::vector<BucketPlan> buckets;
+};
+
+// Plans bucket by bucket, for detectors that learn a bucket's mask only when it is ready. Leftovers stay open from one
+// bucket to the next.
+class WirePlanner {
+ public:
+  WirePlanner(const LayoutOfBuckets& layout, const PlanSettings& settings) : layout_(layout), settings_(settings) {}
+
+  // Buckets come in order, each once; after the last one every message has been closed.
+  BucketPlan add_bucket(uint32_t bucket, const UsageMask& agreed);
+
+ private:
+  Message& open_message(const BucketLayout& layout);
+
+  const LayoutOfBuckets& layout_;
+  const PlanSettings settings_;
+  // In order of their first slice. A handful at most: one for each dtype and device.
+  std::vector<Message> open_;
+};
+
+// The whole plan at once. Leftovers leave with the last bucket that adds to them instead of with the last of all.
+WirePlan make_wire_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings);
+
+// Plans by agreed mask, the least recently used one forgotten first; belongs to one layout and one settings.
+class PlanCache {
+ public:
+  explicit PlanCache(size_t capacity) : capacity_(capacity) {}
+
+  std::shared_ptr<const WirePlan> find(const UsageMask& agreed);
+  void insert(const UsageMask& agreed, std::shared_ptr<const WirePlan> plan);
+  void clear();
+
+ private:
+  struct Entry {
+    UsageMask mask;
+    std::shared_ptr<const WirePlan> plan;
+  };
+  struct MaskHash {
+    size_t operator()(const UsageMask& mask) const { return mask.hash(); }
+  };
+
+  size_t capacity_;
+  std::list<Entry> entries_;  // most recently used first
+  std::unordered_map<UsageMask, std::list<Entry>::iterator, MaskHash> index_;
+};
+
+}  // namespace ddp_hooks

@@ -1,0 +1,99 @@
+"""Policies: what counts as unused, and how what is left travels.
+
+A policy is a value. Every rank must choose the same one; :class:`ddp_hooks.SkipUnusedState` checks that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+ValuesDetector = Literal["off", "on", "adaptive"]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a hook decides what to send. Start from a preset, or make one: ``Policy("mine", values="on")``.
+
+    Args:
+        name: what messages and statistics call it.
+        graph: use the graph detector: parameters that the Reducer found unused, or that are frozen, are not sent. Costs
+            one small exchange of masks a step and reads no gradient.
+        values: use the values detector: gradients that are zero on every rank are not sent. ``"on"`` costs an exchange
+            of masks a bucket and a scan that stops at the first non-zero; ``"adaptive"`` probes now and then, and turns
+            the detector on while it pays.
+        in_place_bytes: a run of used gradients of at least this many bytes travels from where it lies, in a message of
+            its own; shorter ones are gathered. Bytes.
+        pack_bytes: gathered gradients leave when this many bytes have come together. Bytes.
+        gap_fraction: unused gradients between two used runs are sent along when they make up at most this fraction of
+            the runs' mean length, because one message in place is cheaper than two.
+        min_zero_fraction: adaptive only: the fraction of a step's bytes that all-zero gradients have to make up for
+            the values detector to stay on.
+        hold_steps: adaptive only: how many steps it stays on after a step in which it paid.
+        first_pause_steps: adaptive only: steps before the first probe; the pause doubles while probes find nothing.
+        longest_pause_steps: adaptive only: the longest pause between two probes.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    name: str
+    graph: bool = True
+    values: ValuesDetector = "off"
+    in_place_bytes: int = 1 << 20
+    pack_bytes: int = 4 << 20
+    gap_fraction: float = 1 / 128
+    min_zero_fraction: float = 0.05
+    hold_steps: int = 32
+    first_pause_steps: int = 16
+    longest_pause_steps: int = 1024
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        if self.values not in get_args(ValuesDetector):
+            raise ValueError(f"Policy.values: expected one of {get_args(ValuesDetector)}, received {self.values!r}")
+        for field, low, high in (
+            ("in_place_bytes", 0, None),
+            ("pack_bytes", 0, None),
+            ("gap_fraction", 0, 1),
+            ("min_zero_fraction", 0, 1),
+            ("hold_steps", 0, None),
+            ("first_pause_steps", 1, None),
+            ("longest_pause_steps", self.first_pause_steps, None),
+        ):
+            value = getattr(self, field)
+            if value < low or (high is not None and value > high):
+                expected = f"at least {low}" if high is None else f"between {low} and {high}"
+                raise ValueError(f"Policy.{field}: expected {expected}, received {value!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values, for checkpoints."""
+        return asdict(self)
+
+
+PRESETS: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        # Everything is sent, by the same engine: the baseline.
+        Policy("allreduce", graph=False),
+        Policy("skip_unused"),
+        Policy("skip_zeros", values="on"),
+        Policy("auto", values="adaptive"),
+    )
+}
+
+
+def resolve(policy: Policy | str) -> Policy:
+    """Return the policy, or the preset of that name.
+
+    Raises:
+        TypeError: neither a policy nor a name.
+        ValueError: no preset has that name.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(f"policy: expected a ddp_hooks.Policy or the name of a preset, received {policy!r}")
+    if policy not in PRESETS:
+        raise ValueError(f"policy: expected one of {', '.join(PRESETS)}, or a ddp_hooks.Policy, received {policy!r}")
+    return PRESETS[policy]

@@ -1,0 +1,106 @@
+"""What a hook reports: counters of what was sent, and which parameters were used."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.2f} MB"
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Counters since the state was made or :meth:`SkipUnusedState.reset_stats`.
+
+    All but the seconds are the same on every rank. Bytes are those handed to collectives by one rank; what crosses a
+    link depends on the collective's algorithm, for a ring all-reduce 2 (n - 1) / n times as many.
+
+    Attributes:
+        steps: synchronised backward passes.
+        values_steps: steps in which the values detector was on.
+        buckets_whole: buckets sent whole.
+        buckets_packed: buckets of which a part was sent.
+        buckets_skipped: buckets of which nothing was sent.
+        messages: all-reduces of gradients.
+        dense_bytes: what plain DDP would have handed to its all-reduces. Bytes.
+        payload_bytes: what was handed to all-reduces of gradients. Bytes.
+        mask_bytes: what was handed to the control group to agree on usage masks. Bytes.
+        exchanges: mask exchanges.
+        plan_cache_hits: steps whose wire plan was known already.
+        plan_cache_misses: steps whose wire plan had to be made.
+        exchange_wait_seconds: how long backward stood still for agreed masks, on this rank.
+        hook_seconds: time in the hook besides, on this rank: scanning, scaling, gathering, launching.
+    """
+
+    steps: int = 0
+    values_steps: int = 0
+    buckets_whole: int = 0
+    buckets_packed: int = 0
+    buckets_skipped: int = 0
+    messages: int = 0
+    dense_bytes: int = 0
+    payload_bytes: int = 0
+    mask_bytes: int = 0
+    exchanges: int = 0
+    plan_cache_hits: int = 0
+    plan_cache_misses: int = 0
+    exchange_wait_seconds: float = 0.0
+    hook_seconds: float = 0.0
+
+    @classmethod
+    def read(cls, source: Any) -> Statistics:
+        """Copy the counters from an object with the same attributes."""
+        return cls(**{field.name: getattr(source, field.name) for field in fields(cls)})
+
+    def __add__(self, other: Statistics) -> Statistics:
+        """Sum the counters of two stretches of a run."""
+        return Statistics(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counters as plain values, for checkpoints and logs."""
+        return asdict(self)
+
+    @property
+    def saved_fraction(self) -> float:
+        """The fraction of plain DDP's bytes that were not sent, masks counted against us; 0 before the first step."""
+        if self.dense_bytes == 0:
+            return 0.0
+        return 1.0 - (self.payload_bytes + self.mask_bytes) / self.dense_bytes
+
+    def __str__(self) -> str:
+        """Return a summary of a few lines."""
+        steps = max(self.steps, 1)
+        lines = [
+            f"{self.steps} steps: sent {_megabytes(self.payload_bytes)} of {_megabytes(self.dense_bytes)} "
+            f"({self.saved_fraction:.1%} saved), {_megabytes(self.payload_bytes // steps)} a step in "
+            f"{self.messages / steps:.1f} messages",
+            f"buckets: {self.buckets_whole} whole, {self.buckets_packed} in part, {self.buckets_skipped} skipped; "
+            f"wire plans: {self.plan_cache_hits} from the cache, {self.plan_cache_misses} made",
+            f"masks: {self.exchanges} exchanges, {self.mask_bytes:,} bytes, waited "
+            f"{self.exchange_wait_seconds / steps * 1e6:.0f} us a step; hook: "
+            f"{self.hook_seconds / steps * 1e6:.0f} us a step besides",
+        ]
+        if self.values_steps:
+            lines.append(f"values detector: on in {self.values_steps} of {self.steps} steps")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUsage:
+    """How one parameter took part in the last step.
+
+    Attributes:
+        name: its name in the wrapped module.
+        numel: its number of elements.
+        used_here: this rank contributed a gradient (a non-zero one, if the values detector was on).
+        used_anywhere: some rank did; if not, nothing of it was sent.
+        frozen: it does not require a gradient now, on this rank.
+    """
+
+    name: str
+    numel: int
+    used_here: bool
+    used_anywhere: bool
+    frozen: bool
