@@ -275,7 +275,8 @@ void Engine::settle_values(uint32_t bucket) {
 void Engine::send(uint32_t index, const BucketPlan& plan) {
   Step& step = *step_;
   BucketInFlight& bucket = step.buckets[index];
-  const bool sparse = layout_.buckets[index].sparse && data_group_->getSize() > 1;
+  // Passes through even with nobody to send to: the all-reduce leaves it coalesced, as plain DDP does.
+  const bool sparse = layout_.buckets[index].sparse;
   bucket.expect_messages(plan.messages_touching + (sparse ? 1 : 0));
   const Disposition disposition = sparse ? Disposition::kWhole : plan.disposition;
   statistics_.buckets_skipped += disposition == Disposition::kSkipped;

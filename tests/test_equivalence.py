@@ -248,7 +248,6 @@ class MixedDtypes(Scenario):
         loss_of(t.ddp(t.batch(4, 16), (i + t.rank) % 2)).backward()
 
 
-@pytest.mark.filterwarnings("ignore:Complex modules")
 class Complex(Scenario):
     ddp_options = {"bucket_cap_mb": 0.001}
 
@@ -256,7 +255,8 @@ class Complex(Scenario):
         return Branches(dtype=torch.complex64)
 
     def step(self, t: Trainer, i: int) -> None:
-        batch = torch.complex(t.batch(4, 8), t.batch(4, 8))
+        # Small, to stay away from the poles of the complex tanh, near which rounding errors grow.
+        batch = 0.1 * torch.complex(t.batch(4, 8), t.batch(4, 8))
         loss_of(t.ddp(batch, t.rank == 0, i % 2 == 0)).backward()
 
 
