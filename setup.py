@@ -18,8 +18,7 @@ ROOT = Path(__file__).parent
 def write_build_info() -> None:
     """Record the torch that is compiled against, for the check in ddp_hooks/_extension.py."""
     (ROOT / "ddp_hooks" / "_build_info.py").write_text(
-        '"""Written by setup.py: what the extension was built against."""\n\n'
-        f'TORCH_VERSION = "{torch.__version__}"\n'
+        f'"""Written by setup.py: what the extension was built against."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
     )
 
 

@@ -6,7 +6,7 @@ There is no ``from __future__ import annotations`` here: DDP compares the annota
 import hashlib
 import weakref
 from datetime import timedelta
-from typing import Any, Optional, Union
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ class SkipUnusedState:
         ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
     """
 
-    def __init__(self, ddp: DistributedDataParallel, policy: Union[Policy, str] = "auto") -> None:
+    def __init__(self, ddp: DistributedDataParallel, policy: Policy | str = "auto") -> None:
         self._start(resolve(policy), Statistics())
         self.bind(ddp)
 
@@ -58,7 +58,7 @@ class SkipUnusedState:
         self._policy = policy
         self._earlier = earlier  # statistics of an earlier run that this state goes on from
         self._engine: Any = None
-        self._ddp: Optional[weakref.ref[DistributedDataParallel]] = None
+        self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._names: list[str] = []
         self._control_group: Any = None
 
@@ -131,7 +131,7 @@ class SkipUnusedState:
             )
         return ddp
 
-    def set_policy(self, policy: Union[Policy, str]) -> None:
+    def set_policy(self, policy: Policy | str) -> None:
         """Change the policy between two steps; every rank calls it with the same one.
 
         Args:
@@ -242,7 +242,7 @@ def skip_unused_hook(state: SkipUnusedState, bucket: dist.GradBucket) -> torch.f
     return engine.run(bucket)  # type: ignore[no-any-return]
 
 
-def register(ddp: DistributedDataParallel, policy: Union[Policy, str] = "auto") -> SkipUnusedState:
+def register(ddp: DistributedDataParallel, policy: Policy | str = "auto") -> SkipUnusedState:
     """Register the hook natively: gradients then travel without Python and its lock. Every rank calls it.
 
     Args:
@@ -282,7 +282,7 @@ def _engine_settings(policy: Policy, description: dict[str, str]) -> Any:
     )
 
 
-def _why_unsupported(ddp: DistributedDataParallel) -> Optional[str]:
+def _why_unsupported(ddp: DistributedDataParallel) -> str | None:
     """Say what about the module cannot be supported, and the way out; None if all is well."""
     if getattr(ddp, "_delay_all_reduce_all_params", False):
         return "delay_all_reduce_named_params delays every parameter, which leaves nothing for a hook; do not set it"
@@ -294,7 +294,9 @@ def _why_unsupported(ddp: DistributedDataParallel) -> Optional[str]:
     if ddp.mixed_precision is not None:
         return "DDP(mixed_precision=...) registers a hook of its own; use torch.autocast instead"
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters()):
-        return "an optimizer applied in backward makes DDP register a hook of its own; step the optimizer after backward"
+        return (
+            "an optimizer applied in backward makes DDP register a hook of its own; step the optimizer after backward"
+        )
     if _C.reducer_skips_unused_by_local_list(ddp.reducer):
         return (
             "DDP(skip_all_reduce_unused_params=True) decides from each rank's own list, keeps buckets from the hook and "
@@ -316,7 +318,7 @@ def _make_control_group(ddp: DistributedDataParallel) -> Any:
     )
 
 
-def _timeout_of(ddp: DistributedDataParallel) -> Optional[timedelta]:
+def _timeout_of(ddp: DistributedDataParallel) -> timedelta | None:
     """Return the data group's timeout, so that a lost rank is noticed as soon here as there."""
     options = getattr(ddp.process_group._get_backend(ddp.device), "options", None)
     timeout = getattr(options, "_timeout", None)
@@ -336,7 +338,7 @@ def _describe(policy: Policy, ddp: DistributedDataParallel, parameters: list[tor
     }
 
 
-def _agree(group: Any, description: dict[str, str], problem: Optional[str]) -> None:
+def _agree(group: Any, description: dict[str, str], problem: str | None) -> None:
     """Raise on every rank if any rank has a problem or describes itself differently."""
     answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, (description, problem), group=group)

@@ -44,7 +44,7 @@ class Scenario:
 
     steps = 6
     find_unused_parameters = True
-    ddp_options: dict[str, Any] = {}  # noqa: RUF012
+    ddp_options: dict[str, Any] = {}
     set_to_none = True
     # Sums of more than two numbers depend on their order; 16-bit types feel it.
     tolerance = 1e-5
@@ -57,9 +57,7 @@ class Scenario:
         raise NotImplementedError
 
     def wrap(self, model: nn.Module) -> DistributedDataParallel:
-        return DistributedDataParallel(
-            model, find_unused_parameters=self.find_unused_parameters, **self.ddp_options
-        )
+        return DistributedDataParallel(model, find_unused_parameters=self.find_unused_parameters, **self.ddp_options)
 
     def step(self, t: Trainer, i: int) -> None:
         """Leave reduced gradients behind."""
@@ -90,9 +88,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_dense().clone() if tensor.layout == torch.sparse_coo else tensor.detach().clone()
 
 
-def train(
-    scenario: Scenario, rank: int, policy: ddp_hooks.Policy | str | None, native: bool
-) -> Run:
+def train(scenario: Scenario, rank: int, policy: ddp_hooks.Policy | str | None, native: bool) -> Run:
     """Train once; ``policy=None`` is plain DDP."""
     torch.manual_seed(0)
     torch._dynamo.reset()

@@ -1,0 +1,572 @@
+"""The state and the registration: statistics, usage, checkpoints, and errors on every rank."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import RankFailure, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_hooks
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 16)
+        self.branches = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.head(torch.tanh(self.branches[branch](torch.tanh(self.trunk(x)))))
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Branches(), **{"find_unused_parameters": True, **options})
+
+
+def run_step(ddp: DistributedDataParallel, branch: int) -> None:
+    ddp.zero_grad()
+    ddp(torch.ones(2, 8), branch).sum().backward()
+
+
+def error_of(function: Callable[[], Any], kind: type[BaseException] = RuntimeError) -> str:
+    with pytest.raises(kind) as caught:
+        function()
+    return str(caught.value)
+
+
+def bytes_of(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+# --- statistics and usage
+
+
+def statistics_and_usage(rank: int, native: bool) -> None:
+    ddp = wrapped()
+    if native:
+        state = ddp_hooks.register(ddp, "skip_unused")
+    else:
+        state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
+        ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    assert state.usage() == {}
+    assert state.stats() == ddp_hooks.Statistics()
+    run_step(ddp, rank)
+    run_step(ddp, rank)
+    used = bytes_of(ddp.module) - bytes_of(ddp.module.branches[2])
+    stats = state.stats()
+    assert (stats.steps, stats.exchanges, stats.values_steps) == (2, 2, 0)
+    assert stats.payload_bytes == 2 * used
+    assert stats.dense_bytes == 2 * bytes_of(ddp.module)
+    assert stats.plan_cache_hits + stats.plan_cache_misses == 2
+    assert stats.mask_bytes == 2 * (4 + 1) * 8
+    assert stats.hook_seconds > 0
+    ddp.module.branches[2].requires_grad_(False)
+    usage = state.usage()
+    assert list(usage) == [name for name, _ in ddp.module.named_parameters()]
+    expected = ddp_hooks.ParameterUsage("branches.1.weight", 256, rank == 1, True, False)
+    assert usage["branches.1.weight"] == expected
+    assert usage["branches.2.bias"] == ddp_hooks.ParameterUsage("branches.2.bias", 16, False, False, True)
+    assert "saved" in str(stats)
+    state.reset_stats()
+    assert state.stats() == ddp_hooks.Statistics()
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_statistics_and_usage(native: bool) -> None:
+    run_ranks(2, statistics_and_usage, native)
+
+
+def values_show_in_usage(rank: int) -> None:
+    ddp = wrapped()
+    state = ddp_hooks.register(ddp, "skip_zeros")
+    output = ddp(torch.ones(2, 8), 0)
+    (output.sum() + 0 * ddp.module.branches[0].weight.sum()).backward()
+    for parameter in ddp.module.head.parameters():
+        parameter.grad = None
+    ddp.module.head.weight.register_hook(lambda gradient: gradient * (rank == 0))
+    run_step(ddp, 0)
+    usage = state.usage()["head.weight"]
+    assert (usage.used_here, usage.used_anywhere) == (rank == 0, True)
+
+
+def test_values_show_in_usage() -> None:
+    run_ranks(2, values_show_in_usage)
+
+
+def collectives_are_counted(rank: int) -> None:
+    ddp = wrapped()
+    state = ddp_hooks.register(ddp, "skip_unused")
+    run_step(ddp, 0)
+    state.reset_stats()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        run_step(ddp, 0)
+    stats = state.stats()
+    shapes = [event.input_shapes for event in profile.events() if event.name == "gloo:all_reduce"]
+    elements = sorted(torch.Size(dims).numel() for shape in shapes for dims in shape if dims)
+    used = (bytes_of(ddp.module) - 2 * bytes_of(ddp.module.branches[1])) // 4
+    # One message of gradients, one exchange of masks (four header words and one of bits), and the Reducer's own map
+    # of used parameters, which DDP reduces with or without a hook.
+    assert elements == sorted([used, 5, 10]), shapes
+    assert (stats.messages, stats.exchanges) == (1, 1)
+    assert stats.payload_bytes == used * 4
+
+
+def test_collectives_are_counted() -> None:
+    """The statistics against an independent witness: the profiler's record of every gloo all-reduce."""
+    run_ranks(2, collectives_are_counted)
+
+
+# --- many steps
+
+
+def random_steps(rank: int, native: bool) -> None:
+    """50 random steps: branches by rank and step, accumulation, freezing; weights equal to plain DDP's."""
+
+    def train(policy: str | None) -> tuple[list[torch.Tensor], ddp_hooks.Statistics | None]:
+        ddp = wrapped(bucket_cap_mb=0.001)
+        state = None
+        if policy is not None:
+            if native:
+                state = ddp_hooks.register(ddp, policy)
+            else:
+                state = ddp_hooks.SkipUnusedState(ddp, policy)
+                ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        shared = torch.Generator().manual_seed(7)
+        own = torch.Generator().manual_seed(rank)
+
+        def draw(n: int, generator: torch.Generator) -> int:
+            return int(torch.randint(n, (), generator=generator))
+
+        for _ in range(50):
+            for parameter in ddp.module.trunk.parameters():
+                parameter.requires_grad_(draw(3, shared) > 0)
+            for parameter in ddp.module.branches[0].parameters():
+                parameter.requires_grad_(draw(2, own) > 0)
+            for _ in range(draw(3, shared)):
+                with ddp.no_sync():
+                    ddp(torch.randn(2, 8, generator=own), draw(3, own)).square().sum().backward()
+            ddp(torch.randn(2, 8, generator=own), draw(3, own)).square().sum().backward()
+            nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=draw(2, shared) == 0)
+        return [parameter.detach() for parameter in ddp.parameters()], state.stats() if state else None
+
+    plain, _ = train(None)
+    for policy in ("skip_unused", "skip_zeros", "auto", "allreduce"):
+        ours, stats = train(policy)
+        assert stats is not None
+        assert stats.steps == 50
+        for a, b in zip(ours, plain, strict=True):
+            if dist.get_world_size() == 2:
+                assert torch.equal(a, b), f"{policy}: weights differ by up to {(a - b).abs().max()}"
+            else:
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, [weight.numpy().tobytes() for weight in ours])
+        assert all(other == gathered[0] for other in gathered)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_random_steps(world_size: int, native: bool) -> None:
+    run_ranks(world_size, random_steps, native)
+
+
+def auto_follows_the_model(rank: int) -> None:
+    """The adaptive detector goes on when gradients become zero, and off again."""
+    policy = ddp_hooks.Policy("test", values="adaptive", first_pause_steps=2, longest_pause_steps=4, hold_steps=3)
+    ddp = wrapped(find_unused_parameters=False)
+    state = ddp_hooks.register(ddp, policy)
+
+    def steps(count: int, zeros: bool) -> int:
+        before = state.stats().values_steps
+        for _ in range(count):
+            ddp.zero_grad()
+            output = ddp(torch.ones(2, 8), 0)
+            idle = sum(p.sum() for branch in ddp.module.branches[1:] for p in branch.parameters())
+            (output.sum() + (0 if zeros else 1) * idle).backward()
+        return state.stats().values_steps - before
+
+    assert 2 <= steps(20, zeros=False) <= 8
+    assert steps(20, zeros=True) >= 15
+    assert steps(20, zeros=False) <= 10
+
+
+def test_auto_follows_the_model() -> None:
+    run_ranks(2, auto_follows_the_model)
+
+
+# --- checkpoints and copies
+
+
+def pickled_state(rank: int) -> None:
+    ddp = wrapped()
+    state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
+    ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    run_step(ddp, 0)
+    before = state.stats()
+    copied = pickle.loads(pickle.dumps(state))
+    assert copied.policy == state.policy
+    assert copied.stats() == before
+    assert "unbound" in repr(copied)
+    assert "state.bind(ddp)" in error_of(copied.usage)
+
+    resumed = wrapped()
+    copied.bind(resumed)
+    resumed.register_comm_hook(copied, ddp_hooks.skip_unused_hook)
+    run_step(resumed, 0)
+    assert copied.stats().payload_bytes == 2 * before.payload_bytes
+    assert copied.stats().steps == 2
+    assert "already serves" in error_of(lambda: copied.bind(ddp))
+
+
+def test_pickled_state() -> None:
+    run_ranks(2, pickled_state)
+
+
+def state_dict(rank: int) -> None:
+    ddp = wrapped()
+    state = ddp_hooks.register(ddp, "skip_unused")
+    run_step(ddp, 0)
+    file = io.BytesIO()
+    torch.save({"model": ddp.state_dict(), "hook": state.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["hook"]
+
+    resumed = wrapped()
+    fresh = ddp_hooks.register(resumed, "auto")
+    fresh.load_state_dict(loaded)
+    assert fresh.policy == ddp_hooks.PRESETS["skip_unused"]
+    assert fresh.stats() == state.stats()
+    run_step(resumed, 0)
+    assert fresh.stats().values_steps == 0
+    assert fresh.stats().steps == 2
+    assert "version" in error_of(lambda: fresh.load_state_dict({}), ValueError)
+
+
+def test_state_dict() -> None:
+    run_ranks(2, state_dict)
+
+
+def copied_module(rank: int) -> None:
+    """DDP drops the hook when it is copied; the copy must train as plain DDP and take a state of its own."""
+    ddp = wrapped()
+    ddp_hooks.register(ddp, "skip_unused")
+    run_step(ddp, 0)
+    for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        run_step(twin, 0)
+        state = ddp_hooks.register(twin, "skip_unused")
+        run_step(twin, 0)
+        assert state.stats().steps == 1
+        assert torch.equal(twin.module.head.weight.grad, ddp.module.head.weight.grad)
+    run_step(ddp, 0)
+
+
+def test_copied_module() -> None:
+    run_ranks(2, copied_module)
+
+
+def changed_policy(rank: int) -> None:
+    ddp = wrapped()
+    state = ddp_hooks.register(ddp, "allreduce")
+    run_step(ddp, 0)
+    assert state.stats().payload_bytes == bytes_of(ddp.module)
+    state.set_policy("skip_unused")
+    run_step(ddp, 0)
+    assert state.stats().payload_bytes == 2 * bytes_of(ddp.module) - 2 * bytes_of(ddp.module.branches[1])
+    message = error_of(lambda: state.set_policy("skip_zeros" if rank == 0 else "auto"))
+    assert "the ranks disagree: policy: expected Policy(name='skip_zeros'" in message
+    assert "received Policy(name='auto'" in message
+    assert state.policy.name == "skip_unused"
+    run_step(ddp, 0)
+
+
+def test_changed_policy() -> None:
+    run_ranks(2, changed_policy)
+
+
+# --- errors at registration
+
+
+def ranks_disagree(rank: int) -> None:
+    ddp = wrapped()
+    message = error_of(lambda: ddp_hooks.SkipUnusedState(ddp, "auto" if rank == 0 else "skip_zeros"))
+    assert "policy: expected Policy(name='auto'" in message
+    assert "received Policy(name='skip_zeros'" in message
+    assert "on rank 1" in message
+
+    model = Branches()
+    model.branches[0].requires_grad_(rank == 0)
+    other = DistributedDataParallel(model, find_unused_parameters=True, init_sync=False)
+    message = error_of(lambda: ddp_hooks.register(other))
+    assert "parameters: expected 10 of" in message
+    assert "received 8 of" in message
+    # One rank's bad module is every rank's error, so that none is left waiting.
+    bad = wrapped(skip_all_reduce_unused_params=rank == 1)
+    message = error_of(lambda: ddp_hooks.register(bad))
+    assert "rank 1: DDP(skip_all_reduce_unused_params=True)" in message
+    assert "rank 0:" not in message
+
+
+def test_ranks_disagree() -> None:
+    run_ranks(2, ranks_disagree)
+
+
+def refused_modules(rank: int) -> None:
+    assert "expected a DistributedDataParallel" in error_of(lambda: ddp_hooks.register(Branches()), TypeError)
+    ddp = wrapped()
+    compiled = torch.compile(ddp, backend="eager")
+    assert "received OptimizedModule" in error_of(lambda: ddp_hooks.register(compiled), TypeError)
+    assert "expected one of allreduce" in error_of(lambda: ddp_hooks.register(ddp, "fast"), ValueError)
+    assert "expected a ddp_hooks.Policy" in error_of(lambda: ddp_hooks.register(ddp, 3), TypeError)
+    ddp_hooks.register(ddp)
+    assert "the hook cannot be registered" in error_of(lambda: ddp_hooks.register(ddp))
+    run_step(ddp, 0)
+
+    model = Branches()
+    model.head.requires_grad_(False)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    delayed = DistributedDataParallel(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=named[0][1])
+    assert "delay_all_reduce_named_params" in error_of(lambda: ddp_hooks.register(delayed))
+
+
+def test_refused_modules() -> None:
+    run_ranks(2, refused_modules)
+
+
+# --- errors in training
+
+
+def hook_without_state(rank: int) -> None:
+    ddp = wrapped()
+    ddp.register_comm_hook(None, ddp_hooks.skip_unused_hook)
+    message = error_of(lambda: run_step(ddp, 0))
+    assert "expected a SkipUnusedState that serves this module, received NoneType" in message
+    # The Reducer is not left broken: the same error again, not an internal assert.
+    assert "received NoneType" in error_of(lambda: run_step(ddp, 0))
+
+
+def test_hook_without_state() -> None:
+    run_ranks(2, hook_without_state)
+
+
+def state_of_another_module(rank: int) -> None:
+    first = wrapped()
+    second = DistributedDataParallel(nn.Linear(5, 5), find_unused_parameters=True)
+    state = ddp_hooks.SkipUnusedState(first)
+    first.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    second.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    message = error_of(lambda: second(torch.ones(1, 5)).sum().backward())
+    assert "one DistributedDataParallel module; make one for each" in message
+
+
+def test_state_of_another_module() -> None:
+    run_ranks(2, state_of_another_module)
+
+
+def registered_during_backward(rank: int) -> None:
+    ddp = wrapped(bucket_cap_mb=0.0001)
+    message: list[str] = []
+
+    def register(gradient: torch.Tensor) -> None:
+        if not message:
+            message.append(error_of(lambda: ddp_hooks.register(ddp)))
+
+    ddp.module.trunk.weight.register_hook(register)
+    run_step(ddp, 0)
+    assert "make the state before backward() begins" in message[0]
+
+
+def test_registered_during_backward() -> None:
+    run_ranks(2, registered_during_backward)
+
+
+def drifting_ranks(rank: int) -> None:
+    """Rank 1 tampers with its policy behind the others' backs; every rank is told so."""
+    ddp = wrapped()
+    state = ddp_hooks.register(ddp, "skip_unused")
+    run_step(ddp, 0)
+    if rank == 1:
+        other = ddp_hooks.Policy("other")
+        description = {"policy": repr(other)}
+        state._engine.configure(ddp_hooks.hooks._engine_settings(other, description))
+    message = error_of(lambda: run_step(ddp, 0))
+    assert "the ranks drifted apart" in message
+    assert "rank 0: exchange 1" in message
+    assert "rank 1: exchange 1" in message
+    assert "drifted apart" in error_of(lambda: run_step(ddp, 0))
+
+
+def test_drifting_ranks() -> None:
+    run_ranks(2, drifting_ranks)
+
+
+def dying_rank(rank: int) -> None:
+    ddp = wrapped()
+    ddp_hooks.register(ddp)
+    run_step(ddp, 0)
+    if rank == 1:
+        os._exit(3)
+    started = time.monotonic()
+    error_of(lambda: [run_step(ddp, 0) for _ in range(100)])
+    assert time.monotonic() - started < 20
+    raise RuntimeError("rank 0 was told")
+
+
+def test_dying_rank() -> None:
+    """A rank that dies leaves the others with the process group's error, not with a hang."""
+    with pytest.raises(RankFailure, match="rank 0 was told") as caught:
+        run_ranks(2, dying_rank, collective_timeout=10.0, timeout=40.0)
+    assert "died with exit code 3" in str(caught.value)
+
+
+def silent_rank(rank: int) -> None:
+    ddp = wrapped()
+    ddp_hooks.register(ddp)
+    run_step(ddp, 0)
+    if rank == 1:
+        time.sleep(8)
+        raise RuntimeError("rank 1 stays away")
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout"):
+        run_step(ddp, 0)
+    assert time.monotonic() - started < 7
+    raise RuntimeError("rank 0 was told")
+
+
+def test_silent_rank() -> None:
+    """The control group has the data group's timeout."""
+    with pytest.raises(RankFailure, match="rank 0 was told"):
+        run_ranks(2, silent_rank, collective_timeout=3.0, timeout=40.0)
+
+
+# --- around the hook
+
+
+def subgroups(rank: int) -> None:
+    """Modules on different subgroups of the world; only the members take part."""
+    pair = dist.new_group([0, 1])
+    single = dist.new_group([2])
+    group = pair if rank < 2 else single
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True, process_group=group)
+    state = ddp_hooks.register(ddp, "skip_unused")
+    for _ in range(rank + 1 if rank == 2 else 3):
+        run_step(ddp, min(rank, 1))
+    used = bytes_of(ddp.module) - bytes_of(ddp.module.branches[2])
+    assert state.stats().payload_bytes == (3 * used if rank < 2 else 0)
+
+
+def test_subgroups() -> None:
+    run_ranks(3, subgroups)
+
+
+def wrapped_by_fp16(rank: int) -> None:
+    """torch's own wrappers hand over a buffer of another dtype; half as many bytes travel."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+
+    ddp = wrapped()
+    state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
+    ddp.register_comm_hook(state, fp16_compress_wrapper(ddp_hooks.skip_unused_hook))
+    run_step(ddp, rank)
+    run_step(ddp, rank)
+    used = bytes_of(ddp.module) - bytes_of(ddp.module.branches[2])
+    assert state.stats().payload_bytes == 2 * used // 2
+    ours = {name: p.grad for name, p in ddp.module.named_parameters()}
+    plain = wrapped()
+    run_step(plain, rank)
+    for name, parameter in plain.module.named_parameters():
+        if parameter.grad is None:
+            assert ours[name] is None
+        else:
+            # Where this rank had no gradient, torch's wrapper leaves one of the compressed dtype.
+            torch.testing.assert_close(ours[name].float(), parameter.grad, rtol=1e-2, atol=1e-3)
+
+
+def test_wrapped_by_fp16() -> None:
+    run_ranks(2, wrapped_by_fp16)
+
+
+def exchange_starts_early(rank: int) -> None:
+    """The exchange is under way before the first bucket, however late that comes."""
+    ddp = wrapped()
+    state = ddp_hooks.register(ddp, "skip_unused")
+    run_step(ddp, 0)
+    exchanges: list[int] = []
+    ddp.module.head.weight.register_hook(lambda gradient: exchanges.append(state.stats().exchanges))
+    before = state.stats().exchanges
+    run_step(ddp, 0)
+    assert exchanges == [before + 1]
+    # A forward pass alone starts nothing.
+    ddp(torch.ones(2, 8), 0)
+    assert state.stats().exchanges == before + 1
+
+
+def test_exchange_starts_early() -> None:
+    run_ranks(2, exchange_starts_early)
+
+
+def module_goes_away(rank: int) -> None:
+    """State and module do not keep each other alive."""
+    import gc
+    import weakref
+
+    ddp = wrapped()
+    state = ddp_hooks.register(ddp)
+    run_step(ddp, 0)
+    reference = weakref.ref(ddp)
+    del ddp
+    gc.collect()
+    assert reference() is None
+    assert "without" in error_of(state.usage)
+
+
+def test_module_goes_away() -> None:
+    run_ranks(2, module_goes_away)
+
+
+TORCHRUN_SCRIPT = """
+import torch, torch.distributed as dist, ddp_hooks
+dist.init_process_group("gloo")
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), find_unused_parameters=True)
+state = ddp_hooks.register(ddp)
+for _ in range(3):
+    ddp(torch.ones(2, 4)).sum().backward()
+if dist.get_rank() == 0:
+    print(state.stats())
+dist.destroy_process_group()
+"""
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "3 steps: sent" in done.stdout
+
+
+def test_wrong_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddp_hooks import _build_info, _extension
+
+    monkeypatch.setattr(_build_info, "TORCH_VERSION", "2.0.0")
+    with pytest.raises(ImportError, match=r"built for torch 2\.0\.0, but torch .* is installed\. Rebuild it"):
+        _extension.load()
