@@ -120,7 +120,7 @@ class SkipUnusedState:
         if self._engine is None or torch.compiler.is_compiling():
             return
         if torch.is_grad_enabled() and module.require_backward_grad_sync:
-            self._engine.watch_outputs([tensor for tensor in _find_tensors(output) if tensor.requires_grad])
+            self._engine.watch_outputs(list(_find_tensors(output)))  # type: ignore[no-untyped-call]
 
     def _require_module(self) -> DistributedDataParallel:
         ddp = None if self._ddp is None else self._ddp()
@@ -213,7 +213,10 @@ class SkipUnusedState:
         return f"SkipUnusedState(policy={self._policy.name!r}, {'bound' if self._engine is not None else 'unbound'})"
 
 
-def skip_unused_hook(state: SkipUnusedState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def skip_unused_hook(
+    state: SkipUnusedState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over all ranks, sending only what some rank used.
 
     Register it with ``ddp.register_comm_hook(state, skip_unused_hook)``.
@@ -226,10 +229,10 @@ def skip_unused_hook(state: SkipUnusedState, bucket: dist.GradBucket) -> torch.f
         A future of the bucket's buffer, in which gradients are averaged. Errors arrive through it and make
         ``backward()`` raise.
     """
-    if not isinstance(bucket, dist.GradBucket):
+    if not isinstance(bucket, dist.GradBucket):  # type: ignore[attr-defined]
         raise TypeError(
-            f"skip_unused_hook: expected a GradBucket, received {type(bucket).__name__}; DDP's Python reducer (compiled "
-            "autograd) is not supported: set torch._dynamo.config.optimize_ddp = True before wrapping the module"
+            f"skip_unused_hook: expected a GradBucket, received {type(bucket).__name__}; DDP's Python reducer "
+            "(compiled autograd) is not supported: set torch._dynamo.config.optimize_ddp = True before wrapping the module"
         )
     engine = getattr(state, "_engine", None)
     if engine is None:
@@ -260,7 +263,8 @@ def register(ddp: DistributedDataParallel, policy: Policy | str = "auto") -> Ski
     state._bind(ddp, native=True)
     # What DDP notes of a hook that is registered through it.
     ddp._comm_hooks.append((skip_unused_hook, state))
-    ddp.logger._set_comm_hook_name(skip_unused_hook.__qualname__)
+    if ddp.logger is not None:
+        ddp.logger._set_comm_hook_name(skip_unused_hook.__qualname__)
     return state
 
 
@@ -299,8 +303,8 @@ def _why_unsupported(ddp: DistributedDataParallel) -> str | None:
         )
     if _C.reducer_skips_unused_by_local_list(ddp.reducer):
         return (
-            "DDP(skip_all_reduce_unused_params=True) decides from each rank's own list, keeps buckets from the hook and "
-            "hangs when ranks differ; remove it, this hook does it by agreement"
+            "DDP(skip_all_reduce_unused_params=True) decides from each rank's own list, keeps buckets from the hook "
+            "and hangs when ranks differ; remove it, this hook does it by agreement"
         )
     if _C.reducer_is_in_backward(ddp.reducer):
         return "a backward pass is under way; make the state before backward() begins"
