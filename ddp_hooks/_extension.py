@@ -34,7 +34,7 @@ def load() -> types.ModuleType:
             + _REBUILD
         )
     try:
-        from . import _C  # type: ignore[attr-defined]
+        from . import _C
     except ImportError as error:
         raise ImportError(f"ddp_hooks' compiled extension cannot be loaded: {error}. {_REBUILD}") from error
     return _C

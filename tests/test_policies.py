@@ -1,0 +1,143 @@
+"""Policies: the presets, how names resolve, and that what cannot be meant is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+from typing import Any
+
+import pytest
+
+from ddp_hooks import PRESETS, Policy
+from ddp_hooks.policies import resolve
+
+
+def test_presets() -> None:
+    assert list(PRESETS) == ["allreduce", "skip_unused", "skip_zeros", "auto"]
+    assert {name: (policy.graph, policy.values) for name, policy in PRESETS.items()} == {
+        "allreduce": (False, "off"),
+        "skip_unused": (True, "off"),
+        "skip_zeros": (True, "on"),
+        "auto": (True, "adaptive"),
+    }
+    for name, policy in PRESETS.items():
+        assert policy.name == name
+        # They differ in what is sent, not in how.
+        plain = Policy(name)
+        assert dataclasses.replace(policy, graph=plain.graph, values=plain.values) == plain
+
+
+def test_defaults_send_less_than_one_percent_too_much() -> None:
+    assert Policy("mine").gap_fraction < 0.01
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_resolve_knows_every_preset(name: str) -> None:
+    assert resolve(name) is PRESETS[name]
+
+
+def test_resolve_takes_a_policy_as_it_is() -> None:
+    policy = Policy("mine", values="on")
+    assert resolve(policy) is policy
+
+
+def test_resolve_refuses_an_unknown_name() -> None:
+    with pytest.raises(ValueError, match=r"policy: expected one of .*, received 'fast'") as caught:
+        resolve("fast")
+    assert all(name in str(caught.value) for name in PRESETS)
+
+
+@pytest.mark.parametrize("policy", [None, 3, Policy, {"name": "auto"}])
+def test_resolve_refuses_what_is_no_policy(policy: Any) -> None:
+    with pytest.raises(TypeError, match=r"policy: expected a ddp_hooks\.Policy or the name of a preset, received") as e:
+        resolve(policy)
+    assert repr(policy) in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("values", "sometimes", "one of ('off', 'on', 'adaptive')"),
+        ("values", True, "one of ('off', 'on', 'adaptive')"),
+        ("values", None, "one of ('off', 'on', 'adaptive')"),
+        ("in_place_bytes", -1, "at least 0"),
+        ("pack_bytes", -1, "at least 0"),
+        ("gap_fraction", -0.01, "between 0 and 1"),
+        ("gap_fraction", 1.01, "between 0 and 1"),
+        ("gap_fraction", float("inf"), "between 0 and 1"),
+        ("min_zero_fraction", -0.01, "between 0 and 1"),
+        ("min_zero_fraction", 1.01, "between 0 and 1"),
+        ("hold_steps", -1, "at least 0"),
+        ("first_pause_steps", 0, "at least 1"),
+        ("longest_pause_steps", 15, "at least 16"),
+    ],
+)
+def test_validation_names_the_field_and_what_was_expected_and_received(field: str, value: Any, expected: str) -> None:
+    message = re.escape(f"Policy.{field}: expected {expected}, received {value!r}")
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Policy("mine", **{field: value})
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        dataclasses.replace(Policy("mine"), **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("values", "adaptive"),
+        ("in_place_bytes", 0),
+        ("pack_bytes", 0),
+        ("gap_fraction", 0),
+        ("gap_fraction", 1),
+        ("min_zero_fraction", 0),
+        ("min_zero_fraction", 1.0),
+        ("hold_steps", 0),
+        ("first_pause_steps", 1),
+        ("longest_pause_steps", 16),
+    ],
+)
+def test_the_ends_of_each_range_are_allowed(field: str, value: Any) -> None:
+    assert getattr(Policy("mine", **{field: value}), field) == value
+
+
+@pytest.mark.parametrize("field", ["gap_fraction", "min_zero_fraction"])
+@pytest.mark.xfail(strict=True, reason="Policy lets NaN through: both of its comparisons with the range are false")
+def test_nan_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"Policy.{field}: expected between 0 and 1, received nan"):
+        Policy("mine", **{field: float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("in_place_bytes", 1.5),  # refused only by the engine, without the field's name
+        ("hold_steps", "32"),  # an error of the comparison: '<' not supported between str and int
+        ("graph", "off"),  # taken for true
+    ],
+)
+@pytest.mark.xfail(strict=True, reason="Policy does not check the types of its fields")
+def test_wrong_types_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"Policy.{field}: expected .*, received {value!r}"):
+        Policy("mine", **{field: value})
+
+
+def test_is_frozen() -> None:
+    policy = Policy("mine")
+    for field in dataclasses.fields(Policy):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(policy, field.name, getattr(policy, field.name))
+    assert not hasattr(policy, "__dict__")
+
+
+def test_round_trips() -> None:
+    policy = Policy("mine", graph=False, values="adaptive", in_place_bytes=1, pack_bytes=2, gap_fraction=0.25)
+    assert list(policy.to_dict()) == [field.name for field in dataclasses.fields(Policy)]
+    assert Policy(**policy.to_dict()) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    # Ranks compare policies by their representation.
+    assert eval(repr(policy), {"Policy": Policy}) == policy
+
+
+def test_every_field_is_described() -> None:
+    for field in dataclasses.fields(Policy):
+        assert f"        {field.name}: " in (Policy.__doc__ or ""), field.name
