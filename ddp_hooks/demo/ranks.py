@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 Record = TypeVar("Record")
 
@@ -47,7 +48,7 @@ def _run_rank(
             # A file as the meeting point: no port to be taken, no host name to be resolved.
             dist.init_process_group(
                 "gloo",
-                store=dist.FileStore(str(home / "store"), world_size),
+                init_method=f"file://{home / 'store'}",
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout_seconds),
@@ -110,7 +111,7 @@ def run_ranks(
         saved = {name: os.environ.get(name) for name in environment}
         os.environ.update(environment)
         try:
-            context = mp.spawn(  # type: ignore[no-untyped-call]
+            context = spawn(  # type: ignore[no-untyped-call]
                 _run_rank,
                 args=(function, arguments, world_size, threads, timeout_seconds, directory, progress),
                 nprocs=world_size,
@@ -137,7 +138,7 @@ def _follow(
     while True:
         try:
             finished = context.join(timeout=0.2, grace_period=GRACE_SECONDS)
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        except (ProcessRaisedException, ProcessExitedException) as error:
             raise RankFailure(_describe_failure(directory, len(context.processes), error)) from None
         while not progress.empty():
             show_progress(progress.get())
@@ -154,7 +155,7 @@ def _describe_failure(directory: Path, world_size: int, error: Exception) -> str
     written = sorted((path for path in files if path.exists()), key=lambda path: path.stat().st_mtime_ns)
     parts = [f"--- rank {path.name.removeprefix('traceback')} failed:\n{path.read_text()}" for path in written]
     # A rank that was killed leaves nothing behind, and the others' tracebacks do not say so.
-    if isinstance(error, mp.ProcessExitedException) or not parts:
+    if isinstance(error, ProcessExitedException) or not parts:
         parts.insert(0, f"--- rank {getattr(error, 'error_index', '?')} died: {error}\n")
     return "\n".join(parts)
 
