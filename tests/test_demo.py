@@ -1,0 +1,227 @@
+"""The demo, run as a person runs it, and what it says when something goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn", reason="the demo needs the `demo` extra")
+pytest.importorskip("matplotlib", reason="the demo needs the `demo` extra")
+
+import ddp_hooks
+from ddp_hooks import __main__ as command_line
+from ddp_hooks.demo import picture, progress, ranks, report, workload
+
+TIMEOUT_SECONDS = 120
+
+
+def run_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    # The package that this process tests, wherever it was installed.
+    package_parent = str(Path(ddp_hooks.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, "-m", "ddp_hooks", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    directory = tmp_path_factory.mktemp("demo")
+    completed = run_command("demo", "--size", "128", "--steps", "5", "--batch-size", "8", cwd=directory)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed, directory / "demo-output"
+
+
+@pytest.fixture
+def numbers(finished_demo: tuple[subprocess.CompletedProcess[str], Path]) -> dict[str, Any]:
+    return json.loads((finished_demo[1] / "demo.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_both_runs_reach_the_same_weights(numbers: dict[str, Any]) -> None:
+    assert numbers["ranks"] == 2
+    assert [phase["weights_difference"] for phase in numbers["phases"]] == [0.0] * len(workload.PHASES)
+    assert all(phase["ranks_alike"] for phase in numbers["phases"])
+    assert numbers["problems"] == []
+    for phase in numbers["phases"]:
+        assert phase["plain"]["accuracy"] == phase["ddp_hooks"]["accuracy"]
+
+
+def test_only_used_parameters_are_sent(numbers: dict[str, Any]) -> None:
+    sizes = [group["bytes"] for group in numbers["groups"]]
+    assert sum(sizes) == 4 * numbers["parameters"]
+    for phase in numbers["phases"]:
+        for step in phase["steps"]:
+            used_bytes = sum(size for size, used_by in zip(sizes, step["used_by"], strict=True) if used_by)
+            assert used_bytes <= step["payload_bytes"] <= 1.01 * used_bytes
+            assert step["dense_bytes"] == step["plain_bytes"] == sum(sizes)
+            assert step["mask_bytes"] > 0
+
+
+def test_each_phase_sends_less_than_the_one_before(numbers: dict[str, Any]) -> None:
+    sent = [phase["ddp_hooks"]["bytes_per_step"] for phase in numbers["phases"]]
+    assert sent == sorted(sent, reverse=True)
+    assert len(set(sent)) == len(sent)
+    assert sent[-1] < 0.5 * numbers["phases"][-1]["plain"]["bytes_per_step"]
+
+
+def test_usage_is_what_the_phases_ask_for(numbers: dict[str, Any]) -> None:
+    labels = [group["label"] for group in numbers["groups"]]
+    for phase, recorded in zip(workload.PHASES, numbers["phases"], strict=True):
+        for number, step in enumerate(recorded["steps"]):
+            used_by = dict(zip(labels, step["used_by"], strict=True))
+            for task_number, task in enumerate(workload.TASKS):
+                expected = [rank for rank in range(2) if task_number in phase.tasks(rank, 2, number)]
+                assert used_by[f"head: {task.name}"] == expected
+            assert used_by["branch"] == [rank for rank in range(2) if phase.takes_branch(rank, 2, number)]
+            assert used_by["lower layer 1"] == ([] if phase.lower_frozen else [0, 1])
+            assert step["frozen"] == [phase.lower_frozen and label.startswith("lower") for label in labels]
+
+
+def test_files_and_table_are_for_people(finished_demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    completed, output = finished_demo
+    assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")
+    for text in ("plain", "ddp_hooks", "exactly the same weights", "not measured", str(Path("demo-output/demo.png"))):
+        assert text in completed.stdout
+    for phase in workload.PHASES:
+        assert phase.title in completed.stdout
+        assert phase.title in completed.stderr, "the progress lines name the phases"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda numbers: numbers.update(weights_difference=1e-9), "differ by up to 1e-09"),
+        (lambda numbers: numbers.update(weights_difference=float("nan")), "differ by up to nan"),
+        (lambda numbers: numbers["phases"][1].update(ranks_alike=False), "ranks hold different weights"),
+        (lambda numbers: numbers["phases"][2]["steps"][0].update(dense_bytes=1), "plain DDP would send 1"),
+        (lambda numbers: numbers["phases"][2]["steps"][0]["used_by"].__setitem__(0, [1]), "is used anywhere"),
+    ],
+)
+def test_problems_are_found_and_told(
+    numbers: dict[str, Any], spoil: Callable[[dict[str, Any]], None], complaint: str
+) -> None:
+    spoiled = copy.deepcopy(numbers)
+    spoil(spoiled)
+    spoiled["problems"] = report.find_problems(spoiled)
+    assert len(spoiled["problems"]) == 1
+    assert complaint in spoiled["problems"][0]
+    assert "FAILED" in report.describe_outcome(spoiled)
+
+
+def test_picture_of_many_ranks_and_steps(numbers: dict[str, Any], tmp_path: Path) -> None:
+    numbers["ranks"] = 5
+    for phase in numbers["phases"]:
+        phase["steps"] = phase["steps"] * 5
+        for step in phase["steps"]:
+            step["used_by"] = [[0, 2, 3], [4], [], *([[0, 1, 2, 3, 4]] * (len(step["used_by"]) - 3))]
+    picture.draw(numbers, tmp_path / "many.png")
+    assert (tmp_path / "many.png").stat().st_size > 0
+
+
+def test_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command_line.main(["demo", "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        'The demo needs matplotlib, which the extra "demo" brings: pip install "ddp_hooks[demo]"\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--ranks", "1"], "at least 2 ranks"),
+        (["--steps", "0"], "positive integer, received '0'"),
+        (["--size", "huge"], "received 'huge'"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["demo", *arguments])
+    assert complaint in capsys.readouterr().err
+
+
+def test_info_names_the_versions(tmp_path: Path) -> None:
+    completed = run_command("info", cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    assert f"ddp_hooks  {ddp_hooks.__version__}, built for torch" in completed.stdout
+
+
+def fail_on_rank_one(rank: int, report_progress: Callable[[str], None]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if rank == 1:
+        raise ValueError("the reason")
+    dist.all_reduce(torch.ones(1))
+
+
+def hang_on_rank_one(rank: int, report_progress: Callable[[str], None]) -> int:
+    report_progress("before the hang")
+    if rank == 1:
+        time.sleep(600)
+    return rank
+
+
+def die_on_rank_one(rank: int, report_progress: Callable[[str], None]) -> None:
+    if rank == 1:
+        os._exit(9)
+    time.sleep(600)
+
+
+def test_traceback_of_a_failing_rank_comes_home() -> None:
+    with pytest.raises(ranks.RankFailure, match="--- rank 1 failed:") as failure:
+        ranks.run_ranks(fail_on_rank_one, (), world_size=2, timeout_seconds=60, show_progress=lambda message: None)
+    assert "ValueError: the reason" in str(failure.value)
+    assert "in fail_on_rank_one" in str(failure.value)
+
+
+def test_hang_is_killed_with_its_stack() -> None:
+    messages: list[str] = []
+    start = time.monotonic()
+    with pytest.raises(ranks.RankFailure, match="No step finished within 12 seconds") as failure:
+        ranks.run_ranks(hang_on_rank_one, (), world_size=2, timeout_seconds=12, show_progress=messages.append)
+    assert "in hang_on_rank_one" in str(failure.value)
+    assert messages == ["before the hang"]
+    assert time.monotonic() - start < 60
+
+
+def test_death_of_a_rank_is_told() -> None:
+    with pytest.raises(ranks.RankFailure, match="rank 1 died"):
+        ranks.run_ranks(die_on_rank_one, (), world_size=2, timeout_seconds=60, show_progress=lambda message: None)
+
+
+def test_progress_is_short_in_a_log_and_drawn_in_place_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    log, terminal = io.StringIO(), Terminal()
+    for stream in (log, terminal):
+        bar = progress.ProgressBar(100, stream)
+        bar.begin("starting")
+        for step in range(100):
+            bar.advance("first half" if step < 50 else "second half")
+        bar.close()
+    assert len(log.getvalue().splitlines()) <= progress.LINES_IN_A_LOG + 4
+    assert "100 of 100 steps" in log.getvalue().splitlines()[-1]
+    assert "\r" not in log.getvalue()
+    assert terminal.getvalue().count("\n") == 1
+    assert f"[{'#' * progress.WIDTH}] 100 of 100 steps" in terminal.getvalue()
