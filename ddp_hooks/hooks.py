@@ -232,7 +232,7 @@ def skip_unused_hook(
     if not isinstance(bucket, dist.GradBucket):  # type: ignore[attr-defined]
         raise TypeError(
             f"skip_unused_hook: expected a GradBucket, received {type(bucket).__name__}; DDP's Python reducer "
-            "(compiled autograd) is not supported: set torch._dynamo.config.optimize_ddp = True before wrapping the module"
+            "(compiled autograd) is not supported: set torch._dynamo.config.optimize_ddp = True before wrapping"
         )
     engine = getattr(state, "_engine", None)
     if engine is None:
