@@ -69,13 +69,21 @@ PythonFuture failed_future(const std::string& message) {
   return to_python(future);
 }
 
+size_t checked(const UsageMask& mask, size_t index) {
+  if (index >= mask.size()) {
+    throw py::index_error("usage mask of " + std::to_string(mask.size()) + " parameters: received index " +
+                          std::to_string(index));
+  }
+  return index;
+}
+
 void bind_parts(py::module_& m) {
   py::class_<UsageMask>(m, "UsageMask")
       .def(py::init<size_t, bool>(), py::arg("size"), py::arg("used") = false)
       .def("__len__", &UsageMask::size)
-      .def("test", &UsageMask::test)
-      .def("set", &UsageMask::set)
-      .def("clear", &UsageMask::clear)
+      .def("test", [](const UsageMask& mask, size_t index) { return mask.test(checked(mask, index)); })
+      .def("set", [](UsageMask& mask, size_t index) { mask.set(checked(mask, index)); })
+      .def("clear", [](UsageMask& mask, size_t index) { mask.clear(checked(mask, index)); })
       .def("merge", &UsageMask::merge)
       .def("intersect", &UsageMask::intersect)
       .def("is_subset_of", &UsageMask::is_subset_of)

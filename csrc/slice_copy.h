@@ -19,6 +19,9 @@ struct SliceOfTensor {
   int64_t length = 0;
 };
 
+// Refuses a tensor that is not one-dimensional and contiguous, and a range outside it.
+void check_range(const at::Tensor& flat, int64_t offset, int64_t length);
+
 // The element type of a flat gradient; refuses what a gradient cannot be.
 ElementType element_type_of(const at::Tensor& flat);
 

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 namespace ddp_hooks {
 
@@ -32,15 +33,21 @@ class ValuesProbe {
     const bool pays = zero_bytes > 0 &&
                       static_cast<double>(zero_bytes) >= settings_.min_zero_fraction * static_cast<double>(used_bytes);
     if (pays) {
-      on_until_ = step + 1 + settings_.hold_steps;
+      on_until_ = saturating_sum(step + 1, settings_.hold_steps);
       pause_ = settings_.first_pause_steps;
     } else if (step >= on_until_) {
-      pause_ = std::min(2 * pause_, settings_.longest_pause_steps);
+      pause_ = std::min(saturating_sum(pause_, pause_), settings_.longest_pause_steps);
     }
-    next_probe_ = std::max(on_until_, step + 1) + pause_;
+    next_probe_ = saturating_sum(std::max(on_until_, step + 1), pause_);
   }
 
  private:
+  // A user may write "for ever" as a very large number of steps.
+  static int64_t saturating_sum(int64_t a, int64_t b) {
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+    return a > kMost - b ? kMost : a + b;
+  }
+
   ProbeSettings settings_;
   int64_t on_until_ = 0;  // the detector is on in steps below this one
   int64_t pause_;

@@ -52,6 +52,8 @@ uint64_t LayoutOfBuckets::hash() const {
   hash.add(parameter_count);
   for (const BucketLayout& bucket : buckets) {
     hash.add(bucket.slices.size());
+    // Of the kind the dtype only: ranks may count their devices differently.
+    hash.add(bucket.kind >> kDtypeShift);
     hash.add(static_cast<uint64_t>(bucket.element_bytes) * 2 + bucket.sparse);
     for (const ParameterSlice& slice : bucket.slices) {
       hash.add(slice.parameter);

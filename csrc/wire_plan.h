@@ -26,6 +26,9 @@ struct ParameterSlice {
   int64_t length = 0;  // elements; may be 0
 };
 
+// A bucket's kind holds its dtype from this bit on, its device below.
+constexpr int kDtypeShift = 32;
+
 struct BucketLayout {
   std::vector<ParameterSlice> slices;  // in the order of their offsets, without gaps
   int64_t numel = 0;

@@ -34,6 +34,7 @@ class Policy:
         longest_pause_steps: adaptive only: the longest pause between two probes.
 
     Raises:
+        TypeError: a setting is of the wrong type.
         ValueError: a setting is out of range.
     """
 
@@ -50,21 +51,30 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
+        if not isinstance(self.name, str):
+            raise TypeError(f"Policy.name: expected a str, received {self.name!r}")
+        if not isinstance(self.graph, bool):
+            raise TypeError(f"Policy.graph: expected a bool, received {self.graph!r}")
         if self.values not in get_args(ValuesDetector):
             raise ValueError(f"Policy.values: expected one of {get_args(ValuesDetector)}, received {self.values!r}")
-        for field, low, high in (
-            ("in_place_bytes", 0, None),
-            ("pack_bytes", 0, None),
-            ("gap_fraction", 0, 1),
-            ("min_zero_fraction", 0, 1),
-            ("hold_steps", 0, None),
-            ("first_pause_steps", 1, None),
-            ("longest_pause_steps", self.first_pause_steps, None),
+        for field in ("gap_fraction", "min_zero_fraction"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"Policy.{field}: expected a number, received {value!r}")
+            if not 0 <= value <= 1:  # false for NaN, too
+                raise ValueError(f"Policy.{field}: expected between 0 and 1, received {value!r}")
+        for field, least in (
+            ("in_place_bytes", 0),
+            ("pack_bytes", 0),
+            ("hold_steps", 0),
+            ("first_pause_steps", 1),
+            ("longest_pause_steps", self.first_pause_steps),
         ):
             value = getattr(self, field)
-            if value < low or (high is not None and value > high):
-                expected = f"at least {low}" if high is None else f"between {low} and {high}"
-                raise ValueError(f"Policy.{field}: expected {expected}, received {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value >= 2**63:
+                raise TypeError(f"Policy.{field}: expected an int of 64 bits, received {value!r}")
+            if value < least:
+                raise ValueError(f"Policy.{field}: expected at least {least}, received {value!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values, for checkpoints."""

@@ -138,11 +138,6 @@ def test_random_runs(hold: int, first: int, extra: int, seed: int, density: floa
                 rank.observe(step, USED_BYTES, USED_BYTES if pays else 0)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="ValuesProbe.observe computes step + 1 + hold_steps in int64: a hold_steps near the largest int overflows, "
-    "and the detector goes off where it was told never to; Policy sets no upper bound",
-)
 def test_holding_on_for_ever() -> None:
     probe = make_probe(hold=2**63 - 1)
     probe.observe(FIRST, USED_BYTES, USED_BYTES)
