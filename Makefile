@@ -14,13 +14,15 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check format build wheel clean
+.PHONY: demo test check format build wheel install-wheel clean
 
 demo: build
 	$(BIN)/python -m ddp_hooks demo $(DEMO_OPTIONS)
 
-test: build
-	$(BIN)/python -m pytest tests $(TEST_OPTIONS)
+# From another folder, so that what is tested is what is installed: this checkout, or with INSTALL=install-wheel a wheel.
+INSTALL ?= build
+test: $(INSTALL)
+	cd tests && $(abspath $(BIN))/python -m pytest $(TEST_OPTIONS)
 
 # --inplace builds are incremental; pip is asked only once, to make the package importable from everywhere.
 build: $(STAMP)
@@ -34,7 +36,11 @@ $(STAMP): pyproject.toml
 	touch $@
 
 wheel: $(STAMP)
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+
+install-wheel: wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.whl
 
 check: $(STAMP)
 	$(BIN)/ruff check .
