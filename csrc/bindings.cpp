@@ -142,7 +142,8 @@ void bind_parts(py::module_& m) {
       .def_readonly("slices", &Message::slices)
       .def_readonly("numel", &Message::numel)
       .def_readonly("kind", &Message::kind)
-      .def_readonly("in_place", &Message::in_place);
+      .def_readonly("in_place", &Message::in_place)
+      .def_readonly("gaps", &Message::gaps);
   py::enum_<Disposition>(m, "Disposition")
       .value("SKIPPED", Disposition::kSkipped)
       .value("PACKED", Disposition::kPacked)
@@ -201,11 +202,11 @@ void bind_engine(py::module_& m) {
 
   py::class_<EngineSettings>(m, "EngineSettings")
       .def(py::init([](bool graph_detector, ValuesDetector values_detector, const PlanSettings& plan,
-                       const ProbeSettings& probe, uint64_t configuration) {
-             return EngineSettings{graph_detector, values_detector, plan, probe, configuration};
+                       const ProbeSettings& probe, int64_t rebuild_after_steps, uint64_t configuration) {
+             return EngineSettings{graph_detector, values_detector, plan, probe, rebuild_after_steps, configuration};
            }),
            py::kw_only(), py::arg("graph_detector"), py::arg("values_detector"), py::arg("plan"), py::arg("probe"),
-           py::arg("configuration"));
+           py::arg("rebuild_after_steps"), py::arg("configuration"));
 
   py::class_<Statistics>(m, "Statistics")
       .def_readonly("steps", &Statistics::steps)
@@ -225,12 +226,13 @@ void bind_engine(py::module_& m) {
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](const py::object& reducer, const py::object& control_group, const EngineSettings& settings,
-                       std::vector<std::string> names) {
+                       std::vector<at::Tensor> late_parameters, std::vector<std::string> names) {
              return std::make_shared<Engine>(reducer.cast<std::shared_ptr<c10d::Reducer>>(),
                                              control_group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>(), settings,
-                                             std::move(names));
+                                             std::move(late_parameters), std::move(names));
            }),
-           py::kw_only(), py::arg("reducer"), py::arg("control_group"), py::arg("settings"), py::arg("names"))
+           py::kw_only(), py::arg("reducer"), py::arg("control_group"), py::arg("settings"), py::arg("late_parameters"),
+           py::arg("names"))
       .def("configure", &Engine::configure)
       .def("run",
            [](Engine& engine, const py::object& bucket) {
@@ -242,7 +244,21 @@ void bind_engine(py::module_& m) {
              }
              return to_python(future);
            })
-      .def("watch_outputs", &Engine::watch_outputs)
+      .def("forward_done", &Engine::forward_done)
+      .def("declare_unused", &Engine::declare_unused)
+      .def("set_rebuild",
+           [](Engine& engine, py::function rebuild) {
+             // Shared, because a std::function is copied, and a Python object's count may not change without the GIL.
+             auto held =
+                 std::shared_ptr<py::function>(new py::function(std::move(rebuild)), [](py::function* function) {
+                   py::gil_scoped_acquire gil;
+                   delete function;
+                 });
+             engine.set_rebuild([held] {
+               py::gil_scoped_acquire gil;
+               (*held)();
+             });
+           })
       .def("register_natively",
            [](const std::shared_ptr<Engine>& engine, const py::object& reducer) {
              view(reducer).register_hook(std::make_unique<SkipUnusedHook>(engine));

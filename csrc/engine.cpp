@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
+#include "late_gradients.h"
 #include "nonzero_scan.h"
 #include "slice_copy.h"
 #include "step.h"
@@ -67,16 +69,23 @@ void complete_with(const c10::intrusive_ptr<c10d::Work>& work, const std::shared
 }  // namespace
 
 Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, c10::intrusive_ptr<c10d::ProcessGroup> control_group,
-               const EngineSettings& settings, std::vector<std::string> names)
+               const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names)
     : reducer_(std::move(reducer)),
       settings_(settings),
+      late_parameters_(std::move(late_parameters)),
       names_(std::move(names)),
       data_group_(reducer_.process_group()),
-      exchange_(std::move(control_group)),
+      control_group_(std::move(control_group)),
+      reduced_count_(reducer_.parameters().size()),
+      joined_bit_(reduced_count_ + late_parameters_.size()),
+      exchange_(control_group_),
       probe_(settings.probe),
-      plans_(kCachedPlans) {
-  TORCH_CHECK(names_.size() == reducer_.parameters().size(), "ddp_hooks: expected a name for each of the ",
-              reducer_.parameters().size(), " parameters of the Reducer, received ", names_.size());
+      plans_(kCachedPlans),
+      declared_(joined_bit_ + 1),
+      absent_(joined_bit_ + 1),
+      accumulated_(joined_bit_ + 1) {
+  TORCH_CHECK(names_.size() == joined_bit_, "ddp_hooks: expected a name for each of the module's ", joined_bit_,
+              " parameters, received ", names_.size());
 }
 
 Engine::~Engine() = default;
@@ -129,17 +138,15 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
                 " elements of the module that the state was made for, received ", received,
                 ". A SkipUnusedState serves one DistributedDataParallel module; make one for each");
   }
+  const bool last = index + 1 == layout_.buckets.size();
   if (step_->planner) {
     start_values_exchange(index);
     if (index > 0) settle_values(index - 1);
-    if (index + 1 == layout_.buckets.size()) {
-      settle_values(index);
-      usage_ = {step_->local, step_->agreed};
-      probe_.observe(step_number_ - 1, step_->used_bytes, step_->zero_bytes);
-    }
+    if (last) settle_values(index);
   } else {
     send(index, step_->plan->buckets[index]);
   }
+  if (last) close_step();
 }
 
 void Engine::open_step(bool shadow) {
@@ -154,7 +161,15 @@ void Engine::open_step(bool shadow) {
   step.shadow = shadow;
   step.factor = 1.0 / reducer_.divisor();
   step.agreed = agree_on_usage();
-  usage_ = {step.local, step.agreed};
+  step.agreed_hash = step.agreed.hash();
+  for (size_t i = 0; i < late_parameters_.size(); ++i) {
+    if (step.agreed.test(reduced_count_ + i)) step.late.push_back(late_parameters_[i]);
+  }
+  if (!shadow && !reducer_.searches_graph()) {
+    for (size_t i = 0; i < reduced_count_; ++i) {
+      if (!step.agreed.test(i)) step.untouched.emplace_back(parameter(i), parameter(i).grad());
+    }
+  }
 
   const bool alone = data_group_->getSize() == 1;
   const bool values = settings_.values_detector == ValuesDetector::kOn ||
@@ -165,7 +180,7 @@ void Engine::open_step(bool shadow) {
     return;
   }
   // Alone there is nobody to send to, whatever is used.
-  const UsageMask to_send = alone ? UsageMask(layout_.parameter_count) : step.agreed;
+  const UsageMask to_send = alone ? UsageMask(joined_bit_ + 1) : step.agreed;
   step.plan = plans_.find(to_send);
   (step.plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
   if (!step.plan) {
@@ -184,29 +199,40 @@ void Engine::refresh_layout() {
   staging_.clear();
 }
 
-bool Engine::graph_detector_applies() const {
-  return settings_.graph_detector && (reducer_.finds_unused_parameters() || reducer_.is_static_graph());
+UsageMask Engine::local_usage() const {
+  UsageMask usage(joined_bit_ + 1, true);
+  usage.clear(joined_bit_);
+  if (!settings_.graph_detector) {
+    for (size_t i = reduced_count_; i < joined_bit_; ++i) usage.clear(i);
+    return usage;
+  }
+  reducer_.clear_unused(usage);
+  // Where the Reducer searches the graph, it knows better than what was frozen or declared.
+  for (size_t i = reducer_.searches_graph() ? reduced_count_ : 0; i < joined_bit_; ++i) {
+    const bool from_no_sync = accumulated_.test(i) && parameter(i).grad().defined();
+    if (absent_.test(i) && !from_no_sync) usage.clear(i);
+  }
+  return usage;
 }
 
 UsageMask Engine::agree_on_usage() {
   Step& step = *step_;
   std::unique_ptr<PendingExchange> exchange = std::move(early_exchange_);
   if (early_error_) std::rethrow_exception(std::exchange(early_error_, nullptr));
-
-  const size_t parameters = layout_.parameter_count;
-  // Without a graph search DDP demands a gradient for every parameter, so there is nothing to agree on. A joined rank
-  // has no gradients to contribute.
-  const bool searched = graph_detector_applies();
-  step.local = step.shadow ? UsageMask(parameters) : searched ? reducer_.local_usage() : UsageMask(parameters, true);
-  if (!searched) return UsageMask(parameters, true);
-  if (data_group_->getSize() == 1) return step.local;
+  if (step.shadow) {
+    // A rank that has joined has no gradients to contribute.
+    step.local = UsageMask(joined_bit_ + 1);
+    step.local.set(joined_bit_);
+    if (!settings_.graph_detector) return UsageMask(joined_bit_ + 1, true);
+  } else {
+    step.local = local_usage();
+  }
+  if (!settings_.graph_detector || data_group_->getSize() == 1) return step.local;
   if (!exchange) exchange = start_exchange(step.local, 0);
-  if (!step.local.is_subset_of(exchange->local())) {
-    for (size_t i = 0; i < parameters; ++i) {
-      TORCH_CHECK(!step.local.test(i) || exchange->local().test(i), "ddp_hooks: parameter '", names_[i],
-                  "' was unused when the backward pass began and has a gradient now: expected the set of used "
-                  "parameters to stand by then. Gradients made by hand during backward are not supported");
-    }
+  for (size_t i = 0; !step.shadow && i < joined_bit_; ++i) {
+    TORCH_CHECK(!step.local.test(i) || exchange->local().test(i), "ddp_hooks: parameter '", names_[i],
+                "' was unused when the backward pass began and has a gradient now: expected the set of used parameters "
+                "to stand by then. Gradients made by hand during backward are not supported");
   }
   return timed_wait(*exchange);
 }
@@ -298,10 +324,18 @@ void Engine::send(uint32_t index, const BucketPlan& plan) {
     if (message.in_place) {
       const Slice& slice = message.slices.front();
       at::Tensor view = step.buckets[slice.bucket].flat().narrow(0, slice.offset, slice.length);
+      std::vector<std::pair<at::Tensor, at::Tensor>> gaps;
+      for (const Slice& gap : message.gaps) {
+        const at::Tensor unused = step.buckets[gap.bucket].flat().narrow(0, gap.offset, gap.length);
+        gaps.emplace_back(unused, unused.clone());
+      }
       view.mul_(step.factor);
       statistics_.payload_bytes += payload_of(view);
       std::vector<at::Tensor> tensors{view};
-      complete_with(data_group_->allreduce(tensors), step_, {&step.buckets[slice.bucket]}, [](c10::ivalue::Future&) {});
+      complete_with(data_group_->allreduce(tensors), step_, {&step.buckets[slice.bucket]},
+                    [gaps = std::move(gaps)](c10::ivalue::Future&) {
+                      for (const auto& [gap, content] : gaps) gap.copy_(content);
+                    });
       continue;
     }
     std::vector<SliceOfTensor> slices;
@@ -333,7 +367,74 @@ void Engine::send(uint32_t index, const BucketPlan& plan) {
   }
 }
 
-void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
+void Engine::close_step() {
+  Step& step = *step_;
+  usage_ = {step.local, step.agreed};
+  if (step.planner) probe_.observe(step_number_ - 1, step.used_bytes, step.zero_bytes);
+  accumulated_ = UsageMask(joined_bit_ + 1);
+  drop_guards();
+  step.rebuild = is_time_to_rebuild(step);
+  if (step.shadow) {
+    // No backward pass will end here, so it takes part at once. The control group keeps the order.
+    if (!step.late.empty()) average_late_gradients(*control_group_, step.late, step.factor, false);
+    return;
+  }
+  if (step.untouched.empty() && step.late.empty() && !step.rebuild) return;
+  // The Reducer queues its own last act when this call returns; what is queued from within a callback comes after it.
+  auto& autograd = torch::autograd::Engine::get_default_engine();
+  autograd.queue_callback([&autograd, self = shared_from_this(), step = step_] {
+    autograd.queue_callback([self, step] { self->after_backward(step); });
+  });
+}
+
+bool Engine::is_time_to_rebuild(const Step& step) {
+  if (settings_.rebuild_after_steps == 0) return false;
+  bool differs = !step.late.empty();
+  for (size_t i = 0; i < reduced_count_ && !differs; ++i) differs = !step.agreed.test(i);
+  // A joined rank runs no backward pass at the end of which it could rebuild.
+  const bool same = step.agreed_hash == stable_mask_hash_ && differs && !step.agreed.test(joined_bit_);
+  stable_steps_ = same ? stable_steps_ + 1 : 1;
+  stable_mask_hash_ = step.agreed_hash;
+  return same && stable_steps_ == settings_.rebuild_after_steps;
+}
+
+void Engine::after_backward(const std::shared_ptr<Step>& step) {
+  for (const auto& [parameter, gradient] : step->untouched) parameter.mutable_grad() = gradient;
+  if (!step->late.empty() && data_group_->getSize() > 1) {
+    const int64_t bytes = average_late_gradients(*control_group_, step->late, step->factor, true);
+    std::lock_guard lock(mutex_);
+    statistics_.payload_bytes += bytes;
+    statistics_.messages += 1;
+  }
+  if (step->rebuild && rebuild_) rebuild_();
+}
+
+const at::Tensor& Engine::parameter(size_t index) const {
+  return index < reduced_count_ ? reducer_.parameters()[index] : late_parameters_[index - reduced_count_];
+}
+
+void Engine::declare_unused(const std::vector<size_t>& parameters) {
+  std::lock_guard lock(mutex_);
+  declared_ = UsageMask(joined_bit_ + 1);
+  for (size_t index : parameters) declared_.set(index);
+}
+
+void Engine::set_rebuild(std::function<void()> rebuild) {
+  rebuild_ = std::move(rebuild);
+}
+
+void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises) {
+  std::lock_guard lock(mutex_);
+  if (!synchronises) {
+    for (size_t i = 0; i < joined_bit_; ++i) {
+      if (parameter(i).requires_grad()) accumulated_.set(i);
+    }
+    return;
+  }
+  absent_ = declared_;
+  for (size_t i = 0; i < joined_bit_; ++i) {
+    if (!parameter(i).requires_grad()) absent_.set(i);
+  }
   for (const at::Tensor& output : outputs) {
     // A hook on a leaf would stay for good.
     if (!output.requires_grad() || output.is_leaf()) continue;
@@ -343,28 +444,73 @@ void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-// Only an optimisation: whether and when it starts the exchange, each rank decides for itself. What it must not do is
-// start one for a backward pass that never reaches the buckets, because the other ranks would not take part.
-void Engine::outputs_reached() noexcept {
-  try {
-    // Before the first bucket it is not known that the hook was registered at all.
-    if (!attached_ || data_group_->getSize() == 1) return;
+void Engine::outputs_reached() {
+  std::vector<size_t> absent;
+  {
     auto reducer_lock = reducer_.lock();
     std::lock_guard lock(mutex_);
-    if (!graph_detector_applies() || !reducer_.expects_backward() || reducer_.in_backward()) return;
-    if (reducer_.learns_static_graph() || layout_is_rebuilt_ != reducer_.has_rebuilt_buckets()) return;
+    if (!reducer_.expects_backward() || reducer_.in_backward()) return;
     // torch.autograd.grad() and backward(inputs=...) may stop short of the parameters.
     const auto* restricted = torch::autograd::get_current_graph_task_exec_info();
     if (restricted != nullptr && !restricted->empty()) return;
-    const int graph_task = torch::autograd::get_current_graph_task_id();
-    if (early_exchange_ && early_graph_task_ == graph_task) return;
-    UsageMask local = reducer_.local_usage();
-    if (local.count() == 0) return;
-    early_exchange_ = start_exchange(std::move(local), 0);
+    if (reducer_.learns_static_graph()) return;
+    const UsageMask local = local_usage();
+    bool any_reduced = false;
+    for (size_t i = 0; i < reduced_count_ && !any_reduced; ++i) any_reduced = local.test(i);
+    if (!reducer_.searches_graph()) {
+      for (size_t i = 0; i < reduced_count_; ++i) {
+        if (absent_.test(i)) absent.push_back(i);
+      }
+    } else if (!any_reduced) {
+      // The Reducer will not begin, and so would never be asked about gradients that it does not know.
+      for (size_t i = reduced_count_; i < joined_bit_; ++i) {
+        TORCH_CHECK(!local.test(i), "ddp_hooks: parameter '", names_[i],
+                    "' was thawed after DDP's Reducer had been made without it, and nothing that the Reducer knows is "
+                    "used beside it: call ddp_hooks.rebuild(ddp) after thawing");
+      }
+      return;
+    }
+    start_early_exchange(local);
+    guard_declared(absent);
+  }
+  // Without a graph search the Reducer waits for every parameter, and a frozen one will not report by itself. May run
+  // the hook, so no lock is held.
+  for (size_t index : absent) reducer_.mark_ready(index);
+}
+
+// Only an optimisation: whether and when it starts the exchange, each rank decides for itself. What it must not do is
+// start one for a backward pass that never reaches the buckets, because the other ranks would not take part.
+void Engine::start_early_exchange(const UsageMask& local) {
+  // Before the first bucket it is not known that the hook was registered at all.
+  if (!attached_ || !settings_.graph_detector || data_group_->getSize() == 1) return;
+  if (layout_is_rebuilt_ != reducer_.has_rebuilt_buckets()) return;
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  if (early_exchange_ && early_graph_task_ == graph_task) return;
+  try {
+    early_exchange_ = start_exchange(local, 0);
     early_graph_task_ = graph_task;
   } catch (...) {
     early_error_ = std::current_exception();
   }
+}
+
+void Engine::guard_declared(const std::vector<size_t>& parameters) {
+  drop_guards();
+  for (size_t index : parameters) {
+    const at::Tensor& declared = parameter(index);
+    if (!declared.requires_grad()) continue;
+    const unsigned position = declared.register_hook([name = names_[index]](const at::Tensor& gradient) {
+      TORCH_CHECK(!gradient.defined(), "ddp_hooks: parameter '", name,
+                  "' was declared unused and received a gradient: expected it not to take part in the forward pass. "
+                  "Declare only what is left out, or wrap with find_unused_parameters=True");
+    });
+    guards_.emplace_back(index, position);
+  }
+}
+
+void Engine::drop_guards() {
+  for (const auto& [index, position] : guards_) parameter(index).remove_hook(position);
+  guards_.clear();
 }
 
 void Engine::configure(const EngineSettings& settings) {
@@ -376,6 +522,7 @@ void Engine::configure(const EngineSettings& settings) {
   plans_.clear();
   staging_.clear();
   step_number_ = 0;
+  stable_steps_ = 0;
 }
 
 Statistics Engine::statistics() const {

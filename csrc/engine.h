@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -36,6 +37,9 @@ struct EngineSettings {
   ValuesDetector values_detector = ValuesDetector::kOff;
   PlanSettings plan;
   ProbeSettings probe;
+  // When the agreed set of used parameters has not changed for this many steps, and something is unused, the engine
+  // asks for the Reducer to be made anew; 0 for never.
+  int64_t rebuild_after_steps = 0;
   // Identifies policy, world and model; ranks with different ones must not exchange masks.
   uint64_t configuration = 0;
 };
@@ -67,16 +71,25 @@ class Step;
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `names[i]` is the name of the Reducer's parameter i, for messages.
+  // `late_parameters` are the module's parameters that the Reducer does not know, because they were frozen when it was
+  // made. `names` are those of the Reducer's parameters and then of the late ones, for messages.
   Engine(std::weak_ptr<c10d::Reducer> reducer, c10::intrusive_ptr<c10d::ProcessGroup> control_group,
-         const EngineSettings& settings, std::vector<std::string> names);
+         const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names);
   ~Engine();
 
   // The hook. Never throws: errors arrive through the future, because an exception would leave the Reducer unusable.
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
 
-  // Arranges for the mask exchange to start when a backward pass reaches one of these outputs of the module.
-  void watch_outputs(const std::vector<at::Tensor>& outputs);
+  // To be called after each forward pass in grad mode, with the tensors among the module's outputs. Notes what is
+  // frozen, and arranges for a backward pass that reaches one of the outputs to start the mask exchange and to tell the
+  // Reducer about frozen parameters. `synchronises` is false under no_sync().
+  void forward_done(const std::vector<at::Tensor>& outputs, bool synchronises);
+
+  // Parameters (by index, the late ones after the Reducer's) that forward passes from now on do not use.
+  void declare_unused(const std::vector<size_t>& parameters);
+
+  // Called at the end of a backward pass when EngineSettings::rebuild_after_steps have passed.
+  void set_rebuild(std::function<void()> rebuild);
 
   // Other settings from the next step on; throws within a step.
   void configure(const EngineSettings& settings);
@@ -89,7 +102,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
  private:
   using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
-  void outputs_reached() noexcept;
+  void outputs_reached();
+  void start_early_exchange(const UsageMask& local);
+  UsageMask local_usage() const;
+  const at::Tensor& parameter(size_t index) const;
+  void guard_declared(const std::vector<size_t>& parameters);
+  void drop_guards();
+  void close_step();
+  void after_backward(const std::shared_ptr<Step>& step);
+  bool is_time_to_rebuild(const Step& step);
   void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
   void open_step(bool shadow);
   void refresh_layout();
@@ -99,13 +120,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void start_values_exchange(uint32_t bucket);
   void settle_values(uint32_t bucket);
   void send(uint32_t bucket, const BucketPlan& plan);
-  bool graph_detector_applies() const;
 
   mutable std::mutex mutex_;
   const ReducerView reducer_;
   EngineSettings settings_;
+  const std::vector<at::Tensor> late_parameters_;
   const std::vector<std::string> names_;
   const c10::intrusive_ptr<c10d::ProcessGroup> data_group_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> control_group_;
+  // Masks have a bit for each of the Reducer's parameters, for each late one, and one that says "this rank has joined".
+  const size_t reduced_count_;
+  const size_t joined_bit_;
   MaskExchange exchange_;
   ValuesProbe probe_;
 
@@ -114,6 +139,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool layout_is_rebuilt_ = false;
   PlanCache plans_;
   std::vector<at::Tensor> staging_;  // one for each packed message of a step, kept from step to step
+
+  UsageMask declared_;     // what the user says forward passes do not use
+  UsageMask absent_;       // frozen or declared when the last synchronising forward pass ended
+  UsageMask accumulated_;  // may have got a gradient under no_sync() since the last step
+  std::vector<std::pair<size_t, unsigned>> guards_;  // hooks on declared parameters, for the running backward pass
+  std::function<void()> rebuild_;
+  uint64_t stable_mask_hash_ = 0;
+  int64_t stable_steps_ = 0;
 
   bool attached_ = false;  // the Reducer has called at least once
   int64_t step_number_ = 0;

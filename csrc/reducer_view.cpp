@@ -21,6 +21,7 @@ struct Members : c10d::Reducer {
   static auto& static_graph(c10d::Reducer& r) { return r.*(&Members::static_graph_); }
   static auto& iterations(c10d::Reducer& r) { return r.*(&Members::num_iterations_); }
   static auto& divisor(c10d::Reducer& r) { return r.*(&Members::div_factor_); }
+  static auto& calls_left(c10d::Reducer& r) { return r.*(&Members::numGradHooksTriggeredMapPerIteration_); }
   static auto& rebuilt(c10d::Reducer& r) { return r.*(&Members::has_rebuilt_bucket_); }
 
   static LayoutOfBuckets layout(c10d::Reducer& r) {
@@ -68,14 +69,8 @@ std::unique_lock<std::mutex> ReducerView::lock() const {
 const std::vector<at::Tensor>& ReducerView::parameters() const {
   return Members::parameters(*get());
 }
-bool ReducerView::finds_unused_parameters() const {
-  return Members::finds_unused(*get());
-}
 bool ReducerView::skips_unused_by_local_list() const {
   return Members::skips_unused(*get());
-}
-bool ReducerView::is_static_graph() const {
-  return Members::static_graph(*get());
 }
 c10::intrusive_ptr<c10d::ProcessGroup> ReducerView::process_group() const {
   return Members::process_group(*get());
@@ -105,18 +100,32 @@ int ReducerView::divisor() const {
   return divisor > 0 ? divisor : Members::process_group(*reducer)->getSize();
 }
 
-UsageMask ReducerView::local_usage() const {
+bool ReducerView::searches_graph() const {
   auto reducer = get();
-  UsageMask usage(Members::parameters(*reducer).size(), true);
-  const bool dynamic = Members::finds_unused(*reducer) && !Members::static_graph(*reducer);
-  if (!dynamic && !Members::static_graph(*reducer)) return usage;
+  return Members::finds_unused(*reducer) && !Members::static_graph(*reducer);
+}
+
+void ReducerView::clear_unused(UsageMask& usage) const {
+  auto reducer = get();
+  const bool searches = searches_graph();
+  if (!searches && !Members::static_graph(*reducer)) return;
   // The Reducer's own map of what was used since the last synchronised pass, which decides whose .grad it will write.
   // With a static graph it is not reset from step to step, and the list of unused parameters is all there is.
-  const int32_t* used_since_sync = dynamic ? Members::used_map(*reducer).const_data_ptr<int32_t>() : nullptr;
+  const int32_t* used_since_sync = searches ? Members::used_map(*reducer).const_data_ptr<int32_t>() : nullptr;
   for (size_t index : Members::unused(*reducer)) {
     if (used_since_sync == nullptr || used_since_sync[index] == 0) usage.clear(index);
   }
-  return usage;
+}
+
+void ReducerView::mark_ready(size_t parameter) const {
+  auto reducer = get();
+  int calls = 1;
+  if (Members::static_graph(*reducer)) {
+    // A static graph counts how often each parameter reports in a pass.
+    auto lock = this->lock();
+    calls = Members::calls_left(*reducer)[parameter];
+  }
+  for (int call = 0; call < calls; ++call) reducer->autograd_hook(parameter);
 }
 
 bool ReducerView::has_gradient(size_t parameter) const {

@@ -28,9 +28,7 @@ class ReducerView {
 
   // What does not change while the module lives.
   const std::vector<at::Tensor>& parameters() const;
-  bool finds_unused_parameters() const;
   bool skips_unused_by_local_list() const;
-  bool is_static_graph() const;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group() const;
 
   // A forward pass has asked for a synchronised backward pass that has not been finished.
@@ -44,9 +42,16 @@ class ReducerView {
   // What the gradients have to be divided by; join() may change it from step to step.
   int divisor() const;
 
-  // Bit i: this rank contributes a gradient for parameter i in this backward pass, or did in one under no_sync() since
-  // the last synchronised one. The graph detector; reads no gradient.
-  UsageMask local_usage() const;
+  // The Reducer searches the autograd graph in each forward pass, knows what is unused, and leaves its .grad alone.
+  // Otherwise it expects every parameter to be marked ready, and gives each of them a .grad.
+  bool searches_graph() const;
+
+  // Clears bit i of `usage` when this rank has no gradient to contribute for parameter i, neither from this backward
+  // pass nor from one under no_sync() since the last synchronised one, as far as the Reducer knows. Reads no gradient.
+  void clear_unused(UsageMask& usage) const;
+
+  // Says that parameter i will get no gradient in this backward pass. Takes the Reducer's mutex, and may run the hook.
+  void mark_ready(size_t parameter) const;
 
   // Whether the slice of a parameter can hold anything but zeros; the Reducer fills in zeros for undefined gradients.
   bool has_gradient(size_t parameter) const;

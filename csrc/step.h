@@ -59,7 +59,11 @@ class Step {
   std::exception_ptr error;  // once set, the buckets still to come fail with it
 
   UsageMask local;
-  UsageMask agreed;  // the values detector clears bits as buckets settle
+  UsageMask agreed;          // the values detector clears bits as buckets settle
+  uint64_t agreed_hash = 0;  // of what the graph detector agreed on
+  // Parameters that no rank used, each with its .grad, which the Reducer is about to overwrite.
+  std::vector<std::pair<at::Tensor, at::Tensor>> untouched;
+  std::vector<at::Tensor> late;  // parameters unknown to the Reducer that some rank may have a gradient for
 
   // Without values: the whole plan. With values: made bucket by bucket.
   std::shared_ptr<const WirePlan> plan;
@@ -67,6 +71,8 @@ class Step {
   std::deque<ValuesOfBucket> values;  // by bucket
   int64_t used_bytes = 0;
   int64_t zero_bytes = 0;
+
+  bool rebuild = false;  // the Reducer is to be made anew after this backward pass
 
   void fail(const std::exception_ptr& reason);
 };

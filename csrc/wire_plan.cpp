@@ -28,21 +28,38 @@ int64_t total_length(const std::vector<Slice>& runs) {
   return total;
 }
 
+// A run and the runs after it that small gaps separate from it.
+struct JoinedRuns {
+  size_t first = 0;  // of the bucket's runs
+  size_t count = 0;
+  Slice span;
+};
+
 // The mean of both neighbours bounds the sum of the gaps sent: each run is counted half for the gap on either side.
-std::vector<Slice> close_gaps(const std::vector<Slice>& runs, double gap_fraction) {
-  std::vector<Slice> joined;
+std::vector<JoinedRuns> join_runs(const std::vector<Slice>& runs, double gap_fraction) {
+  std::vector<JoinedRuns> joined;
   for (size_t i = 0; i < runs.size(); ++i) {
     if (i > 0) {
       const int64_t gap = runs[i].offset - (runs[i - 1].offset + runs[i - 1].length);
       const double mean_length = static_cast<double>(runs[i - 1].length + runs[i].length) / 2;
       if (static_cast<double>(gap) <= gap_fraction * mean_length) {
-        joined.back().length += gap + runs[i].length;
+        joined.back().count += 1;
+        joined.back().span.length += gap + runs[i].length;
         continue;
       }
     }
-    joined.push_back(runs[i]);
+    joined.push_back({i, 1, runs[i]});
   }
   return joined;
+}
+
+Message in_place_message(const BucketLayout& layout, const std::vector<Slice>& runs, const JoinedRuns& joined) {
+  Message message{{joined.span}, joined.span.length, layout.element_bytes, layout.kind, true, {}};
+  for (size_t i = joined.first; i + 1 < joined.first + joined.count; ++i) {
+    const int64_t end = runs[i].offset + runs[i].length;
+    message.gaps.push_back({runs[i].bucket, end, runs[i + 1].offset - end});
+  }
+  return message;
 }
 
 }  // namespace
@@ -67,26 +84,28 @@ Message& WirePlanner::open_message(const BucketLayout& layout) {
   for (Message& message : open_) {
     if (message.kind == layout.kind) return message;
   }
-  open_.push_back({{}, 0, layout.element_bytes, layout.kind, false});
+  open_.push_back({{}, 0, layout.element_bytes, layout.kind, false, {}});
   return open_.back();
 }
 
 BucketPlan WirePlanner::add_bucket(uint32_t bucket, const UsageMask& agreed) {
   const BucketLayout& layout = layout_.buckets[bucket];
   BucketPlan plan;
-  const std::vector<Slice> runs = close_gaps(used_runs(bucket, layout, agreed), settings_.gap_fraction);
-  if (!runs.empty()) {
-    plan.disposition = total_length(runs) == layout.numel ? Disposition::kWhole : Disposition::kPacked;
-  }
+  const std::vector<Slice> runs = used_runs(bucket, layout, agreed);
   std::vector<Slice> leftovers;
-  for (const Slice& run : runs) {
-    if (run.length * layout.element_bytes >= settings_.in_place_bytes) {
-      plan.launches.push_back({{run}, run.length, layout.element_bytes, layout.kind, true});
+  int64_t sent = 0;
+  for (const JoinedRuns& joined : join_runs(runs, settings_.gap_fraction)) {
+    if (joined.span.length * layout.element_bytes >= settings_.in_place_bytes) {
+      plan.launches.push_back(in_place_message(layout, runs, joined));
       ++plan.messages_touching;
+      sent += joined.span.length;
     } else {
-      leftovers.push_back(run);
+      const auto first = runs.begin() + static_cast<std::ptrdiff_t>(joined.first);
+      leftovers.insert(leftovers.end(), first, first + static_cast<std::ptrdiff_t>(joined.count));
     }
   }
+  sent += total_length(leftovers);
+  if (!runs.empty()) plan.disposition = sent == layout.numel ? Disposition::kWhole : Disposition::kPacked;
   if (!leftovers.empty()) {
     Message& message = open_message(layout);
     message.slices.insert(message.slices.end(), leftovers.begin(), leftovers.end());

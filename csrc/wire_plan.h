@@ -52,7 +52,8 @@ struct PlanSettings {
   int64_t in_place_bytes = 0;
   // Gathered leftovers leave when this many bytes have come together, or nothing more can join them.
   int64_t pack_bytes = 0;
-  // A gap between two runs of a bucket is sent along when it is at most this fraction of the two runs' mean length.
+  // A gap between two runs of a bucket is sent along when it is at most this fraction of the two runs' mean length and
+  // the whole then travels in place.
   double gap_fraction = 0;
 };
 
@@ -69,6 +70,8 @@ struct Message {
   uint64_t kind = 0;
   // One slice, sent from and received into the bucket itself.
   bool in_place = false;
+  // Stretches of it that nobody used and that travel only to keep it in one piece; they come back as they were.
+  std::vector<Slice> gaps;
 };
 
 enum class Disposition : uint8_t { kSkipped, kPacked, kWhole };

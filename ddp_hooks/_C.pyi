@@ -1,6 +1,6 @@
 # What csrc/bindings.cpp shows to Python. Offsets, lengths and numels are in elements.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -72,6 +72,8 @@ class Message:
     def kind(self) -> int: ...
     @property
     def in_place(self) -> bool: ...
+    @property
+    def gaps(self) -> list[Slice]: ...
 
 class Disposition:
     SKIPPED: ClassVar[Disposition]
@@ -143,6 +145,7 @@ class EngineSettings:
         values_detector: ValuesDetector,
         plan: PlanSettings,
         probe: ProbeSettings,
+        rebuild_after_steps: int,
         configuration: int,
     ) -> None: ...
 
@@ -179,12 +182,21 @@ class Statistics:
 
 class Engine:
     def __init__(
-        self, *, reducer: Reducer, control_group: ProcessGroup, settings: EngineSettings, names: Sequence[str]
+        self,
+        *,
+        reducer: Reducer,
+        control_group: ProcessGroup,
+        settings: EngineSettings,
+        late_parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
     ) -> None: ...
     def configure(self, arg0: EngineSettings, /) -> None: ...
     # The future holds the bucket's buffer.
     def run(self, arg0: GradBucket, /) -> torch.futures.Future[torch.Tensor]: ...
-    def watch_outputs(self, arg0: Sequence[torch.Tensor], /) -> None: ...
+    # The tensors among a forward pass's outputs, and whether its backward pass will synchronise.
+    def forward_done(self, arg0: Sequence[torch.Tensor], arg1: bool, /) -> None: ...
+    def declare_unused(self, arg0: Sequence[int], /) -> None: ...
+    def set_rebuild(self, arg0: Callable[[], None], /) -> None: ...
     def register_natively(self, arg0: Reducer, /) -> None: ...
     def statistics(self) -> Statistics: ...
     def reset_statistics(self) -> None: ...

@@ -5,7 +5,8 @@ There is no ``from __future__ import annotations`` here: DDP compares the annota
 
 import hashlib
 import weakref
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from . import _extension
-from ._version import __version__
+from .agreement import agree, describe, make_control_group, why_unsupported
+from .parameters import Selector, select
 from .policies import Policy, resolve
 from .statistics import ParameterUsage, Statistics
 
@@ -59,8 +61,14 @@ class SkipUnusedState:
         self._earlier = earlier  # statistics of an earlier run that this state goes on from
         self._engine: Any = None
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
-        self._names: list[str] = []
         self._control_group: Any = None
+        self._native = False
+        # The module's parameters as the engine counts them: those of DDP's Reducer, then those it does not know.
+        self._parameters: list[torch.Tensor] = []
+        self._names: list[str] = []
+        self._description: dict[str, str] = {}
+        self._declared: list[set[str]] = []  # one set for each `unused` block that is open
+        self._declared_once: set[str] = set()
 
     @property
     def policy(self) -> Policy:
@@ -90,37 +98,78 @@ class SkipUnusedState:
                 "DistributedDataParallel module; make one state for each module"
             )
         # From here on problems are collected and raised together, so that no rank is left waiting for the others.
-        problem = _why_unsupported(ddp)
-        group = _make_control_group(ddp)
-        parameters: list[torch.Tensor] = []
+        problem = why_unsupported(ddp)
+        group = make_control_group(ddp)
         engine: Any = None
         if problem is None:
-            parameters = _C.reducer_parameters(ddp.reducer)
-            names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-            self._names = [names.get(id(parameter), f"#{i}") for i, parameter in enumerate(parameters)]
-            engine = _C.Engine(
-                reducer=ddp.reducer,
-                control_group=group,
-                settings=_engine_settings(self._policy, _describe(self._policy, ddp, parameters)),
-                names=self._names,
-            )
+            engine = self._make_engine(ddp, group)
             if native:
                 try:
                     engine.register_natively(ddp.reducer)
                 except RuntimeError as error:
                     problem = f"the hook cannot be registered: {error}"
-        _agree(group, _describe(self._policy, ddp, parameters), problem)
+        agree(group, self._description, problem)
         self._control_group = group
         self._engine = engine
+        self._native = native
         self._ddp = weakref.ref(ddp)
-        ddp.register_forward_hook(self._watch_outputs)
+        ddp.register_forward_hook(self._forward_done)
 
-    def _watch_outputs(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        # A compiled forward starts the exchange with its first bucket instead: hooks on its outputs break its graph.
-        if self._engine is None or torch.compiler.is_compiling():
+    def _make_engine(self, ddp: DistributedDataParallel, group: Any) -> Any:
+        reduced = _C.reducer_parameters(ddp.reducer)
+        known = {id(parameter) for parameter in reduced}
+        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        late = [
+            parameter
+            for name, parameter in ddp.module.named_parameters()
+            if id(parameter) not in known and name not in ddp.parameters_to_ignore
+        ]
+        self._parameters = [*reduced, *late]
+        self._names = [names.get(id(parameter), f"#{i}") for i, parameter in enumerate(self._parameters)]
+        self._description = describe(self._policy, ddp, reduced, late)
+        engine = _C.Engine(
+            reducer=ddp.reducer,
+            control_group=group,
+            settings=_engine_settings(self._policy, self._description),
+            late_parameters=late,
+            names=self._names,
+        )
+        # Through weak references: Python's collector does not see cycles that lead through the engine.
+        state = weakref.ref(self)
+
+        def rebuild() -> None:
+            living = state()
+            if living is not None:
+                living._rebuild()
+
+        engine.set_rebuild(rebuild)
+        return engine
+
+    def _replace_engine(self, ddp: DistributedDataParallel) -> None:
+        """Serve the module's new Reducer, with the group and the statistics so far."""
+        self._earlier = self.stats()
+        self._engine = self._make_engine(ddp, self._control_group)
+        if self._native:
+            self._engine.register_natively(ddp.reducer)
+        else:
+            dist._register_comm_hook(ddp.reducer, self, skip_unused_hook)  # type: ignore[attr-defined]
+        self._declare()
+
+    def _rebuild(self) -> None:
+        from .freezing import rebuild
+
+        rebuild(self._require_module())
+
+    def _forward_done(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        # Inside a compiled graph there are no hooks to set; the exchange then starts with the first bucket.
+        if self._engine is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        if torch.is_grad_enabled() and module.require_backward_grad_sync:
-            self._engine.watch_outputs(list(_find_tensors(output)))  # type: ignore[no-untyped-call]
+        synchronises = module.require_backward_grad_sync
+        outputs = list(_find_tensors(output)) if synchronises else []  # type: ignore[no-untyped-call]
+        self._engine.forward_done(outputs, synchronises)
+        if synchronises and self._declared_once:
+            self._declared_once.clear()
+            self._declare()
 
     def _require_module(self) -> DistributedDataParallel:
         ddp = None if self._ddp is None else self._ddp()
@@ -143,10 +192,12 @@ class SkipUnusedState:
         """
         ddp = self._require_module()
         policy = resolve(policy)
-        description = _describe(policy, ddp, _C.reducer_parameters(ddp.reducer))
-        _agree(self._control_group, description, None)
+        reduced = _C.reducer_parameters(ddp.reducer)
+        description = describe(policy, ddp, reduced, self._parameters[len(reduced) :])
+        agree(self._control_group, description, None)
         self._engine.configure(_engine_settings(policy, description))
         self._policy = policy
+        self._description = description
 
     def stats(self) -> Statistics:
         """Return the counters so far, those of the run before a checkpoint included."""
@@ -166,15 +217,58 @@ class SkipUnusedState:
         Returns:
             One entry for each parameter that DDP reduces, in DDP's order; empty before the first step.
         """
-        ddp = self._require_module()
+        self._require_module()
         here, anywhere = self._engine.usage()
         if len(here) == 0:
             return {}
-        parameters = _C.reducer_parameters(ddp.reducer)
         return {
             name: ParameterUsage(name, parameter.numel(), here.test(i), anywhere.test(i), not parameter.requires_grad)
-            for i, (name, parameter) in enumerate(zip(self._names, parameters, strict=True))
+            for i, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True))
         }
+
+    def serves(self, ddp: DistributedDataParallel) -> bool:
+        """Say whether this state belongs to that module."""
+        return self._engine is not None and self._ddp is not None and self._ddp() is ddp
+
+    @contextmanager
+    def unused(self, *what: Selector) -> Iterator[None]:
+        """Declare that forward passes in this block do not use some parameters.
+
+        For ``find_unused_parameters=False``: DDP then neither waits for their gradients nor searches the graph, and
+        what no rank uses is not sent. Ranks may declare different parameters. With ``find_unused_parameters=True`` it
+        changes nothing, because DDP searches anyway. The block has to hold the forward pass; backward may come later.
+
+        Args:
+            what: modules, parameters, or patterns of parameter names (as in :func:`ddp_hooks.freeze`).
+
+        Raises:
+            ValueError: a pattern matches nothing.
+            RuntimeError: from ``backward()``, when a declared parameter receives a gradient after all; names it.
+        """
+        names = set(select(self._require_module().module, *what))
+        self._declared.append(names)
+        self._declare()
+        try:
+            yield
+        finally:
+            self._declared.remove(names)
+            self._declare()
+
+    def declare_unused(self, *what: Selector) -> None:
+        """Declare that the next synchronising forward pass does not use some parameters; see :meth:`unused`.
+
+        Args:
+            what: as for :meth:`unused`.
+
+        Raises:
+            ValueError, RuntimeError: as for :meth:`unused`.
+        """
+        self._declared_once |= set(select(self._require_module().module, *what))
+        self._declare()
+
+    def _declare(self) -> None:
+        declared = self._declared_once.union(*self._declared)
+        self._engine.declare_unused([i for i, name in enumerate(self._names) if name in declared])
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and statistics as plain values, for a checkpoint."""
@@ -282,79 +376,6 @@ def _engine_settings(policy: Policy, description: dict[str, str]) -> Any:
             first_pause_steps=policy.first_pause_steps,
             longest_pause_steps=policy.longest_pause_steps,
         ),
+        rebuild_after_steps=policy.rebuild_after,
         configuration=int.from_bytes(digest, "little"),
     )
-
-
-def _why_unsupported(ddp: DistributedDataParallel) -> str | None:
-    """Say what about the module cannot be supported, and the way out; None if all is well."""
-    if getattr(ddp, "_delay_all_reduce_all_params", False):
-        return "delay_all_reduce_named_params delays every parameter, which leaves nothing for a hook; do not set it"
-    if getattr(ddp, "_use_python_reducer", False):
-        return (
-            "DDP's Python reducer (compiled autograd) has no buckets for a hook; set "
-            "torch._dynamo.config.optimize_ddp = True before wrapping the module"
-        )
-    if ddp.mixed_precision is not None:
-        return "DDP(mixed_precision=...) registers a hook of its own; use torch.autocast instead"
-    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters()):
-        return (
-            "an optimizer applied in backward makes DDP register a hook of its own; step the optimizer after backward"
-        )
-    if _C.reducer_skips_unused_by_local_list(ddp.reducer):
-        return (
-            "DDP(skip_all_reduce_unused_params=True) decides from each rank's own list, keeps buckets from the hook "
-            "and hangs when ranks differ; remove it, this hook does it by agreement"
-        )
-    if _C.reducer_is_in_backward(ddp.reducer):
-        return "a backward pass is under way; make the state before backward() begins"
-    return None
-
-
-def _make_control_group(ddp: DistributedDataParallel) -> Any:
-    # Only the members call it, so that modules on different subgroups of the world do not wait for each other.
-    return dist.new_group(
-        ranks=dist.get_process_group_ranks(ddp.process_group),
-        backend="gloo",
-        timeout=_timeout_of(ddp),
-        use_local_synchronization=True,
-        group_desc="ddp_hooks_control",
-    )
-
-
-def _timeout_of(ddp: DistributedDataParallel) -> timedelta | None:
-    """Return the data group's timeout, so that a lost rank is noticed as soon here as there."""
-    options = getattr(ddp.process_group._get_backend(ddp.device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else None
-
-
-def _describe(policy: Policy, ddp: DistributedDataParallel, parameters: list[torch.Tensor]) -> dict[str, str]:
-    """Describe what every rank has to have in common."""
-    return {
-        "ddp_hooks": __version__,
-        "torch": torch.__version__,
-        "policy": repr(policy),
-        "world size": str(dist.get_world_size(ddp.process_group)),
-        "parameters": f"{len(parameters)} of {sum(parameter.numel() for parameter in parameters)} elements",
-        "find_unused_parameters": str(ddp.find_unused_parameters),
-        "static_graph": str(ddp.static_graph),
-    }
-
-
-def _agree(group: Any, description: dict[str, str], problem: str | None) -> None:
-    """Raise on every rank if any rank has a problem or describes itself differently."""
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (description, problem), group=group)
-    problems = [f"rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if answer[1] is not None]
-    if problems:
-        raise RuntimeError(f"ddp_hooks: this DistributedDataParallel module cannot be served: {'; '.join(problems)}")
-    differences = []
-    for key, expected in answers[0][0].items():
-        for rank, (received, _) in enumerate(answers):
-            if received[key] != expected:
-                differences.append(f"{key}: expected {expected} as on rank 0, received {received[key]} on rank {rank}")
-    if differences:
-        raise RuntimeError(
-            f"ddp_hooks: the ranks disagree: {'; '.join(differences)}. Pass the same module and policy on every rank"
-        )

@@ -32,6 +32,8 @@ class Policy:
         hold_steps: adaptive only: how many steps it stays on after a step in which it paid.
         first_pause_steps: adaptive only: steps before the first probe; the pause doubles while probes find nothing.
         longest_pause_steps: adaptive only: the longest pause between two probes.
+        rebuild_after: call :func:`ddp_hooks.rebuild` by itself once the same parameters have been unused for this many
+            steps in a row; it does nothing unless they are frozen. 0 for never. Steps.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -48,6 +50,7 @@ class Policy:
     hold_steps: int = 32
     first_pause_steps: int = 16
     longest_pause_steps: int = 1024
+    rebuild_after: int = 0
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -69,6 +72,7 @@ class Policy:
             ("hold_steps", 0),
             ("first_pause_steps", 1),
             ("longest_pause_steps", self.first_pause_steps),
+            ("rebuild_after", 0),
         ):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value >= 2**63:

@@ -94,21 +94,29 @@ def with_default_settings(buckets: tuple[Bucket, ...], used: frozenset[int]) -> 
 
 
 def stretches(case: Case, bucket: int) -> list[tuple[int, int]]:
-    """Return what is sent of a bucket as (begin, end): its runs, joined where the gap is small enough."""
+    """Return what is sent of a bucket as (begin, end): its runs, joined where the gap is small enough.
+
+    Only what then travels in place stays joined: what is gathered anyway gains nothing from its gaps.
+    """
     runs: list[tuple[int, int]] = []
     for element, used in enumerate(case.used_elements(bucket)):
         if used and runs and runs[-1][1] == element:
             runs[-1] = (runs[-1][0], element + 1)
         elif used:
             runs.append((element, element + 1))
-    joined = runs[:1]
+    groups = [[run] for run in runs[:1]]
     for (left_begin, left_end), (begin, end) in pairwise(runs):
         mean_length = Fraction((left_end - left_begin) + (end - begin), 2)
         if begin - left_end <= Fraction(case.gap_fraction) * mean_length:
-            joined[-1] = (joined[-1][0], end)
+            groups[-1].append((begin, end))
         else:
-            joined.append((begin, end))
-    return joined
+            groups.append([(begin, end)])
+    sent: list[tuple[int, int]] = []
+    for group in groups:
+        begin, end = group[0][0], group[-1][1]
+        in_place = (end - begin) * case.buckets[bucket].element_bytes >= case.in_place_bytes
+        sent += [(begin, end)] if in_place else group
+    return sent
 
 
 def oracle(case: Case, whole_plan: bool) -> list[Counter[Packet]]:
@@ -155,17 +163,22 @@ def same_plan(plans: list[_C.BucketPlan]) -> list[tuple[list[Packet], int, int]]
 
 def check_coverage(case: Case, plans: list[_C.BucketPlan]) -> None:
     covered = [Counter[int]() for _ in case.buckets]
+    gaps = [Counter[int]() for _ in case.buckets]
     for plan in plans:
         for message in plan.launches:
             for s in message.slices:
                 assert s.length > 0
                 covered[s.bucket].update(range(s.offset, s.offset + s.length))
+            for s in message.gaps:
+                assert message.in_place
+                gaps[s.bucket].update(range(s.offset, s.offset + s.length))
     for b, counts in enumerate(covered):
         used = case.used_elements(b)
         assert all(0 <= element < len(used) for element in counts)
         assert all(count == 1 for count in counts.values()), "sent twice"
         assert all(counts[element] for element, is_used in enumerate(used) if is_used), "not sent"
         gap_elements = [element for element in counts if not used[element]]
+        assert Counter(gap_elements) == gaps[b], "a gap that would not come back as it was"
         assert len(gap_elements) <= Fraction(case.gap_fraction) * sum(used)
         if gap_elements:
             # A gap lies between used elements; what lies before the first or after the last is never sent.

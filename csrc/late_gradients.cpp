@@ -1,0 +1,75 @@
+#include "late_gradients.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace ddp_hooks {
+namespace {
+
+bool may_share_message(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.device() == b.device();
+}
+
+// gloo sums no complex numbers; a complex gradient travels as its real view.
+at::Tensor as_real(const at::Tensor& tensor) {
+  return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+}
+
+int64_t average_alike(c10d::ProcessGroup& group, const std::vector<at::Tensor>& parameters, double factor,
+                      bool contribute) {
+  std::vector<at::Tensor> parts;
+  std::vector<double> flags;
+  for (const at::Tensor& parameter : parameters) {
+    const bool has_gradient = contribute && parameter.grad().defined();
+    TORCH_CHECK(
+        !has_gradient || !parameter.grad().is_sparse(),
+        "ddp_hooks: expected dense gradients of parameters that were thawed after ddp_hooks.rebuild(), received "
+        "a sparse one; call ddp_hooks.rebuild(ddp) after thawing");
+    const at::Tensor gradient = has_gradient ? parameter.grad() * factor : at::zeros_like(parameter);
+    parts.push_back(as_real(gradient.contiguous()).reshape({-1}));
+    flags.push_back(has_gradient ? 1.0 : 0.0);
+  }
+  parts.push_back(at::tensor(flags, parts.front().options()));
+  at::Tensor message = at::cat(parts);
+  std::vector<at::Tensor> tensors{message};
+  const auto work = group.allreduce(tensors);
+  // A rank that has joined does not need the result, and must go on: the others wait for it elsewhere first.
+  if (!contribute) return static_cast<int64_t>(message.nbytes());
+  work->wait();
+
+  int64_t position = 0;
+  const at::Tensor given =
+      message.narrow(0, message.numel() - static_cast<int64_t>(flags.size()), static_cast<int64_t>(flags.size()))
+          .to(at::kCPU, at::kDouble);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& parameter = parameters[i];
+    const int64_t numel = parts[i].numel();
+    const at::Tensor average = message.narrow(0, position, numel);
+    position += numel;
+    if (given[static_cast<int64_t>(i)].item<double>() == 0) continue;
+    at::Tensor& gradient = parameter.mutable_grad();
+    if (!gradient.defined()) gradient = at::zeros_like(parameter);
+    as_real(gradient).copy_(average.view_as(as_real(parameter)));
+  }
+  return static_cast<int64_t>(message.nbytes());
+}
+
+}  // namespace
+
+int64_t average_late_gradients(c10d::ProcessGroup& group, const std::vector<at::Tensor>& parameters, double factor,
+                               bool contribute) {
+  const at::NoGradGuard no_grad;
+  int64_t bytes = 0;
+  std::vector<at::Tensor> rest = parameters;
+  while (!rest.empty()) {
+    const at::Tensor first = rest.front();
+    const auto others = std::stable_partition(
+        rest.begin(), rest.end(), [&](const at::Tensor& parameter) { return may_share_message(parameter, first); });
+    bytes += average_alike(group, {rest.begin(), others}, factor, contribute);
+    rest.erase(rest.begin(), others);
+  }
+  return bytes;
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,21 @@
+// Averages gradients that DDP's Reducer does not know: those of parameters that were thawed after the module's Reducer
+// had been made anew without them.
+//
+// The slow path, right in every case: after backward, one message for each dtype and device, nothing overlaps. Each
+// parameter brings a flag along, so that what no rank gave a gradient is left alone, as DDP leaves it.
+// Every rank must agree on: the parameters, the agreed mask and the factor.
+#pragma once
+
+#include <cstdint>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+namespace ddp_hooks {
+
+// Averages the gradients of `parameters` over the ranks of `group` and waits for the result. `contribute` is false on a
+// rank that has joined: it takes part with zeros, keeps its own gradients and does not wait. Returns the bytes handed
+// to the group.
+int64_t average_late_gradients(c10d::ProcessGroup& group, const std::vector<at::Tensor>& parameters, double factor,
+                               bool contribute);
+
+}  // namespace ddp_hooks

@@ -1,0 +1,94 @@
+"""What the ranks have to have in common before they may exchange masks, and what no module may ask for."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from . import _extension
+from ._version import __version__
+from .policies import Policy
+
+_C = _extension.load()
+
+
+def why_unsupported(ddp: DistributedDataParallel) -> str | None:
+    """Say what about the module cannot be supported, and the way out; None if all is well."""
+    if getattr(ddp, "_delay_all_reduce_all_params", False):
+        return "delay_all_reduce_named_params delays every parameter, which leaves nothing for a hook; do not set it"
+    if getattr(ddp, "_use_python_reducer", False):
+        return (
+            "DDP's Python reducer (compiled autograd) has no buckets for a hook; set "
+            "torch._dynamo.config.optimize_ddp = True before wrapping the module"
+        )
+    if ddp.mixed_precision is not None:
+        return "DDP(mixed_precision=...) registers a hook of its own; use torch.autocast instead"
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters()):
+        return (
+            "an optimizer applied in backward makes DDP register a hook of its own; step the optimizer after backward"
+        )
+    if _C.reducer_skips_unused_by_local_list(ddp.reducer):
+        return (
+            "DDP(skip_all_reduce_unused_params=True) decides from each rank's own list, keeps buckets from the hook "
+            "and hangs when ranks differ; remove it, this hook does it by agreement"
+        )
+    if _C.reducer_is_in_backward(ddp.reducer):
+        return "a backward pass is under way; make the state before backward() begins"
+    return None
+
+
+def make_control_group(ddp: DistributedDataParallel) -> Any:
+    """Open the small gloo group over which masks are exchanged; collective over the module's process group."""
+    # Only the members call it, so that modules on different subgroups of the world do not wait for each other.
+    return dist.new_group(
+        ranks=dist.get_process_group_ranks(ddp.process_group),
+        backend="gloo",
+        timeout=_timeout_of(ddp),
+        use_local_synchronization=True,
+        group_desc="ddp_hooks_control",
+    )
+
+
+def _timeout_of(ddp: DistributedDataParallel) -> timedelta | None:
+    """Return the data group's timeout, so that a lost rank is noticed as soon here as there."""
+    options = getattr(ddp.process_group._get_backend(ddp.device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def describe(
+    policy: Policy, ddp: DistributedDataParallel, reduced: list[torch.Tensor], late: list[torch.Tensor]
+) -> dict[str, str]:
+    """Describe what every rank has to have in common: `reduced` are the Reducer's parameters, `late` the others."""
+    return {
+        "ddp_hooks": __version__,
+        "torch": torch.__version__,
+        "policy": repr(policy),
+        "world size": str(dist.get_world_size(ddp.process_group)),
+        "parameters": f"{len(reduced)} of {sum(parameter.numel() for parameter in reduced)} elements",
+        "parameters frozen when wrapped": f"{len(late)} of {sum(parameter.numel() for parameter in late)} elements",
+        "find_unused_parameters": str(ddp.find_unused_parameters),
+        "static_graph": str(ddp.static_graph),
+    }
+
+
+def agree(group: Any, description: dict[str, str], problem: str | None) -> None:
+    """Raise on every rank if any rank has a problem or describes itself differently."""
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (description, problem), group=group)
+    problems = [f"rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if answer[1] is not None]
+    if problems:
+        raise RuntimeError(f"ddp_hooks: this DistributedDataParallel module cannot be served: {'; '.join(problems)}")
+    differences = []
+    for key, expected in answers[0][0].items():
+        for rank, (received, _) in enumerate(answers):
+            if received[key] != expected:
+                differences.append(f"{key}: expected {expected} as on rank 0, received {received[key]} on rank {rank}")
+    if differences:
+        raise RuntimeError(
+            f"ddp_hooks: the ranks disagree: {'; '.join(differences)}. Pass the same module and policy on every rank"
+        )

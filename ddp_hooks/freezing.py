@@ -1,0 +1,251 @@
+"""Freezing and thawing parts of a DDP module at any time, and making its Reducer anew for what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from . import _extension
+from .hooks import SkipUnusedState, skip_unused_hook
+from .parameters import Selector, select
+
+_C = _extension.load()
+
+
+def freeze(
+    module: nn.Module, *what: Selector, eval_norms: bool = False, keep_gradients: bool = False
+) -> tuple[str, ...]:
+    """Freeze parameters: they get no gradients and, once a hook of this package is registered, cost no traffic.
+
+    Call it between two steps. Ranks may freeze different parameters.
+
+    Args:
+        module: the DDP module, or the model in it.
+        what: patterns of parameter names as in a shell (``"encoder.*"``; ``"encoder"`` alone means all of it), modules,
+            or parameters. Names are those of the wrapped model.
+        eval_norms: also put normalisation layers whose parameters are now all frozen in eval mode, so that their
+            running statistics stand still. ``module.train()`` undoes that; freeze again after it.
+        keep_gradients: keep the last gradients instead of dropping them. Optimizers skip parameters without one; with
+            one, momentum and weight decay go on moving a frozen weight.
+
+    Returns:
+        The names of the parameters that are meant, frozen before or not.
+
+    Raises:
+        TypeError: ``what`` holds something else.
+        ValueError: something in ``what`` matches no parameter, or nothing is given.
+    """
+    model = _model(module)
+    parameters = _selected(model, what)
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+        if not keep_gradients:
+            parameter.grad = None
+    if eval_norms:
+        for norm in _norms_of(model, parameters):
+            if all(not parameter.requires_grad for parameter in norm.parameters()):
+                norm.eval()
+    return tuple(parameters)
+
+
+def unfreeze(module: nn.Module, *what: Selector, train_norms: bool = False) -> tuple[str, ...]:
+    """Thaw parameters: the opposite of :func:`freeze`.
+
+    Parameters that were frozen when DDP was built, or at the last :func:`rebuild`, are unknown to DDP. The hook
+    averages their gradients all the same, after backward and without overlap; :func:`rebuild` makes them known.
+
+    Args:
+        module: the DDP module, or the model in it.
+        what: as for :func:`freeze`.
+        train_norms: also put normalisation layers among them in train mode.
+
+    Returns:
+        The names of the parameters that are meant.
+
+    Raises:
+        TypeError, ValueError: as for :func:`freeze`.
+    """
+    model = _model(module)
+    parameters = _selected(model, what)
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    if train_norms:
+        for norm in _norms_of(model, parameters):
+            norm.train()
+    return tuple(parameters)
+
+
+class FreezeSchedule:
+    """Freezes and thaws parts of a module at given steps.
+
+    Args:
+        module: the DDP module, or the model in it.
+        freeze: by step (counted from 0): what to freeze before that step; patterns as for :func:`freeze`.
+        unfreeze: by step: what to thaw before that step. At the same step thawing comes first.
+        eval_norms: as for :func:`freeze`, and the opposite when thawing.
+
+    Raises:
+        ValueError: a negative step, or a pattern that matches nothing; raised here, not when its step comes.
+
+    Example::
+
+        schedule = ddp_hooks.FreezeSchedule(ddp, {1000: "embedding", 2000: ["layers.0", "layers.1"]})
+        for batch in loader:
+            schedule.step()
+            ...
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        freeze: Mapping[int, str | Sequence[str]],
+        unfreeze: Mapping[int, str | Sequence[str]] | None = None,
+        *,
+        eval_norms: bool = False,
+    ) -> None:
+        self._module = module
+        self._freeze = _by_step(module, freeze)
+        self._unfreeze = _by_step(module, unfreeze or {})
+        self._eval_norms = eval_norms
+        self._next_step = 0
+
+    def step(self) -> tuple[str, ...]:
+        """Do what is due before the next step; every rank calls it once a step.
+
+        Returns:
+            The names of the parameters that were frozen or thawed.
+        """
+        step = self._next_step
+        self._next_step += 1
+        changed: tuple[str, ...] = ()
+        if step in self._unfreeze:
+            changed += unfreeze(self._module, *self._unfreeze[step], train_norms=self._eval_norms)
+        if step in self._freeze:
+            changed += freeze(self._module, *self._freeze[step], eval_norms=self._eval_norms)
+        return changed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the schedule has come, for a checkpoint."""
+        return {"next_step": self._next_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint: everything that was due before is done again, in order."""
+        self._next_step = 0
+        while self._next_step < state_dict["next_step"]:
+            self.step()
+
+
+def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None = None) -> bool:
+    """Make DDP's Reducer anew, in place, for the parameters that require gradients now. Every rank calls it.
+
+    The wrapper, the hook, its statistics and the optimizer stay. Afterwards a step costs what it costs a DDP that was
+    built with those parameters frozen: their buckets and the zeros in them are gone. What only some ranks have frozen
+    stays in. Call it between two steps.
+
+    Args:
+        ddp: a module with a hook of this package.
+        find_unused_parameters: change this setting of DDP as well; False spares the search of the graph when all that
+            was unused is frozen now. None leaves it as it is.
+
+    Returns:
+        Whether anything changed.
+
+    Raises:
+        RuntimeError: on every rank, when a backward pass is under way, no parameter requires a gradient on any rank, or
+            ranks ask for different settings. Also when no hook of this package is registered.
+
+    Source:
+        DDP makes its Reducer in the same way when it is unpickled (``DistributedDataParallel.__setstate__``).
+    """
+    state = _state_of(ddp)
+    model = ddp.module
+    named = {n: p for n, p in model.named_parameters() if n not in ddp.parameters_to_ignore}
+    trainable_here = {name for name, parameter in named.items() if parameter.requires_grad}
+    search = ddp.find_unused_parameters if find_unused_parameters is None else find_unused_parameters
+    answers: list[Any] = [None] * dist.get_world_size(ddp.process_group)
+    mine = (sorted(trainable_here), search, _C.reducer_is_in_backward(ddp.reducer))
+    dist.all_gather_object(answers, mine, group=state._control_group)
+    trainable = set().union(*(names for names, _, _ in answers))
+    if any(in_backward for _, _, in_backward in answers):
+        raise RuntimeError("rebuild: expected no backward pass under way on any rank; call it between two steps")
+    if len({searches for _, searches, _ in answers}) > 1:
+        raise RuntimeError(
+            "rebuild: expected the same find_unused_parameters on every rank, received "
+            + ", ".join(f"{searches} on rank {rank}" for rank, (_, searches, _) in enumerate(answers))
+        )
+    if not trainable:
+        raise RuntimeError(
+            "rebuild: expected a parameter that requires a gradient, received a module that is frozen on every rank; "
+            "DDP has nothing to do for it"
+        )
+    reduced = {id(parameter) for parameter in _C.reducer_parameters(ddp.reducer)}
+    if reduced == {id(named[name]) for name in trainable} and search == ddp.find_unused_parameters:
+        return False
+    for name, parameter in named.items():
+        if name not in trainable and parameter.grad is not None:
+            # It may be a view of a bucket, and would keep the bucket alive.
+            parameter.grad = parameter.grad.clone()
+        # DDP takes what requires a gradient here; what is trainable elsewhere belongs to it on every rank.
+        parameter.requires_grad_(name in trainable)
+    ddp.find_unused_parameters = search
+    _make_reducer(ddp)
+    for name, parameter in named.items():
+        parameter.requires_grad_(name in trainable_here)
+    state._replace_engine(ddp)
+    return True
+
+
+def _make_reducer(ddp: DistributedDataParallel) -> None:
+    # The old one goes first, so that its buckets are gone before the new ones come.
+    del ddp.reducer, ddp.logger
+    parameters, expect_sparse_gradient = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    names = ddp._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+    ddp._ddp_init_helper(parameters, expect_sparse_gradient, names, ddp.static_graph)  # type: ignore[no-untyped-call]
+    ddp._has_rebuilt_buckets = False
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()  # type: ignore[union-attr]
+
+
+def _state_of(ddp: DistributedDataParallel) -> SkipUnusedState:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"rebuild: expected a DistributedDataParallel module, received {type(ddp).__name__}")
+    for hook, state in ddp._comm_hooks:
+        if hook is skip_unused_hook and isinstance(state, SkipUnusedState) and state.serves(ddp):
+            return state
+    raise RuntimeError(
+        "rebuild: expected a module with a hook of this package, received one without; call ddp_hooks.register first"
+    )
+
+
+def _model(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _selected(model: nn.Module, what: Sequence[Selector]) -> dict[str, nn.Parameter]:
+    if not what:
+        raise ValueError("expected patterns, modules or parameters, received none; '*' means all of them")
+    return select(model, *what)
+
+
+def _norms_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[_NormBase]:
+    chosen = {id(parameter) for parameter in parameters.values()}
+    for module in model.modules():
+        if isinstance(module, _NormBase) and any(id(parameter) in chosen for parameter in module.parameters()):
+            yield module
+
+
+def _by_step(module: nn.Module, schedule: Mapping[int, str | Sequence[str]]) -> dict[int, tuple[str, ...]]:
+    result: dict[int, tuple[str, ...]] = {}
+    for step, patterns in schedule.items():
+        if step < 0:
+            raise ValueError(f"FreezeSchedule: expected steps from 0, received {step}")
+        result[step] = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        _selected(_model(module), result[step])
+    return result

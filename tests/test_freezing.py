@@ -1,0 +1,631 @@
+"""Freezing at any time, against an oracle without DDP and against freshly built DDP modules."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_hooks
+
+WIDTH = 16
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(8, WIDTH)]
+    for _ in range(4):
+        layers += [nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(WIDTH, 4))
+
+
+def linears(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def wrap(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, **{"bucket_cap_mb": 0.001, **options})
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+class Oracle:
+    """What DDP ought to do, by hand: one model on each rank, gradients averaged parameter by parameter.
+
+    A parameter that no rank used since the last step keeps its .grad; of any other, every rank's .grad counts, stale or
+    not, and one that is missing counts as zeros.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.used: set[int] = set()
+        for index, parameter in enumerate(model.parameters()):
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self.used.add(index))
+
+    def reduce(self) -> None:
+        world_size = dist.get_world_size()
+        everybody: list[Any] = [None] * world_size
+        dist.all_gather_object(everybody, self.used)
+        union = set().union(*everybody)
+        for index, parameter in enumerate(self.model.parameters()):
+            if index in union:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / world_size
+                dist.all_reduce(gradient)
+                parameter.grad = gradient
+        self.used.clear()
+
+
+def assert_alike(ours: nn.Module, oracle: nn.Module, what: str) -> None:
+    exact = dist.get_world_size() == 2
+    for (name, a), b in zip(ours.named_parameters(), oracle.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), f"{what}: gradient of {name}: {a.grad} instead of {b.grad}"
+        for kind, x, y in (("weight", a.detach(), b.detach()), ("gradient", a.grad, b.grad)):
+            if x is None or y is None:
+                continue
+            if exact:
+                assert torch.equal(x, y), f"{what}: {kind} of {name} differs by {(x - y).abs().max()}"
+            else:
+                torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
+
+
+def random_freezing(
+    rank: int, find_unused: bool, bucket_view: bool, optimizer: str, policy: str, native: bool, steps: int
+) -> None:
+    """Freeze and thaw at random, alike or apart, with accumulation, and compare everything after each step."""
+    model, twin = make_model(), make_model()
+    ddp = wrap(model, find_unused_parameters=find_unused, gradient_as_bucket_view=bucket_view)
+    if native:
+        state = ddp_hooks.register(ddp, policy)
+    else:
+        state = ddp_hooks.SkipUnusedState(ddp, policy)
+        ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    oracle = Oracle(twin)
+    optimizers = [make_optimizer(optimizer, model), make_optimizer(optimizer, twin)]
+    shared, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(100 + rank)
+
+    def draw(n: int, generator: torch.Generator) -> int:
+        return int(torch.randint(n, (), generator=generator))
+
+    for step in range(steps):
+        layers = list(zip(linears(model), linears(twin), strict=True))
+        for index, pair in enumerate(layers[:-1]):
+            choice = draw(4, shared)
+            frozen = choice == 0 or (choice == 1 and draw(2, own) == 0) or (choice == 2 and rank == index % 2)
+            for layer in pair:
+                layer.requires_grad_(not frozen)
+                if frozen and step % 2:
+                    layer.zero_grad(set_to_none=True)
+        for _ in range(draw(3, shared)):
+            batch = torch.randn(4, 8, generator=own)
+            with ddp.no_sync():
+                ddp(batch).square().mean().backward()
+            twin(batch).square().mean().backward()
+            if draw(2, shared):  # frozen after it accumulated something
+                for layer in layers[draw(4, shared)]:
+                    layer.requires_grad_(False)
+        batch = torch.randn(4, 8, generator=own)
+        ddp(batch).square().mean().backward()
+        twin(batch).square().mean().backward()
+        oracle.reduce()
+        assert_alike(model, twin, f"step {step}")
+        set_to_none = draw(3, shared) > 0
+        for one in optimizers:
+            one.step()
+            if draw(5, torch.Generator().manual_seed(step)) > 0:
+                one.zero_grad(set_to_none=set_to_none)
+    assert state.stats().steps == steps
+    assert state.stats().payload_bytes < state.stats().dense_bytes
+
+
+COMBINATIONS = list(itertools.product([False, True], [False, True], ["sgd", "adamw"]))
+
+
+@pytest.mark.parametrize(("find_unused", "bucket_view", "optimizer"), COMBINATIONS)
+@pytest.mark.parametrize(("policy", "native"), [("skip_unused", True), ("skip_unused", False), ("skip_zeros", True)])
+def test_random_freezing(find_unused: bool, bucket_view: bool, optimizer: str, policy: str, native: bool) -> None:
+    run_ranks(2, random_freezing, find_unused, bucket_view, optimizer, policy, native, 30)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_random_freezing_on_three_ranks(find_unused: bool) -> None:
+    run_ranks(3, random_freezing, find_unused, False, "sgd", "skip_unused", True, 100)
+
+
+def train_fresh(frozen: list[int], steps: int, find_unused: bool, rebuild: bool | None) -> tuple[nn.Module, Any]:
+    """Train with layers frozen: before wrapping (`rebuild=None`), or after, with or without a new Reducer."""
+    model = make_model()
+    if rebuild is None:
+        for index in frozen:
+            linears(model)[index].requires_grad_(False)
+    ddp = wrap(model, find_unused_parameters=find_unused)
+    state = None
+    if rebuild is not None:
+        state = ddp_hooks.register(ddp, "skip_unused")
+        ddp_hooks.freeze(ddp, *(linears(model)[index] for index in frozen))
+        if rebuild:
+            assert ddp_hooks.rebuild(ddp)
+            assert not ddp_hooks.rebuild(ddp)
+    optimizer = make_optimizer("sgd", model)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        ddp(torch.randn(4, 8, generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, state
+
+
+def same_as_built_frozen(rank: int, find_unused: bool, rebuild: bool) -> None:
+    for frozen in ([0], [0, 1, 2], [1, 3], [0, 1, 2, 3, 4]):
+        fresh, _ = train_fresh(frozen, 8, find_unused, None)
+        ours, state = train_fresh(frozen, 8, find_unused, rebuild)
+        assert_alike(ours, fresh, f"frozen {frozen}")
+        trainable = sum(p.numel() * 4 for p in fresh.parameters() if p.requires_grad)
+        assert state.stats().payload_bytes == 8 * trainable
+        dense = trainable if rebuild else sum(p.numel() * 4 for p in fresh.parameters())
+        assert state.stats().dense_bytes == 8 * dense
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("rebuild", [False, True])
+def test_same_as_built_frozen(find_unused: bool, rebuild: bool) -> None:
+    run_ranks(2, same_as_built_frozen, find_unused, rebuild)
+
+
+def thawed_after_rebuild(rank: int, find_unused: bool, bucket_view: bool) -> None:
+    """What the new Reducer does not know is averaged all the same, when thawed on all ranks or on one."""
+    model, twin = make_model(), make_model()
+    ddp = wrap(model, find_unused_parameters=find_unused, gradient_as_bucket_view=bucket_view)
+    state = ddp_hooks.register(ddp, "skip_unused")
+    oracle = Oracle(twin)
+    optimizers = [make_optimizer("sgd", model), make_optimizer("sgd", twin)]
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(30):
+        if step == 3:
+            ddp_hooks.freeze(ddp, "0", "2")
+            ddp_hooks.freeze(twin, "0", "2")
+        if step == 5:
+            assert ddp_hooks.rebuild(ddp)
+        if step == 9:
+            ddp_hooks.unfreeze(ddp, "0")
+            ddp_hooks.unfreeze(twin, "0")
+        if step == 13 and rank == 0:
+            ddp_hooks.unfreeze(ddp, "2.weight")
+            ddp_hooks.unfreeze(twin, "2.weight")
+        if step == 17:
+            for module in (ddp, twin):
+                ddp_hooks.freeze(module, "0")
+                ddp_hooks.freeze(module, "4")
+        if step == 21:
+            assert ddp_hooks.rebuild(ddp)
+        if step == 25:
+            for module in (ddp, twin):
+                ddp_hooks.unfreeze(module, "*")
+        if step % 4 == 1:
+            batch = torch.randn(4, 8, generator=generator)
+            with ddp.no_sync():
+                ddp(batch).square().sum().backward()
+            twin(batch).square().sum().backward()
+        batch = torch.randn(4, 8, generator=generator)
+        ddp(batch).square().sum().backward()
+        twin(batch).square().sum().backward()
+        oracle.reduce()
+        assert_alike(model, twin, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert state.stats().steps == 30
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_thawed_after_rebuild(find_unused: bool, bucket_view: bool) -> None:
+    run_ranks(2, thawed_after_rebuild, find_unused, bucket_view)
+
+
+def joined_while_thawed(rank: int) -> None:
+    """A rank that has joined takes part in averaging what the Reducer does not know."""
+    model, twin = make_model(), make_model()
+    linears(model)[0].requires_grad_(False)
+    ddp = wrap(model, find_unused_parameters=True)
+    ddp_hooks.register(ddp, "skip_unused")
+    ddp_hooks.unfreeze(ddp, "0")
+    with ddp.join():
+        for step in range(2 + 2 * rank):
+            batch = torch.ones(4, 8) * (rank + 1 + step)
+            ddp.zero_grad()
+            ddp(batch).square().sum().backward()
+            if step >= 2:  # alone: the average over both ranks is half of this rank's gradient
+                twin.load_state_dict(model.state_dict())
+                twin.zero_grad()
+                twin(batch).square().sum().backward()
+                for ours, alone in zip(model.parameters(), twin.parameters(), strict=True):
+                    assert torch.equal(ours.grad, alone.grad / 2)
+
+
+def test_joined_while_thawed() -> None:
+    run_ranks(2, joined_while_thawed)
+
+
+def rebuilds_by_itself(rank: int, native: bool) -> None:
+    policy = ddp_hooks.Policy("test", rebuild_after=3)
+    ddp = wrap(make_model(), find_unused_parameters=False)
+    if native:
+        state = ddp_hooks.register(ddp, policy)
+    else:
+        state = ddp_hooks.SkipUnusedState(ddp, policy)
+        ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+
+    def step() -> int:
+        before = state.stats().dense_bytes
+        ddp.zero_grad()
+        ddp(torch.ones(2, 8)).sum().backward()
+        return state.stats().dense_bytes - before
+
+    everything = sum(p.numel() * 4 for p in ddp.parameters())
+    assert [step() for _ in range(6)] == [everything] * 6
+    ddp_hooks.freeze(ddp, "0", "2")
+    left = sum(p.numel() * 4 for p in ddp.parameters() if p.requires_grad)
+    assert [step() for _ in range(5)] == [everything] * 3 + [left] * 2
+    ddp_hooks.unfreeze(ddp, "0")
+    assert [step() for _ in range(4)][:3] == [left] * 3
+    assert step() == left + sum(p.numel() * 4 for p in ddp.module[0].parameters())
+    assert state.stats().steps == 16
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_rebuilds_by_itself(native: bool) -> None:
+    run_ranks(2, rebuilds_by_itself, native)
+
+
+def buckets_are_given_back(rank: int) -> None:
+    from ddp_hooks import hooks
+
+    model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 500), nn.Linear(500, 4))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp_hooks.register(ddp, "skip_unused")
+    ddp(torch.ones(2, 500)).sum().backward()
+    ddp_hooks.freeze(ddp, model[0], keep_gradients=True)
+    kept = model[0].weight.grad.clone()
+    ddp_hooks.rebuild(ddp)
+    assert torch.equal(model[0].weight.grad, kept)
+    layout = hooks._C.reducer_layout(ddp.reducer)
+    assert sum(bucket.numel for bucket in layout.buckets) == sum(p.numel() for p in model[1:].parameters())
+    gc.collect()
+    sizes = [tensor.untyped_storage().nbytes() for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor)]
+    assert max(sizes) <= 500 * 501 * 4
+
+
+def test_buckets_are_given_back() -> None:
+    run_ranks(2, buckets_are_given_back)
+
+
+# --- static graphs
+
+
+def static_graph(rank: int) -> None:
+    """Frozen later than in the first step, in which a static graph is learnt."""
+    model, twin = make_model(), make_model()
+    ddp = wrap(model, static_graph=True)
+    state = ddp_hooks.register(ddp, "skip_unused")
+    oracle = Oracle(twin)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(8):
+        if step in (2, 5):
+            for module in (ddp, twin):
+                (ddp_hooks.freeze if step == 2 else ddp_hooks.unfreeze)(module, "0", "4.bias")
+        batch = torch.randn(4, 8, generator=generator)
+        for module in (ddp, twin):
+            module.zero_grad()
+            module(batch).square().sum().backward()
+        oracle.reduce()
+        assert_alike(model, twin, f"step {step}")
+    assert state.stats().payload_bytes < state.stats().dense_bytes
+
+
+def test_static_graph() -> None:
+    run_ranks(2, static_graph)
+
+
+# --- declared in advance
+
+
+class Depth(nn.Module):
+    """Stochastic depth: blocks are left out, known before the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor, kept: set[int]) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for index, block in enumerate(self.blocks):
+            if index in kept:
+                x = x + torch.tanh(block(x))
+        return self.last(x)
+
+
+def declared_unused(rank: int, find_unused: bool, once: bool, bucket_view: bool) -> None:
+    torch.manual_seed(0)
+    model, twin = Depth(), Depth()
+    twin.load_state_dict(model.state_dict())
+    ddp = wrap(model, find_unused_parameters=find_unused, gradient_as_bucket_view=bucket_view)
+    state = ddp_hooks.register(ddp, "skip_unused")
+    oracle = Oracle(twin)
+    optimizers = [make_optimizer("sgd", model), make_optimizer("sgd", twin)]
+    generator = torch.Generator().manual_seed(rank)
+    sent = 0
+    for step in range(20):
+        kept = {index for index in range(5) if int(torch.randint(2, (), generator=generator))}
+        left_out = [model.blocks[index] for index in range(5) if index not in kept]
+        batch = torch.randn(4, 8, generator=generator)
+        if once:
+            if left_out:
+                state.declare_unused(*left_out)
+            ddp(batch, kept).square().sum().backward()
+        else:
+            with state.unused(*left_out):
+                output = ddp(batch, kept)
+            output.square().sum().backward()
+        twin(batch, kept).square().sum().backward()
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, kept)
+        size = sum(p.numel() * 4 for p in (*model.first.parameters(), *model.last.parameters()))
+        sent += size + sum(p.numel() * 4 for i in set().union(*everybody) for p in model.blocks[i].parameters())
+        oracle.reduce()
+        assert_alike(model, twin, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert state.stats().payload_bytes == sent
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_declared_unused(find_unused: bool, once: bool, bucket_view: bool) -> None:
+    run_ranks(2, declared_unused, find_unused, once, bucket_view)
+
+
+def declared_wrongly(rank: int) -> None:
+    ddp = wrap(Depth(), find_unused_parameters=False)
+    state = ddp_hooks.register(ddp, "skip_unused")
+    for _ in range(2):
+        ddp(torch.ones(2, 8), {0, 1, 2, 3, 4}).sum().backward()
+    with state.unused("blocks.3"), pytest.raises(RuntimeError, match=r"parameter 'blocks\.3\.\w+' was declared unused"):
+        ddp(torch.ones(2, 8), {0, 3}).sum().backward()
+    with pytest.raises(ValueError, match=r"received 'block\.7', which matches none"), state.unused("block.7"):
+        pass
+    # With a graph search a wrong declaration changes nothing.
+    searching = wrap(Depth(), find_unused_parameters=True)
+    state = ddp_hooks.register(searching, "skip_unused")
+    with state.unused("blocks.3"):
+        searching(torch.ones(2, 8), {0, 3}).sum().backward()
+    assert searching.module.blocks[3].weight.grad.abs().sum() > 0
+    # Another rank may be in its error already.
+    raise SystemExit
+
+
+def test_declared_wrongly() -> None:
+    from spawn import RankFailure
+
+    with pytest.raises(RankFailure, match="SystemExit") as caught:
+        run_ranks(2, declared_wrongly)
+    assert str(caught.value).count("raise SystemExit") == 2
+
+
+# --- patterns of use
+
+
+def gan(rank: int, find_unused: bool, bucket_view: bool) -> None:
+    """The two halves of a GAN take turns inside one DDP module."""
+
+    class Gan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))
+            self.critic = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+        def forward(self, noise: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.critic(self.generator(noise)), self.critic(real)
+
+    torch.manual_seed(0)
+    model, twin = Gan(), Gan()
+    twin.load_state_dict(model.state_dict())
+    ddp = wrap(model, find_unused_parameters=find_unused, gradient_as_bucket_view=bucket_view)
+    state = ddp_hooks.register(ddp, "skip_unused")
+    oracle = Oracle(twin)
+    optimizers = [make_optimizer("adamw", model), make_optimizer("adamw", twin)]
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(12):
+        noise, real = torch.randn(4, 4, generator=generator), torch.randn(4, 8, generator=generator)
+        for module in (ddp, twin):
+            (ddp_hooks.freeze if step % 2 else ddp_hooks.unfreeze)(module, "generator")
+            (ddp_hooks.unfreeze if step % 2 else ddp_hooks.freeze)(module, "critic")
+            fake, true = module(noise, real)
+            loss = fake.square().mean() + (true - 1).square().mean() if step % 2 else (fake - 1).square().mean()
+            loss.backward()
+        oracle.reduce()
+        assert_alike(model, twin, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    critic, whole = (sum(p.numel() * 4 for p in module.parameters()) for module in (model.critic, model))
+    assert state.stats().payload_bytes == 6 * critic + 6 * (whole - critic)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_gan(find_unused: bool, bucket_view: bool) -> None:
+    run_ranks(2, gan, find_unused, bucket_view)
+
+
+def frozen_between_forward_and_backward(rank: int, find_unused: bool) -> None:
+    """Autograd then gives the parameter no gradient, but still reports it; nothing hangs, nothing is lost."""
+    model = make_model()
+    ddp = wrap(model, find_unused_parameters=find_unused)
+    ddp_hooks.register(ddp, "skip_unused")
+    for step in range(6):
+        ddp.zero_grad()
+        output = ddp(torch.ones(2, 8) * (rank + 1))
+        layer = linears(model)[step % 3]
+        layer.requires_grad_(False)
+        output.sum().backward()
+        layer.requires_grad_(True)
+        for parameter in model[-1].parameters():
+            gathered = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, parameter.grad)
+            assert all(torch.equal(gathered[0], other) for other in gathered)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_frozen_between_forward_and_backward(find_unused: bool) -> None:
+    run_ranks(2, frozen_between_forward_and_backward, find_unused)
+
+
+def everything_frozen(rank: int, find_unused: bool) -> None:
+    model = make_model()
+    ddp = wrap(model, find_unused_parameters=find_unused)
+    state = ddp_hooks.register(ddp, "skip_unused")
+    ddp(torch.ones(2, 8)).sum().backward()
+    ddp_hooks.freeze(ddp, "*")
+    # Without an input that requires a gradient there is nothing to differentiate; autograd says so.
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        ddp(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="frozen on every rank"):
+        ddp_hooks.rebuild(ddp)
+    before = state.stats().payload_bytes
+    batch = torch.ones(2, 8, requires_grad=True)
+    ddp(batch).sum().backward()
+    assert batch.grad is not None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert state.stats().payload_bytes == before
+    ddp_hooks.unfreeze(ddp, "*")
+    ddp(torch.ones(2, 8)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_everything_frozen(find_unused: bool) -> None:
+    run_ranks(2, everything_frozen, find_unused)
+
+
+def frozen_on_one_rank(rank: int, find_unused: bool) -> None:
+    """The other rank's gradient arrives, and the frozen rank gets it too, as plain DDP with a graph search does."""
+    model = make_model()
+    ddp = wrap(model, find_unused_parameters=find_unused)
+    ddp_hooks.register(ddp, "skip_unused")
+    if rank == 0:
+        ddp_hooks.freeze(ddp, "0")
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 8)).sum().backward()
+        twin = make_model()
+        twin(torch.ones(2, 8)).sum().backward()
+        assert torch.equal(model[0].weight.grad, twin[0].weight.grad / 2)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_frozen_on_one_rank(find_unused: bool) -> None:
+    run_ranks(2, frozen_on_one_rank, find_unused)
+
+
+def alone(rank: int) -> None:
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        ddp = wrap(make_model(), **options)
+        ddp_hooks.register(ddp, "skip_unused")
+        ddp(torch.ones(2, 8)).sum().backward()
+        ddp_hooks.freeze(ddp, "0")
+        for _ in range(3):
+            ddp(torch.ones(2, 8)).sum().backward()
+            assert ddp.module[0].weight.grad is None
+        ddp_hooks.rebuild(ddp)
+        ddp_hooks.unfreeze(ddp, "0")
+        for _ in range(2):
+            ddp(torch.ones(2, 8)).sum().backward()
+            assert ddp.module[0].weight.grad is not None
+
+
+def test_alone() -> None:
+    run_ranks(1, alone)
+
+
+# --- helpers
+
+
+def refused(function: Callable[[], Any], kind: type[Exception], match: str) -> None:
+    with pytest.raises(kind, match=match):
+        function()
+
+
+def test_freeze_and_unfreeze() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model(torch.ones(2, 2)).sum().backward()
+    assert ddp_hooks.freeze(model, "0.*", eval_norms=True) == ("0.weight", "0.bias")
+    assert model[0].weight.grad is None
+    assert not model[0].bias.requires_grad
+    assert model[1].training
+    assert ddp_hooks.freeze(model, model[1].weight, keep_gradients=True, eval_norms=True) == ("1.weight",)
+    assert model[1].weight.grad is not None
+    assert model[1].training, "one of its parameters is still trained"
+    ddp_hooks.freeze(model, model[1], eval_norms=True)
+    assert not model[1].training
+    assert ddp_hooks.unfreeze(model, "*", train_norms=True) == tuple(dict(model.named_parameters()))
+    assert model[1].training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    refused(lambda: ddp_hooks.freeze(model, "encoder.*"), ValueError, r"'encoder\.\*', which matches none")
+    refused(lambda: ddp_hooks.freeze(model, nn.Linear(2, 2)), ValueError, "a Linear, which matches none")
+    refused(lambda: ddp_hooks.freeze(model), ValueError, "received none")
+    refused(lambda: ddp_hooks.unfreeze(model, 3), TypeError, "received 3")  # type: ignore[arg-type]
+
+
+def test_schedule() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def frozen() -> list[bool]:
+        return [not layer.weight.requires_grad for layer in model]
+
+    schedule = ddp_hooks.FreezeSchedule(model, {1: "0", 2: ["1", "0"]}, {3: "0"})
+    seen = []
+    for _ in range(4):
+        schedule.step()
+        seen.append(frozen())
+    assert seen == [[False] * 3, [True, False, False], [True, True, False], [False, True, False]]
+    ddp_hooks.unfreeze(model, "*")
+    resumed = ddp_hooks.FreezeSchedule(model, {1: "0", 2: ["1", "0"]}, {3: "0"})
+    resumed.load_state_dict(schedule.state_dict())
+    assert frozen() == [False, True, False]
+    assert resumed.step() == ()
+    refused(lambda: ddp_hooks.FreezeSchedule(model, {-1: "0"}), ValueError, "received -1")
+    refused(lambda: ddp_hooks.FreezeSchedule(model, {1: "7"}), ValueError, "matches none")
+
+
+def rebuild_errors(rank: int) -> None:
+    ddp = wrap(make_model())
+    refused(lambda: ddp_hooks.rebuild(ddp), RuntimeError, "received one without")
+    refused(lambda: ddp_hooks.rebuild(make_model()), TypeError, "received Sequential")  # type: ignore[arg-type]
+    ddp_hooks.register(ddp)
+    refused(
+        lambda: ddp_hooks.rebuild(ddp, find_unused_parameters=rank == 0),
+        RuntimeError,
+        "received True on rank 0, False on rank 1",
+    )
+    assert ddp_hooks.rebuild(ddp, find_unused_parameters=True)
+    ddp(torch.ones(2, 8)).sum().backward()
+
+
+def test_rebuild_errors() -> None:
+    run_ranks(2, rebuild_errors)
