@@ -1,14 +1,16 @@
-"""Is the link as slow as it says? Gloo all-reduces between the hosts, against the rate and the counters.
+"""Is the link as slow as it says? Gloo sends and all-reduces between the hosts, against the rate and the counters.
 
     python benchmarks/link_check.py --hosts 2 --rate 1gbit
 
-Goodput is payload bytes times 2(n-1)/n over time: what a host sends in a ring all-reduce. On Ethernet with an MTU of
+Goodput is what a host must send, over time: the payload in a send from rank 0 to rank 1, payload times 2(n-1)/n in an
+all-reduce. The send shows the link; the all-reduce, what gloo's ring makes of it on this machine's cores. On Ethernet with an MTU of
 1500 bytes, 1448 of 1514 bytes are payload, so 0.956 of the rate is the most there can be.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -27,10 +29,11 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
-    share = 2 * (ranks - 1) / ranks
     rate = testbed.Rate.parse(os.environ["DDP_HOOKS_TESTBED_RATE"]).bits_per_second
-    for megabytes in options.megabytes:
+    for operation, megabytes in itertools.product(("send", "all_reduce"), options.megabytes):
+        share = 2 * (ranks - 1) / ranks if operation == "all_reduce" else 1.0
         message = torch.ones(int(megabytes * 1e6) // 4)
+        receipt = torch.zeros(1)
         seconds = []
         dist.barrier()
         before = testbed.read_counters()
@@ -38,13 +41,21 @@ def run_rank(options: argparse.Namespace) -> None:
             message.fill_(1.0)
             dist.barrier()
             start = time.perf_counter()
-            dist.all_reduce(message)
+            if operation == "all_reduce":
+                dist.all_reduce(message)
+            elif dist.get_rank() == 0:
+                dist.send(message, 1)
+                dist.recv(receipt, 1)  # a send is over when it is handed to the kernel; wait until it arrived
+            elif dist.get_rank() == 1:
+                dist.recv(message, 0)
+                dist.send(receipt, 0)
             seconds.append(time.perf_counter() - start)
         dist.barrier()
         after = testbed.read_counters()
         ideal = message.nbytes * share * options.rounds
         median = statistics.median(seconds)
         row = {
+            "operation": operation,
             "payload_bytes": message.nbytes,
             "median_seconds": median,
             "goodput_gbit": message.nbytes * share * 8 / median / 1e9,
@@ -65,7 +76,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.1, 1, 25, 100])
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 25, 100])
     options = parser.parse_args()
     if "DDP_HOOKS_TESTBED_RATE" in os.environ:
         run_rank(options)
