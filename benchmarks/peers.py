@@ -188,7 +188,7 @@ def _attach_powersgd(ddp: DistributedDataParallel) -> None:
 
     # One bucket at a time. PowerSGD starts its second and third all-reduce of a bucket from callbacks; with several
     # buckets under way these start in another order on another rank, and gloo, which pairs them by order, aborts.
-    def one_by_one(state: Any, bucket: Any) -> Any:
+    def one_by_one(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         future = powerSGD_hook(state, bucket)
         future.wait()
         return future
