@@ -125,8 +125,9 @@ class MultiTask(nn.Module):
             for _ in range(size.task_heads)
         )
 
-    def forward(self, x: Tensor, task: int) -> Tensor:
-        loss = self.heads[task](self.trunk(x)).square().mean()
+    def forward(self, x: Tensor, task: int | None) -> Tensor:
+        features = self.trunk(x)
+        loss = (features if task is None else self.heads[task](features)).square().mean()
         if self.touch_all:  # what people write so that DDP does not complain about unused parameters
             loss = loss + 0.0 * sum(p.sum() for head in self.heads for p in head.parameters())
         return loss
@@ -229,12 +230,15 @@ class OneTaskPerRank(Workload):
     question = "What is one task per rank and step worth?"
     touch_all = False
 
+    @property
+    def width(self) -> int:
+        return self.size.width
+
     def build(self) -> nn.Module:
-        return MultiTask(replace(self.size, width=self.size.width * 7 // 8 // 8 * 8), self.touch_all)
+        return MultiTask(self.size, self.touch_all)
 
     def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
-        width = self.size.width * 7 // 8 // 8 * 8
-        x = torch.randn(self.size.batch * self.size.sequence, width, generator=self._generator(pattern, rank))
+        x = torch.randn(self.size.batch * self.size.sequence, self.width, generator=self._generator(pattern, rank))
         return model(x, (3 * pattern + rank) % self.size.task_heads)
 
 
