@@ -3,16 +3,18 @@
     python benchmarks/skip_all_reduce_demo.py
 
 DDP decides on each rank, from that rank's own unused parameters, which buckets to skip; where ranks differ they disagree
-about which all-reduces there are. Two ways to differ: each rank trains a head of its own (as many all-reduces on each,
-of different parameters), or only rank 0 trains a head (more of them on rank 0). Every case runs in ranks of its own,
-under a timeout; the gradients are compared with plain DDP's.
+about which all-reduces there are. Two ways to differ: each rank trains a layer of its own (as many all-reduces on each,
+of different parameters), or rank 0 trains a layer more. Every case runs in ranks of its own, under a timeout; the
+gradients are compared with plain DDP's.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,40 +25,57 @@ import harness
 import testbed
 
 PEERS = ("skip_all_reduce", "plain", "ours")
-CASES = {"own_head": "each rank trains a head of its own", "one_head": "only rank 0 trains a head"}
+WIDTH = 512
+STEPS = 3
+CASES = {"own_layer": "each rank trains a layer of its own", "one_more": "rank 0 trains a layer more"}
 
 
 def run_rank(peer: str, case: str, collective_timeout: float) -> None:
     import torch
     import torch.distributed as dist
-    import workloads
     from peers import max_difference
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout))
     rank = dist.get_rank()
-    workload = workloads.make("multitask", "small")
-    inputs = torch.randn(16, workload.width, generator=torch.Generator().manual_seed(rank))
-    task = rank if case == "own_head" else (0 if rank == 0 else None)
+    inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(rank))
+    used = (rank,) if case == "own_layer" else ((0, 1) if rank == 0 else (1,))
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i in used:
+                x = self.layers[i](x)
+            return x.square().mean()
 
     def gradients(**settings: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(1)
-        # Small buckets: a head has buckets to itself, and these are what DDP skips.
-        ddp = DistributedDataParallel(workload.build(), find_unused_parameters=True, bucket_cap_mb=1, **settings)
+        # A layer is 1 MiB and fills a bucket: DDP skips whole buckets only.
+        ddp = DistributedDataParallel(Layers(), find_unused_parameters=True, bucket_cap_mb=1, **settings)
         if peer == "ours" and not settings:
             import ddp_hooks
 
             ddp_hooks.register(ddp, policy="skip_unused")
-        for _ in range(3):
+        for _ in range(STEPS):
             ddp.zero_grad()
-            ddp(inputs, task).backward()
+            ddp(inputs).backward()
         return {name: p.grad for name, p in ddp.module.named_parameters() if p.grad is not None}
 
     expected = gradients(skip_all_reduce_unused_params=False)
     mine = gradients(skip_all_reduce_unused_params=True) if peer == "skip_all_reduce" else gradients()
     testbed.report({"gradient_difference": max_difference(mine, expected)})
-    dist.destroy_process_group()
+    # Leave together, but not through the process group: its pairing may be what just broke.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"done{rank}", "1")
+    store.wait([f"done{other}" for other in range(dist.get_world_size())])
+    if rank == 0:
+        time.sleep(0.5)  # rank 0 holds the store
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def main() -> int:
@@ -101,7 +120,7 @@ def _why(text: str) -> str:
     """The error that came first is gloo's; the other ranks' are about the connection that it tore down."""
     lines = [line.strip() for line in text.splitlines() if "Error" in line or "enforce fail" in line]
     first = [line for line in lines if "enforce fail" in line] or lines
-    return first[0].rpartition("gloo/transport/")[2][:160] if first else ""
+    return first[0].rpartition("gloo/transport/")[2][:160] if first else text.strip()[-160:]
 
 
 if __name__ == "__main__":
