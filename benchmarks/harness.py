@@ -211,9 +211,16 @@ class _Measurement:
             if moved is not None and idle is not None:
                 net = moved - idle
                 wire = (net.tx_bytes if net.shaped_tx_bytes is None else net.shaped_tx_bytes) / len(patterns)
+            later = variant.statistics()
+            if stats is None or later is None:
+                known = [variant.payload_bytes(pattern) for pattern in patterns]
+                payload = None if None in known else statistics.fmean(known)
+            else:  # of the counted steps alone: `auto` may have changed its mind since the timed ones
+                payload = (later["payload_bytes"] - stats["payload_bytes"]) / len(patterns)
             checks[name] = {
                 "gradient_difference": max(gaps),
                 "wire_bytes": wire,
+                "counted_payload_bytes": payload,
                 "statistics": stats,
             }
         return checks
@@ -242,7 +249,7 @@ class _Measurement:
             else:
                 known = [self._variants[name].payload_bytes(pattern) for pattern in turns]
                 payload = None if None in known else statistics.fmean(known)
-            wire = check["wire_bytes"]
+            wire, counted = check["wire_bytes"], check["counted_payload_bytes"]
             row = {
                 "workload": self._plan.workload,
                 "label": self._workload.label,
@@ -261,11 +268,12 @@ class _Measurement:
                 "ratio_to_allreduce_hook": _ratio(times, slowest.get("allreduce_hook")),
                 "compute_seconds": statistics.median(compute) if compute else None,
                 "formula_seconds": formula,
+                "ratio_to_formula": statistics.median(times) / formula if formula else None,
                 "dense_bytes": context.dense_bytes,
                 "used_bytes": used_bytes,
                 "payload_bytes": payload,
                 "wire_bytes": wire,
-                "wire_over_payload": wire / (payload * share) if wire is not None and payload else None,
+                "wire_over_payload": wire / (counted * share) if wire is not None and counted else None,
                 # Gradients that were not exchanged are not what DDP gives; comparing them means nothing.
                 "gradient_difference": None if name == peers.COMPUTE else check["gradient_difference"],
                 "exchange_wait_seconds": stats["exchange_wait_seconds"] / max(steps, 1) if stats else None,
@@ -302,9 +310,7 @@ def add_options(parser: argparse.ArgumentParser, rounds: int) -> None:
     parser.add_argument("--plan", help=argparse.SUPPRESS)  # how the ranks are told what to do
 
 
-def main(
-    script: str, plans: Sequence[Plan], links: Sequence[str], options: argparse.Namespace, describe: Any
-) -> int:
+def main(script: str, plans: Sequence[Plan], links: Sequence[str], options: argparse.Namespace, describe: Any) -> int:
     """Run every plan on every link; write JSON as it comes in, print tables, end with one sentence."""
     if is_rank():
         raw = json.loads(options.plan)
@@ -355,7 +361,8 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
             f"\n{first['label']}, {first['size']}, {first['world_size']} hosts, {first['link']}: "
             f"{first['dense_bytes'] / 1e6:.1f} MB of gradients, {first['fraction_unused']:.0%} unused"
         )
-    cells = [("peer", "ms", "q1..q3", "/ DDP", "/ oracle", "MB payload", "MB wire", "wire/payl", "wait us", "hook us", "max |d|")]
+    headings = "peer,ms,q1..q3,/ DDP,/ oracle,MB payload,MB wire,wire/payl,wait us,hook us,max |d|"
+    cells = [tuple(headings.split(","))]
     for row in timed:
         step = row["step_seconds"]
         cells.append(
@@ -375,7 +382,8 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         )
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     for line in cells:
-        print("  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))))
+        padded = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        print("  ".join([line[0].ljust(widths[0]), *padded]))
     for row in rows:
         if "left_out" in row:
             print(f"left out: {row['peer']}: {row['left_out']}")

@@ -3,8 +3,8 @@
     python benchmarks/link_check.py --hosts 2 --rate 1gbit
 
 Goodput is what a host must send, over time: the payload in a send from rank 0 to rank 1, payload times 2(n-1)/n in an
-all-reduce. The send shows the link; the all-reduce, what gloo's ring makes of it on this machine's cores. On Ethernet with an MTU of
-1500 bytes, 1448 of 1514 bytes are payload, so 0.956 of the rate is the most there can be.
+all-reduce. The send shows the link; the all-reduce, what gloo's ring makes of it on this machine's cores. On Ethernet
+with an MTU of 1500 bytes, 1448 of 1514 bytes are payload, so 0.956 of the rate is the most there can be.
 """
 
 from __future__ import annotations

@@ -122,8 +122,9 @@ def main() -> int:
             f"{s['median'] * 1e6:>9.0f}{s['q1'] * 1e6:>9.0f}..{s['q3'] * 1e6:<7.0f}"
         )
     sentence = describe(rows)
-    harness.write("micro_exchange", {"benchmark": "micro_exchange", "header": header, "rows": rows,
-                                     "sentence": sentence})
+    harness.write(
+        "micro_exchange", {"benchmark": "micro_exchange", "header": header, "rows": rows, "sentence": sentence}
+    )
     print(sentence)
     return 0
 

@@ -239,7 +239,9 @@ def _all_peers() -> list[Peer]:
         Peer("skip_all_reduce", "DDP, skip_all_reduce_unused_params=True", _skip_all_reduce),
         Peer("allreduce_hook", "torch's allreduce_hook", _with_torch_hook(_Dense, _attach_allreduce)),
         Peer("fp16_compress", "torch's fp16_compress_hook", _with_torch_hook(_Half, _attach_fp16), is_lossy=True),
-        Peer("powersgd", "torch's PowerSGD, rank 2, bucket by bucket", _with_torch_hook(Variant, _attach_powersgd), is_lossy=True),
+        Peer(
+            "powersgd", "torch's PowerSGD, bucket by bucket", _with_torch_hook(Variant, _attach_powersgd), is_lossy=True
+        ),
     ]
     for policy in ("skip_unused", "skip_zeros", "auto", "allreduce"):
         for native in (True, False):

@@ -2,10 +2,10 @@
 
     python benchmarks/skip_all_reduce_demo.py
 
-DDP decides on each rank, from that rank's own unused parameters, which buckets to skip; where ranks differ they disagree
-about which all-reduces there are. Two ways to differ: each rank trains a layer of its own (as many all-reduces on each,
-of different parameters), or rank 0 trains a layer more. Every case runs in ranks of its own, under a timeout; the
-gradients are compared with plain DDP's.
+DDP decides on each rank, from that rank's own unused parameters, which buckets to skip; where ranks differ they
+disagree about which all-reduces there are. Two ways to differ: each rank trains a layer of its own (as many all-reduces
+on each, of different parameters), or rank 0 trains a layer more. Every case runs in ranks of its own, under a timeout;
+the gradients are compared with plain DDP's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What is skipping worth when the link is slow? Every workload, on every link, under every peer.
 
-    python benchmarks/slow_link.py                                  # everything; needs root and iproute2
-    python benchmarks/slow_link.py --workloads frozen:0.75 --links 1gbit --rounds 20
-    python benchmarks/slow_link.py --size tiny --links loopback     # a smoke test that needs nothing
+python benchmarks/slow_link.py                                  # everything; needs root and iproute2
+python benchmarks/slow_link.py --workloads frozen:0.75 --links 1gbit --rounds 20
+python benchmarks/slow_link.py --size tiny --links loopback     # a smoke test that needs nothing
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -437,10 +437,8 @@ class Testbed:
 
     def _kill(self) -> None:
         for process in self._processes:
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # start_new_session: the group is the rank and its children
-            except (ProcessLookupError, PermissionError):
-                pass
             process.wait()
         self._processes.clear()
 
