@@ -115,6 +115,8 @@ class _Measurement:
         self._plan = plan
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._workload = workloads.make(plan.workload, plan.size)
+        patterns = self._workload.patterns
+        self._rounds = -(-plan.rounds // patterns) * patterns  # every pattern as often as every other
         torch.manual_seed(1234)
         master = self._workload.build()
         used, alike = peers.find_used(self._workload, master, self._ranks)
@@ -162,7 +164,7 @@ class _Measurement:
             variant.reset_statistics()
         gc.collect()
         gc.disable()
-        for turn in range(self._plan.rounds):
+        for turn in range(self._rounds):
             pattern = turn % self._workload.patterns
             first = turn % len(names)
             for name in names[first:] + names[:first]:
@@ -233,7 +235,7 @@ class _Measurement:
         baseline = slowest[peers.BASELINE]
         oracle = slowest.get(peers.ORACLE)
         compute = slowest.get(peers.COMPUTE)
-        turns = [turn % self._workload.patterns for turn in range(self._plan.rounds)]
+        turns = [turn % self._workload.patterns for turn in range(self._rounds)]
         used_bytes = statistics.fmean(context.bytes_of(used) for used in context.used)
         formula = None
         if rate.bits_per_second is not None and compute is not None:
@@ -260,7 +262,7 @@ class _Measurement:
                 "title": peer.title,
                 "is_lossy": peer.is_lossy,
                 "fraction_unused": 1.0 - used_bytes / context.dense_bytes,
-                "rounds": self._plan.rounds,
+                "rounds": self._rounds,
                 "step_seconds": quartiles(times),
                 "baseline": {"peer": peers.BASELINE, "step_seconds": quartiles(baseline)},
                 "ratio_to_baseline": quartiles([a / b for a, b in zip(times, baseline, strict=True)]),
@@ -348,7 +350,10 @@ def write(name: str, results: dict[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(results, indent=1) + "\n")
+    text = json.dumps(results, indent=1)
+    for place in (ROOT, Path(sys.prefix), Path.home()):  # tracebacks name this machine's folders; nobody else has them
+        text = text.replace(f"{place}/", "")
+    partial.write_text(text + "\n")
     partial.replace(path)
     return path
 

@@ -205,7 +205,7 @@ def _ours(policy: str, native: bool, find_unused: bool | None = None) -> Any:
         except ImportError as error:
             raise NotApplicable(f"ddp_hooks is not installed: {error}") from error
         if not hasattr(ddp_hooks, "register"):
-            raise NotApplicable(f"{ddp_hooks.__path__[0]} has no extension: build or install ddp_hooks first")
+            raise NotApplicable("the ddp_hooks found here has no extension: build or install it first")
         settings = {} if find_unused is None else {"find_unused_parameters": find_unused}
         if find_unused is not None and find_unused == context.workload.needs_find_unused:
             raise NotApplicable("the same as without setting find_unused_parameters")
