@@ -139,6 +139,11 @@ def _save(figure: Any, path: Path) -> None:
     print(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
+def _legend_below(figure: Any, axis: Any) -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=2)
+
+
 def draw_speed_up(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """How many times faster than plain DDP, over the fraction that is unused, one panel for each link."""
     frozen = [row for row in rows if row["workload"].startswith("frozen:")]
@@ -168,7 +173,7 @@ def draw_speed_up(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_title(f"{link}, {here[0]['world_size']} hosts", loc="left")
         axis.set_xlabel("parameters frozen, %")
     axes[0][0].set_ylabel("times faster than plain DDP")
-    axes[0][0].legend(loc="upper left")
+    _legend_below(figure, axes[0][0])
     _save(figure, path)
 
 
@@ -206,7 +211,7 @@ def draw_breakdown(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.invert_yaxis()
         axis.set_xlabel("ms a step")
         axis.set_title(link, loc="left")
-    axes[0][-1].legend(loc="lower right")
+    _legend_below(figure, axes[0][-1])
     _save(figure, path)
 
 
