@@ -1,0 +1,96 @@
+"""Is the link as slow as it says? Gloo sends and all-reduces between the hosts, against the rate and the counters.
+
+    python benchmarks/link_check.py --hosts 2 --rate 1gbit
+
+Goodput is what a host must send, over time: the payload in a send from rank 0 to rank 1, payload times 2(n-1)/n in an
+all-reduce. The send shows the link; the all-reduce, what gloo's ring makes of it on this machine's cores. On Ethernet
+with an MTU of 1500 bytes, 1448 of 1514 bytes are payload, so 0.956 of the rate is the most there can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import testbed
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    rate = testbed.Rate.parse(os.environ["DDP_HOOKS_TESTBED_RATE"]).bits_per_second
+    for operation, megabytes in itertools.product(("send", "all_reduce"), options.megabytes):
+        share = 2 * (ranks - 1) / ranks if operation == "all_reduce" else 1.0
+        message = torch.ones(int(megabytes * 1e6) // 4)
+        receipt = torch.zeros(1)
+        seconds = []
+        dist.barrier()
+        before = testbed.read_counters()
+        for _ in range(options.rounds):
+            message.fill_(1.0)
+            dist.barrier()
+            start = time.perf_counter()
+            if operation == "all_reduce":
+                dist.all_reduce(message)
+            elif dist.get_rank() == 0:
+                dist.send(message, 1)
+                dist.recv(receipt, 1)  # a send is over when it is handed to the kernel; wait until it arrived
+            elif dist.get_rank() == 1:
+                dist.recv(message, 0)
+                dist.send(receipt, 0)
+            seconds.append(time.perf_counter() - start)
+        dist.barrier()
+        after = testbed.read_counters()
+        ideal = message.nbytes * share * options.rounds
+        median = statistics.median(seconds)
+        row = {
+            "operation": operation,
+            "payload_bytes": message.nbytes,
+            "median_seconds": median,
+            "goodput_gbit": message.nbytes * share * 8 / median / 1e9,
+            "goodput_of_rate": message.nbytes * share * 8 / median / rate if rate else None,
+        }
+        if before is not None and after is not None:
+            moved = after - before
+            row["interface_over_payload"] = moved.tx_bytes / ideal
+            row["wire_over_payload"] = moved.shaped_tx_bytes / ideal if moved.shaped_tx_bytes else None
+            row["dropped"] = moved.dropped
+        if dist.get_rank() == 0:
+            testbed.report(row)
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 25, 100])
+    options = parser.parse_args()
+    if "DDP_HOOKS_TESTBED_RATE" in os.environ:
+        run_rank(options)
+        return 0
+    try:
+        outcomes = testbed.launch(sys.argv, options.hosts, options.rate, timeout_seconds=300)
+    except testbed.TestbedUnavailable as error:
+        print(f"cannot run here: {error}", file=sys.stderr)
+        return 69
+    print(f"{options.hosts} hosts, {options.rate}: gloo all-reduce")
+    for row in outcomes[0].results:
+        print("  " + "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""Ways to exchange gradients that are compared: DDP's own, torch's hooks, ours, and the best that is possible.
+
+A peer makes a `Variant` of a workload: a model of its own whose parameters share their storage with all other
+variants', so that a round compares like with like and memory holds the weights once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from workloads import Workload
+
+BASELINE = "plain"
+ORACLE = "oracle"
+COMPUTE = "compute"
+
+
+class NotApplicable(Exception):
+    """The peer cannot run this workload; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a peer needs to make a variant."""
+
+    workload: Workload
+    master: nn.Module
+    rank: int
+    # By pattern: the names of the parameters that some rank uses, and whether all ranks use the same.
+    used: list[frozenset[str]]
+    used_alike: list[bool]
+
+    def copy_model(self) -> nn.Module:
+        model = copy.deepcopy(self.master)
+        for mine, shared in zip(model.parameters(), self.master.parameters(), strict=True):
+            mine.data = shared.data
+        return model
+
+    def bytes_of(self, names: frozenset[str]) -> int:
+        return sum(p.numel() * p.element_size() for name, p in self.master.named_parameters() if name in names)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.master.parameters())
+
+
+class Variant:
+    """One workload under one peer: steps, gradients and what it says it sent."""
+
+    def __init__(self, context: Context, module: nn.Module, model: nn.Module) -> None:
+        self.context = context
+        self.module = module  # what is called
+        self.model = model  # what holds the parameters
+
+    def clear(self, pattern: int) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def step(self, pattern: int) -> None:
+        self.context.workload.loss(self.module, pattern, self.context.rank).backward()
+
+    def gradients(self, pattern: int) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def payload_bytes(self, pattern: int) -> int | None:
+        """What is handed to all-reduces of gradients in a step, where that is known without counting."""
+        return None
+
+    def reset_statistics(self) -> None:
+        pass
+
+    def statistics(self) -> dict[str, Any] | None:
+        return None
+
+
+class _Dense(Variant):
+    factor = 1.0
+
+    def payload_bytes(self, pattern: int) -> int | None:
+        return int(self.context.dense_bytes * self.factor)
+
+
+class _Half(_Dense):
+    factor = 0.5
+
+
+class _Silent(Variant):
+    def payload_bytes(self, pattern: int) -> int | None:
+        return 0
+
+
+class _Ours(Variant):
+    state: Any = None
+
+    def reset_statistics(self) -> None:
+        self.state.reset_stats()
+
+    def statistics(self) -> dict[str, Any] | None:
+        return dataclasses.asdict(self.state.stats())
+
+
+class _Oracle(Variant):
+    """For each pattern a DDP built anew, in which only the parameters used in it require gradients."""
+
+    def __init__(self, context: Context) -> None:
+        self._ddps = []
+        for used, alike in zip(context.used, context.used_alike, strict=True):
+            model = context.copy_model()
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name in used)
+            self._ddps.append(DistributedDataParallel(model, find_unused_parameters=not alike))
+        super().__init__(context, self._ddps[0], self._ddps[0].module)
+
+    def clear(self, pattern: int) -> None:
+        self._ddps[pattern].zero_grad(set_to_none=True)
+
+    def step(self, pattern: int) -> None:
+        self.context.workload.loss(self._ddps[pattern], pattern, self.context.rank).backward()
+
+    def gradients(self, pattern: int) -> dict[str, Tensor]:
+        return {n: p.grad for n, p in self._ddps[pattern].module.named_parameters() if p.grad is not None}
+
+    def payload_bytes(self, pattern: int) -> int | None:
+        return self.context.bytes_of(self.context.used[pattern])
+
+
+def _wrap(context: Context, kind: type[Variant] = _Dense, **settings: Any) -> Variant:
+    settings.setdefault("find_unused_parameters", context.workload.needs_find_unused)
+    ddp = DistributedDataParallel(context.copy_model(), **settings)
+    variant = kind(context, ddp, ddp.module)
+    context.workload.after_wrapping(ddp.module)
+    return variant
+
+
+def _compute(context: Context) -> Variant:
+    model = context.copy_model()
+    context.workload.after_wrapping(model)
+    return _Silent(context, model, model)
+
+
+def _find_unused(context: Context) -> Variant:
+    if context.workload.needs_find_unused:
+        raise NotApplicable("this is plain DDP already")
+    return _wrap(context, find_unused_parameters=True)
+
+
+def _static_graph(context: Context) -> Variant:
+    if not context.workload.is_static:
+        raise NotApplicable("static_graph needs the same graph in every step and on every rank")
+    return _wrap(context, static_graph=True)
+
+
+def _skip_all_reduce(context: Context) -> Variant:
+    if not context.workload.is_static or not context.workload.needs_find_unused:
+        raise NotApplicable("skip_all_reduce_unused_params needs the same unused parameters on every rank, for good")
+    return _wrap(context, Variant, skip_all_reduce_unused_params=True)
+
+
+def _with_torch_hook(kind: type[Variant], attach: Callable[[DistributedDataParallel], None]) -> Any:
+    def build(context: Context) -> Variant:
+        variant = _wrap(context, kind)
+        assert isinstance(variant.module, DistributedDataParallel)
+        attach(variant.module)
+        return variant
+
+    return build
+
+
+def _attach_allreduce(ddp: DistributedDataParallel) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    ddp.register_comm_hook(None, allreduce_hook)
+
+
+def _attach_fp16(ddp: DistributedDataParallel) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    ddp.register_comm_hook(None, fp16_compress_hook)
+
+
+def _attach_powersgd(ddp: DistributedDataParallel) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    # One bucket at a time. PowerSGD starts its second and third all-reduce of a bucket from callbacks; with several
+    # buckets under way these start in another order on another rank, and gloo, which pairs them by order, aborts.
+    def one_by_one(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+        future = powerSGD_hook(state, bucket)
+        future.wait()
+        return future
+
+    # The epsilon keeps the all-zero gradients of unused parameters from becoming NaN.
+    state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8)
+    ddp.register_comm_hook(state, one_by_one)
+
+
+def _ours(policy: str, native: bool, find_unused: bool | None = None) -> Any:
+    def build(context: Context) -> Variant:
+        try:
+            import ddp_hooks
+        except ImportError as error:
+            raise NotApplicable(f"ddp_hooks is not installed: {error}") from error
+        if not hasattr(ddp_hooks, "register"):
+            raise NotApplicable("the ddp_hooks found here has no extension: build or install it first")
+        settings = {} if find_unused is None else {"find_unused_parameters": find_unused}
+        if find_unused is not None and find_unused == context.workload.needs_find_unused:
+            raise NotApplicable("the same as without setting find_unused_parameters")
+        variant = _wrap(context, _Ours, **settings)
+        assert isinstance(variant, _Ours)
+        ddp = variant.module
+        if native:
+            variant.state = ddp_hooks.register(ddp, policy=policy)
+        else:
+            variant.state = ddp_hooks.SkipUnusedState(ddp, policy=policy)
+            ddp.register_comm_hook(variant.state, ddp_hooks.skip_unused_hook)
+        return variant
+
+    return build
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    name: str
+    title: str
+    build: Callable[[Context], Variant]
+    is_lossy: bool = False
+    is_ours: bool = False
+
+
+def _all_peers() -> list[Peer]:
+    peers = [
+        Peer(BASELINE, "DDP", _wrap),
+        Peer(ORACLE, "oracle: DDP with only the used parameters", _Oracle),
+        Peer(COMPUTE, "compute only, nothing exchanged", _compute),
+        Peer("find_unused", "DDP, find_unused_parameters=True", _find_unused),
+        Peer("static_graph", "DDP, static_graph=True", _static_graph),
+        Peer("skip_all_reduce", "DDP, skip_all_reduce_unused_params=True", _skip_all_reduce),
+        Peer("allreduce_hook", "torch's allreduce_hook", _with_torch_hook(_Dense, _attach_allreduce)),
+        Peer("fp16_compress", "torch's fp16_compress_hook", _with_torch_hook(_Half, _attach_fp16), is_lossy=True),
+        Peer(
+            "powersgd", "torch's PowerSGD, bucket by bucket", _with_torch_hook(Variant, _attach_powersgd), is_lossy=True
+        ),
+    ]
+    for policy in ("skip_unused", "skip_zeros", "auto", "allreduce"):
+        for native in (True, False):
+            how = "native" if native else "python"
+            title = f"ddp_hooks {policy}, {how}"
+            peers.append(Peer(f"ours:{policy}:{how}", title, _ours(policy, native), is_ours=True))
+    title = "ddp_hooks skip_unused, native, find_unused_parameters=True"
+    peers.append(Peer("ours:skip_unused:native:fu", title, _ours("skip_unused", True, True), is_ours=True))
+    return peers
+
+
+PEERS = {peer.name: peer for peer in _all_peers()}
+
+
+def find_used(workload: Workload, master: nn.Module, world_size: int) -> tuple[list[Any], list[bool]]:
+    """By pattern, the parameters that receive a non-zero gradient on some rank; and whether on all ranks alike.
+
+    Ranks are simulated one after another here, so that every rank finds the same without exchanging anything.
+    """
+    model = copy.deepcopy(master)
+    workload.after_wrapping(model)
+    used, alike = [], []
+    for pattern in range(workload.patterns):
+        by_rank = []
+        for other in range(world_size):
+            model.zero_grad(set_to_none=True)
+            workload.loss(model, pattern, other).backward()
+            found = {n for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.count_nonzero())}
+            by_rank.append(frozenset(found))
+        used.append(frozenset().union(*by_rank))
+        alike.append(len(set(by_rank)) == 1)
+    return used, alike
+
+
+def max_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest absolute difference of two sets of gradients; a missing gradient counts as zero."""
+    largest = 0.0
+    for name in ours.keys() | theirs.keys():
+        mine, other = ours.get(name), theirs.get(name)
+        if mine is None or other is None:
+            gap = (mine if mine is not None else other).abs().max()  # type: ignore[union-attr]
+        else:
+            gap = (mine - other).abs().max()
+        value = float(gap)
+        if value != value:  # NaN compares as no difference, and must not pass for one
+            return float("inf")
+        largest = max(largest, value)
+    return largest

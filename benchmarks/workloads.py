@@ -1,0 +1,338 @@
+"""What is trained in the benchmarks: real architectures in plain torch, and which of their parameters a step uses.
+
+A workload repeats a small number of step *patterns*: pattern k has its own inputs and its own random choices, on each
+rank, from fixed seeds. All variants of a round run the same pattern, so that their gradients can be compared, and an
+oracle can be built for each pattern. Weights stay as they are (no optimizer step): what is timed is forward, backward
+and the exchange of gradients, and what an optimizer would cost is the same for every variant.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large the models are; parameters for the default: about 25 million."""
+
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    batch: int
+    task_heads: int
+    experts: int
+
+
+SIZES = {
+    "tiny": Size(width=64, layers=4, heads=4, vocabulary=256, sequence=16, batch=2, task_heads=8, experts=8),
+    "small": Size(width=256, layers=6, heads=4, vocabulary=2048, sequence=16, batch=1, task_heads=8, experts=16),
+    "default": Size(width=512, layers=7, heads=8, vocabulary=4096, sequence=32, batch=1, task_heads=8, experts=32),
+}
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = self._make_mlp(width)
+
+    def _make_mlp(self, width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, sequence, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A decoder-only language model; `dropped` names the blocks that a step leaves out."""
+
+    def __init__(self, size: Size, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.token = nn.Embedding(size.vocabulary, size.width)
+        self.position = nn.Parameter(0.02 * torch.randn(size.sequence, size.width))
+        self.blocks = nn.ModuleList(block(size.width, size.heads) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, dropped: frozenset[int] = frozenset()) -> Tensor:
+        x = self.token(tokens) + self.position
+        for i, block in enumerate(self.blocks):
+            if i not in dropped:
+                x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class TopOneExperts(nn.Module):
+    """A layer of experts; each token goes to the one that its router prefers (Switch Transformer)."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        gate, choice = self.router(tokens).softmax(-1).max(-1)
+        result = torch.zeros_like(tokens)
+        for expert in choice.unique().tolist():
+            mine = (choice == expert).nonzero().squeeze(1)
+            result = result.index_add(0, mine, gate[mine, None] * self.experts[expert](tokens[mine]))
+        return result.view_as(x)
+
+
+class MixtureBlock(Block):
+    """A transformer block whose MLP is a layer of experts."""
+
+    experts = 8
+
+    def _make_mlp(self, width: int) -> nn.Module:
+        return TopOneExperts(width, self.experts)
+
+
+class MultiTask(nn.Module):
+    """A shared trunk with one head per task; a step trains one task on each rank."""
+
+    def __init__(self, size: Size, touch_all: bool) -> None:
+        super().__init__()
+        self.touch_all = touch_all
+        width = 2 * size.width
+        self.trunk = nn.Sequential(
+            nn.Linear(size.width, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, size.width)
+        )
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(size.width, 4 * size.width), nn.GELU(), nn.Linear(4 * size.width, size.width))
+            for _ in range(size.task_heads)
+        )
+
+    def forward(self, x: Tensor, task: int | None) -> Tensor:
+        features = self.trunk(x)
+        loss = (features if task is None else self.heads[task](features)).square().mean()
+        if self.touch_all:  # what people write so that DDP does not complain about unused parameters
+            loss = loss + 0.0 * sum(p.sum() for head in self.heads for p in head.parameters())
+        return loss
+
+
+class Workload:
+    """A model, the steps it is trained with, and what DDP has to be told about it."""
+
+    name: str
+    question: str
+    # Plain DDP needs find_unused_parameters=True.
+    needs_find_unused = True
+    # The autograd graph is the same in every step and on every rank, so that static_graph and
+    # skip_all_reduce_unused_params are legal.
+    is_static = False
+    patterns = 4
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    def build(self) -> nn.Module:
+        raise NotImplementedError
+
+    def after_wrapping(self, model: nn.Module) -> None:
+        """What is done to the model once DDP holds it."""
+
+    def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
+        raise NotImplementedError
+
+    def _generator(self, pattern: int, rank: int) -> torch.Generator:
+        return torch.Generator().manual_seed(1000 * pattern + rank + 1)
+
+    def _tokens(self, pattern: int, rank: int) -> Tensor:
+        shape = (self.size.batch, self.size.sequence)
+        return torch.randint(self.size.vocabulary, shape, generator=self._generator(pattern, rank))
+
+
+class Frozen(Workload):
+    """(a) A GPT whose lower layers are frozen after wrapping, as when fine-tuning from the top."""
+
+    name = "frozen"
+    question = "What is freezing after wrapping worth?"
+    is_static = True
+    patterns = 1
+
+    def __init__(self, size: Size, fraction: float) -> None:
+        super().__init__(size)
+        self.fraction = fraction
+
+    @property
+    def label(self) -> str:
+        return f"frozen {self.fraction:.0%}"
+
+    def build(self) -> nn.Module:
+        return GPT(self.size)
+
+    def after_wrapping(self, model: nn.Module) -> None:
+        """Freeze whole parameters from the input upwards until the fraction is reached."""
+        total = sum(p.numel() for p in model.parameters())
+        frozen = 0
+        for parameter in _from_the_input(model):
+            if frozen + parameter.numel() / 2 > self.fraction * total:
+                break
+            parameter.requires_grad_(False)
+            frozen += parameter.numel()
+
+    def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
+        return model(self._tokens(pattern, rank))
+
+
+def _from_the_input(model: nn.Module) -> Iterable[nn.Parameter]:
+    # GPT registers `position` before its submodules; otherwise registration order is the order of the forward pass.
+    return model.parameters()
+
+
+class LayerDrop(Workload):
+    """(b) Each rank leaves out each block with probability one half, independently (stochastic depth)."""
+
+    name = "layerdrop"
+    question = "What is dropping layers independently on each rank worth?"
+    drop_probability = 0.5
+
+    def build(self) -> nn.Module:
+        return GPT(self.size)
+
+    def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
+        choice = random.Random(97 * pattern + rank)
+        dropped = frozenset(i for i in range(self.size.layers) if choice.random() < self.drop_probability)
+        return model(self._tokens(pattern, rank), dropped)
+
+
+class OneTaskPerRank(Workload):
+    """(c) A shared trunk and a head per task; each rank trains one task in each step."""
+
+    name = "multitask"
+    question = "What is one task per rank and step worth?"
+    touch_all = False
+
+    @property
+    def width(self) -> int:
+        return self.size.width
+
+    def build(self) -> nn.Module:
+        return MultiTask(self.size, self.touch_all)
+
+    def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
+        x = torch.randn(self.size.batch * self.size.sequence, self.width, generator=self._generator(pattern, rank))
+        return model(x, (3 * pattern + rank) % self.size.task_heads)
+
+
+class ZeroTimesSum(OneTaskPerRank):
+    """(e) The same with ``0 * p.sum()`` added to the loss: every parameter has a gradient, most are zero."""
+
+    name = "zero_times_sum"
+    question = "What is saved when unused parameters hide behind 0 * p.sum()?"
+    needs_find_unused = False
+    is_static = False
+    touch_all = True
+
+
+class Mixture(Workload):
+    """(d) A mixture of experts with top-1 routing; an expert without tokens has no gradient."""
+
+    name = "mixture"
+    question = "What are experts without tokens worth?"
+
+    def build(self) -> nn.Module:
+        size = replace(self.size, width=self.size.width // 2, layers=2)
+        block = type("MixtureBlock", (MixtureBlock,), {"experts": self.size.experts})
+        return GPT(size, block)
+
+    def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
+        return model(self._tokens(pattern, rank))
+
+
+class AllUsed(Workload):
+    """(f) Every parameter is used in every step: nothing to gain, and the overhead shows."""
+
+    name = "all_used"
+    question = "What does it cost when there is nothing to skip?"
+    needs_find_unused = False
+    is_static = True
+    patterns = 1
+
+    def build(self) -> nn.Module:
+        return GPT(self.size)
+
+    def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
+        return model(self._tokens(pattern, rank))
+
+
+class PartOfLayers(Workload):
+    """Linear layers of equal size of which a step uses the given fraction, the same on every rank."""
+
+    name = "layers"
+    question = "What does the hook cost on the host?"
+    is_static = True
+    patterns = 1
+
+    def __init__(self, size: Size, unused: float, layers: int = 40) -> None:
+        super().__init__(size)
+        self.unused = unused
+        self.layers = layers
+        self.needs_find_unused = unused > 0
+
+    @property
+    def label(self) -> str:
+        return f"layers {self.unused:.0%} unused"
+
+    def build(self) -> nn.Module:
+        return _Layers(self.size.width, self.layers)
+
+    def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
+        x = torch.randn(4, self.size.width, generator=self._generator(pattern, rank))
+        return model(x, self.layers - round(self.unused * self.layers))
+
+
+class _Layers(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor, use: int) -> Tensor:
+        step = len(self.layers) / use
+        for i in range(use):
+            x = x + self.layers[int(i * step)](x).tanh()
+        return x.square().mean()
+
+
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9)
+_SIMPLE = {w.name: w for w in (LayerDrop, OneTaskPerRank, Mixture, ZeroTimesSum, AllUsed)}
+NAMES = (*(f"frozen:{fraction:g}" for fraction in FRACTIONS), *_SIMPLE)
+
+
+def make(name: str, size: str) -> Workload:
+    """Make a workload by name: one of `NAMES`, `frozen:<fraction>` or `layers:<fraction unused>`."""
+    kind, _, argument = name.partition(":")
+    if kind == "frozen":
+        return Frozen(SIZES[size], float(argument))
+    if kind == "layers":
+        return PartOfLayers(SIZES[size], float(argument))
+    if kind not in _SIMPLE:
+        raise ValueError(f"expected a workload among {', '.join(NAMES)}, received {name!r}")
+    return _SIMPLE[kind](SIZES[size])
