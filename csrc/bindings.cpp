@@ -224,6 +224,8 @@ void bind_engine(py::module_& m) {
       .def_readonly("exchange_wait_seconds", &Statistics::exchange_wait_seconds)
       .def_readonly("hook_seconds", &Statistics::hook_seconds);
 
+  // Whatever locks the engine lets go of the GIL first: a bucket may complete, and take the GIL, with the engine
+  // locked.
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](const py::object& reducer, const py::object& control_group, const EngineSettings& settings,
                        std::vector<at::Tensor> late_parameters, std::vector<std::string> names) {
@@ -233,7 +235,7 @@ void bind_engine(py::module_& m) {
            }),
            py::kw_only(), py::arg("reducer"), py::arg("control_group"), py::arg("settings"), py::arg("late_parameters"),
            py::arg("names"))
-      .def("configure", &Engine::configure)
+      .def("configure", &Engine::configure, py::call_guard<py::gil_scoped_release>())
       .def("run",
            [](Engine& engine, const py::object& bucket) {
              auto& grad_bucket = bucket.cast<c10d::GradBucket&>();
@@ -244,8 +246,8 @@ void bind_engine(py::module_& m) {
              }
              return to_python(future);
            })
-      .def("forward_done", &Engine::forward_done)
-      .def("declare_unused", &Engine::declare_unused)
+      .def("forward_done", &Engine::forward_done, py::call_guard<py::gil_scoped_release>())
+      .def("declare_unused", &Engine::declare_unused, py::call_guard<py::gil_scoped_release>())
       .def("set_rebuild",
            [](Engine& engine, py::function rebuild) {
              // Shared, because a std::function is copied, and a Python object's count may not change without the GIL.
@@ -263,12 +265,15 @@ void bind_engine(py::module_& m) {
            [](const std::shared_ptr<Engine>& engine, const py::object& reducer) {
              view(reducer).register_hook(std::make_unique<SkipUnusedHook>(engine));
            })
-      .def("statistics", &Engine::statistics)
-      .def("reset_statistics", &Engine::reset_statistics)
-      .def("usage", [](const Engine& engine) {
-        Usage usage = engine.usage();
-        return std::make_pair(std::move(usage.here), std::move(usage.anywhere));
-      });
+      .def("statistics", &Engine::statistics, py::call_guard<py::gil_scoped_release>())
+      .def("reset_statistics", &Engine::reset_statistics, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "usage",
+          [](const Engine& engine) {
+            Usage usage = engine.usage();
+            return std::make_pair(std::move(usage.here), std::move(usage.anywhere));
+          },
+          py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_reducer(py::module_& m) {

@@ -118,7 +118,6 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
 }
 
 void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future) {
-  attached_ = true;
   const bool first = !step_;
   if (first) step_ = std::make_shared<Step>();
   // Buckets are counted here, because in the first pass of a static graph the Reducer numbers every bucket 0.
@@ -195,6 +194,7 @@ void Engine::refresh_layout() {
   layout_is_rebuilt_ = reducer_.has_rebuilt_buckets();
   layout_ = reducer_.layout();
   layout_hash_ = layout_.hash();
+  attached_ = true;
   plans_.clear();
   staging_.clear();
 }
@@ -229,12 +229,14 @@ UsageMask Engine::agree_on_usage() {
   }
   if (!settings_.graph_detector || data_group_->getSize() == 1) return step.local;
   if (!exchange) exchange = start_exchange(step.local, 0);
+  UsageMask agreed = timed_wait(*exchange);
   for (size_t i = 0; !step.shadow && i < joined_bit_; ++i) {
-    TORCH_CHECK(!step.local.test(i) || exchange->local().test(i), "ddp_hooks: parameter '", names_[i],
-                "' was unused when the backward pass began and has a gradient now: expected the set of used parameters "
-                "to stand by then. Gradients made by hand during backward are not supported");
+    TORCH_CHECK(!step.local.test(i) || agreed.test(i), "ddp_hooks: parameter '", names_[i],
+                "' was unused when the mask exchange began and has a gradient now: expected what is used to stand when "
+                "backward reaches the module's outputs. An earlier backward pass that failed half-way, or a gradient "
+                "made by hand during this one, can be the cause");
   }
-  return timed_wait(*exchange);
+  return agreed;
 }
 
 std::unique_ptr<PendingExchange> Engine::start_exchange(UsageMask local, uint64_t phase) {
@@ -455,14 +457,12 @@ void Engine::outputs_reached() {
     if (restricted != nullptr && !restricted->empty()) return;
     if (reducer_.learns_static_graph()) return;
     const UsageMask local = local_usage();
-    bool any_reduced = false;
-    for (size_t i = 0; i < reduced_count_ && !any_reduced; ++i) any_reduced = local.test(i);
     if (!reducer_.searches_graph()) {
       for (size_t i = 0; i < reduced_count_; ++i) {
         if (absent_.test(i)) absent.push_back(i);
       }
-    } else if (!any_reduced) {
-      // The Reducer will not begin, and so would never be asked about gradients that it does not know.
+    } else if (!reducer_.reaches_parameters()) {
+      // The Reducer will not begin, and so would never ask for gradients that it does not know.
       for (size_t i = reduced_count_; i < joined_bit_; ++i) {
         TORCH_CHECK(!local.test(i), "ddp_hooks: parameter '", names_[i],
                     "' was thawed after DDP's Reducer had been made without it, and nothing that the Reducer knows is "
@@ -484,11 +484,11 @@ void Engine::start_early_exchange(const UsageMask& local) {
   // Before the first bucket it is not known that the hook was registered at all.
   if (!attached_ || !settings_.graph_detector || data_group_->getSize() == 1) return;
   if (layout_is_rebuilt_ != reducer_.has_rebuilt_buckets()) return;
-  const int graph_task = torch::autograd::get_current_graph_task_id();
-  if (early_exchange_ && early_graph_task_ == graph_task) return;
+  // Another output of the same pass started it; or a pass that failed before its first bucket did, and then the other
+  // ranks count on that exchange.
+  if (early_exchange_) return;
   try {
     early_exchange_ = start_exchange(local, 0);
-    early_graph_task_ = graph_task;
   } catch (...) {
     early_error_ = std::current_exception();
   }

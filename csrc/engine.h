@@ -44,7 +44,7 @@ struct EngineSettings {
   uint64_t configuration = 0;
 };
 
-// Counters since the last reset. All but the seconds are the same on every rank.
+// Counters since the last reset. All but the seconds, and the bytes of sparse gradients, are the same on every rank.
 struct Statistics {
   int64_t steps = 0;
   int64_t values_steps = 0;
@@ -152,9 +152,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int64_t step_number_ = 0;
   std::shared_ptr<Step> step_;  // null between steps
 
-  // The exchange that outputs_reached() started for the backward pass under way, and that pass's graph task.
+  // The exchange that outputs_reached() started and no step has taken up yet.
   std::unique_ptr<PendingExchange> early_exchange_;
-  int early_graph_task_ = -1;
   std::exception_ptr early_error_;
 
   Usage usage_;

@@ -105,6 +105,11 @@ bool ReducerView::searches_graph() const {
   return Members::finds_unused(*reducer) && !Members::static_graph(*reducer);
 }
 
+bool ReducerView::reaches_parameters() const {
+  auto reducer = get();
+  return Members::unused(*reducer).size() < Members::parameters(*reducer).size();
+}
+
 void ReducerView::clear_unused(UsageMask& usage) const {
   auto reducer = get();
   const bool searches = searches_graph();

@@ -46,6 +46,10 @@ class ReducerView {
   // Otherwise it expects every parameter to be marked ready, and gives each of them a .grad.
   bool searches_graph() const;
 
+  // Whether the last forward pass's graph leads to any parameter; meaningful where the Reducer searches the graph. If
+  // not, it will not reduce anything.
+  bool reaches_parameters() const;
+
   // Clears bit i of `usage` when this rank has no gradient to contribute for parameter i, neither from this backward
   // pass nor from one under no_sync() since the last synchronised one, as far as the Reducer knows. Reads no gradient.
   void clear_unused(UsageMask& usage) const;

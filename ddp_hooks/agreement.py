@@ -31,6 +31,11 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
         return (
             "an optimizer applied in backward makes DDP register a hook of its own; step the optimizer after backward"
         )
+    registered = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
+    if registered:
+        return f"a communication hook is registered already ({registered}), and DDP takes one"
+    if ddp.device_type != "cpu":
+        return f"expected parameters on the CPU, received some on {ddp.device_type}; this version has no path for it"
     if _C.reducer_skips_unused_by_local_list(ddp.reducer):
         return (
             "DDP(skip_all_reduce_unused_params=True) decides from each rank's own list, keeps buckets from the hook "

@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from . import _extension
 from .agreement import agree, describe, make_control_group, why_unsupported
 from .parameters import Selector, select
-from .policies import Policy, resolve
+from .policies import PRESETS, Policy, resolve
 from .statistics import ParameterUsage, Statistics
 
 _C = _extension.load()
@@ -53,11 +53,11 @@ class SkipUnusedState:
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: Policy | str = "auto") -> None:
-        self._start(resolve(policy), Statistics())
-        self.bind(ddp)
+        self._start(Statistics())
+        self._bind(ddp, policy, native=False)
 
-    def _start(self, policy: Policy, earlier: Statistics) -> None:
-        self._policy = policy
+    def _start(self, earlier: Statistics) -> None:
+        self._policy = PRESETS["auto"]
         self._earlier = earlier  # statistics of an earlier run that this state goes on from
         self._engine: Any = None
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
@@ -84,9 +84,9 @@ class SkipUnusedState:
         Raises:
             RuntimeError: the state is tied to a module; otherwise as for the class.
         """
-        self._bind(ddp, native=False)
+        self._bind(ddp, self._policy, native=False)
 
-    def _bind(self, ddp: DistributedDataParallel, *, native: bool) -> None:
+    def _bind(self, ddp: DistributedDataParallel, policy: Policy | str, *, native: bool) -> None:
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(
                 f"SkipUnusedState: expected a DistributedDataParallel module, received {type(ddp).__name__}; "
@@ -98,17 +98,23 @@ class SkipUnusedState:
                 "DistributedDataParallel module; make one state for each module"
             )
         # From here on problems are collected and raised together, so that no rank is left waiting for the others.
-        problem = why_unsupported(ddp)
+        bad_policy: Exception | None = None
+        try:
+            self._policy = resolve(policy)
+        except (TypeError, ValueError) as error:
+            bad_policy = error
+        problem = str(bad_policy) if bad_policy is not None else why_unsupported(ddp)
         group = make_control_group(ddp)
-        engine: Any = None
-        if problem is None:
-            engine = self._make_engine(ddp, group)
-            if native:
-                try:
-                    engine.register_natively(ddp.reducer)
-                except RuntimeError as error:
-                    problem = f"the hook cannot be registered: {error}"
-        agree(group, self._description, problem)
+        engine: Any = self._make_engine(ddp, group) if problem is None else None
+        try:
+            agree(group, self._description, problem)
+        except RuntimeError:
+            # The group stays: torch would give the next one its name, and with it its addresses.
+            if bad_policy is not None:
+                raise bad_policy from None
+            raise
+        if native:
+            engine.register_natively(ddp.reducer)
         self._control_group = group
         self._engine = engine
         self._native = native
@@ -300,7 +306,8 @@ class SkipUnusedState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Come back without a module; see :meth:`bind`."""
-        self._start(Policy(**state["policy"]), Statistics(**state["statistics"]))
+        self._start(Statistics(**state["statistics"]))
+        self._policy = Policy(**state["policy"])
 
     def __repr__(self) -> str:
         """Name the policy, and whether the state serves a module."""
@@ -353,8 +360,8 @@ def register(ddp: DistributedDataParallel, policy: Policy | str = "auto") -> Ski
         TypeError, ValueError, RuntimeError: as for :class:`SkipUnusedState`; also when a hook is registered already.
     """
     state = SkipUnusedState.__new__(SkipUnusedState)
-    state._start(resolve(policy), Statistics())
-    state._bind(ddp, native=True)
+    state._start(Statistics())
+    state._bind(ddp, policy, native=True)
     # What DDP notes of a hook that is registered through it.
     ddp._comm_hooks.append((skip_unused_hook, state))
     if ddp.logger is not None:

@@ -14,8 +14,9 @@ def _megabytes(count: int) -> str:
 class Statistics:
     """Counters since the state was made or :meth:`SkipUnusedState.reset_stats`.
 
-    All but the seconds are the same on every rank. Bytes are those handed to collectives by one rank; what crosses a
-    link depends on the collective's algorithm, for a ring all-reduce 2 (n - 1) / n times as many.
+    All but the seconds, and the bytes of sparse gradients, are the same on every rank. Bytes are those handed to
+    collectives by one rank; what crosses a link depends on the collective's algorithm, for a ring all-reduce
+    2 (n - 1) / n times as many.
 
     Attributes:
         steps: synchronised backward passes.

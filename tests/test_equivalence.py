@@ -327,6 +327,27 @@ class NothingUsed(Scenario):
         loss_of(t.ddp(batch, i % 2 == 0)).backward()
 
 
+class NothingUsedAfterNoSync(NothingUsed):
+    """The same after an unsynchronised pass on one rank, whose gradients wait for the next step that reduces."""
+
+    check_bytes = False
+
+    def step(self, t: Trainer, i: int) -> None:
+        # Not after a step that reduced nothing: DDP then still expects one, and reduces under no_sync().
+        if t.rank == 0 and i % 2 == 1:
+            with t.ddp.no_sync():
+                loss_of(t.ddp(t.batch(4, 8), True)).backward()
+        super().step(t, i)
+
+    def run(self, t: Trainer) -> None:
+        for i in range(1, self.steps):
+            self.step(t, i)
+            t.record()
+            if i % 2 == 0:
+                t.optimizer.step()
+                t.optimizer.zero_grad()
+
+
 class SpecialValues(Scenario):
     """NaN and Inf on one rank reach every rank."""
 
@@ -642,6 +663,7 @@ SCENARIOS: list[type[Scenario]] = [
     SparseEmbedding,
     TiedWeights,
     NothingUsed,
+    NothingUsedAfterNoSync,
     SpecialValues,
     TwoModules,
     Checkpointed,

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -337,7 +338,7 @@ def refused_modules(rank: int) -> None:
     assert "expected one of allreduce" in error_of(lambda: ddp_hooks.register(ddp, "fast"), ValueError)
     assert "expected a ddp_hooks.Policy" in error_of(lambda: ddp_hooks.register(ddp, 3), TypeError)
     ddp_hooks.register(ddp)
-    assert "the hook cannot be registered" in error_of(lambda: ddp_hooks.register(ddp))
+    assert "a communication hook is registered already" in error_of(lambda: ddp_hooks.register(ddp))
     run_step(ddp, 0)
 
     model = Branches()
@@ -345,6 +346,24 @@ def refused_modules(rank: int) -> None:
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     delayed = DistributedDataParallel(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=named[0][1])
     assert "delay_all_reduce_named_params" in error_of(lambda: ddp_hooks.register(delayed))
+
+
+def one_bad_argument(rank: int) -> None:
+    """A mistake on one rank is an error on every rank, and the next try works."""
+    ddp = wrapped()
+    if rank == 0:
+        assert "received 'fast'" in error_of(lambda: ddp_hooks.register(ddp, "fast"), ValueError)
+    else:
+        message = error_of(lambda: ddp_hooks.register(ddp))
+        assert "rank 0: policy: expected one of allreduce" in message
+    assert "the ranks disagree" in error_of(lambda: ddp_hooks.register(ddp, "auto" if rank else "skip_unused"))
+    state = ddp_hooks.register(ddp, "skip_unused")
+    run_step(ddp, 0)
+    assert state.stats().steps == 1
+
+
+def test_one_bad_argument() -> None:
+    run_ranks(2, one_bad_argument)
 
 
 def test_refused_modules() -> None:
@@ -416,6 +435,75 @@ def drifting_ranks(rank: int) -> None:
 
 def test_drifting_ranks() -> None:
     run_ranks(2, drifting_ranks)
+
+
+class FailsOnce(torch.autograd.Function):
+    """Between the module's last parameter and its output; raises in backward when told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fails: bool) -> torch.Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.fails:
+            raise ArithmeticError("out of luck")
+        return gradient, None
+
+
+def failed_backward(rank: int, failing_ranks: tuple[int, ...], native: bool) -> None:
+    """Backward fails before any gradient is ready, is tried again, and no rank is left waiting: as with plain DDP."""
+
+    class Model(Branches):
+        def forward(self, x: torch.Tensor, branch: int, fails: bool = False) -> torch.Tensor:
+            return FailsOnce.apply(super().forward(x, branch), fails)
+
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Model(), find_unused_parameters=True)
+    if native:
+        ddp_hooks.register(ddp, "skip_unused")
+    else:
+        ddp.register_comm_hook(ddp_hooks.SkipUnusedState(ddp, "skip_unused"), ddp_hooks.skip_unused_hook)
+    for step in range(6):
+        if step in (2, 4) and rank in failing_ranks:
+            with pytest.raises(ArithmeticError):
+                ddp(torch.ones(2, 8), 0, True).sum().backward()
+        run_step(ddp, 0)
+    everywhere = [torch.empty(4) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, ddp.module.head.bias.grad)
+    assert all(torch.equal(everywhere[0], other) for other in everywhere)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("failing_ranks", [(0,), (0, 1)])
+def test_failed_backward(failing_ranks: tuple[int, ...], native: bool) -> None:
+    run_ranks(2, failed_backward, failing_ranks, native)
+
+
+def watched_by_a_thread(rank: int) -> None:
+    """Another thread reads the statistics all the time; neither waits for the other."""
+    ddp = wrapped(bucket_cap_mb=0.0001)
+    state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
+    ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            state.stats()
+            state.usage()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    for _ in range(100):
+        run_step(ddp, 0)
+    done.set()
+    watcher.join()
+    assert state.stats().steps == 100
+
+
+def test_watched_by_a_thread() -> None:
+    run_ranks(2, watched_by_a_thread)
 
 
 def dying_rank(rank: int) -> None:
