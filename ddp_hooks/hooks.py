@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from . import _extension
-from .agreement import agree, describe, make_control_group, why_unsupported
 from .parameters import Selector, select
 from .policies import PRESETS, Policy, resolve
+from .registration import agree, describe, make_control_group, why_unsupported
 from .statistics import ParameterUsage, Statistics
 
 _C = _extension.load()

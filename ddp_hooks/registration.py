@@ -1,4 +1,4 @@
-"""What the ranks have to have in common before they may exchange masks, and what no module may ask for."""
+"""What a module and its ranks have to fulfil before a hook may be registered."""
 
 from __future__ import annotations
 
