@@ -162,7 +162,7 @@ class MeanMessage(_StagedMessage):
         tensors: tensors of one dtype and device.
         wire_dtype: the dtype in which they are summed.
         factor: this rank's share of the mean; the shares of all ranks add up to one. ``None`` for equal shares: then
-            the sum is divided, which leaves values that are already alike as they are.
+            the sum is divided, which rounds once less.
         group: the process group.
     """
 

@@ -139,7 +139,7 @@ def verify_replicas(
 
     Raises:
         TypeError: ``module`` holds something else than tensors.
-        ValueError: a tensor has no elements that can be hashed (lazy, quantized, on the meta device, sparse).
+        ValueError: a tensor has no elements that can be hashed (sparse, quantized, on the meta device, uninitialized).
         RanksDisagreeError: arguments differ between ranks, or another rank raised one of the above.
         ReplicasDifferError: the ranks differ, if ``raise_on_difference``.
 
@@ -189,7 +189,7 @@ def verify_replicas(
 
 
 def _everything(module: TensorSource, optimizer: torch.optim.Optimizer | None, gradients: bool) -> list[NamedTensor]:
-    if isinstance(module, Iterable) and not isinstance(module, torch.Tensor):
+    if isinstance(module, Iterable) and not isinstance(module, (torch.nn.Module, torch.Tensor)):
         module = list(module)  # a generator can be read once only, and gradients are read after parameters
     tensors = named_tensors(module)
     if isinstance(module, torch.nn.Module):
@@ -265,7 +265,7 @@ def _find_versions(
     """
     versions: dict[int, tuple[tuple[int, ...], ...]] = {}
     sent_bytes = 0
-    for half in (0, 1):
+    for half in (0, 1) if digests.shape[0] else ():
         gathered = gather_tensor(group, digests[:, half].contiguous())
         sent_bytes += digests.shape[0] * 8
         for position in (gathered != gathered[0]).any(dim=0).nonzero().flatten().tolist():
@@ -304,6 +304,8 @@ def _measure(
     tensors: dict[int, NamedTensor], versions: dict[int, tuple[tuple[int, ...], ...]], group: dist.ProcessGroup
 ) -> tuple[TensorDifference, ...]:
     """Compare each differing tensor, element by element, with the version that most ranks hold."""
+    if not versions:
+        return ()
     messages: list[_ComparisonMessage] = []
     order: list[int] = []
     for src in sorted({ranks[0][0] for ranks in versions.values()}):

@@ -124,7 +124,8 @@ def broadcast_parameters(
 
     Raises:
         TypeError: ``module`` holds something else than tensors.
-        ValueError: ``src`` is not in the group, or a tensor cannot be written (sparse, quantized, lazy, expanded, ...).
+        ValueError: ``src`` is not in the group, or a tensor cannot be written (sparse, quantized, expanded,
+            uninitialized).
         RanksDisagreeError: arguments, names, dtypes or shapes differ between ranks, or another rank raised one of the
             above. On every rank, with the differences by name, before anything is sent.
     """

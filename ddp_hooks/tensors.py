@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -109,8 +108,6 @@ def named_tensors(source: TensorSource, *, buffers: bool = True) -> list[NamedTe
 
 
 def _unsuitable(tensor: torch.Tensor) -> str | None:
-    if is_lazy(tensor):
-        return "is not initialized yet: run one forward first"
     wraps_others: bool = is_traceable_wrapper_subclass(tensor)
     if wraps_others:
         return f"is a {type(tensor).__name__}, which holds other tensors: pass those, for instance .to_local()"
@@ -131,7 +128,7 @@ def check_readable(tensors: Iterable[NamedTensor]) -> None:
     """Refuse tensors whose elements cannot be read as one block.
 
     Raises:
-        ValueError: a tensor is lazy, a wrapper of other tensors, sparse, quantized or on the meta device.
+        ValueError: a tensor is a wrapper of other tensors, sparse, quantized or on the meta device.
     """
     for named in tensors:
         reason = _unsuitable(named.tensor)
