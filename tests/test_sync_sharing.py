@@ -78,6 +78,7 @@ def _one_host(rank):
     assert model[1].running_mean.data_ptr() == own_buffer.data_ptr()
     assert len({p.untyped_storage().data_ptr() for p in model.parameters() if p.numel()}) == 1
     # What one rank writes, all have.
+    shared.barrier()
     with torch.no_grad():
         if rank == world_size - 1:
             model[3].weight[2, 2] = 42
@@ -192,7 +193,8 @@ def test_one_optimizer_a_host_trains_as_one_a_rank():
 
 
 def _memory_goes_with_the_module(rank):
-    gc.collect()  # of what earlier tests left in cycles
+    gc.collect()  # of what earlier tests left in cycles, on every rank
+    dist.barrier()
     before = shared_files()
     model = make_model()
     shared = ddp_hooks.share_parameters(model)
