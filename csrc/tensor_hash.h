@@ -10,8 +10,8 @@
 //      Toeplitz shift (cpu/block_hash.h). Two different blocks agree in all four with probability at most 2^-128 over
 //      the choice of the keys.
 //   2. These words are the coefficients of a polynomial over the integers modulo p = 2^127 - 1, evaluated at a fixed
-//      point (Carter and Wegman); the length in bytes is its last coefficient. Two different sequences of n blocks agree
-//      with probability at most (4n + 1) / p: about 2^-106 for a tensor of 2 GiB.
+//      point (Carter and Wegman); the length in bytes is its last coefficient. Two different sequences of n blocks
+//      agree with probability at most (4n + 1) / p: about 2^-106 for a tensor of 2 GiB.
 //
 // The probabilities are over the keys, so for fixed keys they hold for data that was not made with them in hand. Any 64
 // bits of the digest can be compared alone, and collide with probability about (4n + 1) / 2^64.

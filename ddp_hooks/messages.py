@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 # Long enough that the latency of a message is lost in its transfer, short enough for two to stay in a shared cache.
-MESSAGE_BYTES = 16 * 1024 * 1024
+MESSAGE_BYTES = 8 * 1024 * 1024
 _IN_FLIGHT = 2
 
 
@@ -184,9 +184,12 @@ class MeanMessage(_StagedMessage):
         self._work = dist.all_reduce(staging, group=self._group, async_op=True)
 
     def _receive(self, staging: torch.Tensor) -> None:
-        if self._factor is None:
-            staging.div_(dist.get_world_size(self._group))
-        super()._receive(staging)
+        if self._factor is not None:
+            super()._receive(staging)
+            return
+        world_size = dist.get_world_size(self._group)
+        for tensor, total in zip(self._tensors, cut(staging, self._tensors), strict=True):
+            torch.div(total, world_size, out=tensor)
 
 
 class MaximumMessage(_StagedMessage):

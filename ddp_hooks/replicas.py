@@ -23,7 +23,7 @@ from .tensors import (
     TensorSource,
     check_readable,
     describe_layout,
-    named_parameters,
+    ignored_by_ddp,
     named_tensors,
     unwrap,
 )
@@ -192,23 +192,30 @@ def _everything(module: TensorSource, optimizer: torch.optim.Optimizer | None, g
     if isinstance(module, Iterable) and not isinstance(module, (torch.nn.Module, torch.Tensor)):
         module = list(module)  # a generator can be read once only, and gradients are read after parameters
     tensors = named_tensors(module)
+    sources: list[tuple[str, torch.Tensor]]
     if isinstance(module, torch.nn.Module):
-        by_name = dict(unwrap(module).named_parameters())
-        sources = [(named.name, by_name[named.name]) for named in named_parameters(module)]
+        sources = list(unwrap(module).named_parameters())
     else:
         sources = [
             (str(i), tensor) for i, tensor in enumerate([module] if isinstance(module, torch.Tensor) else module)
         ]
+    # What DDP was told to ignore is meant to differ, and so are its gradients and its optimizer's state.
+    ignored = ignored_by_ddp(module) if isinstance(module, torch.nn.Module) else frozenset()
     if gradients:
         tensors += [
-            NamedTensor("gradient", name, tensor.grad.detach()) for name, tensor in sources if tensor.grad is not None
+            NamedTensor("gradient", name, tensor.grad.detach())
+            for name, tensor in sources
+            if name not in ignored and tensor.grad is not None
         ]
     if optimizer is not None:
-        tensors += _optimizer_tensors(optimizer, {tensor: name for name, tensor in sources})
+        names = {tensor: name for name, tensor in sources}
+        tensors += _optimizer_tensors(optimizer, names, ignored)
     return tensors
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> list[NamedTensor]:
+def _optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], ignored: frozenset[str]
+) -> list[NamedTensor]:
     """Return the state of each parameter, and the numbers in the settings of each group as tensors."""
     tensors: list[NamedTensor] = []
     for position, group in enumerate(optimizer.param_groups):
@@ -216,6 +223,8 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.Tenso
             tensors += _numbers(f"group {position}: {key}", group[key])
         for i, parameter in enumerate(group["params"]):
             name = names.get(parameter, f"group {position}: parameter {i}")
+            if name in ignored:
+                continue
             state = optimizer.state.get(parameter, {})
             for key in sorted(state):
                 tensors += _numbers(f"{name}: {key}", state[key])

@@ -216,7 +216,8 @@ def average_parameters(
     except (TypeError, ValueError) as error:
         refuse(group, "average_parameters", error)
     arguments = {
-        "weights": "one for this rank" if isinstance(weights, (int, float)) else weights,
+        # Numbers may differ, lists may not.
+        "weights": list(weights) if isinstance(weights, Sequence) else None if weights is None else "one number a rank",
         "buffers": buffers,
         "async_op": async_op,
     }
@@ -300,7 +301,7 @@ def _check_averageable(tensors: Sequence[NamedTensor]) -> None:
 def _own_weight(weights: float | Sequence[float] | None, group: dist.ProcessGroup) -> float:
     if weights is None:
         return 1.0
-    if not isinstance(weights, (int, float)):
+    if isinstance(weights, Sequence):
         if len(weights) != dist.get_world_size(group):
             raise ValueError(
                 f"expected this rank's weight, or one weight for each of the {dist.get_world_size(group)} ranks, "

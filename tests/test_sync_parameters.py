@@ -9,6 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from spawn import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -144,7 +146,7 @@ def _broadcast_messages(rank):
         tensors = [torch.full((n,), float(rank)) for n in (10, 300, 200, 40, 60, 1)]
         report = ddp_hooks.broadcast_parameters(tensors, 1)
     finally:
-        messages.MESSAGE_BYTES = 16 * 1024 * 1024
+        messages.MESSAGE_BYTES = 8 * 1024 * 1024
     # 40 | 1200 | 800 160 | 240 4: longer than a message goes alone, the others fill messages in order.
     assert report.messages == 4
     assert all(tensor.eq(1).all() for tensor in tensors)
@@ -152,6 +154,29 @@ def _broadcast_messages(rank):
 
 def test_long_tensors_go_alone_and_short_ones_share_messages():
     run_ranks(2, _broadcast_messages)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.sampled_from([torch.float32, torch.float16, torch.int64])), max_size=30)
+)
+def test_messages_hold_every_tensor_once_and_are_not_too_long(kinds):
+    tensors = [torch.empty(numel, dtype=dtype) for numel, dtype in kinds]
+    limit = 800
+    original, messages.MESSAGE_BYTES = messages.MESSAGE_BYTES, limit
+    try:
+        parts = messages.split(tensors)
+    finally:
+        messages.MESSAGE_BYTES = original
+    assert all(len({tensor.dtype for tensor in part}) == 1 for part in parts)
+    assert all(len(part) == 1 or sum(tensor.nbytes for tensor in part) <= limit for part in parts)
+    for dtype in {tensor.dtype for tensor in tensors}:
+        wanted = [id(tensor) for tensor in tensors if tensor.dtype == dtype and tensor.numel()]
+        assert [id(tensor) for part in parts if part[0].dtype == dtype for tensor in part] == wanted
+        # No two neighbours would have fitted in one message.
+        lengths = [sum(tensor.nbytes for tensor in part) for part in parts if part[0].dtype == dtype]
+        firsts = [part[0].nbytes for part in parts if part[0].dtype == dtype]
+        assert all(length + first > limit for length, first in zip(lengths, firsts[1:], strict=False))
 
 
 def _subgroup(rank):
@@ -213,11 +238,13 @@ def test_average_is_the_mean_and_bitwise_alike(world_size, weighting, async_op):
 def _average_precision(rank):
     # In float16 the sum of three overflows, and in bfloat16 small differences vanish.
     half = torch.full((3,), 60000.0, dtype=torch.float16)
+    eight_bits = torch.full((4,), 2.0 * rank).to(torch.float8_e4m3fn)
     brain = torch.tensor([256.0, 257.0, 260.0], dtype=torch.bfloat16)[rank : rank + 1]
-    report = ddp_hooks.average_parameters([half, brain])
+    report = ddp_hooks.average_parameters([half, brain, eight_bits])
     assert half.eq(60000).all()
+    assert eight_bits.float().eq(2).all()
     assert_same_bits(brain, torch.tensor([(256.0 + 256 + 260) / 3]).bfloat16())
-    assert report.payload_bytes == 4 * 4
+    assert report.payload_bytes == 4 * (3 + 1 + 4)
     # Integers beyond what a float64 holds.
     big = torch.tensor([2**62 + rank])
     ddp_hooks.average_parameters(big)
@@ -474,7 +501,7 @@ def _fail_in_the_middle(rank, function, async_op):
                 call()
     finally:
         setattr(dist, collective, original)
-        messages.MESSAGE_BYTES = 16 * 1024 * 1024
+        messages.MESSAGE_BYTES = 8 * 1024 * 1024
     values = [set(tensor.tolist()) for tensor in tensors]
     # No tensor is written in part.
     assert all(value in ({float(rank)}, {wanted}) for value in values), values

@@ -236,6 +236,25 @@ def test_a_collision_in_half_of_the_digest_is_resolved_by_the_other():
     run_ranks(2, _second_half)
 
 
+def _ignored_by_ddp(rank):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.bias"])
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    ddp(torch.randn(2, 3, generator=torch.Generator().manual_seed(0)) + rank).sum().backward()
+    with torch.no_grad():
+        model[1].weight += rank
+        model[1].weight.grad += rank
+    optimizer.step()
+    # The gradient of the first layer went through the second, so it differs too; DDP averages it.
+    assert ddp_hooks.verify_replicas(ddp, optimizer=optimizer, raise_on_difference=True).in_step
+    assert {d.name for d in ddp_hooks.verify_replicas(model).differences} >= {"1.weight"}
+
+
+def test_what_ddp_ignores_is_meant_to_differ():
+    run_ranks(2, _ignored_by_ddp)
+
+
 def _refusals(rank):
     if rank == 0:
         with pytest.raises(TypeError, match="pass the model itself"):

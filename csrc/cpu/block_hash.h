@@ -2,13 +2,13 @@
 //
 // With the block as 32-bit words w and the keys k, word p of the result is
 //     sum over i of ((w[2i] + k[2i + 8p]) mod 2^32) * ((w[2i+1] + k[2i + 1 + 8p]) mod 2^32)    modulo 2^64.
-// That is NH, four times under keys shifted by eight words. One such sum of two different blocks agrees with probability
-// at most 2^-32 over the keys, and all four with at most 2^-128: take the last pair of words in which the blocks differ;
-// its keys in sum p served the sums before p only for later pairs, which are equal and cancel out (Black, Halevi,
-// Krawczyk, Krovetz, Rogaway: "UMAC: fast and secure message authentication", CRYPTO 1999).
+// That is NH, four times under keys shifted by eight words. One such sum of two different blocks agrees with
+// probability at most 2^-32 over the keys, and all four with at most 2^-128: take the last pair of words in which the
+// blocks differ; its keys in sum p served the sums before p only for later pairs, which are equal and cancel out
+// (Black, Halevi, Krawczyk, Krovetz, Rogaway: "UMAC: fast and secure message authentication", CRYPTO 1999).
 //
-// 32-bit words, because every x86-64 multiplies several of them at once, and eight for the shift, because keys then stay
-// aligned with the widest vectors in use.
+// 32-bit words, because every x86-64 multiplies several of them at once, and eight for the shift, because keys then
+// stay aligned with the widest vectors in use.
 //
 // Thread-safety: pure functions.
 #pragma once
