@@ -229,14 +229,14 @@ def average_parameters(
         words=struct.unpack("<q", struct.pack("<d", weight)),
     )
     rank_weights = [struct.unpack("<d", struct.pack("<q", word[0]))[0] for word in words]
-    if not 0 < math.fsum(rank_weights) < math.inf:
+    if not 0 < sum(rank_weights) < math.inf:
         # Known to all ranks, which raise it together.
         raise ValueError(f"expected weights with a positive, finite sum, received {rank_weights}, by rank")
 
     messages = _means(private, rank_weights, group)
     for handle, there in shared.items():
         if handle.leader_group is not None:
-            host_weights = [math.fsum(rank_weights[rank] for rank in ranks) for ranks in handle.hosts]
+            host_weights = [sum(rank_weights[rank] for rank in ranks) for ranks in handle.hosts]
             messages += _means(there, host_weights, handle.leader_group)
     if buffers == "broadcast":
         messages += _broadcasts([named for named in tensors if named.kind == "buffer"], 0, group)
@@ -264,7 +264,7 @@ def _means(tensors: Sequence[NamedTensor], weights: Sequence[float], group: dist
     if dist.get_world_size(group) == 1:
         return []
     alike = all(weight == weights[0] for weight in weights)
-    factor = None if alike else weights[dist.get_rank(group)] / math.fsum(weights)
+    factor = None if alike else weights[dist.get_rank(group)] / sum(weights)
     messages: list[Message] = []
     for part in split([_as_real(named.tensor) for named in tensors], _wire_dtype):
         wire_dtype = _wire_dtype(part[0].dtype)
