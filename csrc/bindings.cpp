@@ -1,5 +1,6 @@
 // The only pybind file: what Python sees of the engine, and of its parts for tests and microbenchmarks.
 
+#include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
@@ -7,6 +8,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -15,6 +17,7 @@
 #include "reducer_view.h"
 #include "skip_unused_hook.h"
 #include "slice_copy.h"
+#include "tensor_hash.h"
 #include "usage_mask.h"
 #include "values_probe.h"
 #include "wire_plan.h"
@@ -284,6 +287,49 @@ void bind_reducer(py::module_& m) {
         [](const py::object& reducer) { return view(reducer).skips_unused_by_local_list(); });
 }
 
+// Hashes what a tensor says, not how it lies in memory: its elements in row-major order, so that a channels-last tensor
+// and a contiguous one with the same elements have the same digest.
+Digest digest_of(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.layout() == at::kStrided, "hash_tensors: expected strided tensors, received one with layout ",
+              tensor.layout());
+  const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
+  return hash_bytes(plain.const_data_ptr(), plain.nbytes());
+}
+
+void bind_tensor_hash(py::module_& m) {
+  py::enum_<HashKernel>(m, "HashKernel")
+      .value("FASTEST", HashKernel::kFastest)
+      .value("PORTABLE", HashKernel::kPortable)
+      .value("SSE2", HashKernel::kSse2)
+      .value("AVX2", HashKernel::kAvx2);
+
+  m.def("hash_kernel_is_supported", &is_supported);
+  m.def(
+      "hash_bytes",
+      [](const py::bytes& data, HashKernel kernel) {
+        TORCH_CHECK(is_supported(kernel), "hash_bytes: expected a kernel that this processor can run, received ",
+                    static_cast<int>(kernel));
+        const std::string_view view = data;
+        const Digest digest = hash_bytes(view.data(), view.size(), kernel);
+        return std::make_pair(digest.low, digest.high);
+      },
+      py::arg("data"), py::arg("kernel") = HashKernel::kFastest);
+  // One row of two int64 a tensor: the low and the high half of its digest.
+  m.def(
+      "hash_tensors",
+      [](const std::vector<at::Tensor>& tensors) {
+        at::Tensor digests = at::empty({static_cast<int64_t>(tensors.size()), 2}, at::kLong);
+        auto* words = digests.mutable_data_ptr<int64_t>();
+        for (const at::Tensor& tensor : tensors) {
+          const Digest digest = digest_of(tensor);
+          *words++ = static_cast<int64_t>(digest.low);
+          *words++ = static_cast<int64_t>(digest.high);
+        }
+        return digests;
+      },
+      py::arg("tensors"), py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 }  // namespace ddp_hooks
 
@@ -293,5 +339,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   ddp_hooks::bind_parts(m);
   ddp_hooks::bind_engine(m);
   ddp_hooks::bind_reducer(m);
+  ddp_hooks::bind_tensor_hash(m);
   m.def("failed_future", &ddp_hooks::failed_future);
 }

@@ -1,0 +1,171 @@
+"""Decides when and how DDP keeps buffers, such as BatchNorm's statistics, in step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from . import _C
+from .agreement import RECORD_BYTES, agree, gather_tensor, refuse, resolve_group
+from .sync import SyncReport, average_parameters, broadcast_parameters, broadcast_tensors
+from .tensors import NamedTensor, check_writable, describe_layout, named_buffers
+
+BufferMode = Literal["broadcast", "average", "changed", "before_eval", "never"]
+_IN_FORWARD = ("broadcast", "average", "changed")
+_MODES = (*_IN_FORWARD, "before_eval", "never")
+
+
+@dataclass(frozen=True, slots=True)
+class BufferStatistics:
+    """What a :class:`BufferSync` did since it was made.
+
+    Attributes:
+        forwards: forwards in which DDP would have broadcast all buffers.
+        syncs: how many times buffers were sent.
+        dense_bytes: what DDP would have handed to its broadcasts.
+        payload_bytes: what was handed to collectives instead.
+    """
+
+    forwards: int = 0
+    syncs: int = 0
+    dense_bytes: int = 0
+    payload_bytes: int = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """What DDP would have sent and this did not; negative if more was sent."""
+        return self.dense_bytes - self.payload_bytes
+
+
+class BufferSync:
+    """Replaces DDP's broadcast of all buffers in every forward; collective, every rank makes one.
+
+    Modes:
+        - ``"broadcast"``: all buffers from rank 0 in every forward, as DDP does, in few messages.
+        - ``"average"``: the mean over ranks in every forward, so that every rank's statistics count; integers become
+          the maximum.
+        - ``"changed"``: from rank 0 in every forward, but only those that changed on any rank since the last time.
+          The result is that of ``"broadcast"``.
+        - ``"before_eval"``: nothing in a forward; the mean over ranks once, when ``ddp.eval()`` is called after
+          training. ``ddp.eval()`` is then collective: every rank has to call it.
+        - ``"never"``: every rank keeps its own.
+
+    It works through DDP's own buffer hook, so buffers are exchanged exactly when DDP would have, before the forward:
+    not inside ``no_sync``, not after a forward without a backward. ``"before_eval"`` also replaces ``ddp.train`` on
+    this one object. Both are undone by :meth:`remove`. A copied or pickled DDP module keeps its own copy.
+
+    Args:
+        ddp: a DDP module, alike on all ranks.
+        mode: one of the above.
+
+    Raises:
+        TypeError: ``ddp`` is not a DDP module.
+        ValueError: ``mode`` is unknown; it works in forwards but DDP was built not to synchronise buffers there; or
+            ``ddp`` has a buffer hook already.
+        RanksDisagreeError: mode or buffers differ between ranks, or another rank raised one of the above.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, mode: BufferMode = "broadcast") -> None:
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(f"expected a DistributedDataParallel module, received {type(ddp).__name__}")
+        group = resolve_group(ddp.process_group)
+        buffers = named_buffers(ddp)
+        try:
+            if mode not in _MODES:
+                raise ValueError(f"expected mode to be one of {', '.join(_MODES)}, received {mode!r}")
+            if mode in _IN_FORWARD and not ddp.broadcast_buffers:
+                raise ValueError(
+                    f"expected DDP to synchronise buffers for mode {mode!r}, but it was built with "
+                    "broadcast_buffers=False; build it with True, or use 'before_eval'"
+                )
+            if hasattr(ddp, "buffer_hook"):
+                raise ValueError("expected a DDP module without a buffer hook; remove() the BufferSync it has")
+            check_writable(buffers)
+        except ValueError as error:
+            refuse(group, "BufferSync", error)
+        agree(group, "BufferSync", {"mode": mode}, describe_layout(buffers))
+        self.mode = mode
+        self._ddp = ddp
+        self._statistics = BufferStatistics()
+        # By name, what each buffer was after the last synchronisation; empty before the first.
+        self._digests: dict[str, tuple[int, ...]] = {}
+        ddp._register_buffer_comm_hook(self, _buffer_hook, _BufferCommHookLocation.PRE_FORWARD)
+        if mode == "before_eval":
+            ddp.train = self._train  # type: ignore[method-assign]
+
+    def stats(self) -> BufferStatistics:
+        """Return what has been sent and saved since this was made."""
+        return self._statistics
+
+    def remove(self) -> None:
+        """Give DDP its own behaviour back."""
+        del self._ddp.buffer_hook
+        if self.mode == "before_eval":
+            del self._ddp.train
+
+    def _train(self, mode: bool = True) -> DistributedDataParallel:
+        leaves_training = self._ddp.training and not mode
+        type(self._ddp).train(self._ddp, mode)  # type: ignore[no-untyped-call]
+        if leaves_training:
+            self._count(average_parameters(named_buffers(self._ddp), process_group=self._ddp.process_group))
+        return self._ddp
+
+    @torch.no_grad()
+    def _before_forward(self, buffers: list[NamedTensor]) -> None:
+        self._statistics = replace(
+            self._statistics,
+            forwards=self._statistics.forwards + 1,
+            dense_bytes=self._statistics.dense_bytes + sum(named.tensor.nbytes for named in buffers),
+        )
+        if self.mode not in _IN_FORWARD:
+            return
+        if self._ddp._join_config.enable:
+            # DDP tells its own broadcast which rank is still training, but not its hook. Every rank comes here, joined
+            # ones too, so every rank raises.
+            raise RuntimeError(
+                f"BufferSync: expected no ddp.join() with mode {self.mode!r}, because a rank that has joined has stale "
+                "buffers; use 'before_eval', or remove() before joining"
+            )
+        group = self._ddp.process_group
+        if self.mode == "broadcast":
+            self._count(broadcast_parameters(buffers, process_group=group))
+        elif self.mode == "average":
+            self._count(average_parameters(buffers, process_group=group))
+        else:
+            self._broadcast_changed(buffers, group)
+
+    def _broadcast_changed(self, buffers: list[NamedTensor], group: dist.ProcessGroup) -> None:
+        digests = self._hash(buffers)
+        changed_here = [self._digests.get(label) != digest for label, digest in digests.items()]
+        words = agree(group, "BufferSync", {"mode": self.mode}, describe_layout(buffers), words=[any(changed_here)])
+        control_bytes = RECORD_BYTES
+        changed: list[NamedTensor] = []
+        if any(word[0] for word in words):
+            changed_anywhere = gather_tensor(group, torch.tensor(changed_here, dtype=torch.uint8)).any(dim=0).tolist()
+            control_bytes += len(changed_here)
+            changed = [named for named, is_changed in zip(buffers, changed_anywhere, strict=True) if is_changed]
+        report = broadcast_tensors(changed, 0, group)
+        self._digests = digests | self._hash(changed)
+        self._count(report, control_bytes)
+
+    @staticmethod
+    def _hash(buffers: list[NamedTensor]) -> dict[str, tuple[int, ...]]:
+        digests = _C.hash_tensors([named.tensor for named in buffers]).tolist()
+        return {named.label: tuple(digest) for named, digest in zip(buffers, digests, strict=True)}
+
+    def _count(self, report: SyncReport, control_bytes: int = RECORD_BYTES) -> None:
+        self._statistics = replace(
+            self._statistics,
+            syncs=self._statistics.syncs + (report.messages > 0),
+            payload_bytes=self._statistics.payload_bytes + report.payload_bytes + control_bytes,
+        )
+
+
+def _buffer_hook(state: BufferSync, buffers: Mapping[str, torch.Tensor]) -> None:
+    state._before_forward([NamedTensor("buffer", name, buffer.detach()) for name, buffer in buffers.items()])

@@ -1,0 +1,227 @@
+"""Moves many tensors in few large messages, and writes to none of them before its message has arrived whole.
+
+A message is a run of tensors of one dtype and device, at most ``MESSAGE_BYTES`` long unless a single tensor is longer.
+What is received lands in a staging buffer and is copied to the tensors afterwards. That copy is the price of never
+leaving a tensor half written when a connection breaks; with two messages in flight, the staging buffers stay in the
+processor's cache and the price stays within the noise. The rank that only sends needs no copy for a tensor that fills a
+message alone.
+
+What every rank has to agree on before it builds messages: the tensors' dtypes, shapes, order and devices, and thereby
+how they fall into messages (see agreement.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+# Long enough that the latency of a message is lost in its transfer, short enough for two to stay in a shared cache.
+MESSAGE_BYTES = 8 * 1024 * 1024
+_IN_FLIGHT = 2
+
+
+class Message(Protocol):
+    """One collective over a run of tensors."""
+
+    payload_bytes: int
+
+    def launch(self, buffers: StagingBuffers) -> None:
+        """Start the collective."""
+
+    def wait(self) -> None:
+        """Return when the collective has finished here."""
+
+    def commit(self, buffers: StagingBuffers) -> None:
+        """Write what was received to the tensors."""
+
+
+def split(
+    tensors: Sequence[torch.Tensor], wire_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
+) -> list[list[torch.Tensor]]:
+    """Group tensors of one dtype and device into messages; empty tensors are left out.
+
+    Args:
+        tensors: any tensors, in an order all ranks agree on.
+        wire_dtype: the dtype in which a tensor of a given dtype travels.
+
+    Returns:
+        The tensors of each message, in the order in which the messages are to be sent.
+    """
+    messages: list[list[torch.Tensor]] = []
+    # The message that is being filled for each dtype and device, and its length.
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        tensor_bytes = tensor.numel() * wire_dtype(tensor.dtype).itemsize
+        if tensor_bytes == 0:
+            continue
+        key = (tensor.dtype, tensor.device)
+        message, message_bytes = filling.get(key, ([], MESSAGE_BYTES))
+        if message_bytes + tensor_bytes > MESSAGE_BYTES:
+            message, message_bytes = [], 0
+            messages.append(message)
+        message.append(tensor)
+        filling[key] = (message, message_bytes + tensor_bytes)
+    return messages
+
+
+def cut(staging: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Cut a flat staging buffer into one contiguous view a tensor, in the tensor's shape."""
+    if len(tensors) == 1:
+        return [staging.view(tensors[0].shape)]
+    pieces = torch.split(staging, [tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+class StagingBuffers:
+    """Staging buffers that have served one message and can serve another.
+
+    Fresh memory costs as much as the transfer: the kernel clears and maps each of its pages on the first touch.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a flat buffer of undefined content."""
+        needed_bytes = numel * dtype.itemsize
+        for i, buffer in enumerate(self._free):
+            if buffer.device == device and buffer.numel() >= needed_bytes:
+                del self._free[i]
+                break
+        else:
+            buffer = torch.empty(max(needed_bytes, MESSAGE_BYTES), dtype=torch.uint8, device=device)
+        return buffer[:needed_bytes].view(dtype)
+
+    def give_back(self, staging: torch.Tensor) -> None:
+        """Take back what :meth:`take` returned."""
+        self._free.append(torch.empty(0, dtype=torch.uint8, device=staging.device).set_(staging.untyped_storage()))
+
+
+class _StagedMessage:
+    """What broadcasts and reductions share: the tensors, their staging buffer and its collective."""
+
+    def __init__(self, tensors: list[torch.Tensor], wire_dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+        self._tensors = tensors
+        self._wire_dtype = wire_dtype
+        self._group = group
+        self._numel = sum(tensor.numel() for tensor in tensors)
+        self._staging: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+        self.payload_bytes = self._numel * wire_dtype.itemsize
+
+    def _stage(self, buffers: StagingBuffers) -> torch.Tensor:
+        self._staging = buffers.take(self._numel, self._wire_dtype, self._tensors[0].device)
+        return self._staging
+
+    def wait(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+
+    def commit(self, buffers: StagingBuffers) -> None:
+        if self._staging is not None:
+            self._receive(self._staging)
+            buffers.give_back(self._staging)
+            self._staging = None
+
+    def _receive(self, staging: torch.Tensor) -> None:
+        torch._foreach_copy_(self._tensors, cut(staging, self._tensors))
+
+
+class BroadcastMessage(_StagedMessage):
+    """Tensors of one dtype, bit for bit, from one rank to all others; any dtype, because bytes travel."""
+
+    def __init__(self, tensors: list[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
+        super().__init__(tensors, tensors[0].dtype, group)
+        self._src = src
+        self._sends = dist.get_rank(group) == src
+
+    def launch(self, buffers: StagingBuffers) -> None:
+        first = self._tensors[0]
+        if not self._sends:
+            wire = self._stage(buffers)
+        elif len(self._tensors) == 1 and first.is_contiguous() and not first.is_conj() and not first.is_neg():
+            wire = first.view(-1)
+        else:
+            wire = self._stage(buffers)
+            torch._foreach_copy_(cut(wire, self._tensors), self._tensors)
+        self._work = dist.broadcast(wire.view(torch.uint8), group=self._group, group_src=self._src, async_op=True)
+
+    def _receive(self, staging: torch.Tensor) -> None:
+        if not self._sends:
+            super()._receive(staging)
+
+
+class MeanMessage(_StagedMessage):
+    """Real floating-point tensors of one dtype, averaged over the ranks of a group.
+
+    Args:
+        tensors: tensors of one dtype and device.
+        wire_dtype: the dtype in which they are summed.
+        factor: this rank's share of the mean; the shares of all ranks add up to one. ``None`` for equal shares: then
+            the sum is divided, which rounds once less.
+        group: the process group.
+    """
+
+    def __init__(
+        self, tensors: list[torch.Tensor], wire_dtype: torch.dtype, factor: float | None, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(tensors, wire_dtype, group)
+        self._factor = factor
+
+    def launch(self, buffers: StagingBuffers) -> None:
+        staging = self._stage(buffers)
+        if self._factor == 0:
+            # Not a product: a rank without a say must not spoil the mean with a NaN.
+            staging.zero_()
+        else:
+            torch._foreach_copy_(cut(staging, self._tensors), self._tensors)
+            if self._factor is not None:
+                staging.mul_(self._factor)
+        self._work = dist.all_reduce(staging, group=self._group, async_op=True)
+
+    def _receive(self, staging: torch.Tensor) -> None:
+        if self._factor is not None:
+            super()._receive(staging)
+            return
+        world_size = dist.get_world_size(self._group)
+        for tensor, total in zip(self._tensors, cut(staging, self._tensors), strict=True):
+            torch.div(total, world_size, out=tensor)
+
+
+class MaximumMessage(_StagedMessage):
+    """Integer or bool tensors of one dtype, brought to their maximum over the ranks of a group."""
+
+    def __init__(self, tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        super().__init__(tensors, torch.int64, group)
+
+    def launch(self, buffers: StagingBuffers) -> None:
+        staging = self._stage(buffers)
+        torch._foreach_copy_(cut(staging, self._tensors), self._tensors)
+        self._work = dist.all_reduce(staging, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+
+def run(messages: Sequence[Message]) -> None:
+    """Send all messages, a few in flight at a time.
+
+    When a collective fails, the tensors of the messages before it are written, those of the others are not, and no
+    tensor is written in part.
+    """
+    buffers = StagingBuffers()
+    in_flight: deque[Message] = deque()
+
+    def finish_oldest() -> None:
+        message = in_flight.popleft()
+        message.wait()
+        message.commit(buffers)
+
+    for message in messages:
+        if len(in_flight) == _IN_FLIGHT:
+            finish_oldest()
+        message.launch(buffers)
+        in_flight.append(message)
+    while in_flight:
+        finish_oldest()

@@ -1,0 +1,321 @@
+"""Lets all ranks of a host hold their CPU parameters in one piece of shared memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .agreement import agree, gather_objects, refuse, resolve_group
+from .messages import MESSAGE_BYTES, BroadcastMessage, run, split
+from .tensors import NamedTensor, check_writable, describe_layout, named_buffers, named_parameters, unwrap
+
+# Of every storage's place in the shared block: a cache line, and more than any dtype needs.
+_ALIGNMENT_BYTES = 64
+
+
+def host_identity() -> str:
+    """Return what the processes that see the same shared memory have in common."""
+    try:
+        # Containers on one machine share the kernel, but a mount of shared memory only if they were told to.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/dev/shm').st_dev}"
+    except OSError:
+        return socket.gethostname()
+
+
+class SharedParameters:
+    """The parameters of one module in shared memory; what :func:`share_parameters` returns.
+
+    A context manager too: leaving it releases.
+
+    Attributes:
+        process_group: the ranks that take part.
+        hosts: the ranks (in the group) on each host; the first of each is the one that takes part in collectives.
+        writer: whether this rank is the first of its host, the one whose optimizer should step.
+        shared_bytes: length of the host's shared block.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        hosts: tuple[tuple[int, ...], ...],
+        block: torch.Tensor,
+        parameters: Sequence[torch.nn.Parameter],
+        leader_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.process_group = process_group
+        self.hosts = hosts
+        self.writer = dist.get_rank(process_group) in _first_ranks(hosts)
+        self.shared_bytes = block.numel()
+        # Between the first ranks of the hosts; None on all other ranks, and when there is one host only.
+        self.leader_group = leader_group
+        # Weak, so that the memory goes when the module goes.
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._block = StorageWeakRef(block.untyped_storage())  # type: ignore[no-untyped-call]
+        self._address = block.data_ptr()
+        _registry[self._address] = self
+
+    @property
+    def active(self) -> bool:
+        """Whether the shared block is still in use."""
+        return _registry.get(self._address) is self and not self._block.expired()  # type: ignore[no-untyped-call]
+
+    def host_of(self, rank: int) -> int:
+        """Return the position in ``hosts`` of a rank of the group."""
+        return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
+
+    def barrier(self) -> None:
+        """Wait for all ranks: what any rank of the host wrote before it, every rank of the host sees after it."""
+        dist.barrier(self.process_group)
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Give every rank private copies of its parameters; collective, and to be called before the group is gone."""
+        if not self.active:
+            return
+        self.barrier()
+        private: torch.Tensor | None = None
+        for reference in self._parameters:
+            parameter = reference()
+            # The module may be gone, or its parameters moved elsewhere meanwhile.
+            if parameter is None or parameter.untyped_storage().data_ptr() != self._address:
+                continue
+            if private is None:
+                private = _bytes_of(parameter.untyped_storage()).clone()
+            _point_to(parameter, private.untyped_storage(), parameter.storage_offset())
+        del _registry[self._address]
+        # Nobody may go on, and perhaps write, while another rank still copies.
+        self.barrier()
+        if self.leader_group is not None:
+            dist.destroy_process_group(self.leader_group)
+
+    def __enter__(self) -> SharedParameters:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error on this rank the others may never come to the barrier.
+        if kind is None:
+            self.release()
+
+
+# By the address of the shared block.
+_registry: dict[int, SharedParameters] = {}
+
+
+def share_parameters(module: torch.nn.Module, *, process_group: dist.ProcessGroup | None = None) -> SharedParameters:
+    """Move the parameters of ``module`` into one block of shared memory on each host; collective.
+
+    All ranks of a host then see the same memory: what one of them writes, all of them have. The parameters take the
+    values of rank 0. Buffers and gradients stay private to each rank. Broadcasts and averages of these parameters
+    become a barrier within a host, and only the first rank of each host takes part in collectives across hosts.
+
+    *What it means for an optimizer*: every rank of the host would update the same memory, so exactly one may step::
+
+        loss.backward()                # DDP gives every rank the same gradients
+        if shared.writer:
+            optimizer.step()
+        shared.barrier()               # before anybody reads the new parameters
+
+    If all ranks step, the update is applied once a rank, at the same time, with unpredictable results. Momentum and
+    other state are needed on the writer only.
+
+    The block is torch's own shared storage, by name: ``torch_shm_manager`` removes it when the last rank of the host is
+    gone, however it died.
+
+    Args:
+        module: a module or a DDP module whose parameters are on the CPU.
+        process_group: the ranks that take part; the default group if ``None``.
+
+    Returns:
+        A handle, alike on all ranks but for ``writer``.
+
+    Raises:
+        TypeError: ``module`` is not a module.
+        ValueError: parameters are not on the CPU, already shared, or cannot be written; or a buffer is a view of one.
+        RanksDisagreeError: parameters, or their places in memory, differ between ranks.
+        RuntimeError: shared memory could not be had on some rank; nothing changed on any.
+    """
+    group = resolve_group(process_group)
+    try:
+        parameters, placement = _place(module)
+    except (TypeError, ValueError) as error:
+        refuse(group, "share_parameters", error)
+    agree(group, "share_parameters", {}, placement.layout)
+
+    rank = dist.get_rank(group)
+    hosts = _group_by_host(gather_objects(group, host_identity()))
+    ranks_here = next(ranks for ranks in hosts if rank in ranks)
+    block: torch.Tensor | None = None
+    handles: dict[int, bytes] = {}
+    problem: str | None = None
+    if rank == ranks_here[0]:
+        try:
+            block, handles = _create_block(placement.block_bytes, ranks_here[1:])
+        except (OSError, RuntimeError) as error:
+            problem = f"could not create {placement.block_bytes} bytes of shared memory: {error}"
+    handle = gather_objects(group, handles)[ranks_here[0]].get(rank)  # type: ignore[attr-defined]
+    if handle is not None:
+        try:
+            block = pickle.loads(handle)
+        except (OSError, RuntimeError) as error:
+            problem = f"could not open the shared memory of rank {ranks_here[0]}: {error}"
+    problems = gather_objects(group, problem)
+    if any(problems) or block is None:
+        lines = [f"rank {other} {text}" for other, text in enumerate(problems) if text is not None]
+        raise RuntimeError(
+            "share_parameters: " + "; ".join(lines) + ". No parameter changed. Is there enough room in /dev/shm?"
+        )
+
+    leader_group = None
+    if rank == ranks_here[0]:
+        placement.fill(block)
+        if len(hosts) > 1:
+            leaders = [dist.get_global_rank(group, first) for first in _first_ranks(hosts)]
+            leader_group = dist.new_group(leaders, backend="gloo", use_local_synchronization=True)
+            run([BroadcastMessage(part, 0, leader_group) for part in split(torch.split(block, MESSAGE_BYTES))])
+    dist.barrier(group)
+    with torch.no_grad():
+        for parameter, start in zip(parameters, placement.starts, strict=True):
+            offset = start // parameter.element_size() + parameter.storage_offset()
+            _point_to(parameter, block.untyped_storage(), offset)
+    return SharedParameters(group, hosts, block, parameters, leader_group)
+
+
+def partition(
+    tensors: Sequence[NamedTensor], group: dist.ProcessGroup
+) -> tuple[list[NamedTensor], dict[SharedParameters, list[NamedTensor]]]:
+    """Separate the tensors that lie in shared memory from the others.
+
+    Raises:
+        ValueError: a tensor is shared among the ranks of another group.
+    """
+    private: list[NamedTensor] = []
+    shared: dict[SharedParameters, list[NamedTensor]] = {}
+    for named in tensors:
+        handle = _find(named.tensor) if _registry else None
+        if handle is None:
+            private.append(named)
+            continue
+        if dist.get_process_group_ranks(handle.process_group) != dist.get_process_group_ranks(group):
+            raise ValueError(
+                f"expected the process group over which {named.label} is shared, with ranks "
+                f"{dist.get_process_group_ranks(handle.process_group)}, received one with ranks "
+                f"{dist.get_process_group_ranks(group)}; pass process_group=shared.process_group, or release() first"
+            )
+        shared.setdefault(handle, []).append(named)
+    return private, shared
+
+
+def _find(tensor: torch.Tensor) -> SharedParameters | None:
+    if tensor.device.type != "cpu":
+        return None
+    address = tensor.untyped_storage().data_ptr()
+    handle = _registry.get(address)
+    if handle is not None and not handle.active:
+        # The module is gone, and its address serves another tensor.
+        del _registry[address]
+        return None
+    return handle
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Where the storages of the parameters go in the shared block.
+
+    Whole storages move, not tensors: strides, views of one another and ties stay as they are.
+    """
+
+    storages: tuple[torch.UntypedStorage, ...]
+    storage_starts: tuple[int, ...]
+    starts: tuple[int, ...]  # for each parameter, where its storage starts
+    block_bytes: int
+    layout: dict[str, str]
+
+    def fill(self, block: torch.Tensor) -> None:
+        for storage, start in zip(self.storages, self.storage_starts, strict=True):
+            block[start : start + storage.nbytes()].copy_(_bytes_of(storage))
+
+
+def _place(module: torch.nn.Module) -> tuple[list[torch.nn.Parameter], _Placement]:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"expected a module or a DDP module, received {type(module).__name__}")
+    named = named_parameters(module)
+    check_writable(named)
+    by_name = dict(unwrap(module).named_parameters())
+    layout = describe_layout(named)
+    starts: list[int] = []
+    # By address; an empty storage has none, and needs no place.
+    placed: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    block_bytes = 0
+    for parameter in named:
+        if parameter.tensor.device.type != "cpu":
+            raise ValueError(f"expected parameters on the CPU, but {parameter.label} is on {parameter.tensor.device}")
+        if _find(parameter.tensor) is not None:
+            raise ValueError(f"expected parameters that are not shared yet, but {parameter.label} is; release() first")
+        storage = parameter.tensor.untyped_storage()
+        if storage.data_ptr() not in placed:
+            placed[storage.data_ptr()] = (storage, block_bytes)
+            block_bytes += -(-storage.nbytes() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        start = placed[storage.data_ptr()][1]
+        starts.append(start)
+        layout[parameter.label] += (
+            f", strides {list(parameter.tensor.stride())}, element {parameter.tensor.storage_offset()} "
+            f"of the {storage.nbytes()} bytes at {start}"
+        )
+    for buffer in named_buffers(module):
+        storage = buffer.tensor.untyped_storage()
+        if buffer.tensor.device.type == "cpu" and storage.nbytes() > 0 and storage.data_ptr() in placed:
+            raise ValueError(f"expected buffers with memory of their own, but {buffer.label} is a view of a parameter")
+    placement = _Placement(
+        storages=tuple(storage for storage, _ in placed.values()),
+        storage_starts=tuple(start for _, start in placed.values()),
+        starts=tuple(starts),
+        block_bytes=block_bytes,
+        layout=layout,
+    )
+    return [by_name[parameter.name] for parameter in named], placement
+
+
+def _first_ranks(hosts: Sequence[Sequence[int]]) -> list[int]:
+    return [ranks[0] for ranks in hosts]
+
+
+def _group_by_host(identities: Sequence[object]) -> tuple[tuple[int, ...], ...]:
+    hosts: dict[object, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        hosts.setdefault(identity, []).append(rank)
+    return tuple(tuple(ranks) for ranks in hosts.values())
+
+
+def _create_block(block_bytes: int, peers: Sequence[int]) -> tuple[torch.Tensor, dict[int, bytes]]:
+    """Allocate shared memory, and for each peer the pickled tensor that opens it; each may be opened once."""
+    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    # By name rather than by file descriptor: a descriptor would have to be handed over a socket of its own.
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    try:
+        block = torch.empty(max(block_bytes, 1), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        return block, {peer: bytes(ForkingPickler.dumps(block)) for peer in peers}
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _point_to(parameter: torch.nn.Parameter, storage: torch.UntypedStorage, offset: int | torch.SymInt) -> None:
+    parameter.data = torch.empty(0, dtype=parameter.dtype).set_(storage, offset, parameter.shape, parameter.stride())

@@ -1,0 +1,346 @@
+"""Brings parameters and buffers in step across ranks, without a backward pass.
+
+Each function is collective: every rank of the process group calls it, with the same arguments and with tensors of the
+same names, dtypes and shapes. That is agreed on before anything is exchanged (agreement.py), so a rank that differs
+gives an error on every rank and changes nothing. Tensors then travel in few large messages (messages.py).
+
+When a connection breaks in the middle, each tensor is either as it was or as it should become, never in between; call
+again, once the process group works, to bring all of them in step.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from . import sharing
+from .agreement import agree, refuse, resolve_group
+from .messages import BroadcastMessage, MaximumMessage, MeanMessage, Message, StagingBuffers, run, split
+from .tensors import NamedTensor, TensorSource, check_writable, describe_layout, named_tensors
+
+BufferTreatment = Literal["average", "broadcast", "ignore"]
+_BUFFER_TREATMENTS = ("average", "broadcast", "ignore")
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What one synchronisation did on this rank.
+
+    Attributes:
+        tensors: how many tensors are in step now.
+        tensor_bytes: how many bytes they hold.
+        messages: how many data collectives this rank took part in.
+        payload_bytes: what this rank handed to them. Less than ``tensor_bytes`` if memory is shared, more if half
+            precision is averaged in float32.
+    """
+
+    tensors: int
+    tensor_bytes: int
+    messages: int
+    payload_bytes: int
+
+
+class SyncWork:
+    """A synchronisation under way; what the functions return with ``async_op=True``.
+
+    The tensors must be neither read nor written before :meth:`wait` has returned. They are written there, all of them
+    after the last message has arrived: if waiting fails, none has changed.
+    """
+
+    def __init__(
+        self, messages: Sequence[Message], report: SyncReport, barrier_group: dist.ProcessGroup | None
+    ) -> None:
+        self._messages = list(messages)
+        self._report = report
+        self._barrier_group = barrier_group
+        self._buffers = StagingBuffers()
+        for message in self._messages:
+            message.launch(self._buffers)
+
+    @torch.no_grad()
+    def wait(self) -> SyncReport:
+        """Wait for the messages, write the tensors, and return what was sent."""
+        for message in self._messages:
+            message.wait()
+        for message in self._messages:
+            message.commit(self._buffers)
+        self._messages.clear()
+        if self._barrier_group is not None:
+            dist.barrier(self._barrier_group)
+            self._barrier_group = None
+        return self._report
+
+
+@overload
+def broadcast_parameters(
+    module: TensorSource,
+    src: int = ...,
+    *,
+    buffers: bool = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+) -> SyncReport: ...
+@overload
+def broadcast_parameters(
+    module: TensorSource,
+    src: int = ...,
+    *,
+    buffers: bool = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    async_op: Literal[True],
+) -> SyncWork: ...
+
+
+@torch.no_grad()
+def broadcast_parameters(
+    module: TensorSource,
+    src: int = 0,
+    *,
+    buffers: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> SyncReport | SyncWork:
+    """Give every rank the parameters, and buffers, of one rank, bit for bit; collective.
+
+    Of a DDP module, what DDP was told to ignore is left alone here too.
+
+    Args:
+        module: a module, a DDP module, a tensor, or any iterable of tensors (``model.parameters()``). Any dtype, shape,
+            strides and device.
+        src: the rank, within ``process_group``, whose values everybody gets.
+        buffers: whether the module's buffers go with its parameters.
+        process_group: the ranks that take part; the default group if ``None``.
+        async_op: return at once, and write the tensors when the returned work is waited for. That needs memory for a
+            second copy of all tensors.
+
+    Returns:
+        What was sent, or with ``async_op`` the work to wait for.
+
+    Raises:
+        TypeError: ``module`` holds something else than tensors.
+        ValueError: ``src`` is not in the group, or a tensor cannot be written (sparse, quantized, expanded,
+            uninitialized).
+        RanksDisagreeError: arguments, names, dtypes or shapes differ between ranks, or another rank raised one of the
+            above. On every rank, with the differences by name, before anything is sent.
+    """
+    group = resolve_group(process_group)
+    try:
+        tensors = named_tensors(module, buffers=buffers)
+        check_writable(tensors)
+        if not 0 <= src < dist.get_world_size(group):
+            raise ValueError(
+                f"expected src to be a rank of the process group, 0 to {dist.get_world_size(group) - 1}, received {src}"
+            )
+        private, shared = sharing.partition(tensors, group)
+    except (TypeError, ValueError) as error:
+        refuse(group, "broadcast_parameters", error)
+    arguments = {"src": src, "buffers": buffers, "async_op": async_op}
+    agree(group, "broadcast_parameters", arguments, _layout(tensors, shared))
+
+    messages = _broadcasts(private, src, group)
+    for handle, there in shared.items():
+        if handle.leader_group is not None:
+            messages += _broadcasts(there, handle.host_of(src), handle.leader_group)
+    return _carry_out(tensors, messages, group if shared else None, async_op)
+
+
+@overload
+def average_parameters(
+    module: TensorSource,
+    *,
+    weights: float | Sequence[float] | None = ...,
+    buffers: BufferTreatment = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+) -> SyncReport: ...
+@overload
+def average_parameters(
+    module: TensorSource,
+    *,
+    weights: float | Sequence[float] | None = ...,
+    buffers: BufferTreatment = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    async_op: Literal[True],
+) -> SyncWork: ...
+
+
+@torch.no_grad()
+def average_parameters(
+    module: TensorSource,
+    *,
+    weights: float | Sequence[float] | None = None,
+    buffers: BufferTreatment = "average",
+    process_group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> SyncReport | SyncWork:
+    """Give every rank the mean of all ranks' parameters, and buffers; collective. All ranks end bitwise alike.
+
+    Half-precision and 8-bit floating-point tensors are summed in float32 and rounded once. Integers and bools have no
+    mean worth having: they become the maximum over the ranks, which leaves tables that are alike as they are and lets
+    counters such as BatchNorm's ``num_batches_tracked`` never run backwards.
+
+    Args:
+        module: a module, a DDP module, a tensor, or any iterable of tensors.
+        weights: how much each rank counts, for instance how many samples it has seen: this rank's own number, or one
+            number a rank, alike on all ranks. Not negative, not all zero; the values of a rank with weight zero have no
+            influence, not even NaN. ``None`` if all count the same.
+        buffers: what to do with a module's buffers: ``"average"`` them as the parameters, ``"broadcast"`` those of rank
+            0, or ``"ignore"`` them.
+        process_group: the ranks that take part; the default group if ``None``.
+        async_op: as for :func:`broadcast_parameters`.
+
+    Returns:
+        What was sent, or with ``async_op`` the work to wait for.
+
+    Raises:
+        TypeError: ``module`` holds something else than tensors.
+        ValueError: an argument is out of its range, or a tensor cannot be written or averaged.
+        RanksDisagreeError: as for :func:`broadcast_parameters`.
+    """
+    group = resolve_group(process_group)
+    try:
+        if buffers not in _BUFFER_TREATMENTS:
+            raise ValueError(f"expected buffers to be one of {', '.join(_BUFFER_TREATMENTS)}, received {buffers!r}")
+        weight = _own_weight(weights, group)
+        tensors = named_tensors(module, buffers=buffers != "ignore")
+        check_writable(tensors)
+        averaged = [named for named in tensors if named.kind != "buffer" or buffers == "average"]
+        _check_averageable(averaged)
+        private, shared = sharing.partition(averaged, group)
+    except (TypeError, ValueError) as error:
+        refuse(group, "average_parameters", error)
+    arguments = {
+        # Numbers may differ, lists may not.
+        "weights": list(weights) if isinstance(weights, Sequence) else None if weights is None else "one number a rank",
+        "buffers": buffers,
+        "async_op": async_op,
+    }
+    words = agree(
+        group,
+        "average_parameters",
+        arguments,
+        _layout(tensors, shared),
+        words=struct.unpack("<q", struct.pack("<d", weight)),
+    )
+    rank_weights = [struct.unpack("<d", struct.pack("<q", word[0]))[0] for word in words]
+    if not 0 < sum(rank_weights) < math.inf:
+        # Known to all ranks, which raise it together.
+        raise ValueError(f"expected weights with a positive, finite sum, received {rank_weights}, by rank")
+
+    messages = _means(private, rank_weights, group)
+    for handle, there in shared.items():
+        if handle.leader_group is not None:
+            host_weights = [sum(rank_weights[rank] for rank in ranks) for ranks in handle.hosts]
+            messages += _means(there, host_weights, handle.leader_group)
+    if buffers == "broadcast":
+        messages += _broadcasts([named for named in tensors if named.kind == "buffer"], 0, group)
+    return _carry_out(tensors, messages, group if shared else None, async_op)
+
+
+def _layout(
+    tensors: Sequence[NamedTensor], shared: dict[sharing.SharedParameters, list[NamedTensor]]
+) -> dict[str, str]:
+    layout = describe_layout(tensors)
+    for there in shared.values():
+        for named in there:
+            layout[named.label] += " (shared)"
+    return layout
+
+
+def _broadcasts(tensors: Sequence[NamedTensor], src: int, group: dist.ProcessGroup) -> list[Message]:
+    if dist.get_world_size(group) == 1:
+        return []
+    return [BroadcastMessage(part, src, group) for part in split([named.tensor for named in tensors])]
+
+
+def _means(tensors: Sequence[NamedTensor], weights: Sequence[float], group: dist.ProcessGroup) -> list[Message]:
+    """Build the messages that average tensors over a group with one weight a rank."""
+    if dist.get_world_size(group) == 1:
+        return []
+    alike = all(weight == weights[0] for weight in weights)
+    factor = None if alike else weights[dist.get_rank(group)] / sum(weights)
+    messages: list[Message] = []
+    for part in split([_as_real(named.tensor) for named in tensors], _wire_dtype):
+        wire_dtype = _wire_dtype(part[0].dtype)
+        if wire_dtype.is_floating_point:
+            messages.append(MeanMessage(part, wire_dtype, factor, group))
+        else:
+            messages.append(MaximumMessage(part, group))
+    return messages
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which real tensors of ``dtype`` are summed, or compared if they are integers."""
+    if not dtype.is_floating_point:
+        return torch.int64
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _check_averageable(tensors: Sequence[NamedTensor]) -> None:
+    for named in tensors:
+        if named.tensor.dtype == torch.uint64:
+            raise ValueError(
+                f"expected dtypes that fit int64 or float64, but {named.label} is uint64; broadcast it instead"
+            )
+        if named.tensor.is_conj() or named.tensor.is_neg():
+            raise ValueError(
+                f"expected tensors with their own values, but {named.label} is a lazy conjugate: .resolve_conj()"
+            )
+
+
+def _own_weight(weights: float | Sequence[float] | None, group: dist.ProcessGroup) -> float:
+    if weights is None:
+        return 1.0
+    if isinstance(weights, Sequence):
+        if len(weights) != dist.get_world_size(group):
+            raise ValueError(
+                f"expected this rank's weight, or one weight for each of the {dist.get_world_size(group)} ranks, "
+                f"received {len(weights)}"
+            )
+        weights = weights[dist.get_rank(group)]
+    weight = float(weights)
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"expected a weight that is finite and not negative, received {weight}")
+    return weight
+
+
+def broadcast_tensors(tensors: Sequence[NamedTensor], src: int, group: dist.ProcessGroup) -> SyncReport:
+    """Broadcast tensors that the ranks have agreed on already."""
+    messages = _broadcasts(tensors, src, group)
+    run(messages)
+    return _report(tensors, messages)
+
+
+def _report(tensors: Sequence[NamedTensor], messages: Sequence[Message]) -> SyncReport:
+    return SyncReport(
+        tensors=len(tensors),
+        tensor_bytes=sum(named.tensor.nbytes for named in tensors),
+        messages=len(messages),
+        payload_bytes=sum(message.payload_bytes for message in messages),
+    )
+
+
+def _carry_out(
+    tensors: Sequence[NamedTensor],
+    messages: Sequence[Message],
+    barrier_group: dist.ProcessGroup | None,
+    async_op: bool,
+) -> SyncReport | SyncWork:
+    report = _report(tensors, messages)
+    if async_op:
+        return SyncWork(messages, report, barrier_group)
+    run(messages)
+    if barrier_group is not None:
+        # The other ranks of the host have the new values as soon as its first rank has, and must not read before.
+        dist.barrier(barrier_group)
+    return report

@@ -1,0 +1,256 @@
+"""BufferSync: what each mode does to buffers, and what it sends."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_hooks
+
+WORLD_SIZES = [2, 3]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("table", torch.zeros(1000))
+
+    def forward(self, x):
+        return self.linear(self.norm(x)) + self.table[0]
+
+
+def batch(rank, step):
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank)) + rank
+
+
+def buffers(module):
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def train(ddp, rank, steps):
+    for step in range(steps):
+        ddp(batch(rank, step)).sum().backward()
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def _as_ddp(rank, mode):
+    plain, ours = DistributedDataParallel(Model()), DistributedDataParallel(Model())
+    buffer_sync = ddp_hooks.BufferSync(ours, mode)
+    for step in range(4):
+        plain(batch(rank, step)).sum().backward()
+        ours(batch(rank, step)).sum().backward()
+        # DDP broadcasts before a forward, so after it every rank has its own statistics again, in both.
+        assert_same(buffers(plain.module), buffers(ours.module))
+        for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+        if step == 1:
+            for module in (plain.module, ours.module):
+                module.table.fill_(5 + rank)  # a buffer changed on purpose, on every rank differently
+    stats = buffer_sync.stats()
+    assert stats.forwards == 4
+    assert stats.dense_bytes == 4 * sum(buffer.nbytes for buffer in ours.buffers())
+    return stats
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "changed"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_these_modes_do_what_ddp_does(world_size, mode):
+    stats = run_ranks(world_size, _as_ddp, mode)
+    assert all(s == stats[0] for s in stats)
+    table, norm, record = 4000, 2 * 16 + 8, 64
+    if mode == "broadcast":
+        assert stats[0].payload_bytes == 4 * (table + norm + record)
+    else:
+        # All in the first forward, the statistics in every other, the table again after it was changed.
+        masks = 4 * 4
+        assert stats[0].payload_bytes == 2 * table + 4 * norm + 4 * record + masks
+        assert stats[0].saved_bytes > 7000
+    assert stats[0].syncs == 4
+
+
+def _nothing_changed(rank):
+    ddp = DistributedDataParallel(Model()).eval()
+    buffer_sync = ddp_hooks.BufferSync(ddp, "changed")
+    for step in range(5):
+        ddp(batch(rank, step)).sum().backward()
+    # In evaluation nothing changes: the first forward sends everything once, the others one record.
+    stats = buffer_sync.stats()
+    assert stats.syncs == 1
+    assert stats.payload_bytes == sum(buffer.nbytes for buffer in ddp.buffers()) + 4 + 5 * 64
+    # A change that no version counter sees, on a rank that is not the source, is undone all the same.
+    if rank == 1:
+        ddp.module.table.numpy()[7] = 3.0
+    ddp(batch(rank, 9))
+    assert ddp.module.table.eq(0).all()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_changed_sends_nothing_when_nothing_changed(world_size):
+    run_ranks(world_size, _nothing_changed)
+
+
+def _average(rank):
+    ddp = DistributedDataParallel(Model())
+    ddp_hooks.BufferSync(ddp, "average")
+    ddp.module.norm.running_mean.fill_(rank)
+    ddp.module.norm.num_batches_tracked.fill_(10 * rank)
+    ddp.eval()
+    ddp(batch(rank, 0))
+    world_size = dist.get_world_size()
+    assert ddp.module.norm.running_mean.eq((world_size - 1) / 2).all()
+    assert ddp.module.norm.num_batches_tracked.item() == 10 * (world_size - 1)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_average(world_size):
+    run_ranks(world_size, _average)
+
+
+def _before_eval(rank):
+    world_size = dist.get_world_size()
+    ddp = DistributedDataParallel(Model())
+    buffer_sync = ddp_hooks.BufferSync(ddp, "before_eval")
+    alone = Model()
+    for step in range(3):
+        ddp(batch(rank, step)).sum().backward()
+        alone(batch(rank, step))
+    assert_same(buffers(ddp.module), buffers(alone))  # nothing was exchanged in forwards
+    means = [None] * world_size
+    dist.all_gather_object(means, alone.norm.running_mean)
+    assert buffer_sync.stats().syncs == 0
+    assert ddp.eval() is ddp
+    assert not ddp.training
+    assert not ddp.module.training
+    torch.testing.assert_close(ddp.module.norm.running_mean, torch.stack(means).mean(dim=0))
+    assert ddp.module.norm.num_batches_tracked.item() == 3
+    assert ddp_hooks.verify_replicas(ddp.module.buffers(), raise_on_difference=True).in_step
+    # Once: eval() again, or in evaluation already, sends nothing.
+    ddp.eval()
+    with torch.no_grad():
+        ddp(batch(rank, 0))
+    stats = buffer_sync.stats()
+    assert stats.syncs == 1
+    assert stats.payload_bytes == sum(buffer.nbytes for buffer in ddp.buffers()) + 64
+    assert stats.forwards == 4
+    assert stats.saved_bytes > 0
+    assert ddp.train().training
+    ddp.eval()
+    assert buffer_sync.stats().syncs == 2
+    # Given back: DDP's own behaviour.
+    buffer_sync.remove()
+    assert "train" not in vars(ddp)
+    ddp.train()
+    ddp.eval()
+    assert buffer_sync.stats().syncs == 2
+    ddp_hooks.BufferSync(ddp, "never")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_before_eval_averages_once(world_size):
+    run_ranks(world_size, _before_eval)
+
+
+def _never(rank):
+    ddp = DistributedDataParallel(Model())
+    buffer_sync = ddp_hooks.BufferSync(ddp, "never")
+    alone = Model()
+    for step in range(3):
+        ddp(batch(rank, step)).sum().backward()
+        alone(batch(rank, step))
+    assert_same(buffers(ddp.module), buffers(alone))
+    stats = buffer_sync.stats()
+    assert (stats.syncs, stats.payload_bytes) == (0, 0)
+    assert stats.saved_bytes == stats.dense_bytes > 0
+
+
+def test_never():
+    run_ranks(2, _never)
+
+
+def _no_sync_and_copies(rank):
+    ddp = DistributedDataParallel(Model())
+    buffer_sync = ddp_hooks.BufferSync(ddp, "before_eval")
+    with ddp.no_sync():
+        ddp(batch(rank, 0)).sum().backward()
+    ddp(batch(rank, 1)).sum().backward()
+    ddp.eval()
+    assert buffer_sync.stats().syncs == 1
+    ddp.train()
+    for clone in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        # The copy has a BufferSync of its own and leaves the original alone.
+        assert clone.buffer_hook.buffer_comm_hook_state is not buffer_sync
+        clone.eval()
+        assert ddp.training
+        assert not clone.training
+        assert buffer_sync.stats().syncs == 1
+        assert clone.buffer_hook.buffer_comm_hook_state.stats().syncs == 2
+
+
+def test_no_sync_deepcopy_and_pickle():
+    run_ranks(2, _no_sync_and_copies)
+
+
+def _join(rank):
+    ddp = DistributedDataParallel(Model())
+    ddp_hooks.BufferSync(ddp, "before_eval")
+    with ddp.join():
+        for step in range(2 + rank):
+            ddp(batch(rank, step)).sum().backward()
+    ddp.eval()
+    assert ddp_hooks.verify_replicas(ddp, gradients=False).in_step
+    ddp = DistributedDataParallel(Model())
+    ddp_hooks.BufferSync(ddp, "broadcast")
+    with ddp.join(), pytest.raises(RuntimeError, match=r"expected no ddp.join\(\).*'before_eval'"):
+        ddp(batch(rank, 0))
+
+
+def test_join_works_before_eval_and_is_refused_in_forwards():
+    run_ranks(2, _join)
+
+
+def _refusals(rank):
+    with pytest.raises(TypeError, match="received Linear"):
+        ddp_hooks.BufferSync(nn.Linear(2, 2))
+    ddp = DistributedDataParallel(Model())
+    with pytest.raises(ValueError, match="before_eval, never, received 'sometimes'"):
+        ddp_hooks.BufferSync(ddp, "sometimes")
+    with pytest.raises(ddp_hooks.RanksDisagreeError, match="mode='never'"):
+        ddp_hooks.BufferSync(ddp, "never" if rank else "changed")
+    if rank == 0:
+        ddp_hooks_error = ValueError
+        mode = "sometimes"
+    else:
+        ddp_hooks_error = ddp_hooks.RanksDisagreeError
+        mode = "changed"
+    with pytest.raises(ddp_hooks_error, match="sometimes"):
+        ddp_hooks.BufferSync(ddp, mode)
+    assert not hasattr(ddp, "buffer_hook")
+    ddp_hooks.BufferSync(ddp, "changed")
+    with pytest.raises(ValueError, match="without a buffer hook"):
+        ddp_hooks.BufferSync(ddp, "changed")
+    without = DistributedDataParallel(Model(), broadcast_buffers=False)
+    with pytest.raises(ValueError, match="broadcast_buffers=False; build it with True, or use 'before_eval'"):
+        ddp_hooks.BufferSync(without, "average")
+    ddp_hooks.BufferSync(without, "before_eval")
+    without.module.table.fill_(rank)
+    without.eval()
+    assert without.module.table.eq(0.5).all()
+
+
+def test_refusals():
+    run_ranks(2, _refusals)
