@@ -250,6 +250,8 @@ void bind_engine(py::module_& m) {
              return to_python(future);
            })
       .def("forward_done", &Engine::forward_done, py::call_guard<py::gil_scoped_release>())
+      .def("has_early_exchange", &Engine::has_early_exchange, py::call_guard<py::gil_scoped_release>())
+      .def("finish_early_exchange", &Engine::finish_early_exchange, py::call_guard<py::gil_scoped_release>())
       .def("declare_unused", &Engine::declare_unused, py::call_guard<py::gil_scoped_release>())
       .def("set_rebuild",
            [](Engine& engine, py::function rebuild) {

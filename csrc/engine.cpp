@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <stdexcept>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
@@ -48,6 +49,12 @@ int64_t payload_of(const at::Tensor& tensor) {
   return static_cast<int64_t>(tensor._indices().nbytes() + tensor._values().nbytes());
 }
 
+std::vector<at::Tensor> all_parameters(const ReducerView& reducer, const std::vector<at::Tensor>& late) {
+  std::vector<at::Tensor> all = reducer.parameters();
+  all.insert(all.end(), late.begin(), late.end());
+  return all;
+}
+
 // Runs `on_success` and then counts the message off on each of its buckets; a failed collective fails them instead.
 // `step` keeps the buckets alive; they are not looked up in it, because the engine may be adding to it meanwhile.
 void complete_with(const c10::intrusive_ptr<c10d::Work>& work, const std::shared_ptr<Step>& step,
@@ -62,7 +69,13 @@ void complete_with(const c10::intrusive_ptr<c10d::Work>& work, const std::shared
             error = std::current_exception();
           }
         }
-        for (BucketInFlight* bucket : buckets) error ? bucket->fail(error) : bucket->message_done();
+        for (BucketInFlight* bucket : buckets) {
+          if (error) {
+            bucket->fail(error);
+          } else {
+            bucket->message_done();
+          }
+        }
       });
 }
 
@@ -81,9 +94,7 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, c10::intrusive_ptr<c10d::Pr
       exchange_(control_group_),
       probe_(settings.probe),
       plans_(kCachedPlans),
-      declared_(joined_bit_ + 1),
-      absent_(joined_bit_ + 1),
-      accumulated_(joined_bit_ + 1) {
+      absence_(all_parameters(reducer_, late_parameters_)) {
   TORCH_CHECK(names_.size() == joined_bit_, "ddp_hooks: expected a name for each of the module's ", joined_bit_,
               " parameters, received ", names_.size());
 }
@@ -118,6 +129,11 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
 }
 
 void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future) {
+  if (step_ && bucket.getIndex() == 0 && !reducer_.learns_static_graph()) {
+    // The pass before broke off between two buckets, and DDP was told to go on (`_update_process_group`).
+    step_->fail(std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was broken off")));
+    step_.reset();
+  }
   const bool first = !step_;
   if (first) step_ = std::make_shared<Step>();
   // Buckets are counted here, because in the first pass of a static graph the Reducer numbers every bucket 0.
@@ -140,8 +156,8 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   const bool last = index + 1 == layout_.buckets.size();
   if (step_->planner) {
     start_values_exchange(index);
-    if (index > 0) settle_values(index - 1);
-    if (last) settle_values(index);
+    const auto ready = last ? index + 1 : step_->settles_last ? 0 : index;
+    while (step_->settled < ready) settle_values(step_->settled++);
   } else {
     send(index, step_->plan->buckets[index]);
   }
@@ -150,8 +166,9 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
 
 void Engine::open_step(bool shadow) {
   refresh_layout();
-  TORCH_CHECK(reducer_.process_group() == data_group_,
-              "ddp_hooks: the module's process group was replaced; make a new SkipUnusedState on every rank");
+  TORCH_CHECK(
+      reducer_.process_group() == data_group_,
+      "ddp_hooks: the module's process group was replaced; wrap the module anew on every rank, and register again");
   const int64_t step_number = step_number_++;
   statistics_.steps += 1;
   for (const BucketLayout& bucket : layout_.buckets) statistics_.dense_bytes += bucket.bytes();
@@ -176,10 +193,11 @@ void Engine::open_step(bool shadow) {
   if (values && !alone) {
     statistics_.values_steps += 1;
     step.planner.emplace(layout_, settings_.plan);
+    step.settles_last = !step.same_usage;
     return;
   }
   // Alone there is nobody to send to, whatever is used.
-  const UsageMask to_send = alone ? UsageMask(joined_bit_ + 1) : step.agreed;
+  const UsageMask to_send = alone ? no_usage() : step.agreed;
   step.plan = plans_.find(to_send);
   (step.plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
   if (!step.plan) {
@@ -194,23 +212,32 @@ void Engine::refresh_layout() {
   layout_is_rebuilt_ = reducer_.has_rebuilt_buckets();
   layout_ = reducer_.layout();
   layout_hash_ = layout_.hash();
-  attached_ = true;
   plans_.clear();
   staging_.clear();
 }
 
+UsageMask Engine::no_usage() const {
+  return UsageMask(joined_bit_ + 1);
+}
+
+UsageMask Engine::full_usage() const {
+  UsageMask usage = no_usage();
+  for (size_t i = 0; i < reduced_count_; ++i) usage.set(i);
+  return usage;
+}
+
 UsageMask Engine::local_usage() const {
-  UsageMask usage(joined_bit_ + 1, true);
-  usage.clear(joined_bit_);
-  if (!settings_.graph_detector) {
-    for (size_t i = reduced_count_; i < joined_bit_; ++i) usage.clear(i);
-    return usage;
-  }
+  UsageMask usage = full_usage();
+  if (!settings_.graph_detector) return usage;
   reducer_.clear_unused(usage);
   // Where the Reducer searches the graph, it knows better than what was frozen or declared.
-  for (size_t i = reducer_.searches_graph() ? reduced_count_ : 0; i < joined_bit_; ++i) {
-    const bool from_no_sync = accumulated_.test(i) && parameter(i).grad().defined();
-    if (absent_.test(i) && !from_no_sync) usage.clear(i);
+  if (!reducer_.searches_graph()) {
+    for (size_t i = 0; i < reduced_count_; ++i) {
+      if (absence_.has_nothing_to_send(i)) usage.clear(i);
+    }
+  }
+  for (size_t i = reduced_count_; i < joined_bit_; ++i) {
+    if (!absence_.has_nothing_to_send(i)) usage.set(i);
   }
   return usage;
 }
@@ -221,15 +248,19 @@ UsageMask Engine::agree_on_usage() {
   if (early_error_) std::rethrow_exception(std::exchange(early_error_, nullptr));
   if (step.shadow) {
     // A rank that has joined has no gradients to contribute.
-    step.local = UsageMask(joined_bit_ + 1);
+    step.local = no_usage();
     step.local.set(joined_bit_);
-    if (!settings_.graph_detector) return UsageMask(joined_bit_ + 1, true);
   } else {
     step.local = local_usage();
   }
-  if (!settings_.graph_detector || data_group_->getSize() == 1) return step.local;
+  if (!settings_.graph_detector) {
+    step.same_usage = !reducer_.searches_graph();
+    return full_usage();
+  }
+  if (data_group_->getSize() == 1) return step.local;
   if (!exchange) exchange = start_exchange(step.local, 0);
   UsageMask agreed = timed_wait(*exchange);
+  step.same_usage = exchange->masks_were_identical();
   for (size_t i = 0; !step.shadow && i < joined_bit_; ++i) {
     TORCH_CHECK(!step.local.test(i) || agreed.test(i), "ddp_hooks: parameter '", names_[i],
                 "' was unused when the mask exchange began and has a gradient now: expected what is used to stand when "
@@ -373,8 +404,7 @@ void Engine::close_step() {
   Step& step = *step_;
   usage_ = {step.local, step.agreed};
   if (step.planner) probe_.observe(step_number_ - 1, step.used_bytes, step.zero_bytes);
-  accumulated_ = UsageMask(joined_bit_ + 1);
-  drop_guards();
+  absence_.step_closed();
   step.rebuild = is_time_to_rebuild(step);
   if (step.shadow) {
     // No backward pass will end here, so it takes part at once. The control group keeps the order.
@@ -417,8 +447,7 @@ const at::Tensor& Engine::parameter(size_t index) const {
 
 void Engine::declare_unused(const std::vector<size_t>& parameters) {
   std::lock_guard lock(mutex_);
-  declared_ = UsageMask(joined_bit_ + 1);
-  for (size_t index : parameters) declared_.set(index);
+  absence_.declare(parameters);
 }
 
 void Engine::set_rebuild(std::function<void()> rebuild) {
@@ -428,15 +457,10 @@ void Engine::set_rebuild(std::function<void()> rebuild) {
 void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises) {
   std::lock_guard lock(mutex_);
   if (!synchronises) {
-    for (size_t i = 0; i < joined_bit_; ++i) {
-      if (parameter(i).requires_grad()) accumulated_.set(i);
-    }
+    absence_.accumulating_forward_done();
     return;
   }
-  absent_ = declared_;
-  for (size_t i = 0; i < joined_bit_; ++i) {
-    if (!parameter(i).requires_grad()) absent_.set(i);
-  }
+  absence_.synchronising_forward_done();
   for (const at::Tensor& output : outputs) {
     // A hook on a leaf would stay for good.
     if (!output.requires_grad() || output.is_leaf()) continue;
@@ -451,66 +475,64 @@ void Engine::outputs_reached() {
   {
     auto reducer_lock = reducer_.lock();
     std::lock_guard lock(mutex_);
-    if (!reducer_.expects_backward() || reducer_.in_backward()) return;
+    if (!reducer_.expects_backward() || reducer_.learns_static_graph()) return;
     // torch.autograd.grad() and backward(inputs=...) may stop short of the parameters.
     const auto* restricted = torch::autograd::get_current_graph_task_exec_info();
     if (restricted != nullptr && !restricted->empty()) return;
-    if (reducer_.learns_static_graph()) return;
-    const UsageMask local = local_usage();
-    if (!reducer_.searches_graph()) {
-      for (size_t i = 0; i < reduced_count_; ++i) {
-        if (absent_.test(i)) absent.push_back(i);
-      }
-    } else if (!reducer_.reaches_parameters()) {
+    if (!reaches_reducer()) {
       // The Reducer will not begin, and so would never ask for gradients that it does not know.
       for (size_t i = reduced_count_; i < joined_bit_; ++i) {
-        TORCH_CHECK(!local.test(i), "ddp_hooks: parameter '", names_[i],
+        TORCH_CHECK(absence_.has_nothing_to_send(i), "ddp_hooks: parameter '", names_[i],
                     "' was thawed after DDP's Reducer had been made without it, and nothing that the Reducer knows is "
                     "used beside it: call ddp_hooks.rebuild(ddp) after thawing");
       }
       return;
     }
-    start_early_exchange(local);
-    guard_declared(absent);
+    // Some parameters may have reported before the outputs were reached, if the loss uses them directly.
+    if (!reducer_.in_backward()) start_early_exchange();
+    if (!reducer_.searches_graph()) absent = absence_.take_to_mark(reduced_count_, names_);
   }
   // Without a graph search the Reducer waits for every parameter, and a frozen one will not report by itself. May run
   // the hook, so no lock is held.
   for (size_t index : absent) reducer_.mark_ready(index);
 }
 
-// Only an optimisation: whether and when it starts the exchange, each rank decides for itself. What it must not do is
-// start one for a backward pass that never reaches the buckets, because the other ranks would not take part.
-void Engine::start_early_exchange(const UsageMask& local) {
-  // Before the first bucket it is not known that the hook was registered at all.
-  if (!attached_ || !settings_.graph_detector || data_group_->getSize() == 1) return;
-  if (layout_is_rebuilt_ != reducer_.has_rebuilt_buckets()) return;
+bool Engine::reaches_reducer() const {
+  if (reducer_.searches_graph()) return reducer_.reaches_parameters();
+  for (size_t i = 0; i < reduced_count_; ++i) {
+    if (!absence_.is_absent(i)) return true;
+  }
+  return false;
+}
+
+// Started here and not with the first bucket, so that it is under way before any rank can come to wait for it, whatever
+// else the ranks wait for in their backward passes. It must not be started for a pass that never reaches the buckets,
+// because the other ranks would not take part.
+void Engine::start_early_exchange() {
+  if (!settings_.graph_detector || data_group_->getSize() == 1) return;
   // Another output of the same pass started it; or a pass that failed before its first bucket did, and then the other
   // ranks count on that exchange.
   if (early_exchange_) return;
   try {
-    early_exchange_ = start_exchange(local, 0);
+    refresh_layout();
+    early_exchange_ = start_exchange(local_usage(), 0);
   } catch (...) {
     early_error_ = std::current_exception();
   }
 }
 
-void Engine::guard_declared(const std::vector<size_t>& parameters) {
-  drop_guards();
-  for (size_t index : parameters) {
-    const at::Tensor& declared = parameter(index);
-    if (!declared.requires_grad()) continue;
-    const unsigned position = declared.register_hook([name = names_[index]](const at::Tensor& gradient) {
-      TORCH_CHECK(!gradient.defined(), "ddp_hooks: parameter '", name,
-                  "' was declared unused and received a gradient: expected it not to take part in the forward pass. "
-                  "Declare only what is left out, or wrap with find_unused_parameters=True");
-    });
-    guards_.emplace_back(index, position);
-  }
+bool Engine::has_early_exchange() const {
+  std::lock_guard lock(mutex_);
+  return early_exchange_ != nullptr;
 }
 
-void Engine::drop_guards() {
-  for (const auto& [index, position] : guards_) parameter(index).remove_hook(position);
-  guards_.clear();
+void Engine::finish_early_exchange() {
+  std::lock_guard lock(mutex_);
+  if (!early_exchange_) {
+    refresh_layout();
+    early_exchange_ = start_exchange(no_usage(), 0);
+  }
+  std::unique_ptr<PendingExchange>(std::move(early_exchange_))->wait();
 }
 
 void Engine::configure(const EngineSettings& settings) {

@@ -22,6 +22,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
+#include "absence.h"
 #include "mask_exchange.h"
 #include "reducer_view.h"
 #include "usage_mask.h"
@@ -88,6 +89,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Parameters (by index, the late ones after the Reducer's) that forward passes from now on do not use.
   void declare_unused(const std::vector<size_t>& parameters);
 
+  // A backward pass that failed before its first bucket leaves its exchange under way on this rank alone. When any rank
+  // has one, all of them finish it before they use the control group for something else.
+  bool has_early_exchange() const;
+  void finish_early_exchange();
+
   // Called at the end of a backward pass when EngineSettings::rebuild_after_steps have passed.
   void set_rebuild(std::function<void()> rebuild);
 
@@ -103,11 +109,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
   void outputs_reached();
-  void start_early_exchange(const UsageMask& local);
+  void start_early_exchange();
+  bool reaches_reducer() const;
+  UsageMask no_usage() const;
+  UsageMask full_usage() const;
   UsageMask local_usage() const;
   const at::Tensor& parameter(size_t index) const;
-  void guard_declared(const std::vector<size_t>& parameters);
-  void drop_guards();
   void close_step();
   void after_backward(const std::shared_ptr<Step>& step);
   bool is_time_to_rebuild(const Step& step);
@@ -140,15 +147,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   PlanCache plans_;
   std::vector<at::Tensor> staging_;  // one for each packed message of a step, kept from step to step
 
-  UsageMask declared_;     // what the user says forward passes do not use
-  UsageMask absent_;       // frozen or declared when the last synchronising forward pass ended
-  UsageMask accumulated_;  // may have got a gradient under no_sync() since the last step
-  std::vector<std::pair<size_t, unsigned>> guards_;  // hooks on declared parameters, for the running backward pass
+  Absence absence_;
   std::function<void()> rebuild_;
   uint64_t stable_mask_hash_ = 0;
   int64_t stable_steps_ = 0;
 
-  bool attached_ = false;  // the Reducer has called at least once
   int64_t step_number_ = 0;
   std::shared_ptr<Step> step_;  // null between steps
 

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cstring>
+#include <iterator>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -12,7 +13,12 @@
 namespace ddp_hooks {
 namespace {
 
-constexpr size_t kHeaderWords = 4;
+// Sequence, identity and mask hash, each with its complement.
+constexpr size_t kHeaderWords = 6;
+
+bool same_everywhere(const uint64_t* word_and_complement) {
+  return (word_and_complement[0] & word_and_complement[1]) == 0;
+}
 
 uint64_t hash_of(const ExchangeContext& context) {
   Hash hash;
@@ -34,11 +40,11 @@ std::unique_ptr<PendingExchange> MaskExchange::start(UsageMask local, const Exch
   const std::vector<uint64_t>& words = pending->local_.words();
   pending->message_ = at::empty({static_cast<int64_t>(kHeaderWords + words.size())}, at::kLong);
   auto* message = reinterpret_cast<uint64_t*>(pending->message_.mutable_data_ptr<int64_t>());
-  const uint64_t identity = hash_of(context);
-  message[0] = pending->sequence_;
-  message[1] = ~pending->sequence_;
-  message[2] = identity;
-  message[3] = ~identity;
+  const uint64_t header[] = {pending->sequence_, hash_of(context), pending->local_.hash()};
+  for (size_t i = 0; i < std::size(header); ++i) {
+    message[2 * i] = header[i];
+    message[2 * i + 1] = ~header[i];
+  }
   if (!words.empty()) std::memcpy(message + kHeaderWords, words.data(), words.size() * sizeof(uint64_t));
 
   c10d::AllreduceOptions options;
@@ -51,9 +57,8 @@ std::unique_ptr<PendingExchange> MaskExchange::start(UsageMask local, const Exch
 UsageMask PendingExchange::wait() {
   work_->wait();
   const auto* message = reinterpret_cast<const uint64_t*>(message_.const_data_ptr<int64_t>());
-  const bool same_sequence = (message[0] & message[1]) == 0;
-  const bool same_identity = (message[2] & message[3]) == 0;
-  TORCH_CHECK(same_sequence && same_identity, describe_drift());
+  TORCH_CHECK(same_everywhere(message) && same_everywhere(message + 2), describe_drift());
+  identical_ = same_everywhere(message + 4);
   std::vector<uint64_t> words(message + kHeaderWords, message + message_.numel());
   return UsageMask(local_.size(), std::move(words));
 }

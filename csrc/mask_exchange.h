@@ -1,8 +1,9 @@
 // Every rank's mask -> the agreed mask: one small bitwise OR over all ranks, asynchronous, on a group of its own.
 //
-// A message is [x, ~x] for each of two header words, then the mask. OR(x) and OR(~x) share a bit exactly when two ranks
-// sent a different x, so the same collective that merges the masks also notices, on every rank alike, that ranks
-// drifted apart: another number of exchanges so far, another configuration, another layout of the buckets.
+// A message is [x, ~x] for each of three header words, then the mask. OR(x) and OR(~x) share a bit exactly when two
+// ranks sent a different x. So the same collective that merges the masks also notices, on every rank alike, that ranks
+// drifted apart (another number of exchanges so far, another configuration, another layout of the buckets), and whether
+// all ranks sent the same mask.
 //
 // Always holds: exchanges finish in the order in which they were started. Thread-safety: none; the engine locks.
 // Every rank must agree on: the order of exchanges, and the size of each mask.
@@ -29,6 +30,9 @@ class PendingExchange {
   const UsageMask& local() const { return local_; }
   int64_t message_bytes() const { return static_cast<int64_t>(message_.nbytes()); }
 
+  // After wait(): whether every rank sent the same mask.
+  bool masks_were_identical() const { return identical_; }
+
   // Blocks until every rank has sent its mask; call it once, without the GIL.
   // Throws c10::Error, on every rank, when the ranks drifted apart; the process group's error when a rank is gone.
   UsageMask wait();
@@ -43,6 +47,7 @@ class PendingExchange {
   UsageMask local_;
   uint64_t sequence_ = 0;
   ExchangeContext context_;
+  bool identical_ = false;
 };
 
 class MaskExchange {

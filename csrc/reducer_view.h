@@ -4,7 +4,7 @@
 // class, which is legal C++, but ties the extension to the torch it was compiled against.
 //
 // Thread-safety: the Reducer's own mutex guards what is read here. It is held by the caller whenever DDP runs the hook
-// in a backward pass; `locked` says when this view has to take it.
+// in a backward pass; everybody else takes `lock()`.
 #pragma once
 
 #include <memory>

@@ -60,6 +60,7 @@ class Step {
 
   UsageMask local;
   UsageMask agreed;          // the values detector clears bits as buckets settle
+  bool same_usage = true;    // every rank's local mask is the same
   uint64_t agreed_hash = 0;  // of what the graph detector agreed on
   // Parameters that no rank used, each with its .grad, which the Reducer is about to overwrite.
   std::vector<std::pair<at::Tensor, at::Tensor>> untouched;
@@ -69,6 +70,10 @@ class Step {
   std::shared_ptr<const WirePlan> plan;
   std::optional<WirePlanner> planner;
   std::deque<ValuesOfBucket> values;  // by bucket
+  // Buckets wait for the last one before their values are settled: where ranks use different parameters, one of them
+  // may reach a bucket long before another, which stands in some other collective that waits for the first.
+  bool settles_last = false;
+  uint32_t settled = 0;  // so many of the buckets have been settled
   int64_t used_bytes = 0;
   int64_t zero_bytes = 0;
 

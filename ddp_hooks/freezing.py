@@ -167,6 +167,7 @@ def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None
     named = {n: p for n, p in model.named_parameters() if n not in ddp.parameters_to_ignore}
     trainable_here = {name for name, parameter in named.items() if parameter.requires_grad}
     search = ddp.find_unused_parameters if find_unused_parameters is None else find_unused_parameters
+    state._finish_exchanges(ddp)
     answers: list[Any] = [None] * dist.get_world_size(ddp.process_group)
     mine = (sorted(trainable_here), search, _C.reducer_is_in_backward(ddp.reducer))
     dist.all_gather_object(answers, mine, group=state._control_group)

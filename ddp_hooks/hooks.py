@@ -161,6 +161,13 @@ class SkipUnusedState:
             dist._register_comm_hook(ddp.reducer, self, skip_unused_hook)  # type: ignore[attr-defined]
         self._declare()
 
+    def _finish_exchanges(self, ddp: DistributedDataParallel) -> None:
+        """Bring the ranks' control groups to the same point: a failed backward pass may have used it on one rank."""
+        pending: list[Any] = [None] * dist.get_world_size(ddp.process_group)
+        dist.all_gather_object(pending, self._engine.has_early_exchange(), group=ddp.process_group)
+        if any(pending):
+            self._engine.finish_early_exchange()
+
     def _rebuild(self) -> None:
         from .freezing import rebuild
 
@@ -198,6 +205,7 @@ class SkipUnusedState:
         """
         ddp = self._require_module()
         policy = resolve(policy)
+        self._finish_exchanges(ddp)
         reduced = _C.reducer_parameters(ddp.reducer)
         description = describe(policy, ddp, reduced, self._parameters[len(reduced) :])
         agree(self._control_group, description, None)

@@ -543,6 +543,69 @@ def test_frozen_on_one_rank(find_unused: bool) -> None:
     run_ranks(2, frozen_on_one_rank, find_unused)
 
 
+def frozen_critic_on_one_rank(rank: int) -> None:
+    """Backward through a module that is frozen for the moment reduces nothing, as ever, and needs no other rank."""
+    ddp = wrap(make_model())
+    ddp_hooks.register(ddp, "skip_unused")
+    for _ in range(3):
+        if rank == 0:
+            ddp.requires_grad_(False)
+            batch = torch.ones(2, 8, requires_grad=True)
+            ddp(batch).sum().backward()
+            ddp.requires_grad_(True)
+        ddp(torch.ones(2, 8)).sum().backward()
+
+
+def test_frozen_critic_on_one_rank() -> None:
+    run_ranks(2, frozen_critic_on_one_rank)
+
+
+def loss_uses_parameters(rank: int) -> None:
+    """Some parameters report before backward reaches the module's outputs; frozen ones are marked all the same."""
+    model, twin = make_model(), make_model()
+    ddp = wrap(model)
+    ddp_hooks.register(ddp, "skip_unused")
+    oracle = Oracle(twin)
+    for step in range(4):
+        for module in (ddp, twin):
+            (ddp_hooks.freeze if step % 2 else ddp_hooks.unfreeze)(module, "0", "4.bias")
+            module.zero_grad()
+            penalty = sum(p.square().sum() for p in module.parameters() if p.requires_grad)
+            (module(torch.ones(2, 8) * (rank + 1)).sum() + 0.1 * penalty).backward()
+        oracle.reduce()
+        assert_alike(model, twin, f"step {step}")
+
+
+def test_loss_uses_parameters() -> None:
+    run_ranks(2, loss_uses_parameters)
+
+
+def thawed_before_compiling(rank: int) -> None:
+    """A compiled forward pass cannot be watched, and must not meet what an older one left behind."""
+    model, twin = make_model(), make_model()
+    ddp = wrap(model, find_unused_parameters=True, bucket_cap_mb=25)
+    ddp_hooks.register(ddp, "skip_unused")
+    oracle = Oracle(twin)
+    modules: list[nn.Module] = [ddp, twin]
+    for step in range(6):
+        if step == 1:
+            for module in (ddp, twin):
+                ddp_hooks.freeze(module, "0")
+        if step == 3:
+            for module in (ddp, twin):
+                ddp_hooks.unfreeze(module, "0")
+            modules[0] = torch.compile(ddp, backend="aot_eager")
+        for module in modules:
+            module.zero_grad()
+            module(torch.ones(2, 8) * (rank + 1)).sum().backward()
+        oracle.reduce()
+        assert_alike(model, twin, f"step {step}")
+
+
+def test_thawed_before_compiling() -> None:
+    run_ranks(2, thawed_before_compiling)
+
+
 def alone(rank: int) -> None:
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         ddp = wrap(make_model(), **options)

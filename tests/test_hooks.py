@@ -23,6 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
 
+# Probes soon and often, so that a few steps see the values detector at work.
+EAGER_AUTO = ddp_hooks.Policy("eager_auto", values="adaptive", first_pause_steps=1, longest_pause_steps=2, hold_steps=1)
+
 
 class Branches(nn.Module):
     def __init__(self) -> None:
@@ -75,7 +78,7 @@ def statistics_and_usage(rank: int, native: bool) -> None:
     assert stats.payload_bytes == 2 * used
     assert stats.dense_bytes == 2 * bytes_of(ddp.module)
     assert stats.plan_cache_hits + stats.plan_cache_misses == 2
-    assert stats.mask_bytes == 2 * (4 + 1) * 8
+    assert stats.mask_bytes == 2 * (6 + 1) * 8
     assert stats.hook_seconds > 0
     ddp.module.branches[2].requires_grad_(False)
     usage = state.usage()
@@ -121,9 +124,9 @@ def collectives_are_counted(rank: int) -> None:
     shapes = [event.input_shapes for event in profile.events() if event.name == "gloo:all_reduce"]
     elements = sorted(torch.Size(dims).numel() for shape in shapes for dims in shape if dims)
     used = (bytes_of(ddp.module) - 2 * bytes_of(ddp.module.branches[1])) // 4
-    # One message of gradients, one exchange of masks (four header words and one of bits), and the Reducer's own map
+    # One message of gradients, one exchange of masks (six header words and one of bits), and the Reducer's own map
     # of used parameters, which DDP reduces with or without a hook.
-    assert elements == sorted([used, 5, 10]), shapes
+    assert elements == sorted([used, 7, 10]), shapes
     assert (stats.messages, stats.exchanges) == (1, 1)
     assert stats.payload_bytes == used * 4
 
@@ -479,6 +482,86 @@ def failed_backward(rank: int, failing_ranks: tuple[int, ...], native: bool) -> 
 @pytest.mark.parametrize("failing_ranks", [(0,), (0, 1)])
 def test_failed_backward(failing_ranks: tuple[int, ...], native: bool) -> None:
     run_ranks(2, failed_backward, failing_ranks, native)
+
+
+def failed_backward_then_collective(rank: int) -> None:
+    """One rank's failed pass leaves an exchange under way; what uses the control group next waits for it everywhere."""
+
+    class Model(Branches):
+        def forward(self, x: torch.Tensor, branch: int, fails: bool = False) -> torch.Tensor:
+            return FailsOnce.apply(super().forward(x, branch), fails)
+
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Model(), find_unused_parameters=True)
+    state = ddp_hooks.register(ddp, "skip_unused")
+
+    def fail_on_rank_0() -> None:
+        if rank == 0:
+            with pytest.raises(ArithmeticError):
+                ddp(torch.ones(2, 8), 0, True).sum().backward()
+
+    run_step(ddp, 0)
+    fail_on_rank_0()
+    state.set_policy("skip_zeros")
+    run_step(ddp, 1)
+    fail_on_rank_0()
+    ddp_hooks.freeze(ddp, "trunk")
+    assert ddp_hooks.rebuild(ddp)
+    run_step(ddp, 0)
+    assert state.stats().steps == 3
+
+
+def test_failed_backward_then_collective() -> None:
+    run_ranks(2, failed_backward_then_collective)
+
+
+class WaitsForAll(torch.autograd.Function):
+    """An identity whose backward is a collective on a group of its own, as in synchronised batch normalisation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dist.all_reduce(torch.ones(1), group=ctx.group)
+        return gradient, None
+
+
+def collectives_in_backward(rank: int, policy: str | ddp_hooks.Policy, native: bool) -> None:
+    """Branches that one rank takes alone come first in backward; behind them every rank waits for every other."""
+    group = dist.new_group()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = nn.Linear(8, 16)
+            self.branches = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: torch.Tensor, alone: bool) -> torch.Tensor:
+            x = WaitsForAll.apply(torch.tanh(self.trunk(x)), group)
+            for branch in self.branches if alone else []:
+                x = torch.tanh(branch(x))
+            return x
+
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Model(), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    if native:
+        state = ddp_hooks.register(ddp, policy)
+    else:
+        state = ddp_hooks.SkipUnusedState(ddp, policy)
+        ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    for step in range(8):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 8), rank == step % 2).sum().backward()
+    assert state.stats().steps == 8
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("policy", ["skip_unused", "skip_zeros", EAGER_AUTO], ids=["graph", "values", "auto"])
+def test_collectives_in_backward(policy: str | ddp_hooks.Policy, native: bool) -> None:
+    run_ranks(2, collectives_in_backward, policy, native)
 
 
 def watched_by_a_thread(rank: int) -> None:
