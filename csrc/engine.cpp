@@ -226,12 +226,15 @@ UsageMask Engine::full_usage() const {
   return usage;
 }
 
+bool Engine::exchanges_usage() const {
+  return data_group_->getSize() > 1 && (settings_.graph_detector || !late_parameters_.empty());
+}
+
 UsageMask Engine::local_usage() const {
   UsageMask usage = full_usage();
-  if (!settings_.graph_detector) return usage;
-  reducer_.clear_unused(usage);
+  if (settings_.graph_detector) reducer_.clear_unused(usage);
   // Where the Reducer searches the graph, it knows better than what was frozen or declared.
-  if (!reducer_.searches_graph()) {
+  if (settings_.graph_detector && !reducer_.searches_graph()) {
     for (size_t i = 0; i < reduced_count_; ++i) {
       if (absence_.has_nothing_to_send(i)) usage.clear(i);
     }
@@ -253,11 +256,11 @@ UsageMask Engine::agree_on_usage() {
   } else {
     step.local = local_usage();
   }
-  if (!settings_.graph_detector) {
+  if (!exchanges_usage()) {
+    // A joined rank takes part in what the others send, and they then send everything.
     step.same_usage = !reducer_.searches_graph();
-    return full_usage();
+    return step.shadow ? full_usage() : step.local;
   }
-  if (data_group_->getSize() == 1) return step.local;
   if (!exchange) exchange = start_exchange(step.local, 0);
   UsageMask agreed = timed_wait(*exchange);
   step.same_usage = exchange->masks_were_identical();
@@ -509,7 +512,7 @@ bool Engine::reaches_reducer() const {
 // else the ranks wait for in their backward passes. It must not be started for a pass that never reaches the buckets,
 // because the other ranks would not take part.
 void Engine::start_early_exchange() {
-  if (!settings_.graph_detector || data_group_->getSize() == 1) return;
+  if (!exchanges_usage()) return;
   // Another output of the same pass started it; or a pass that failed before its first bucket did, and then the other
   // ranks count on that exchange.
   if (early_exchange_) return;
@@ -528,6 +531,7 @@ bool Engine::has_early_exchange() const {
 
 void Engine::finish_early_exchange() {
   std::lock_guard lock(mutex_);
+  if (early_error_) std::rethrow_exception(std::exchange(early_error_, nullptr));
   if (!early_exchange_) {
     refresh_layout();
     early_exchange_ = start_exchange(no_usage(), 0);

@@ -111,6 +111,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void outputs_reached();
   void start_early_exchange();
   bool reaches_reducer() const;
+  bool exchanges_usage() const;
   UsageMask no_usage() const;
   UsageMask full_usage() const;
   UsageMask local_usage() const;

@@ -1,5 +1,5 @@
-// Averages gradients that DDP's Reducer does not know: those of parameters that were thawed after the module's Reducer
-// had been made anew without them.
+// Averages gradients that DDP's Reducer does not know: those of parameters that were frozen when the Reducer was made,
+// with the module or anew, and thawed later.
 //
 // The slow path, right in every case: after backward, one message for each dtype and device, nothing overlaps. Each
 // parameter brings a flag along, so that what no rank gave a gradient is left alone, as DDP leaves it.

@@ -174,8 +174,11 @@ class SkipUnusedState:
         rebuild(self._require_module())
 
     def _forward_done(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        # Inside a compiled graph there are no hooks to set; the exchange then starts with the first bucket.
+        # Inside a compiled graph there are no hooks to set; the exchange then starts with the first bucket. Before a
+        # hook is registered nobody would take up what is exchanged.
         if self._engine is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if not module._comm_hooks:
             return
         synchronises = module.require_backward_grad_sync
         outputs = list(_find_tensors(output)) if synchronises else []  # type: ignore[no-untyped-call]

@@ -183,6 +183,46 @@ def test_same_as_built_frozen(find_unused: bool, rebuild: bool) -> None:
     run_ranks(2, same_as_built_frozen, find_unused, rebuild)
 
 
+def thawed_under_any_policy(rank: int, policy: str) -> None:
+    """Frozen when wrapped, thawed later: DDP does not know these parameters, under no policy are they forgotten."""
+    model, twin = make_model(), make_model()
+    oracle = Oracle(twin)
+    for module in (model, twin):
+        ddp_hooks.freeze(module, "0", "2")
+    ddp = wrap(model)
+    ddp_hooks.register(ddp, policy)
+    for step in range(4):
+        for module in (ddp, twin):
+            if step == 1:
+                ddp_hooks.unfreeze(module, "0")
+            module.zero_grad()
+            module(torch.ones(2, 8) * (rank + 1)).sum().backward()
+        oracle.reduce()
+        assert_alike(model, twin, f"step {step}")
+
+
+@pytest.mark.parametrize("policy", list(ddp_hooks.PRESETS))
+def test_thawed_under_any_policy(policy: str) -> None:
+    run_ranks(2, thawed_under_any_policy, policy)
+
+
+def registered_late(rank: int) -> None:
+    """A step between making the state and registering the hook leaves nothing behind."""
+    ddp = wrap(make_model(), find_unused_parameters=True)
+    state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
+    ddp_hooks.freeze(ddp, "0")
+    ddp(torch.ones(2, 8)).sum().backward()
+    ddp_hooks.unfreeze(ddp, "0")
+    ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    for _ in range(2):
+        ddp(torch.ones(2, 8)).sum().backward()
+    assert state.stats().payload_bytes == state.stats().dense_bytes
+
+
+def test_registered_late() -> None:
+    run_ranks(2, registered_late)
+
+
 def thawed_after_rebuild(rank: int, find_unused: bool, bucket_view: bool) -> None:
     """What the new Reducer does not know is averaged all the same, when thawed on all ranks or on one."""
     model, twin = make_model(), make_model()
