@@ -198,7 +198,16 @@ def _attach_powersgd(ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook(state, one_by_one)
 
 
-def _ours(policy: str, native: bool, find_unused: bool | None = None) -> Any:
+def _ways_to_pack(**settings: Any) -> Any:
+    def build(context: Context) -> Variant:
+        import ddp_hooks
+
+        return _ours(ddp_hooks.Policy("skip_unused", **settings), True)(context)
+
+    return build
+
+
+def _ours(policy: Any, native: bool, find_unused: bool | None = None) -> Any:
     def build(context: Context) -> Variant:
         try:
             import ddp_hooks
@@ -290,6 +299,10 @@ def _all_peers() -> list[Peer]:
             peers.append(Peer(f"ours:{policy}:{how}", title, _ours(policy, native), is_ours=True))
     title = "ddp_hooks skip_unused, native, find_unused_parameters=False"
     peers.append(Peer("ours:skip_unused:native:no_fu", title, _ours("skip_unused", True, False), is_ours=True))
+    gather_all = _ways_to_pack(in_place_bytes=1 << 40)
+    peers.append(Peer("ours:gather", "ddp_hooks, everything gathered", gather_all, is_ours=True))
+    in_place = _ways_to_pack(in_place_bytes=0)
+    peers.append(Peer("ours:in_place", "ddp_hooks, every run in place", in_place, is_ours=True))
     peers.append(Peer("ours:rebuilt", "ddp_hooks after rebuild()", _rebuilt, is_ours=True))
     peers.append(Peer("ours:declared", "ddp_hooks, unused parameters declared", _declared, is_ours=True))
     title = "ddp_hooks skip_unused, native, find_unused_parameters=True"
