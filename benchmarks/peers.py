@@ -198,7 +198,16 @@ def _attach_powersgd(ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook(state, one_by_one)
 
 
-def _ours(policy: str, native: bool, find_unused: bool | None = None) -> Any:
+def _ways_to_pack(**settings: Any) -> Any:
+    def build(context: Context) -> Variant:
+        import ddp_hooks
+
+        return _ours(ddp_hooks.Policy("skip_unused", **settings), True)(context)
+
+    return build
+
+
+def _ours(policy: Any, native: bool, find_unused: bool | None = None) -> Any:
     def build(context: Context) -> Variant:
         try:
             import ddp_hooks
@@ -220,6 +229,44 @@ def _ours(policy: str, native: bool, find_unused: bool | None = None) -> Any:
         return variant
 
     return build
+
+
+def _rebuilt(context: Context) -> Variant:
+    if not context.workload.is_static or not context.workload.needs_find_unused:
+        raise NotApplicable("rebuilding is for what is frozen for good")
+    import ddp_hooks
+
+    variant = _ours("skip_unused", True)(context)
+    ddp_hooks.rebuild(variant.module, find_unused_parameters=False)
+    return variant
+
+
+class _Declared(_Ours):
+    """find_unused_parameters=False, and the parameters that a step does not use declared in advance."""
+
+    def __init__(self, context: Context, module: nn.Module, model: nn.Module) -> None:
+        super().__init__(context, module, model)
+        twin = context.copy_model()
+        context.workload.after_wrapping(twin)
+        self._unused: list[list[nn.Parameter]] = []
+        for pattern in range(context.workload.patterns):
+            twin.zero_grad(set_to_none=True)
+            context.workload.loss(twin, pattern, context.rank).backward()
+            pairs = zip(model.parameters(), twin.parameters(), strict=True)
+            self._unused.append([mine for mine, other in pairs if other.grad is None])
+
+    def step(self, pattern: int) -> None:
+        with self.state.unused(*self._unused[pattern]):
+            super().step(pattern)
+
+
+def _declared(context: Context) -> Variant:
+    import ddp_hooks
+
+    variant = _wrap(context, _Declared, find_unused_parameters=False)
+    assert isinstance(variant, _Declared)
+    variant.state = ddp_hooks.register(variant.module, policy="skip_unused")
+    return variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +297,14 @@ def _all_peers() -> list[Peer]:
             how = "native" if native else "python"
             title = f"ddp_hooks {policy}, {how}"
             peers.append(Peer(f"ours:{policy}:{how}", title, _ours(policy, native), is_ours=True))
+    title = "ddp_hooks skip_unused, native, find_unused_parameters=False"
+    peers.append(Peer("ours:skip_unused:native:no_fu", title, _ours("skip_unused", True, False), is_ours=True))
+    gather_all = _ways_to_pack(in_place_bytes=1 << 40)
+    peers.append(Peer("ours:gather", "ddp_hooks, everything gathered", gather_all, is_ours=True))
+    in_place = _ways_to_pack(in_place_bytes=0)
+    peers.append(Peer("ours:in_place", "ddp_hooks, every run in place", in_place, is_ours=True))
+    peers.append(Peer("ours:rebuilt", "ddp_hooks after rebuild()", _rebuilt, is_ours=True))
+    peers.append(Peer("ours:declared", "ddp_hooks, unused parameters declared", _declared, is_ours=True))
     title = "ddp_hooks skip_unused, native, find_unused_parameters=True"
     peers.append(Peer("ours:skip_unused:native:fu", title, _ours("skip_unused", True, True), is_ours=True))
     return peers

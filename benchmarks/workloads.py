@@ -321,18 +321,53 @@ class _Layers(nn.Module):
         return x.square().mean()
 
 
+class Alternating(Workload):
+    """Vectors of equal size of which every other one is used, so that every run of used gradients is one of them."""
+
+    name = "alternate"
+    question = "From what size should a run of used gradients travel in place?"
+    is_static = True
+    patterns = 1
+    total_bytes = 32 << 20
+
+    def __init__(self, size: Size, run_bytes: int) -> None:
+        super().__init__(size)
+        self.run_bytes = run_bytes
+
+    @property
+    def label(self) -> str:
+        return f"runs of {self.run_bytes >> 10} KiB"
+
+    def build(self) -> nn.Module:
+        return _Alternating(self.run_bytes // 4, self.total_bytes // self.run_bytes)
+
+    def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
+        return model(torch.tensor(1.0 + rank))
+
+
+class _Alternating(nn.Module):
+    def __init__(self, length: int, count: int) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.randn(length) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.stack([vector.sum() for vector in self.vectors[::2]]).sum()
+
+
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9)
 _SIMPLE = {w.name: w for w in (LayerDrop, OneTaskPerRank, Mixture, ZeroTimesSum, AllUsed)}
 NAMES = (*(f"frozen:{fraction:g}" for fraction in FRACTIONS), *_SIMPLE)
 
 
 def make(name: str, size: str) -> Workload:
-    """Make a workload by name: one of `NAMES`, `frozen:<fraction>` or `layers:<fraction unused>`."""
+    """Make a workload by name: one of `NAMES`, `frozen:<fraction>`, `layers:<fraction>` or `alternate:<bytes>`."""
     kind, _, argument = name.partition(":")
     if kind == "frozen":
         return Frozen(SIZES[size], float(argument))
     if kind == "layers":
         return PartOfLayers(SIZES[size], float(argument))
+    if kind == "alternate":
+        return Alternating(SIZES[size], int(argument))
     if kind not in _SIMPLE:
         raise ValueError(f"expected a workload among {', '.join(NAMES)}, received {name!r}")
     return _SIMPLE[kind](SIZES[size])
