@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,10 @@ import torch.multiprocessing as mp
 
 import ddp_hooks
 from ddp_hooks import _C
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import harness
 
 LARGE_TENSORS = 500
 SMALL_TENSORS = 2000
@@ -205,9 +207,10 @@ def run_rank(rank: int, arguments: argparse.Namespace, store_file: str, result_f
     dist.destroy_process_group()
 
 
-def commit() -> str:
-    result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"
+def describe(rows: Sequence[dict[str, Any]]) -> str:
+    """One sentence, losses included."""
+    ratios = ", ".join(f"{row['what']} of {row['model']} {row['ratio']:.2f}" for row in rows)
+    return f"Time over the baseline's, below 1 faster: {ratios}."
 
 
 def main() -> None:
@@ -217,23 +220,12 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    header = {
-        "commit": commit(),
-        "torch": torch.__version__,
-        "backend": "gloo",
-        "world_size": arguments.world_size,
-        "link": "loopback",
-        "cores": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
-        "parameters": arguments.parameters,
-        "pairs": arguments.pairs,
-        "load_before": round(os.getloadavg()[0], 1),
-    }
+    command = ["benchmarks/sync_cost.py", *sys.argv[1:]]
+    header = harness.environment_header(command, arguments.world_size, ["loopback"])
     with tempfile.TemporaryDirectory() as directory:
         result_file = f"{directory}/rows.json"
         mp.spawn(run_rank, args=(arguments, f"{directory}/store", result_file), nprocs=arguments.world_size)
         rows = json.loads(Path(result_file).read_text())
-    print(", ".join(f"{key} {value}" for key, value in header.items()))
     print(f"{'what':<46} {'model':<32} {'baseline':<46} {'ms':>8} {'base ms':>8} {'ratio (quartiles)':>20} correct")
     for row in rows:
         ratio = f"{row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})"
@@ -242,7 +234,8 @@ def main() -> None:
             f"{row['baseline_seconds'] * 1e3:>8.1f} {ratio:>20} {row['correct']}"
         )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+        result = {"benchmark": "sync_cost", "header": header, "rows": rows, "sentence": describe(rows)}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
