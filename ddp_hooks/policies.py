@@ -23,7 +23,8 @@ class Policy:
             of masks a bucket and a scan that stops at the first non-zero; ``"adaptive"`` probes now and then, and turns
             the detector on while it pays.
         in_place_bytes: a run of used gradients of at least this many bytes travels from where it lies, in a message of
-            its own; shorter ones are gathered. Bytes.
+            its own; shorter ones are gathered. The default is where copying and one message more cost about the same
+            on loopback (``benchmarks/results/thresholds.json``). Bytes.
         pack_bytes: gathered gradients leave when this many bytes have come together. Bytes.
         gap_fraction: unused gradients between two used runs are sent along when they make up at most this fraction of
             the runs' mean length, because one message in place is cheaper than two.
