@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import statistics
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import harness
 import testbed
 
 
@@ -77,6 +79,7 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 25, 100])
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if "DDP_HOOKS_TESTBED_RATE" in os.environ:
         run_rank(options)
@@ -89,6 +92,13 @@ def main() -> int:
     print(f"{options.hosts} hosts, {options.rate}: gloo all-reduce")
     for row in outcomes[0].results:
         print("  " + "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))
+    if options.json:
+        header = harness.environment_header(sys.argv, options.hosts, [options.rate])
+        rows = outcomes[0].results
+        best = {row["operation"]: row["goodput_of_rate"] for row in rows if row["goodput_of_rate"]}
+        sentence = "Of the rate, with the largest message: " + ", ".join(f"{k} {v:.3f}" for k, v in best.items()) + "."
+        result = {"benchmark": "link_check", "header": header, "rows": rows, "sentence": sentence}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
