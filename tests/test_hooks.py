@@ -120,6 +120,8 @@ def collectives_are_counted(rank: int) -> None:
     state.reset_stats()
     with torch.profiler.profile(record_shapes=True) as profile:
         run_step(ddp, 0)
+        # gloo's threads note the end of a collective after those who wait for it have gone on.
+        time.sleep(0.5)
     stats = state.stats()
     shapes = [event.input_shapes for event in profile.events() if event.name == "gloo:all_reduce"]
     elements = sorted(torch.Size(dims).numel() for shape in shapes for dims in shape if dims)
