@@ -37,6 +37,8 @@ class ReducerView {
   // joined (`ddp.join()`), which runs hooks without any backward pass.
   bool in_backward() const;
   // static_graph=True before the unused parameters are known: they are found in the first pass, after all gradients.
+  // Told by the number of forward passes; an extra one before the first backward pass costs an early exchange of a full
+  // mask.
   bool learns_static_graph() const;
 
   // What the gradients have to be divided by; join() may change it from step to step.

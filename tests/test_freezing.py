@@ -13,6 +13,7 @@ import torch.distributed as dist
 from spawn import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import register
 
 import ddp_hooks
 
@@ -86,11 +87,7 @@ def random_freezing(
     """Freeze and thaw at random, alike or apart, with accumulation, and compare everything after each step."""
     model, twin = make_model(), make_model()
     ddp = wrap(model, find_unused_parameters=find_unused, gradient_as_bucket_view=bucket_view)
-    if native:
-        state = ddp_hooks.register(ddp, policy)
-    else:
-        state = ddp_hooks.SkipUnusedState(ddp, policy)
-        ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    state = register(ddp, policy, native)
     oracle = Oracle(twin)
     optimizers = [make_optimizer(optimizer, model), make_optimizer(optimizer, twin)]
     shared, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(100 + rank)
@@ -301,11 +298,7 @@ def test_joined_while_thawed() -> None:
 def rebuilds_by_itself(rank: int, native: bool) -> None:
     policy = ddp_hooks.Policy("test", rebuild_after=3)
     ddp = wrap(make_model(), find_unused_parameters=False)
-    if native:
-        state = ddp_hooks.register(ddp, policy)
-    else:
-        state = ddp_hooks.SkipUnusedState(ddp, policy)
-        ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    state = register(ddp, policy, native)
 
     def step() -> int:
         before = state.stats().dense_bytes

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from spawn import RankFailure, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import register
 
 import ddp_hooks
 
@@ -148,11 +149,7 @@ def random_steps(rank: int, native: bool) -> None:
         ddp = wrapped(bucket_cap_mb=0.001)
         state = None
         if policy is not None:
-            if native:
-                state = ddp_hooks.register(ddp, policy)
-            else:
-                state = ddp_hooks.SkipUnusedState(ddp, policy)
-                ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+            state = register(ddp, policy, native)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
         shared = torch.Generator().manual_seed(7)
         own = torch.Generator().manual_seed(rank)
@@ -549,11 +546,7 @@ def collectives_in_backward(rank: int, policy: str | ddp_hooks.Policy, native: b
 
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Model(), find_unused_parameters=True, bucket_cap_mb=0.0001)
-    if native:
-        state = ddp_hooks.register(ddp, policy)
-    else:
-        state = ddp_hooks.SkipUnusedState(ddp, policy)
-        ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    state = register(ddp, policy, native)
     for step in range(8):
         ddp.zero_grad()
         ddp(torch.ones(2, 8), rank == step % 2).sum().backward()

@@ -84,6 +84,15 @@ class Run:
     usage: dict[str, ddp_hooks.ParameterUsage] = field(default_factory=dict)
 
 
+def register(ddp: DistributedDataParallel, policy: ddp_hooks.Policy | str, native: bool) -> ddp_hooks.SkipUnusedState:
+    """Register the hook in either way."""
+    if native:
+        return ddp_hooks.register(ddp, policy)
+    state = ddp_hooks.SkipUnusedState(ddp, policy)
+    ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    return state
+
+
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_dense().clone() if tensor.layout == torch.sparse_coo else tensor.detach().clone()
 
@@ -115,11 +124,7 @@ def train(scenario: Scenario, rank: int, policy: ddp_hooks.Policy | str | None, 
     ddp = scenario.wrap(model)
     state = None
     if policy is not None:
-        if native:
-            state = ddp_hooks.register(ddp, policy)
-        else:
-            state = ddp_hooks.SkipUnusedState(ddp, policy)
-            ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+        state = register(ddp, policy, native)
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
 
     def record() -> None:
