@@ -269,6 +269,7 @@ void bind_engine(py::module_& m) {
       .def("register_natively",
            [](const std::shared_ptr<Engine>& engine, const py::object& reducer) {
              view(reducer).register_hook(std::make_unique<SkipUnusedHook>(engine));
+             engine->take_gradients();
            })
       .def("statistics", &Engine::statistics, py::call_guard<py::gil_scoped_release>())
       .def("reset_statistics", &Engine::reset_statistics, py::call_guard<py::gil_scoped_release>())

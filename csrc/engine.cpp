@@ -13,7 +13,6 @@
 
 #include "late_gradients.h"
 #include "nonzero_scan.h"
-#include "slice_copy.h"
 #include "step.h"
 
 namespace ddp_hooks {
@@ -44,39 +43,10 @@ bool any_used(const BucketLayout& bucket, const UsageMask& mask) {
                      [&](const ParameterSlice& slice) { return slice.length > 0 && mask.test(slice.parameter); });
 }
 
-int64_t payload_of(const at::Tensor& tensor) {
-  if (!tensor.is_sparse()) return static_cast<int64_t>(tensor.nbytes());
-  return static_cast<int64_t>(tensor._indices().nbytes() + tensor._values().nbytes());
-}
-
 std::vector<at::Tensor> all_parameters(const ReducerView& reducer, const std::vector<at::Tensor>& late) {
   std::vector<at::Tensor> all = reducer.parameters();
   all.insert(all.end(), late.begin(), late.end());
   return all;
-}
-
-// Runs `on_success` and then counts the message off on each of its buckets; a failed collective fails them instead.
-// `step` keeps the buckets alive; they are not looked up in it, because the engine may be adding to it meanwhile.
-void complete_with(const c10::intrusive_ptr<c10d::Work>& work, const std::shared_ptr<Step>& step,
-                   std::vector<BucketInFlight*> buckets, std::function<void(c10::ivalue::Future&)> on_success) {
-  work->getFuture()->addCallback(
-      [step, buckets = std::move(buckets), on_success = std::move(on_success)](c10::ivalue::Future& future) {
-        std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
-        if (!error) {
-          try {
-            on_success(future);
-          } catch (...) {
-            error = std::current_exception();
-          }
-        }
-        for (BucketInFlight* bucket : buckets) {
-          if (error) {
-            bucket->fail(error);
-          } else {
-            bucket->message_done();
-          }
-        }
-      });
 }
 
 }  // namespace
@@ -84,6 +54,7 @@ void complete_with(const c10::intrusive_ptr<c10d::Work>& work, const std::shared
 Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, c10::intrusive_ptr<c10d::ProcessGroup> control_group,
                const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names)
     : reducer_(std::move(reducer)),
+      slots_(reducer_),
       settings_(settings),
       late_parameters_(std::move(late_parameters)),
       names_(std::move(names)),
@@ -94,7 +65,8 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, c10::intrusive_ptr<c10d::Pr
       exchange_(control_group_),
       probe_(settings.probe),
       plans_(kCachedPlans),
-      absence_(all_parameters(reducer_, late_parameters_)) {
+      absence_(all_parameters(reducer_, late_parameters_)),
+      sender_(data_group_, slots_, statistics_) {
   TORCH_CHECK(names_.size() == joined_bit_, "ddp_hooks: expected a name for each of the module's ", joined_bit_,
               " parameters, received ", names_.size());
 }
@@ -118,7 +90,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
       if (!step_) throw;
       step_->fail(std::current_exception());
       // Collectives that are still under way keep their own references.
-      staging_.clear();
+      sender_.drop_staging();
     }
     if (step_ && step_->buckets.size() >= layout_.buckets.size()) step_.reset();
     statistics_.hook_seconds += stopwatch.seconds() - (statistics_.exchange_wait_seconds - waited_before);
@@ -154,14 +126,30 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
                 ". A SkipUnusedState serves one DistributedDataParallel module; make one for each");
   }
   const bool last = index + 1 == layout_.buckets.size();
+  if (!shadow) fill_slots(index);
   if (step_->planner) {
     start_values_exchange(index);
     const auto ready = last ? index + 1 : step_->settles_last ? 0 : index;
     while (step_->settled < ready) settle_values(step_->settled++);
   } else {
-    send(index, step_->plan->buckets[index]);
+    sender_.send(step_, layout_, index, step_->plan->buckets[index]);
   }
   if (last) close_step();
+}
+
+void Engine::fill_slots(uint32_t bucket) {
+  const Step& step = *step_;
+  // Where gradients are looked at, or go nowhere, they have to lie in the bucket.
+  const bool all_used = step.planner || data_group_->getSize() == 1;
+  // A rank that has joined tells the Reducer about old uses, and the Reducer makes gradients of them.
+  const bool unused_too = step.agreed.test(joined_bit_);
+  for (const ParameterSlice& slice : layout_.buckets[bucket].slices) {
+    if (!slots_.is_vacant(slice.parameter)) continue;
+    reducer_.forget_use_without_gradient(slice.parameter);
+    // Empty parameters never travel, but where another rank used one, the Reducer has to make a .grad for it here.
+    const bool used = step.agreed.test(slice.parameter);
+    if (used ? all_used || slice.length == 0 : unused_too) slots_.fill(slice.parameter, 1);
+  }
 }
 
 void Engine::open_step(bool shadow) {
@@ -183,7 +171,9 @@ void Engine::open_step(bool shadow) {
   }
   if (!shadow && !reducer_.searches_graph()) {
     for (size_t i = 0; i < reduced_count_; ++i) {
-      if (!step.agreed.test(i)) step.untouched.emplace_back(parameter(i), parameter(i).grad());
+      if (!step.agreed.test(i) && !slots_.is_vacant(i)) {
+        step.untouched.emplace_back(parameter(i), parameter(i).grad());
+      }
     }
   }
 
@@ -212,8 +202,9 @@ void Engine::refresh_layout() {
   layout_is_rebuilt_ = reducer_.has_rebuilt_buckets();
   layout_ = reducer_.layout();
   layout_hash_ = layout_.hash();
+  slots_.forget();
   plans_.clear();
-  staging_.clear();
+  sender_.drop_staging();
 }
 
 UsageMask Engine::no_usage() const {
@@ -331,76 +322,7 @@ void Engine::settle_values(uint32_t bucket) {
       if (!nonzero.test(i)) flat.narrow(0, layout.slices[i].offset, layout.slices[i].length).zero_();
     }
   }
-  send(bucket, step.planner->add_bucket(bucket, step.agreed));
-}
-
-void Engine::send(uint32_t index, const BucketPlan& plan) {
-  Step& step = *step_;
-  BucketInFlight& bucket = step.buckets[index];
-  // Passes through even with nobody to send to: the all-reduce leaves it coalesced, as plain DDP does.
-  const bool sparse = layout_.buckets[index].sparse;
-  bucket.expect_messages(plan.messages_touching + (sparse ? 1 : 0));
-  const Disposition disposition = sparse ? Disposition::kWhole : plan.disposition;
-  statistics_.buckets_skipped += disposition == Disposition::kSkipped;
-  statistics_.buckets_packed += disposition == Disposition::kPacked;
-  statistics_.buckets_whole += disposition == Disposition::kWhole;
-  statistics_.messages += static_cast<int64_t>(plan.launches.size()) + (sparse ? 1 : 0);
-
-  if (sparse) {
-    at::Tensor gradient = bucket.buffer();
-    gradient.mul_(step.factor);
-    statistics_.dense_bytes += payload_of(gradient);
-    statistics_.payload_bytes += payload_of(gradient);
-    std::vector<at::Tensor> tensors{gradient};
-    complete_with(data_group_->allreduce(tensors), step_, {&bucket}, [&bucket](c10::ivalue::Future& future) {
-      bucket.set_result(future.value().toTensorVector().front());
-    });
-  }
-  for (const Message& message : plan.launches) {
-    if (message.in_place) {
-      const Slice& slice = message.slices.front();
-      at::Tensor view = step.buckets[slice.bucket].flat().narrow(0, slice.offset, slice.length);
-      std::vector<std::pair<at::Tensor, at::Tensor>> gaps;
-      for (const Slice& gap : message.gaps) {
-        const at::Tensor unused = step.buckets[gap.bucket].flat().narrow(0, gap.offset, gap.length);
-        gaps.emplace_back(unused, unused.clone());
-      }
-      view.mul_(step.factor);
-      statistics_.payload_bytes += payload_of(view);
-      std::vector<at::Tensor> tensors{view};
-      complete_with(data_group_->allreduce(tensors), step_, {&step.buckets[slice.bucket]},
-                    [gaps = std::move(gaps)](c10::ivalue::Future&) {
-                      for (const auto& [gap, content] : gaps) gap.copy_(content);
-                    });
-      continue;
-    }
-    std::vector<SliceOfTensor> slices;
-    std::vector<BucketInFlight*> buckets;
-    for (const Slice& slice : message.slices) {
-      BucketInFlight* from = &step.buckets[slice.bucket];
-      slices.push_back({from->flat(), slice.offset, slice.length});
-      if (buckets.empty() || buckets.back() != from) buckets.push_back(from);
-    }
-    if (step.next_staging == staging_.size()) staging_.emplace_back();
-    at::Tensor& staging = staging_[step.next_staging++];
-    const at::TensorOptions options = slices.front().flat.options();
-    if (!staging.defined() || staging.numel() < message.numel || staging.dtype() != options.dtype() ||
-        staging.device() != options.device()) {
-      staging = at::empty({message.numel}, options);
-    }
-    const at::Tensor packed = staging.narrow(0, 0, message.numel);
-    {
-      RECORD_FUNCTION("ddp_hooks::gather", std::vector<c10::IValue>());
-      gather_scaled(packed, slices, step.factor);
-    }
-    statistics_.payload_bytes += payload_of(packed);
-    std::vector<at::Tensor> tensors{packed};
-    complete_with(data_group_->allreduce(tensors), step_, std::move(buckets),
-                  [packed, slices = std::move(slices)](c10::ivalue::Future&) {
-                    RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
-                    scatter(packed, slices);
-                  });
-  }
+  sender_.send(step_, layout_, bucket, step.planner->add_bucket(bucket, step.agreed));
 }
 
 void Engine::close_step() {
@@ -453,6 +375,10 @@ void Engine::declare_unused(const std::vector<size_t>& parameters) {
   absence_.declare(parameters);
 }
 
+void Engine::take_gradients() {
+  takes_gradients_ = true;
+}
+
 void Engine::set_rebuild(std::function<void()> rebuild) {
   rebuild_ = std::move(rebuild);
 }
@@ -492,7 +418,10 @@ void Engine::outputs_reached() {
       return;
     }
     // Some parameters may have reported before the outputs were reached, if the loss uses them directly.
-    if (!reducer_.in_backward()) start_early_exchange();
+    if (!reducer_.in_backward()) {
+      start_early_exchange();
+      if (takes_gradients_) vacate_slots();
+    }
     if (!reducer_.searches_graph()) absent = absence_.take_to_mark(reduced_count_, names_);
   }
   // Without a graph search the Reducer waits for every parameter, and a frozen one will not report by itself. May run
@@ -524,6 +453,11 @@ void Engine::start_early_exchange() {
   }
 }
 
+void Engine::vacate_slots() {
+  refresh_layout();
+  for (size_t i = 0; i < reduced_count_; ++i) slots_.vacate(i);
+}
+
 bool Engine::has_early_exchange() const {
   std::lock_guard lock(mutex_);
   return early_exchange_ != nullptr;
@@ -546,7 +480,7 @@ void Engine::configure(const EngineSettings& settings) {
   settings_ = settings;
   probe_ = ValuesProbe(settings.probe);
   plans_.clear();
-  staging_.clear();
+  sender_.drop_staging();
   step_number_ = 0;
   stable_steps_ = 0;
 }

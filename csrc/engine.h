@@ -23,8 +23,11 @@
 #include <vector>
 
 #include "absence.h"
+#include "bucket_slots.h"
 #include "mask_exchange.h"
+#include "message_sender.h"
 #include "reducer_view.h"
+#include "statistics.h"
 #include "usage_mask.h"
 #include "values_probe.h"
 #include "wire_plan.h"
@@ -43,24 +46,6 @@ struct EngineSettings {
   int64_t rebuild_after_steps = 0;
   // Identifies policy, world and model; ranks with different ones must not exchange masks.
   uint64_t configuration = 0;
-};
-
-// Counters since the last reset. All but the seconds, and the bytes of sparse gradients, are the same on every rank.
-struct Statistics {
-  int64_t steps = 0;
-  int64_t values_steps = 0;
-  int64_t buckets_whole = 0;
-  int64_t buckets_packed = 0;
-  int64_t buckets_skipped = 0;
-  int64_t messages = 0;
-  int64_t dense_bytes = 0;    // what plain DDP would have handed to its all-reduce
-  int64_t payload_bytes = 0;  // what was handed to it
-  int64_t mask_bytes = 0;
-  int64_t exchanges = 0;
-  int64_t plan_cache_hits = 0;
-  int64_t plan_cache_misses = 0;
-  double exchange_wait_seconds = 0;  // the backward pass stood still for the agreed mask
-  double hook_seconds = 0;           // spent in the hook besides
 };
 
 struct Usage {
@@ -93,6 +78,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // has one, all of them finish it before they use the control group for something else.
   bool has_early_exchange() const;
   void finish_early_exchange();
+
+  // From now on nobody but the engine reads the Reducer's buckets, so gradients need not be in them before the hook is
+  // called. Not so where the hook is called through Python, because other hooks may be wrapped around it.
+  void take_gradients();
 
   // Called at the end of a backward pass when EngineSettings::rebuild_after_steps have passed.
   void set_rebuild(std::function<void()> rebuild);
@@ -127,10 +116,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   UsageMask timed_wait(PendingExchange& exchange);
   void start_values_exchange(uint32_t bucket);
   void settle_values(uint32_t bucket);
-  void send(uint32_t bucket, const BucketPlan& plan);
+  void vacate_slots();
+  void fill_slots(uint32_t bucket);
 
   mutable std::mutex mutex_;
   const ReducerView reducer_;
+  BucketSlots slots_;
+  bool takes_gradients_ = false;
   EngineSettings settings_;
   const std::vector<at::Tensor> late_parameters_;
   const std::vector<std::string> names_;
@@ -146,7 +138,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   uint64_t layout_hash_ = 0;
   bool layout_is_rebuilt_ = false;
   PlanCache plans_;
-  std::vector<at::Tensor> staging_;  // one for each packed message of a step, kept from step to step
 
   Absence absence_;
   std::function<void()> rebuild_;
@@ -162,6 +153,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   Usage usage_;
   Statistics statistics_;
+  MessageSender sender_;
 };
 
 }  // namespace ddp_hooks

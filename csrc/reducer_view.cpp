@@ -24,6 +24,17 @@ struct Members : c10d::Reducer {
   static auto& calls_left(c10d::Reducer& r) { return r.*(&Members::numGradHooksTriggeredMapPerIteration_); }
   static auto& rebuilt(c10d::Reducer& r) { return r.*(&Members::has_rebuilt_bucket_); }
 
+  static auto& views(c10d::Reducer& r) { return r.*(&Members::gradient_as_bucket_view_); }
+
+  static Slot slot(c10d::Reducer& r, size_t parameter) {
+    const auto& place = (r.*(&Members::variable_locators_))[parameter];
+    auto& bucket = (r.*(&Members::buckets_))[place.bucket_index];
+    const size_t i = place.intra_bucket_index;
+    if (bucket.expect_sparse_gradient) return {bucket.variables[i], bucket.gradients, bucket.gradients, 0, true};
+    return {bucket.variables[i], bucket.bucket_views_in[i], bucket.gradients, static_cast<int64_t>(bucket.offsets[i]),
+            false};
+  }
+
   static LayoutOfBuckets layout(c10d::Reducer& r) {
     LayoutOfBuckets layout;
     layout.parameter_count = parameters(r).size();
@@ -72,6 +83,9 @@ const std::vector<at::Tensor>& ReducerView::parameters() const {
 bool ReducerView::skips_unused_by_local_list() const {
   return Members::skips_unused(*get());
 }
+bool ReducerView::gradients_are_views() const {
+  return Members::views(*get());
+}
 c10::intrusive_ptr<c10d::ProcessGroup> ReducerView::process_group() const {
   return Members::process_group(*get());
 }
@@ -86,6 +100,10 @@ bool ReducerView::has_rebuilt_buckets() const {
 }
 LayoutOfBuckets ReducerView::layout() const {
   return Members::layout(*get());
+}
+
+Slot ReducerView::slot(size_t parameter) const {
+  return Members::slot(*get(), parameter);
 }
 
 bool ReducerView::learns_static_graph() const {
@@ -119,6 +137,13 @@ void ReducerView::clear_unused(UsageMask& usage) const {
   const int32_t* used_since_sync = searches ? Members::used_map(*reducer).const_data_ptr<int32_t>() : nullptr;
   for (size_t index : Members::unused(*reducer)) {
     if (used_since_sync == nullptr || used_since_sync[index] == 0) usage.clear(index);
+  }
+}
+
+void ReducerView::forget_use_without_gradient(size_t parameter) const {
+  auto reducer = get();
+  if (searches_graph() && !has_gradient(parameter)) {
+    Members::used_map(*reducer).mutable_data_ptr<int32_t>()[parameter] = 0;
   }
 }
 

@@ -18,6 +18,15 @@
 
 namespace ddp_hooks {
 
+// Where a bucket keeps what the Reducer needs to know about one parameter; stays valid until the buckets are rebuilt.
+struct Slot {
+  at::Tensor& variable;      // whose .grad is read and written
+  at::Tensor& view;          // its part of the bucket, in the variable's shape
+  const at::Tensor& bucket;  // flat, of the variable's dtype; undefined before a sparse gradient has come
+  int64_t offset = 0;        // elements
+  bool sparse = false;
+};
+
 class ReducerView {
  public:
   explicit ReducerView(std::weak_ptr<c10d::Reducer> reducer) : reducer_(std::move(reducer)) {}
@@ -29,6 +38,7 @@ class ReducerView {
   // What does not change while the module lives.
   const std::vector<at::Tensor>& parameters() const;
   bool skips_unused_by_local_list() const;
+  bool gradients_are_views() const;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group() const;
 
   // A forward pass has asked for a synchronised backward pass that has not been finished.
@@ -56,6 +66,10 @@ class ReducerView {
   // pass nor from one under no_sync() since the last synchronised one, as far as the Reducer knows. Reads no gradient.
   void clear_unused(UsageMask& usage) const;
 
+  // The Reducer notes a parameter as used when it reports and its slot's variable has a gradient. Where a placeholder
+  // stood there, this puts the note right: without a gradient of its own the parameter was not used.
+  void forget_use_without_gradient(size_t parameter) const;
+
   // Says that parameter i will get no gradient in this backward pass. Takes the Reducer's mutex, and may run the hook.
   void mark_ready(size_t parameter) const;
 
@@ -64,6 +78,7 @@ class ReducerView {
 
   bool has_rebuilt_buckets() const;
   LayoutOfBuckets layout() const;
+  Slot slot(size_t parameter) const;
 
   void register_hook(std::unique_ptr<c10d::CommHookInterface> hook) const;
 

@@ -1,0 +1,91 @@
+#include "bucket_slots.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ScalarOps.h>
+
+#include <utility>
+
+namespace ddp_hooks {
+namespace {
+
+// Whether the elements of `gradient` lie in memory as those of its slot do, one flat stretch each.
+bool lies_like(const at::Tensor& gradient, const at::Tensor& view) {
+  return gradient.layout() == at::kStrided && gradient.scalar_type() == view.scalar_type() &&
+         gradient.strides() == view.strides() && gradient.is_non_overlapping_and_dense() && !gradient.is_conj() &&
+         !gradient.is_neg();
+}
+
+}  // namespace
+
+BucketSlots::BucketSlots(const ReducerView& reducer) : reducer_(reducer) {
+  forget();
+}
+
+void BucketSlots::forget() {
+  entries_.assign(reducer_.parameters().size(), Entry{});
+}
+
+void BucketSlots::vacate(size_t parameter) {
+  Entry& entry = entries_[parameter];
+  if (entry.vacant) return;
+  if (!entry.variable.defined()) {
+    const Slot slot = reducer_.slot(parameter);
+    if (slot.sparse) return;
+    // A view of the bucket, because with gradient_as_bucket_view=True the Reducer insists that gradients alias it.
+    entry.view = slot.bucket.narrow(0, slot.offset, 0);
+    entry.variable = at::empty({0}, slot.bucket.options());
+    // Defined, because to the Reducer a parameter that reports without a gradient was not used.
+    entry.variable.mutable_grad() = reducer_.gradients_are_views() ? entry.view : at::empty_like(entry.view);
+  }
+  exchange(parameter);
+}
+
+bool BucketSlots::is_vacant(size_t parameter) const {
+  return entries_[parameter].vacant;
+}
+
+void BucketSlots::exchange(size_t parameter) {
+  Entry& entry = entries_[parameter];
+  const Slot slot = reducer_.slot(parameter);
+  std::swap(slot.variable, entry.variable);
+  std::swap(slot.view, entry.view);
+  entry.vacant = !entry.vacant;
+}
+
+void BucketSlots::give_back(size_t parameter) {
+  if (entries_[parameter].vacant) exchange(parameter);
+}
+
+void BucketSlots::fill(size_t parameter, double factor) {
+  give_back(parameter);
+  const Slot slot = reducer_.slot(parameter);
+  at::Tensor& gradient = slot.variable.mutable_grad();
+  if (!gradient.defined()) {
+    slot.view.zero_();
+    return;
+  }
+  if (gradient.is_alias_of(slot.view)) {
+    if (factor != 1) slot.view.mul_(factor);
+    return;
+  }
+  if (factor == 1) {
+    slot.view.copy_(gradient);
+  } else {
+    at::mul_out(slot.view, gradient, at::native::wrapped_scalar_tensor(factor));
+  }
+  if (reducer_.gradients_are_views()) gradient = slot.view;
+}
+
+at::Tensor BucketSlots::take_gradient(size_t parameter) {
+  give_back(parameter);
+  const Slot slot = reducer_.slot(parameter);
+  const at::Tensor& gradient = slot.variable.grad();
+  if (gradient.defined() && !reducer_.gradients_are_views() && lies_like(gradient, slot.view)) {
+    const at::Tensor flat = gradient.detach().as_strided({gradient.numel()}, {1});
+    return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat;
+  }
+  fill(parameter, 1);
+  return {};
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,54 @@
+// The slots of the Reducer's buckets, taken out of its hands for one backward pass.
+//
+// The Reducer copies each gradient into its slot when the gradient arrives, fills the slot of an unused parameter with
+// zeros, and writes every slot back to .grad at the end. A *vacant* slot holds an empty placeholder instead of the
+// parameter, so the Reducer does all of this to nothing. What has to travel is put into its slot by the engine, when
+// the agreed mask is known: scaled in the same pass, or straight from the gradient into a message. What no rank used
+// stays vacant: its slot and its .grad are not touched at all.
+//
+// Always holds: the real parameter and view of a vacant slot are kept here, and a slot that is given back is as the
+// Reducer made it. A slot may stay vacant from one pass to the next, whoever opens a step then: the engine fills vacant
+// slots whenever it finds them.
+// Thread-safety: none; the engine locks, and the Reducer's mutex is held. Ranks may differ.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "reducer_view.h"
+
+namespace ddp_hooks {
+
+class BucketSlots {
+ public:
+  explicit BucketSlots(const ReducerView& reducer);
+
+  // The Reducer has made new buckets.
+  void forget();
+
+  // Slots of sparse gradients are never vacant.
+  void vacate(size_t parameter);
+  bool is_vacant(size_t parameter) const;
+
+  // Gives a vacant slot back without its content.
+  void give_back(size_t parameter);
+  // Gives a vacant slot back with what the Reducer would have put there, times `factor`.
+  void fill(size_t parameter, double factor);
+  // Gives a vacant slot back, and returns the gradient whose elements belong there, flat and real, if it lies elsewhere
+  // in the slot's own order of elements. Otherwise undefined, and the slot is filled with factor 1.
+  at::Tensor take_gradient(size_t parameter);
+
+ private:
+  struct Entry {
+    at::Tensor variable;  // the placeholder, or while it is in the slot, the parameter
+    at::Tensor view;      // likewise
+    bool vacant = false;
+  };
+  void exchange(size_t parameter);
+
+  const ReducerView& reducer_;
+  std::vector<Entry> entries_;
+};
+
+}  // namespace ddp_hooks

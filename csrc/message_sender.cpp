@@ -1,0 +1,180 @@
+#include "message_sender.h"
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <exception>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+
+namespace ddp_hooks {
+namespace {
+
+int64_t payload_of(const at::Tensor& tensor) {
+  if (!tensor.is_sparse()) return static_cast<int64_t>(tensor.nbytes());
+  return static_cast<int64_t>(tensor._indices().nbytes() + tensor._values().nbytes());
+}
+
+// The parameters that lie within a stretch of a bucket, empty ones left out; a stretch ends where parameters do.
+std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Slice& stretch) {
+  auto slice =
+      std::lower_bound(layout.slices.begin(), layout.slices.end(), stretch.offset,
+                       [](const ParameterSlice& candidate, int64_t offset) { return candidate.offset < offset; });
+  std::vector<ParameterSlice> found;
+  for (; slice != layout.slices.end() && slice->offset < stretch.offset + stretch.length; ++slice) {
+    if (slice->length > 0) found.push_back(*slice);
+  }
+  return found;
+}
+
+// Joins what lies next to each other, so that a copy is as long as can be.
+void append(std::vector<SliceOfTensor>& slices, const SliceOfTensor& slice) {
+  if (!slices.empty()) {
+    SliceOfTensor& last = slices.back();
+    if (last.flat.is_same(slice.flat) && last.offset + last.length == slice.offset) {
+      last.length += slice.length;
+      return;
+    }
+  }
+  slices.push_back(slice);
+}
+
+}  // namespace
+
+void MessageSender::drop_staging() {
+  staging_.clear();
+}
+
+void MessageSender::send(const std::shared_ptr<Step>& step, const LayoutOfBuckets& layout, uint32_t index,
+                         const BucketPlan& plan) {
+  BucketInFlight& bucket = step->buckets[index];
+  // Passes through even with nobody to send to: the all-reduce leaves it coalesced, as plain DDP does.
+  const bool sparse = layout.buckets[index].sparse;
+  bucket.expect_messages(plan.messages_touching + (sparse ? 1 : 0));
+  const Disposition disposition = sparse ? Disposition::kWhole : plan.disposition;
+  statistics_.buckets_skipped += disposition == Disposition::kSkipped;
+  statistics_.buckets_packed += disposition == Disposition::kPacked;
+  statistics_.buckets_whole += disposition == Disposition::kWhole;
+  if (sparse) send_sparse(step, bucket);
+  for (const Message& message : plan.launches) {
+    if (message.in_place) {
+      send_in_place(step, layout.buckets[message.slices.front().bucket], message);
+    } else {
+      send_packed(step, layout, message);
+    }
+  }
+}
+
+void MessageSender::send_sparse(const std::shared_ptr<Step>& step, BucketInFlight& bucket) {
+  at::Tensor gradient = bucket.buffer();
+  gradient.mul_(step->factor);
+  statistics_.dense_bytes += payload_of(gradient);
+  all_reduce(gradient, {step, {&bucket}},
+             [&bucket](c10::ivalue::Future& future) { bucket.set_result(future.value().toTensorVector().front()); });
+}
+
+void MessageSender::send_in_place(const std::shared_ptr<Step>& step, const BucketLayout& layout,
+                                  const Message& message) {
+  const Slice& slice = message.slices.front();
+  BucketInFlight& bucket = step->buckets[slice.bucket];
+  std::vector<std::pair<at::Tensor, at::Tensor>> gaps;
+  for (const Slice& gap : message.gaps) {
+    const at::Tensor unused = bucket.flat().narrow(0, gap.offset, gap.length);
+    gaps.emplace_back(unused, unused.clone());
+  }
+  scale(*step, layout, slice);
+  all_reduce(bucket.flat().narrow(0, slice.offset, slice.length), {step, {&bucket}},
+             [gaps = std::move(gaps)](c10::ivalue::Future&) {
+               for (const auto& [gap, content] : gaps) gap.copy_(content);
+             });
+}
+
+// Brings the stretch's gradients into the bucket, scaled; those of vacant slots in one pass.
+void MessageSender::scale(Step& step, const BucketLayout& layout, const Slice& stretch) {
+  const at::Tensor flat = step.buckets[stretch.bucket].flat();
+  Slice present{stretch.bucket, stretch.offset, 0};
+  const auto scale_present = [&] {
+    if (present.length > 0) flat.narrow(0, present.offset, present.length).mul_(step.factor);
+  };
+  for (const ParameterSlice& slice : parameters_in(layout, stretch)) {
+    if (step.shadow || !slots_.is_vacant(slice.parameter)) {
+      if (present.length == 0) present.offset = slice.offset;
+      present.length = slice.offset + slice.length - present.offset;
+      continue;
+    }
+    scale_present();
+    present.length = 0;
+    if (step.agreed.test(slice.parameter)) slots_.fill(slice.parameter, step.factor);
+  }
+  scale_present();
+}
+
+void MessageSender::send_packed(const std::shared_ptr<Step>& step, const LayoutOfBuckets& layout,
+                                const Message& message) {
+  std::vector<SliceOfTensor> from;
+  std::vector<SliceOfTensor> to;
+  std::vector<BucketInFlight*> buckets;
+  for (const Slice& slice : message.slices) {
+    BucketInFlight* bucket = &step->buckets[slice.bucket];
+    if (buckets.empty() || buckets.back() != bucket) buckets.push_back(bucket);
+    const at::Tensor flat = bucket->flat();
+    to.push_back({flat, slice.offset, slice.length});
+    for (const ParameterSlice& part : parameters_in(layout.buckets[slice.bucket], slice)) {
+      at::Tensor gradient;
+      if (!step->shadow && slots_.is_vacant(part.parameter)) gradient = slots_.take_gradient(part.parameter);
+      if (gradient.defined()) {
+        from.push_back({gradient, 0, part.length});
+      } else {
+        append(from, {flat, part.offset, part.length});
+      }
+    }
+  }
+  const at::Tensor packed = staging_for(*step, message, to.front().flat.options());
+  {
+    RECORD_FUNCTION("ddp_hooks::gather", std::vector<c10::IValue>());
+    gather_scaled(packed, from, step->factor);
+  }
+  all_reduce(packed, {step, std::move(buckets)}, [packed, to = std::move(to)](c10::ivalue::Future&) {
+    RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
+    scatter(packed, to);
+  });
+}
+
+at::Tensor MessageSender::staging_for(Step& step, const Message& message, const at::TensorOptions& options) {
+  if (step.next_staging == staging_.size()) staging_.emplace_back();
+  at::Tensor& staging = staging_[step.next_staging++];
+  if (!staging.defined() || staging.numel() < message.numel || staging.dtype() != options.dtype() ||
+      staging.device() != options.device()) {
+    staging = at::empty({message.numel}, options);
+  }
+  return staging.narrow(0, 0, message.numel);
+}
+
+// Runs `on_success` and then counts the message off on each of its buckets; a failed collective fails them instead.
+// The step keeps the buckets alive; they are not looked up in it, because the engine may be adding to it meanwhile.
+void MessageSender::all_reduce(const at::Tensor& tensor, Launch launch, OnSuccess on_success) {
+  statistics_.messages += 1;
+  statistics_.payload_bytes += payload_of(tensor);
+  std::vector<at::Tensor> tensors{tensor};
+  group_->allreduce(tensors)->getFuture()->addCallback(
+      [launch = std::move(launch), on_success = std::move(on_success)](c10::ivalue::Future& future) {
+        std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
+        if (!error) {
+          try {
+            on_success(future);
+          } catch (...) {
+            error = std::current_exception();
+          }
+        }
+        for (BucketInFlight* bucket : launch.buckets) {
+          if (error) {
+            bucket->fail(error);
+          } else {
+            bucket->message_done();
+          }
+        }
+      });
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,53 @@
+// Launches the messages of a bucket's plan: takes the gradients from where they lie, averages them over the ranks, and
+// puts them into the bucket, from which the Reducer writes them to .grad.
+//
+// Nothing waits in here: a message's completion counts it off on the buckets that it carries slices of.
+// Thread-safety: the engine locks; completions run in the process group's threads.
+// Every rank must agree on: the plan, the agreed mask, the factor.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "bucket_slots.h"
+#include "slice_copy.h"
+#include "statistics.h"
+#include "step.h"
+#include "wire_plan.h"
+
+namespace ddp_hooks {
+
+class MessageSender {
+ public:
+  MessageSender(c10::intrusive_ptr<c10d::ProcessGroup> group, BucketSlots& slots, Statistics& statistics)
+      : group_(std::move(group)), slots_(slots), statistics_(statistics) {}
+
+  void send(const std::shared_ptr<Step>& step, const LayoutOfBuckets& layout, uint32_t bucket, const BucketPlan& plan);
+
+  // Lets go of the staging memory; messages under way keep theirs.
+  void drop_staging();
+
+ private:
+  // A message launched for some buckets of a step, until its collective is back.
+  struct Launch {
+    std::shared_ptr<Step> step;
+    std::vector<BucketInFlight*> buckets;
+  };
+  using OnSuccess = std::function<void(c10::ivalue::Future&)>;
+
+  void send_sparse(const std::shared_ptr<Step>& step, BucketInFlight& bucket);
+  void send_in_place(const std::shared_ptr<Step>& step, const BucketLayout& layout, const Message& message);
+  void send_packed(const std::shared_ptr<Step>& step, const LayoutOfBuckets& layout, const Message& message);
+  void scale(Step& step, const BucketLayout& layout, const Slice& slice);
+  at::Tensor staging_for(Step& step, const Message& message, const at::TensorOptions& options);
+  void all_reduce(const at::Tensor& tensor, Launch launch, OnSuccess on_success);
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  BucketSlots& slots_;
+  Statistics& statistics_;
+  std::vector<at::Tensor> staging_;  // one for each packed message of a step, kept from step to step
+};
+
+}  // namespace ddp_hooks
