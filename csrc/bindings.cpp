@@ -88,8 +88,6 @@ void bind_parts(py::module_& m) {
       .def("set", [](UsageMask& mask, size_t index) { mask.set(checked(mask, index)); })
       .def("clear", [](UsageMask& mask, size_t index) { mask.clear(checked(mask, index)); })
       .def("merge", &UsageMask::merge)
-      .def("intersect", &UsageMask::intersect)
-      .def("is_subset_of", &UsageMask::is_subset_of)
       .def("count", &UsageMask::count)
       .def("words", [](const UsageMask& mask) { return mask.words(); })
       .def("__eq__", [](const UsageMask& a, const UsageMask& b) { return a == b; })
@@ -230,14 +228,18 @@ void bind_engine(py::module_& m) {
   // Whatever locks the engine lets go of the GIL first: a bucket may complete, and take the GIL, with the engine
   // locked.
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init([](const py::object& reducer, const py::object& control_group, const EngineSettings& settings,
+      .def(py::init([](const py::object& reducer, const py::object& control_group,
+                       const std::vector<py::object>& axis_groups, const EngineSettings& settings,
                        std::vector<at::Tensor> late_parameters, std::vector<std::string> names) {
-             return std::make_shared<Engine>(reducer.cast<std::shared_ptr<c10d::Reducer>>(),
-                                             control_group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>(), settings,
+             ExchangeGroups groups{control_group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>(), {}};
+             for (const py::object& axis : axis_groups) {
+               groups.axes.push_back(axis.cast<c10::intrusive_ptr<c10d::ProcessGroup>>());
+             }
+             return std::make_shared<Engine>(reducer.cast<std::shared_ptr<c10d::Reducer>>(), groups, settings,
                                              std::move(late_parameters), std::move(names));
            }),
-           py::kw_only(), py::arg("reducer"), py::arg("control_group"), py::arg("settings"), py::arg("late_parameters"),
-           py::arg("names"))
+           py::kw_only(), py::arg("reducer"), py::arg("control_group"), py::arg("axis_groups"), py::arg("settings"),
+           py::arg("late_parameters"), py::arg("names"))
       .def("configure", &Engine::configure, py::call_guard<py::gil_scoped_release>())
       .def("run",
            [](Engine& engine, const py::object& bucket) {

@@ -51,18 +51,18 @@ std::vector<at::Tensor> all_parameters(const ReducerView& reducer, const std::ve
 
 }  // namespace
 
-Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, c10::intrusive_ptr<c10d::ProcessGroup> control_group,
-               const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names)
+Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, const ExchangeGroups& groups, const EngineSettings& settings,
+               std::vector<at::Tensor> late_parameters, std::vector<std::string> names)
     : reducer_(std::move(reducer)),
       slots_(reducer_),
       settings_(settings),
       late_parameters_(std::move(late_parameters)),
       names_(std::move(names)),
       data_group_(reducer_.process_group()),
-      control_group_(std::move(control_group)),
+      control_group_(groups.all),
       reduced_count_(reducer_.parameters().size()),
       joined_bit_(reduced_count_ + late_parameters_.size()),
-      exchange_(control_group_),
+      exchange_(groups),
       probe_(settings.probe),
       plans_(kCachedPlans),
       absence_(all_parameters(reducer_, late_parameters_)),
@@ -264,10 +264,10 @@ UsageMask Engine::agree_on_usage() {
   return agreed;
 }
 
-std::unique_ptr<PendingExchange> Engine::start_exchange(UsageMask local, uint64_t phase) {
-  auto exchange = exchange_.start(std::move(local), {settings_.configuration, layout_hash_, phase});
+std::unique_ptr<PendingExchange> Engine::start_exchange(const UsageMask& local, uint64_t phase) {
+  auto exchange = exchange_.start(local, {settings_.configuration, layout_hash_, phase});
   statistics_.exchanges += 1;
-  statistics_.mask_bytes += exchange->message_bytes();
+  statistics_.mask_bytes += exchange->payload_bytes();
   return exchange;
 }
 
@@ -301,7 +301,7 @@ void Engine::start_values_exchange(uint32_t bucket) {
     step.local.clear(slice.parameter);
     if (result.any_negative_zero) values.negative_zeros.push_back(i);
   }
-  values.exchange = start_exchange(std::move(nonzero), bucket + 1);
+  values.exchange = start_exchange(nonzero, bucket + 1);
 }
 
 void Engine::settle_values(uint32_t bucket) {

@@ -59,8 +59,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // `late_parameters` are the module's parameters that the Reducer does not know, because they were frozen when it was
   // made. `names` are those of the Reducer's parameters and then of the late ones, for messages.
-  Engine(std::weak_ptr<c10d::Reducer> reducer, c10::intrusive_ptr<c10d::ProcessGroup> control_group,
-         const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names);
+  Engine(std::weak_ptr<c10d::Reducer> reducer, const ExchangeGroups& groups, const EngineSettings& settings,
+         std::vector<at::Tensor> late_parameters, std::vector<std::string> names);
   ~Engine();
 
   // The hook. Never throws: errors arrive through the future, because an exception would leave the Reducer unusable.
@@ -112,7 +112,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void open_step(bool shadow);
   void refresh_layout();
   UsageMask agree_on_usage();
-  std::unique_ptr<PendingExchange> start_exchange(UsageMask local, uint64_t phase);
+  std::unique_ptr<PendingExchange> start_exchange(const UsageMask& local, uint64_t phase);
   UsageMask timed_wait(PendingExchange& exchange);
   void start_values_exchange(uint32_t bucket);
   void settle_values(uint32_t bucket);

@@ -1,18 +1,23 @@
-// Every rank's mask -> the agreed mask: one small bitwise OR over all ranks, asynchronous, on a group of its own.
+// Every rank's mask -> the agreed mask: a bitwise OR over all ranks, asynchronous, on groups of its own.
 //
 // A message is [x, ~x] for each of three header words, then the mask. OR(x) and OR(~x) share a bit exactly when two
-// ranks sent a different x. So the same collective that merges the masks also notices, on every rank alike, that ranks
+// ranks sent a different x. So the collectives that merge the masks also notice, on every rank alike, that ranks
 // drifted apart (another number of exchanges so far, another configuration, another layout of the buckets), and whether
 // all ranks sent the same mask.
 //
+// The OR is made by all-gathers. A gather of messages this small takes half the hops of a ring all-reduce, and fewer
+// turns of the threads that run it. In a large world the ranks form a grid, and one gather along each of its axes takes
+// the place of one over all: the hops are then the sum of the axes' lengths instead of their product.
+//
 // Always holds: exchanges finish in the order in which they were started. Thread-safety: none; the engine locks.
-// Every rank must agree on: the order of exchanges, and the size of each mask.
+// Every rank must agree on: the order of exchanges, the size of each mask, the grid.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
 
 #include "usage_mask.h"
 
@@ -25,10 +30,16 @@ struct ExchangeContext {
   uint64_t phase = 0;          // 0 for the graph detector's masks, bucket + 1 for the values detector's
 };
 
+struct ExchangeGroups {
+  c10::intrusive_ptr<c10d::ProcessGroup> all;  // every rank
+  // Those that differ from this rank in one coordinate of the grid only, for each axis; `all` alone in a small world.
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> axes;
+};
+
 class PendingExchange {
  public:
-  const UsageMask& local() const { return local_; }
-  int64_t message_bytes() const { return static_cast<int64_t>(message_.nbytes()); }
+  // What is handed to collectives.
+  int64_t payload_bytes() const { return static_cast<int64_t>(message_.nbytes() * groups_->axes.size()); }
 
   // After wait(): whether every rank sent the same mask.
   bool masks_were_identical() const { return identical_; }
@@ -39,12 +50,15 @@ class PendingExchange {
 
  private:
   friend class MaskExchange;
-  std::string describe_drift();
+  void gather(c10d::ProcessGroup& axis);
+  void merge_gathered();
+  std::string describe_drift() const;
 
-  c10::intrusive_ptr<c10d::ProcessGroup> control_group_;
+  const ExchangeGroups* groups_ = nullptr;
   c10::intrusive_ptr<c10d::Work> work_;
   at::Tensor message_;
-  UsageMask local_;
+  at::Tensor gathered_;
+  size_t mask_size_ = 0;
   uint64_t sequence_ = 0;
   ExchangeContext context_;
   bool identical_ = false;
@@ -52,13 +66,12 @@ class PendingExchange {
 
 class MaskExchange {
  public:
-  explicit MaskExchange(c10::intrusive_ptr<c10d::ProcessGroup> control_group)
-      : control_group_(std::move(control_group)) {}
+  explicit MaskExchange(ExchangeGroups groups) : groups_(std::move(groups)) {}
 
-  std::unique_ptr<PendingExchange> start(UsageMask local, const ExchangeContext& context);
+  std::unique_ptr<PendingExchange> start(const UsageMask& local, const ExchangeContext& context);
 
  private:
-  c10::intrusive_ptr<c10d::ProcessGroup> control_group_;
+  const ExchangeGroups groups_;
   uint64_t started_ = 0;
 };
 

@@ -41,19 +41,6 @@ void UsageMask::merge(const UsageMask& other) {
   for (size_t i = 0; i < words_.size(); ++i) words_[i] |= other.words_[i];
 }
 
-void UsageMask::intersect(const UsageMask& other) {
-  check_same_size(*this, other);
-  for (size_t i = 0; i < words_.size(); ++i) words_[i] &= other.words_[i];
-}
-
-bool UsageMask::is_subset_of(const UsageMask& other) const {
-  check_same_size(*this, other);
-  for (size_t i = 0; i < words_.size(); ++i) {
-    if (words_[i] & ~other.words_[i]) return false;
-  }
-  return true;
-}
-
 size_t UsageMask::count() const {
   size_t total = 0;
   for (uint64_t word : words_) total += static_cast<size_t>(std::popcount(word));

@@ -26,10 +26,8 @@ class UsageMask {
   void set(size_t index) { words_[index / 64] |= uint64_t{1} << (index % 64); }
   void clear(size_t index) { words_[index / 64] &= ~(uint64_t{1} << (index % 64)); }
 
-  // Set union and intersection; throw std::invalid_argument when the sizes differ.
+  // Set union; throws std::invalid_argument when the sizes differ.
   void merge(const UsageMask& other);
-  void intersect(const UsageMask& other);
-  bool is_subset_of(const UsageMask& other) const;
 
   size_t count() const;
   uint64_t hash() const;

@@ -170,7 +170,7 @@ def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None
     state._finish_exchanges(ddp)
     answers: list[Any] = [None] * dist.get_world_size(ddp.process_group)
     mine = (sorted(trainable_here), search, _C.reducer_is_in_backward(ddp.reducer))
-    dist.all_gather_object(answers, mine, group=state._control_group)
+    dist.all_gather_object(answers, mine, group=state._control_groups.all)
     trainable = set().union(*(names for names, _, _ in answers))
     if any(in_backward for _, _, in_backward in answers):
         raise RuntimeError("rebuild: expected no backward pass under way on any rank; call it between two steps")

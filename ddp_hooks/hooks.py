@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from . import _extension
 from .parameters import Selector, select
 from .policies import PRESETS, Policy, resolve
-from .registration import agree, describe, make_control_group, why_unsupported
+from .registration import ControlGroups, agree, describe, make_control_groups, why_unsupported
 from .statistics import ParameterUsage, Statistics
 
 _C = _extension.load()
@@ -61,7 +61,7 @@ class SkipUnusedState:
         self._earlier = earlier  # statistics of an earlier run that this state goes on from
         self._engine: Any = None
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
-        self._control_group: Any = None
+        self._control_groups: Any = None  # ControlGroups, while it serves a module
         self._native = False
         # The module's parameters as the engine counts them: those of DDP's Reducer, then those it does not know.
         self._parameters: list[torch.Tensor] = []
@@ -104,24 +104,24 @@ class SkipUnusedState:
         except (TypeError, ValueError) as error:
             bad_policy = error
         problem = str(bad_policy) if bad_policy is not None else why_unsupported(ddp)
-        group = make_control_group(ddp)
-        engine: Any = self._make_engine(ddp, group) if problem is None else None
+        groups = make_control_groups(ddp)
+        engine: Any = self._make_engine(ddp, groups) if problem is None else None
         try:
-            agree(group, self._description, problem)
+            agree(groups.all, self._description, problem)
         except RuntimeError:
-            # The group stays: torch would give the next one its name, and with it its addresses.
+            # The groups stay: torch would give the next ones their names, and with them their addresses.
             if bad_policy is not None:
                 raise bad_policy from None
             raise
         if native:
             engine.register_natively(ddp.reducer)
-        self._control_group = group
+        self._control_groups = groups
         self._engine = engine
         self._native = native
         self._ddp = weakref.ref(ddp)
         ddp.register_forward_hook(self._forward_done)
 
-    def _make_engine(self, ddp: DistributedDataParallel, group: Any) -> Any:
+    def _make_engine(self, ddp: DistributedDataParallel, groups: ControlGroups) -> Any:
         reduced = _C.reducer_parameters(ddp.reducer)
         known = {id(parameter) for parameter in reduced}
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
@@ -135,7 +135,8 @@ class SkipUnusedState:
         self._description = describe(self._policy, ddp, reduced, late)
         engine = _C.Engine(
             reducer=ddp.reducer,
-            control_group=group,
+            control_group=groups.all,
+            axis_groups=groups.axes,
             settings=_engine_settings(self._policy, self._description),
             late_parameters=late,
             names=self._names,
@@ -154,7 +155,7 @@ class SkipUnusedState:
     def _replace_engine(self, ddp: DistributedDataParallel) -> None:
         """Serve the module's new Reducer, with the group and the statistics so far."""
         self._earlier = self.stats()
-        self._engine = self._make_engine(ddp, self._control_group)
+        self._engine = self._make_engine(ddp, self._control_groups)
         if self._native:
             self._engine.register_natively(ddp.reducer)
         else:
@@ -211,7 +212,7 @@ class SkipUnusedState:
         self._finish_exchanges(ddp)
         reduced = _C.reducer_parameters(ddp.reducer)
         description = describe(policy, ddp, reduced, self._parameters[len(reduced) :])
-        agree(self._control_group, description, None)
+        agree(self._control_groups.all, description, None)
         self._engine.configure(_engine_settings(policy, description))
         self._policy = policy
         self._description = description

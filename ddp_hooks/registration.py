@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,10 @@ from ._version import __version__
 from .policies import Policy
 
 _C = _extension.load()
+
+# A gather over this many ranks takes as many hops, one after the other; above it, gathers along the axes of a grid take
+# fewer.
+LARGEST_AXIS = 16
 
 
 def why_unsupported(ddp: DistributedDataParallel) -> str | None:
@@ -46,15 +51,58 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
     return None
 
 
-def make_control_group(ddp: DistributedDataParallel) -> Any:
-    """Open the small gloo group over which masks are exchanged; collective over the module's process group."""
+@dataclass(frozen=True, slots=True)
+class ControlGroups:
+    """The small gloo groups that masks are exchanged over, beside whatever group gradients travel on."""
+
+    all: Any
+    """Every rank of the module's process group."""
+    axes: tuple[Any, ...]
+    """For each axis of the grid of ranks, those that differ from this one along it only; or just ``all``."""
+
+
+def make_control_groups(ddp: DistributedDataParallel) -> ControlGroups:
+    """Open the groups for the mask exchange; collective over the module's process group."""
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    everyone = _open_group(ddp, ranks, "ddp_hooks_control")
+    axes = grid(len(ranks), LARGEST_AXIS)
+    if len(axes) == 1:
+        return ControlGroups(everyone, (everyone,))
+    here = ranks.index(dist.get_rank())
+    groups = []
+    stride = 1
+    for number, length in enumerate(axes):
+        first = here - here // stride % length * stride
+        members = [ranks[first + i * stride] for i in range(length)]
+        groups.append(_open_group(ddp, members, f"ddp_hooks_control_axis_{number}"))
+        stride *= length
+    return ControlGroups(everyone, tuple(groups))
+
+
+def grid(ranks: int, largest_axis: int) -> list[int]:
+    """Arrange ranks in a grid, for gathers along its axes in place of one over all ranks.
+
+    Args:
+        ranks: how many, at least 1.
+        largest_axis: how long an axis may be, where the number of ranks has a divisor that allows it.
+
+    Returns:
+        The lengths of the axes; their product is the number of ranks.
+    """
+    if ranks <= largest_axis:
+        return [ranks]
+    divisor = next((length for length in range(largest_axis, 1, -1) if ranks % length == 0), ranks)
+    return [divisor] if divisor == ranks else [divisor, *grid(ranks // divisor, largest_axis)]
+
+
+def _open_group(ddp: DistributedDataParallel, ranks: list[int], description: str) -> Any:
     # Only the members call it, so that modules on different subgroups of the world do not wait for each other.
     return dist.new_group(
-        ranks=dist.get_process_group_ranks(ddp.process_group),
+        ranks=ranks,
         backend="gloo",
         timeout=_timeout_of(ddp),
         use_local_synchronization=True,
-        group_desc="ddp_hooks_control",
+        group_desc=description,
     )
 
 

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import register
 
 import ddp_hooks
+from ddp_hooks import hooks, registration
 
 # Probes soon and often, so that a few steps see the values detector at work.
 EAGER_AUTO = ddp_hooks.Policy("eager_auto", values="adaptive", first_pause_steps=1, longest_pause_steps=2, hold_steps=1)
@@ -124,19 +125,72 @@ def collectives_are_counted(rank: int) -> None:
         # gloo's threads note the end of a collective after those who wait for it have gone on.
         time.sleep(0.5)
     stats = state.stats()
-    shapes = [event.input_shapes for event in profile.events() if event.name == "gloo:all_reduce"]
-    elements = sorted(torch.Size(dims).numel() for shape in shapes for dims in shape if dims)
+
+    def elements(name: str) -> list[int]:
+        shapes = [event.input_shapes for event in profile.events() if event.name == name]
+        return sorted(torch.Size(dims).numel() for shape in shapes for dims in shape if dims)
+
     used = (bytes_of(ddp.module) - 2 * bytes_of(ddp.module.branches[1])) // 4
-    # One message of gradients, one exchange of masks (six header words and one of bits), and the Reducer's own map
-    # of used parameters, which DDP reduces with or without a hook.
-    assert elements == sorted([used, 7, 10]), shapes
+    # One message of gradients, and the Reducer's own map of used parameters, which DDP reduces with or without a hook.
+    assert elements("gloo:all_reduce") == sorted([used, 10])
+    # One exchange of masks: six header words and one of bits.
+    assert elements("gloo:all_gather") == [7]
+    assert stats.mask_bytes == 7 * 8
     assert (stats.messages, stats.exchanges) == (1, 1)
     assert stats.payload_bytes == used * 4
 
 
 def test_collectives_are_counted() -> None:
-    """The statistics against an independent witness: the profiler's record of every gloo all-reduce."""
+    """The statistics against an independent witness: the profiler's record of every gloo collective."""
     run_ranks(2, collectives_are_counted)
+
+
+# --- the mask exchange in a large world
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes"),
+    [
+        (1, [1]),
+        (2, [2]),
+        (16, [16]),
+        (17, [17]),
+        (24, [12, 2]),
+        (34, [2, 17]),
+        (64, [16, 4]),
+        (1000, [10, 10, 10]),
+        (4096, [16, 16, 16]),
+    ],
+)
+def test_grid(ranks: int, axes: list[int]) -> None:
+    assert registration.grid(ranks, 16) == axes
+
+
+def exchange_on_a_grid(rank: int) -> None:
+    """Four ranks as two times two: what one rank uses reaches those on neither of its axes."""
+    registration.LARGEST_AXIS = 2
+    ddp = wrapped()
+    state = ddp_hooks.register(ddp, "skip_zeros")
+    plain = wrapped()
+    for step in range(6):
+        branch = step % 3 if rank == step % 4 else 0
+        for model in (ddp, plain):
+            run_step(model, branch)
+        for ours, expected in zip(ddp.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (expected.grad is None)
+            if ours.grad is not None:
+                torch.testing.assert_close(ours.grad, expected.grad)
+                ours.grad = expected.grad = None
+        assert state.usage()[f"branches.{step % 3}.weight"].used_anywhere
+    # In each step the graph's mask and the one bucket's, six header words and one of bits, along two axes.
+    assert (state.stats().exchanges, state.stats().mask_bytes) == (6 * 2, 6 * 2 * 7 * 8 * 2)
+    if rank == 3:
+        state._engine.configure(hooks._engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}))
+    assert "rank 3: exchange 12" in error_of(lambda: run_step(ddp, 0))
+
+
+def test_exchange_on_a_grid() -> None:
+    run_ranks(4, exchange_on_a_grid)
 
 
 # --- many steps
@@ -427,7 +481,7 @@ def drifting_ranks(rank: int) -> None:
     if rank == 1:
         other = ddp_hooks.Policy("other")
         description = {"policy": repr(other)}
-        state._engine.configure(ddp_hooks.hooks._engine_settings(other, description))
+        state._engine.configure(hooks._engine_settings(other, description))
     message = error_of(lambda: run_step(ddp, 0))
     assert "the ranks drifted apart" in message
     assert "rank 0: exchange 1" in message
@@ -621,6 +675,82 @@ def test_silent_rank() -> None:
     """The control group has the data group's timeout."""
     with pytest.raises(RankFailure, match="rank 0 was told"):
         run_ranks(2, silent_rank, collective_timeout=3.0, timeout=40.0)
+
+
+# --- gradients in the engine's hands
+
+
+def forward_passes_unwatched(rank: int, views: bool) -> None:
+    """Slots that a step left vacant are filled in one whose forward pass nobody watched, as in a compiled graph."""
+    ours, plain = (wrapped(gradient_as_bucket_view=views) for _ in range(2))
+    state = ddp_hooks.register(ours, "skip_unused")
+    watch = dict(ours._forward_hooks)
+    for step in range(8):
+        ours._forward_hooks.clear()
+        if step % 2 == 0:
+            ours._forward_hooks.update(watch)
+        for ddp in (ours, plain):
+            if step == 5:
+                with ddp.no_sync():
+                    ddp(torch.full((2, 8), rank + 1.0), 2).sum().backward()
+            if step in (3, 6):  # what is not cleared is averaged again
+                ddp(torch.full((2, 8), rank - 2.0), (step + rank) % 3).sum().backward()
+            else:
+                run_step(ddp, (step + rank) % 3) if step != 5 else ddp(torch.ones(2, 8), 0).sum().backward()
+        for (name, a), b in zip(ours.module.named_parameters(), plain.module.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None), (step, name)
+            assert a.grad is None or torch.equal(a.grad, b.grad), (step, name)
+    assert state.stats().steps == 8
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_forward_passes_unwatched(views: bool) -> None:
+    run_ranks(2, forward_passes_unwatched, views)
+
+
+def unused_is_not_touched(rank: int, native: bool) -> None:
+    """Neither a gradient nor a bucket's slot is written for what no rank uses; through Python both are."""
+    ddp = wrapped(find_unused_parameters=False)
+    register(ddp, "skip_unused", native)
+    ddp_hooks.freeze(ddp, "branches.1", "branches.2")
+    run_step(ddp, 0)  # the Reducer rebuilds its buckets once
+    run_step(ddp, 0)
+    output = ddp(torch.ones(2, 8), 0)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        output.sum().backward()
+    assert all(p.grad is None for p in ddp.module.branches[1].parameters())
+    zeroed = [event.input_shapes[0] for event in profile.events() if event.name == "aten::zero_"]
+    weight = list(ddp.module.branches[1].weight.shape)
+    assert zeroed.count(weight) == (0 if native else 2)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_unused_is_not_touched(native: bool) -> None:
+    run_ranks(2, unused_is_not_touched, native)
+
+
+def hooks_around_ours(rank: int) -> None:
+    """A hook that is wrapped around ours finds the gradients in the bucket."""
+    ddp = wrapped()
+    state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
+    sums = []
+
+    def note_and_skip(state, bucket):  # type: ignore[no-untyped-def]
+        sums.append([gradient.sum().item() for gradient in bucket.gradients()])
+        return ddp_hooks.skip_unused_hook(state, bucket)
+
+    ddp.register_comm_hook(state, note_and_skip)
+    run_step(ddp, 0)
+    run_step(ddp, 0)
+    plain = wrapped()
+    with plain.no_sync():
+        run_step(plain, 0)
+    expected = [0.0 if p.grad is None else p.grad.sum().item() for p in plain.module.parameters()]
+    assert sorted(sums[0]) == sorted(sums[1]) == pytest.approx(sorted(expected))
+
+
+def test_hooks_around_ours() -> None:
+    run_ranks(2, hooks_around_ours)
 
 
 # --- around the hook

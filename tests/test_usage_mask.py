@@ -47,7 +47,6 @@ def test_bits_above_the_size_stay_zero(size: int) -> None:
     full = _C.UsageMask(size, True)
     other = _C.UsageMask(size, True)
     full.merge(other)
-    full.intersect(other)
     for index in range(size):
         full.set(index)
     check_same(full, set(range(size)), size)
@@ -77,7 +76,7 @@ def test_random_operations(size: int, seed: int) -> None:
     rng = random.Random(seed * 10_000 + size)
     mask, twin = _C.UsageMask(size), set()
     for _ in range(150):
-        operation = rng.choice(["set", "clear", "merge", "intersect", "full"])
+        operation = rng.choice(["set", "clear", "merge", "full"])
         if operation in ("set", "clear"):
             if size == 0:
                 continue
@@ -88,15 +87,9 @@ def test_random_operations(size: int, seed: int) -> None:
             density = 1.0 if operation == "full" else rng.choice([0.0, 0.05, 0.5, 0.95])
             indices = {i for i in range(size) if rng.random() < density}
             other = mask_of(size, indices)
-            assert mask.is_subset_of(other) == (twin <= indices)
-            assert other.is_subset_of(mask) == (indices <= twin)
             assert (mask == other) == (twin == indices)
-            if operation == "merge":
-                mask.merge(other)
-                twin = twin | indices
-            else:
-                mask.intersect(other)
-                twin = twin & indices
+            mask.merge(other)
+            twin = twin | indices
             check_same(other, indices, size)  # the argument is only read
         check_same(mask, twin, size)
 
@@ -115,11 +108,6 @@ def test_set_algebra(sets: tuple[int, set[int], set[int]]) -> None:
     union = mask_of(size, a)
     union.merge(mask_of(size, b))
     check_same(union, a | b, size)
-    intersection = mask_of(size, a)
-    intersection.intersect(mask_of(size, b))
-    check_same(intersection, a & b, size)
-    assert intersection.is_subset_of(union)
-    assert mask_of(size, a).is_subset_of(mask_of(size, b)) == (a <= b)
     assert (mask_of(size, a) == mask_of(size, b)) == (a == b)
 
 
@@ -128,9 +116,8 @@ def test_masks_of_different_sizes_do_not_mix() -> None:
     for size, other_size in ((65, 66), (64, 65), (0, 1)):
         mask, other = _C.UsageMask(size), _C.UsageMask(other_size)
         assert mask != other
-        for operation in (mask.merge, mask.intersect, mask.is_subset_of):
-            with pytest.raises(ValueError, match=f"expected {size} parameters, received {other_size}"):
-                operation(other)
+        with pytest.raises(ValueError, match=f"expected {size} parameters, received {other_size}"):
+            mask.merge(other)
         check_same(mask, set(), size)
 
 
