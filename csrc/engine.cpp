@@ -77,7 +77,10 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
   const Stopwatch stopwatch;
   // A joined rank runs the hook outside of any backward pass and does not hold the Reducer's mutex.
   std::unique_lock<std::mutex> reducer_lock;
-  Future future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  // With its device, a future carries the point on the stream at which its value is there.
+  std::vector<c10::Device> devices;
+  if (!bucket.getBuffer().is_cpu()) devices.push_back(bucket.getBuffer().device());
+  Future future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
   try {
     const bool shadow = !reducer_.in_backward();
     if (shadow) reducer_lock = reducer_.lock();
@@ -191,6 +194,7 @@ void Engine::open_step(bool shadow) {
   step.plan = plans_.find(to_send);
   (step.plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
   if (!step.plan) {
+    RECORD_FUNCTION("ddp_hooks::plan", std::vector<c10::IValue>());
     step.plan = std::make_shared<WirePlan>(make_wire_plan(layout_, to_send, settings_.plan));
     plans_.insert(to_send, step.plan);
   }

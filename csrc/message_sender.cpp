@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <exception>
@@ -26,6 +27,11 @@ std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Slic
     if (slice->length > 0) found.push_back(*slice);
   }
   return found;
+}
+
+// Completions on a device run on a stream of their own; memory that they read may not be reused before they have.
+void keep_for_stream(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) tensor.record_stream(current_stream(tensor.device()));
 }
 
 // Joins what lies next to each other, so that a copy is as long as can be.
@@ -70,7 +76,7 @@ void MessageSender::send_sparse(const std::shared_ptr<Step>& step, BucketInFligh
   at::Tensor gradient = bucket.buffer();
   gradient.mul_(step->factor);
   statistics_.dense_bytes += payload_of(gradient);
-  all_reduce(gradient, {step, {&bucket}},
+  all_reduce(gradient, c10d::ReduceOp::SUM, {step, {&bucket}},
              [&bucket](c10::ivalue::Future& future) { bucket.set_result(future.value().toTensorVector().front()); });
 }
 
@@ -83,19 +89,23 @@ void MessageSender::send_in_place(const std::shared_ptr<Step>& step, const Bucke
     const at::Tensor unused = bucket.flat().narrow(0, gap.offset, gap.length);
     gaps.emplace_back(unused, unused.clone());
   }
-  scale(*step, layout, slice);
-  all_reduce(bucket.flat().narrow(0, slice.offset, slice.length), {step, {&bucket}},
-             [gaps = std::move(gaps)](c10::ivalue::Future&) {
-               for (const auto& [gap, content] : gaps) gap.copy_(content);
-             });
+  const at::Tensor view = bucket.flat().narrow(0, slice.offset, slice.length);
+  const auto [factor, operation] = averaging(*step, view);
+  bring(*step, layout, slice, factor);
+  all_reduce(view, operation, {step, {&bucket}}, [gaps = std::move(gaps)](c10::ivalue::Future&) {
+    for (const auto& [gap, content] : gaps) {
+      gap.copy_(content);
+      keep_for_stream(content);
+    }
+  });
 }
 
 // Brings the stretch's gradients into the bucket, scaled; those of vacant slots in one pass.
-void MessageSender::scale(Step& step, const BucketLayout& layout, const Slice& stretch) {
+void MessageSender::bring(const Step& step, const BucketLayout& layout, const Slice& stretch, double factor) {
   const at::Tensor flat = step.buckets[stretch.bucket].flat();
   Slice present{stretch.bucket, stretch.offset, 0};
   const auto scale_present = [&] {
-    if (present.length > 0) flat.narrow(0, present.offset, present.length).mul_(step.factor);
+    if (present.length > 0 && factor != 1) flat.narrow(0, present.offset, present.length).mul_(factor);
   };
   for (const ParameterSlice& slice : parameters_in(layout, stretch)) {
     if (step.shadow || !slots_.is_vacant(slice.parameter)) {
@@ -105,9 +115,17 @@ void MessageSender::scale(Step& step, const BucketLayout& layout, const Slice& s
     }
     scale_present();
     present.length = 0;
-    if (step.agreed.test(slice.parameter)) slots_.fill(slice.parameter, step.factor);
+    if (step.agreed.test(slice.parameter)) slots_.fill(slice.parameter, factor);
   }
   scale_present();
+}
+
+MessageSender::Averaging MessageSender::averaging(const Step& step, const at::Tensor& tensor) const {
+  // NCCL divides while it sums, by the number of ranks, which saves a pass where nobody has joined.
+  const bool divides = tensor.is_cuda() && step.factor == 1.0 / group_->getSize() &&
+                       group_->getBackend(c10::kCUDA)->getBackendName() == "nccl";
+  if (divides) return {1, c10d::ReduceOp::AVG};
+  return {step.factor, c10d::ReduceOp::SUM};
 }
 
 void MessageSender::send_packed(const std::shared_ptr<Step>& step, const LayoutOfBuckets& layout,
@@ -131,13 +149,15 @@ void MessageSender::send_packed(const std::shared_ptr<Step>& step, const LayoutO
     }
   }
   const at::Tensor packed = staging_for(*step, message, to.front().flat.options());
+  const auto [factor, operation] = averaging(*step, packed);
   {
     RECORD_FUNCTION("ddp_hooks::gather", std::vector<c10::IValue>());
-    gather_scaled(packed, from, step->factor);
+    gather_scaled(packed, from, factor);
   }
-  all_reduce(packed, {step, std::move(buckets)}, [packed, to = std::move(to)](c10::ivalue::Future&) {
+  all_reduce(packed, operation, {step, std::move(buckets)}, [packed, to = std::move(to)](c10::ivalue::Future&) {
     RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
     scatter(packed, to);
+    keep_for_stream(packed);
   });
 }
 
@@ -153,12 +173,19 @@ at::Tensor MessageSender::staging_for(Step& step, const Message& message, const 
 
 // Runs `on_success` and then counts the message off on each of its buckets; a failed collective fails them instead.
 // The step keeps the buckets alive; they are not looked up in it, because the engine may be adding to it meanwhile.
-void MessageSender::all_reduce(const at::Tensor& tensor, Launch launch, OnSuccess on_success) {
+void MessageSender::all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch,
+                               OnSuccess on_success) {
+  RECORD_FUNCTION("ddp_hooks::all_reduce", std::vector<c10::IValue>());
   statistics_.messages += 1;
   statistics_.payload_bytes += payload_of(tensor);
   std::vector<at::Tensor> tensors{tensor};
-  group_->allreduce(tensors)->getFuture()->addCallback(
-      [launch = std::move(launch), on_success = std::move(on_success)](c10::ivalue::Future& future) {
+  c10d::AllreduceOptions options;
+  options.reduceOp = std::move(operation);
+  group_->allreduce(tensors, options)
+      ->getFuture()
+      ->addCallback([launch = std::move(launch), on_success = std::move(on_success),
+                     device = tensor.device()](c10::ivalue::Future& future) {
+        const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
         std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
         if (!error) {
           try {

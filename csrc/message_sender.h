@@ -30,6 +30,11 @@ class MessageSender {
   void drop_staging();
 
  private:
+  // What messages are multiplied with before they are handed over, and how they are reduced.
+  struct Averaging {
+    double factor;
+    c10d::ReduceOp operation;
+  };
   // A message launched for some buckets of a step, until its collective is back.
   struct Launch {
     std::shared_ptr<Step> step;
@@ -40,9 +45,10 @@ class MessageSender {
   void send_sparse(const std::shared_ptr<Step>& step, BucketInFlight& bucket);
   void send_in_place(const std::shared_ptr<Step>& step, const BucketLayout& layout, const Message& message);
   void send_packed(const std::shared_ptr<Step>& step, const LayoutOfBuckets& layout, const Message& message);
-  void scale(Step& step, const BucketLayout& layout, const Slice& slice);
+  void bring(const Step& step, const BucketLayout& layout, const Slice& stretch, double factor);
+  Averaging averaging(const Step& step, const at::Tensor& tensor) const;
   at::Tensor staging_for(Step& step, const Message& message, const at::TensorOptions& options);
-  void all_reduce(const at::Tensor& tensor, Launch launch, OnSuccess on_success);
+  void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   BucketSlots& slots_;

@@ -1,19 +1,37 @@
 #include "step.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <utility>
 
 namespace ddp_hooks {
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
 
 void BucketInFlight::expect_messages(int32_t count) {
   // One more than the messages, given back here, so that the bucket cannot complete before the count stands.
   outstanding_ += count + 1;
-  message_done();
+  count_off();
 }
 
 void BucketInFlight::message_done() {
-  if (--outstanding_ == 0 && !finished_.exchange(true)) {
-    future_->markCompleted(result_.defined() ? result_ : buffer_);
+  if (!buffer_.is_cpu() && outstanding_ > 1) {
+    c10::Event end(buffer_.device().type());
+    end.record(current_stream(buffer_.device()));
+    std::lock_guard lock(events_mutex_);
+    events_.push_back(std::move(end));
   }
+  count_off();
+}
+
+void BucketInFlight::count_off() {
+  if (--outstanding_ > 0 || finished_.exchange(true)) return;
+  // Nobody adds events any more.
+  for (const c10::Event& end : events_) end.block(current_stream(buffer_.device()));
+  future_->markCompleted(result_.defined() ? result_ : buffer_);
 }
 
 void BucketInFlight::fail(const std::exception_ptr& error) {

@@ -5,10 +5,13 @@
 // Thread-safety: `message_done` and `fail` may be called from any thread; everything else belongs to the engine.
 #pragma once
 
+#include <c10/core/Event.h>
+
 #include <atomic>
 #include <deque>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -19,6 +22,9 @@
 
 namespace ddp_hooks {
 
+// The stream that this thread's work for a device goes to.
+c10::Stream current_stream(c10::Device device);
+
 class BucketInFlight {
  public:
   BucketInFlight(at::Tensor buffer, c10::intrusive_ptr<c10::ivalue::Future> future)
@@ -26,6 +32,7 @@ class BucketInFlight {
 
   // How many messages carry parts of this bucket; completes it at once when none does. Call before launching any.
   void expect_messages(int32_t count);
+  // A message is back: at once on the CPU, and on a device when its current stream has come here.
   void message_done();
   void fail(const std::exception_ptr& error);
 
@@ -39,8 +46,13 @@ class BucketInFlight {
   at::Tensor buffer_;
   at::Tensor result_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+  void count_off();
+
   std::atomic<int32_t> outstanding_{0};
   std::atomic<bool> finished_{false};
+  // On a device: where the messages that are back ended, each on a stream of its own. The future follows the last.
+  std::mutex events_mutex_;
+  std::vector<c10::Event> events_;
 };
 
 // The values detector's state for one bucket between the start of its exchange and its launch.
