@@ -17,6 +17,7 @@
 #include "reducer_view.h"
 #include "skip_unused_hook.h"
 #include "slice_copy.h"
+#include "staging_copy.h"
 #include "tensor_hash.h"
 #include "usage_mask.h"
 #include "values_probe.h"
@@ -335,6 +336,13 @@ void bind_tensor_hash(py::module_& m) {
       py::arg("tensors"), py::call_guard<py::gil_scoped_release>());
 }
 
+void bind_staging_copy(py::module_& m) {
+  m.def("gather_tensors", &gather_tensors, py::arg("staging"), py::arg("tensors"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("scatter_tensors", &scatter_tensors, py::arg("staging"), py::arg("tensors"), py::arg("divisor") = 1,
+        py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 }  // namespace ddp_hooks
 
@@ -345,5 +353,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   ddp_hooks::bind_engine(m);
   ddp_hooks::bind_reducer(m);
   ddp_hooks::bind_tensor_hash(m);
+  ddp_hooks::bind_staging_copy(m);
   m.def("failed_future", &ddp_hooks::failed_future);
 }

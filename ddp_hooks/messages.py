@@ -2,9 +2,9 @@
 
 A message is a run of tensors of one dtype and device, at most ``MESSAGE_BYTES`` long unless a single tensor is longer.
 What is received lands in a staging buffer and is copied to the tensors afterwards. That copy is the price of never
-leaving a tensor half written when a connection breaks; with two messages in flight, the staging buffers stay in the
-processor's cache and the price stays within the noise. The rank that only sends needs no copy for a tensor that fills a
-message alone.
+leaving a tensor half written when a connection breaks. On a link slower than memory it hides behind the transfer;
+between ranks that share two cores it does not, and benchmarks/sync_cost.py says what it comes to. The rank that only
+sends needs no copy for a tensor that fills a message alone.
 
 What every rank has to agree on before it builds messages: the tensors' dtypes, shapes, order and devices, and thereby
 how they fall into messages (see agreement.py).
@@ -12,14 +12,18 @@ how they fall into messages (see agreement.py).
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 
+from . import _C
+
 # Long enough that the latency of a message is lost in its transfer, short enough for two to stay in a shared cache.
+# Of 4, 8, 12 and 16 MiB, with two to four in flight, none was better.
 MESSAGE_BYTES = 8 * 1024 * 1024
 _IN_FLIGHT = 2
 
@@ -79,8 +83,12 @@ def cut(staging: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
 class StagingBuffers:
     """Staging buffers that have served one message and can serve another.
 
-    Fresh memory costs as much as the transfer: the kernel clears and maps each of its pages on the first touch.
+    Fresh memory costs as much as the transfer: the kernel clears and maps each of its pages on the first touch. So a
+    few buffers of the usual length outlive the call, once for all callers of the process.
     """
+
+    # Of a deque each operation is atomic: threads that synchronise at the same time never get the same buffer.
+    _kept: ClassVar[deque[torch.Tensor]] = deque(maxlen=_IN_FLIGHT)
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -93,12 +101,27 @@ class StagingBuffers:
                 del self._free[i]
                 break
         else:
-            buffer = torch.empty(max(needed_bytes, MESSAGE_BYTES), dtype=torch.uint8, device=device)
+            buffer = self._take_kept(needed_bytes, device)
         return buffer[:needed_bytes].view(dtype)
 
     def give_back(self, staging: torch.Tensor) -> None:
         """Take back what :meth:`take` returned."""
         self._free.append(torch.empty(0, dtype=torch.uint8, device=staging.device).set_(staging.untyped_storage()))
+
+    def keep(self) -> None:
+        """Leave buffers on the host for later calls."""
+        for buffer in self._free:
+            if buffer.device.type == "cpu" and buffer.numel() == MESSAGE_BYTES:
+                self._kept.append(buffer)
+        self._free.clear()
+
+    def _take_kept(self, needed_bytes: int, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" and needed_bytes <= MESSAGE_BYTES:
+            with contextlib.suppress(IndexError):
+                buffer = self._kept.pop()
+                if buffer.numel() >= needed_bytes:
+                    return buffer
+        return torch.empty(max(needed_bytes, MESSAGE_BYTES), dtype=torch.uint8, device=device)
 
 
 class _StagedMessage:
@@ -128,7 +151,7 @@ class _StagedMessage:
             self._staging = None
 
     def _receive(self, staging: torch.Tensor) -> None:
-        torch._foreach_copy_(self._tensors, cut(staging, self._tensors))
+        _C.scatter_tensors(staging, self._tensors)
 
 
 class BroadcastMessage(_StagedMessage):
@@ -147,7 +170,7 @@ class BroadcastMessage(_StagedMessage):
             wire = first.view(-1)
         else:
             wire = self._stage(buffers)
-            torch._foreach_copy_(cut(wire, self._tensors), self._tensors)
+            _C.gather_tensors(wire, self._tensors)
         self._work = dist.broadcast(wire.view(torch.uint8), group=self._group, group_src=self._src, async_op=True)
 
     def _receive(self, staging: torch.Tensor) -> None:
@@ -178,18 +201,14 @@ class MeanMessage(_StagedMessage):
             # Not a product: a rank without a say must not spoil the mean with a NaN.
             staging.zero_()
         else:
-            torch._foreach_copy_(cut(staging, self._tensors), self._tensors)
+            _C.gather_tensors(staging, self._tensors)
             if self._factor is not None:
                 staging.mul_(self._factor)
         self._work = dist.all_reduce(staging, group=self._group, async_op=True)
 
     def _receive(self, staging: torch.Tensor) -> None:
-        if self._factor is not None:
-            super()._receive(staging)
-            return
-        world_size = dist.get_world_size(self._group)
-        for tensor, total in zip(self._tensors, cut(staging, self._tensors), strict=True):
-            torch.div(total, world_size, out=tensor)
+        divisor = dist.get_world_size(self._group) if self._factor is None else 1
+        _C.scatter_tensors(staging, self._tensors, divisor)
 
 
 class MaximumMessage(_StagedMessage):
@@ -200,7 +219,7 @@ class MaximumMessage(_StagedMessage):
 
     def launch(self, buffers: StagingBuffers) -> None:
         staging = self._stage(buffers)
-        torch._foreach_copy_(cut(staging, self._tensors), self._tensors)
+        _C.gather_tensors(staging, self._tensors)
         self._work = dist.all_reduce(staging, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
 
@@ -225,3 +244,5 @@ def run(messages: Sequence[Message]) -> None:
         in_flight.append(message)
     while in_flight:
         finish_oldest()
+    # Not after a failure: a collective that was given up may still write to its buffer.
+    buffers.keep()
