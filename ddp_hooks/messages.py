@@ -12,10 +12,9 @@ how they fall into messages (see agreement.py).
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,12 +82,8 @@ def cut(staging: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
 class StagingBuffers:
     """Staging buffers that have served one message and can serve another.
 
-    Fresh memory costs as much as the transfer: the kernel clears and maps each of its pages on the first touch. So a
-    few buffers of the usual length outlive the call, once for all callers of the process.
+    Fresh memory costs as much as the transfer: the kernel clears and maps each of its pages on the first touch.
     """
-
-    # Of a deque each operation is atomic: threads that synchronise at the same time never get the same buffer.
-    _kept: ClassVar[deque[torch.Tensor]] = deque(maxlen=_IN_FLIGHT)
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -101,27 +96,12 @@ class StagingBuffers:
                 del self._free[i]
                 break
         else:
-            buffer = self._take_kept(needed_bytes, device)
+            buffer = torch.empty(max(needed_bytes, MESSAGE_BYTES), dtype=torch.uint8, device=device)
         return buffer[:needed_bytes].view(dtype)
 
     def give_back(self, staging: torch.Tensor) -> None:
         """Take back what :meth:`take` returned."""
         self._free.append(torch.empty(0, dtype=torch.uint8, device=staging.device).set_(staging.untyped_storage()))
-
-    def keep(self) -> None:
-        """Leave buffers on the host for later calls."""
-        for buffer in self._free:
-            if buffer.device.type == "cpu" and buffer.numel() == MESSAGE_BYTES:
-                self._kept.append(buffer)
-        self._free.clear()
-
-    def _take_kept(self, needed_bytes: int, device: torch.device) -> torch.Tensor:
-        if device.type == "cpu" and needed_bytes <= MESSAGE_BYTES:
-            with contextlib.suppress(IndexError):
-                buffer = self._kept.pop()
-                if buffer.numel() >= needed_bytes:
-                    return buffer
-        return torch.empty(max(needed_bytes, MESSAGE_BYTES), dtype=torch.uint8, device=device)
 
 
 class _StagedMessage:
@@ -244,5 +224,3 @@ def run(messages: Sequence[Message]) -> None:
         in_flight.append(message)
     while in_flight:
         finish_oldest()
-    # Not after a failure: a collective that was given up may still write to its buffer.
-    buffers.keep()

@@ -549,21 +549,3 @@ def test_a_message_is_written_only_after_it_has_arrived():
     with pytest.raises(BrokenConnection):
         work.wait()
     assert log == ["launch", "launch"]
-
-
-def test_staging_buffers_outlive_a_call_that_succeeded():
-    messages.StagingBuffers._kept.clear()
-    host = torch.device("cpu")
-    buffers = messages.StagingBuffers()
-    first, second = (buffers.take(10, torch.float32, host) for _ in range(2))
-    buffers.give_back(first)
-    buffers.keep()
-    later = messages.StagingBuffers()
-    assert later.take(10, torch.float64, host).data_ptr() == first.data_ptr()
-    # Neither what is in use, nor what never came back.
-    assert later.take(10, torch.float32, host).data_ptr() not in (first.data_ptr(), second.data_ptr())
-    # A buffer for a longer tensor goes with its call.
-    long = later.take(messages.MESSAGE_BYTES, torch.float32, host)
-    later.give_back(long)
-    later.keep()
-    assert not messages.StagingBuffers._kept
