@@ -1,6 +1,7 @@
 # make demo   train a real model with plain DDP and with ddp_hooks, side by side
 # make test   build and run every test
 # make check  the linters
+# make cuda-compile  compile the CUDA kernels alone: no GPU and no torch with CUDA needed, only nvcc
 # make clean  remove what was built
 #
 # TORCH=torch==2.12.0 and PYTHON=python3.12 choose other versions; MAX_JOBS limits how many compilers run at once.
@@ -14,7 +15,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check format build wheel install-wheel clean
+.PHONY: demo test check format build wheel install-wheel cuda-compile clean
 
 demo: build
 	$(BIN)/python -m ddp_hooks demo $(DEMO_OPTIONS)
@@ -52,6 +53,20 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
+
+# So that the kernels do not rot where torch has no CUDA. Nothing is kept.
+NVCC ?= nvcc
+CUDA_ARCH ?= sm_90
+NVCC_FLAGS := -std=c++20 -O3 -Icsrc -arch=$(CUDA_ARCH) -Werror all-warnings -Xptxas -warn-spills \
+  -Xcompiler -Wall,-Wextra,-Werror
+cuda-compile:
+	@if command -v $(NVCC) >/dev/null; then \
+	  for file in csrc/cuda/*.cu; do \
+	    echo "$(NVCC) $$file"; $(NVCC) $(NVCC_FLAGS) -c "$$file" -o /dev/null || exit 1; \
+	  done; \
+	else \
+	  echo "$(NVCC) is not found, so the CUDA kernels were not compiled"; \
+	fi
 
 clean:
 	rm -rf build dist *.egg-info ddp_hooks/*.so ddp_hooks/_build_info.py $(VENV)

@@ -1,45 +1,121 @@
 """Builds the extension against the installed torch; everything else about the package stands in pyproject.toml.
 
+The CUDA kernels are compiled when torch has CUDA and nvcc is found; no GPU is needed for that.
+
 Environment:
-    DDP_HOOKS_WERROR=1  treat compiler warnings as errors (CI does).
-    MAX_JOBS            how many compilers run at once, as for every torch extension.
+    DDP_HOOKS_CUDA        1: compile the CUDA kernels or fail; 0: leave them out; unset: where it is possible.
+    DDP_HOOKS_WERROR=1    treat compiler warnings as errors (CI does).
+    TORCH_CUDA_ARCH_LIST  GPU architectures, as for every torch extension ("9.0" or "8.0;9.0+PTX"). Unset, it is those
+                          of the GPUs that are visible here, or if none is, all that the installed torch was built for.
+    CUDA_HOME, MAX_JOBS   where nvcc is, and how many compilers run at once, as for every torch extension.
 """
 
+from __future__ import annotations
+
 import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import setuptools
 import torch
-from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent
+# Kernel parameters by value in constant memory (__grid_constant__) begin with this one.
+OLDEST_ARCHITECTURE = (7, 0)
+
+
+def find_toolkit() -> Path | None:
+    """Return the folder of the CUDA toolkit, or None without an nvcc."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
+    nvcc = nvcc or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if nvcc is None:
+        return None
+    # What is on the PATH may be a link or a script elsewhere; nvcc itself knows where the rest of the toolkit is.
+    plan = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.+)$", plan.stdout + plan.stderr, re.MULTILINE)
+    return Path(top[1]).resolve() if top else Path(nvcc).resolve().parent.parent
+
+
+def choose_cuda() -> bool:
+    """Decide whether to compile the CUDA kernels, and say so."""
+    wish = os.environ.get("DDP_HOOKS_CUDA", "")
+    if wish not in ("", "0", "1"):
+        sys.exit(f"DDP_HOOKS_CUDA: expected 0, 1 or nothing, received {wish!r}")
+    if wish == "0":
+        return False
+    missing = []
+    if torch.version.cuda is None:
+        missing.append(f"a torch with CUDA (installed is {torch.__version__}; install one from pytorch.org)")
+    toolkit = find_toolkit()
+    if toolkit is None:
+        missing.append("nvcc (install the CUDA toolkit of torch's CUDA version, or set CUDA_HOME to where it is)")
+    if missing:
+        if wish == "1":
+            sys.exit(f"DDP_HOOKS_CUDA=1: the CUDA kernels need {' and '.join(missing)}")
+        if torch.version.cuda is not None:
+            print("ddp_hooks: nvcc is not found, so the CUDA kernels are left out and CUDA models will be refused")
+        return False
+    # Before cpp_extension is imported, which looks around for itself and may find another one, or half of one.
+    os.environ["CUDA_HOME"] = str(toolkit)
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and torch.cuda.device_count() == 0:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(architectures_of_torch())
+        print(
+            "ddp_hooks: no GPU is visible here, so the CUDA kernels are compiled for every architecture of the "
+            f"installed torch: {os.environ['TORCH_CUDA_ARCH_LIST']}. Set TORCH_CUDA_ARCH_LIST to choose"
+        )
+    return True
+
+
+def architectures_of_torch() -> list[str]:
+    """List what the installed torch was compiled for, as far as the kernels run there."""
+    # torch.cuda.get_arch_list() says nothing where no GPU is visible.
+    found = re.findall(r"\bsm_(\d+)(\d)\b", torch._C._cuda_getArchFlags() or "")
+    versions = sorted({(int(major), int(minor)) for major, minor in found})
+    return [f"{major}.{minor}" for major, minor in versions if (major, minor) >= OLDEST_ARCHITECTURE]
+
+
+WITH_CUDA = choose_cuda()
+
+from torch.utils import cpp_extension  # noqa: E402
 
 
 def write_build_info() -> None:
-    """Record the torch that is compiled against, for the check in ddp_hooks/_extension.py."""
+    """Record what is compiled, for the checks in ddp_hooks/_extension.py."""
     (ROOT / "ddp_hooks" / "_build_info.py").write_text(
         f'"""Written by setup.py: what the extension was built against."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
+        f"HAS_CUDA = {WITH_CUDA}\n"
     )
 
 
 def extension() -> setuptools.Extension:
     """Describe the extension `ddp_hooks._C`."""
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.cpp"))
-    sources += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cpu").glob("*.cpp"))
-    flags = ["-std=c++20", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"]
-    if os.environ.get("DDP_HOOKS_WERROR") == "1":
-        flags.append("-Werror")
+    # csrc/cuda/*.cpp runs the kernels' indexing on the host, for tests; it needs no CUDA.
+    patterns = ["*.cpp", "cpu/*.cpp", "cuda/*.cpp"] + (["cuda/*.cu"] if WITH_CUDA else [])
+    sources = sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / "csrc").glob(pattern))
+    warnings_are_errors = os.environ.get("DDP_HOOKS_WERROR") == "1"
+    cxx = ["-std=c++20", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    nvcc = ["-std=c++20", "-O3", "-Xcompiler", "-fvisibility=hidden,-Wall,-Wextra"]
+    if warnings_are_errors:
+        cxx.append("-Werror")
+        nvcc += ["-Werror", "all-warnings"]
+    if WITH_CUDA:
+        cxx.append("-DDDP_HOOKS_WITH_CUDA")
     # System headers, so that warnings are about our code only. torch's own pybind11 stands there too: types are not
     # shared with any other pybind11.
     for path in cpp_extension.include_paths():
-        flags += ["-isystem", path]
+        cxx += ["-isystem", path]
+    # Of CUDA only its runtime is linked: streams, events and memory are torch's.
     return setuptools.Extension(
         "ddp_hooks._C",
         sources,
         include_dirs=[str(ROOT / "csrc")],
-        library_dirs=cpp_extension.library_paths(),
-        libraries=["c10", "torch", "torch_cpu", "torch_python"],
-        extra_compile_args={"cxx": flags},
+        library_dirs=cpp_extension.library_paths("cuda" if WITH_CUDA else "cpu"),
+        libraries=["c10", "torch", "torch_cpu", "torch_python"] + (["cudart"] if WITH_CUDA else []),
+        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
         language="c++",
     )
 

@@ -9,9 +9,12 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "cuda/emulation.h"
+#include "devices.h"
 #include "engine.h"
 #include "nonzero_scan.h"
 #include "reducer_view.h"
@@ -194,6 +197,52 @@ void bind_parts(py::module_& m) {
                                const std::vector<std::pair<int64_t, int64_t>>& ranges) {
     scatter(message, to_slices(flat, ranges));
   });
+
+  py::class_<PendingScan>(m, "PendingScan").def("wait", [](PendingScan& scan) {
+    std::vector<std::pair<bool, bool>> results;
+    for (const ScanResult& result : scan.wait()) results.emplace_back(result.any_nonzero, result.any_negative_zero);
+    return results;
+  });
+  m.def("start_scan", [](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+    std::vector<SliceRange> slices;
+    for (const auto& [offset, length] : ranges) slices.push_back({offset, length});
+    return start_scan(flat, slices);
+  });
+  m.def("has_cuda", &has_cuda);
+  m.def("is_capturing", [](const at::Tensor& tensor) { return is_capturing(tensor.device()); });
+}
+
+// The CUDA kernels' indexing on CPU tensors. Each function returns (launches, chunks, bytes of the widest access), the
+// scan its flags besides.
+void bind_emulation(py::module_& m) {
+  using Ranges = std::vector<std::pair<int64_t, int64_t>>;
+  const auto to_memory = [](const at::Tensor& flat, const Ranges& ranges) {
+    std::vector<cuda::SliceOfMemory> slices;
+    for (const auto& [offset, length] : ranges) {
+      check_range(flat, offset, length);
+      slices.push_back(
+          {static_cast<char*>(flat.data_ptr()) + offset * flat.element_size(), length * flat.element_size()});
+    }
+    return slices;
+  };
+  const auto summary = [](const cuda::EmulatedRun& run) {
+    return std::make_tuple(run.launches, run.chunks, run.widest_word_bytes);
+  };
+  m.def("emulate_gather_scaled",
+        [to_memory, summary](const at::Tensor& message, const at::Tensor& flat, const Ranges& ranges, double factor) {
+          return summary(cuda::emulate_gather_scaled(static_cast<char*>(message.data_ptr()), to_memory(flat, ranges),
+                                                     element_type_of(flat), factor));
+        });
+  m.def("emulate_scatter",
+        [to_memory, summary](const at::Tensor& message, const at::Tensor& flat, const Ranges& ranges) {
+          return summary(cuda::emulate_scatter(static_cast<char*>(message.data_ptr()), to_memory(flat, ranges)));
+        });
+  m.def("emulate_nonzero_scan", [to_memory, summary](const at::Tensor& flat, const Ranges& ranges) {
+    std::vector<uint32_t> flags;
+    const auto run = cuda::emulate_nonzero_scan(to_memory(flat, ranges), element_type_of(flat), flags);
+    return std::make_pair(summary(run), flags);
+  });
+  m.attr("SLICES_PER_LAUNCH") = cuda::kLargeTable;
 }
 
 void bind_engine(py::module_& m) {
@@ -350,6 +399,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "The compiled part of ddp_hooks.";
   py::module_::import("torch.distributed");  // registers the types that appear in the signatures
   ddp_hooks::bind_parts(m);
+  ddp_hooks::bind_emulation(m);
   ddp_hooks::bind_engine(m);
   ddp_hooks::bind_reducer(m);
   ddp_hooks::bind_tensor_hash(m);

@@ -1,7 +1,9 @@
 // Gathers slices of buckets into a message, scaled, and scatters a message back. The only dispatch point by device.
 //
-// A copy is one contiguous stretch on either side; several make up a message. Pointers must stay valid and unshared
-// until the call returns.
+// A copy is one contiguous stretch on either side; several make up a message. On the CPU the call returns when all is
+// copied. On CUDA it puts the copies on the current stream of the tensors' device and returns; memory that is freed
+// meanwhile is safe if it belongs to that stream (torch's allocator keeps the order), and must be recorded on it if
+// not.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,6 +23,9 @@ struct SliceOfTensor {
 
 // Refuses a tensor that is not one-dimensional and contiguous, and a range outside it.
 void check_range(const at::Tensor& flat, int64_t offset, int64_t length);
+
+// Refuses elements that do not lie at multiples of their size, as a device demands and the CPU does not.
+void check_aligned(const at::Tensor& flat);
 
 // The element type of a flat gradient; refuses what a gradient cannot be.
 ElementType element_type_of(const at::Tensor& flat);

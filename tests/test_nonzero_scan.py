@@ -159,5 +159,5 @@ def test_refuses_what_a_gradient_cannot_be(dtype: torch.dtype) -> None:
 
 
 def test_refuses_another_device() -> None:
-    with pytest.raises(RuntimeError, match=r"expected gradients on the CPU, received meta; choose .*'skip_unused'"):
+    with pytest.raises(RuntimeError, match=r"expected gradients on the CPU.*, received meta"):
         _C.nonzero_scan(torch.zeros(3, device="meta"))

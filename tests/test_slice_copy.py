@@ -222,7 +222,7 @@ def test_refuses_what_a_gradient_cannot_be(dtype: torch.dtype) -> None:
 
 def test_refuses_another_device() -> None:
     flat = torch.zeros(3, device="meta")
-    with pytest.raises(RuntimeError, match="expected gradients on the CPU, received meta"):
+    with pytest.raises(RuntimeError, match=r"expected gradients on the CPU.*, received meta"):
         _C.gather_scaled(flat, flat, [(0, 3)], 1.0)
-    with pytest.raises(RuntimeError, match="expected gradients on the CPU, received meta"):
+    with pytest.raises(RuntimeError, match=r"expected gradients on the CPU.*, received meta"):
         _C.scatter(flat, flat, [(0, 3)])

@@ -1,0 +1,47 @@
+#include "devices.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#ifdef DDP_HOOKS_WITH_CUDA
+#include "cuda/stream.h"
+#endif
+
+namespace ddp_hooks {
+
+bool has_cuda() {
+#ifdef DDP_HOOKS_WITH_CUDA
+  return true;
+#else
+  return false;
+#endif
+}
+
+void check_device(c10::Device device) {
+  if (device.is_cpu()) return;
+  if (has_cuda()) {
+    TORCH_CHECK(device.is_cuda(), "ddp_hooks: expected gradients on the CPU or on CUDA, received ", device,
+                "; there are no kernels for that device");
+    return;
+  }
+  TORCH_CHECK(
+      !device.is_cuda(), "ddp_hooks: expected gradients on the CPU, received ", device,
+      "; this build has no CUDA path: build ddp_hooks again with DDP_HOOKS_CUDA=1, which needs a torch with CUDA "
+      "and its nvcc and says if either is missing");
+  TORCH_CHECK(false, "ddp_hooks: expected gradients on the CPU, received ", device,
+              "; this build has no path for that device");
+}
+
+void* current_stream(c10::Device device) {
+  const c10::impl::VirtualGuardImpl impl(device.type());
+  return impl.getStreamNativeHandle(impl.getStream(device));
+}
+
+bool is_capturing([[maybe_unused]] c10::Device device) {
+#ifdef DDP_HOOKS_WITH_CUDA
+  if (device.is_cuda()) return cuda::is_capturing(current_stream(device));
+#endif
+  return false;
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,214 @@
+"""The CUDA kernels' indexing, played on the CPU: tables, chunks, lanes and words, with every access checked.
+
+The code that runs here is the code that the kernels run (csrc/cuda/slice_table.h, lanes.h); what a GPU adds is tested
+in test_cuda_kernels.py. An access that is not aligned, out of bounds, or writes a byte twice raises by itself.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_nonzero_scan import oracle as oracle_scan
+from test_slice_copy import (
+    DTYPES,
+    FACTORS,
+    WORDS,
+    Ranges,
+    all_kinds_of_numbers,
+    assert_same_bits,
+    assert_same_numbers,
+    oracle_gather,
+    oracle_scatter,
+    random_ranges,
+    total,
+)
+
+from ddp_hooks import _C
+
+SMALLEST_CHUNK_BYTES = 256
+LARGEST_CHUNK_BYTES = 4096
+NONZERO, NEGATIVE_ZERO = 1, 2
+
+
+def aligned(size: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
+    """Return memory that lies `offset` elements after a multiple of 16 bytes."""
+    storage = torch.zeros(size + offset + 16, dtype=dtype)
+    skip = -storage.data_ptr() % 16 // dtype.itemsize + offset
+    return storage[skip : skip + size]
+
+
+def check_copies(flat: torch.Tensor, ranges: Ranges, factor: float, message_offset: int) -> None:
+    message = aligned(total(ranges), flat.dtype, message_offset)
+    _C.emulate_gather_scaled(message, flat, ranges, factor)
+    expected = oracle_gather(flat, ranges, factor)
+    if factor == 1:
+        assert_same_bits(message, oracle_gather(flat.view(WORDS[flat.dtype]), ranges, 1).view(flat.dtype))
+    else:
+        assert_same_numbers(message, expected)
+        on_cpu = torch.empty_like(message)
+        _C.gather_scaled(on_cpu, flat, ranges, factor)
+        assert_same_bits(message, on_cpu)
+    result = flat.clone()
+    _C.emulate_scatter(message, result, ranges)
+    assert_same_bits(result, oracle_scatter(message, flat, ranges))
+
+
+def check_scan(flat: torch.Tensor, ranges: Ranges) -> None:
+    _, flags = _C.emulate_nonzero_scan(flat, ranges)
+    on_cpu = _C.start_scan(flat, ranges).wait()
+    for (offset, length), flag, cpu in zip(ranges, flags, on_cpu, strict=True):
+        received = bool(flag & NONZERO), bool(flag & NEGATIVE_ZERO) and not flag & NONZERO
+        assert received == oracle_scan(flat[offset : offset + length]) == cpu
+
+
+@DTYPES
+@FACTORS
+@pytest.mark.parametrize("longest", [1, 5, 40, 700, 3000])
+def test_random_slices(dtype: torch.dtype, factor: float, longest: int) -> None:
+    rng = random.Random(longest)
+    for message_offset in range(0, 16 // dtype.itemsize, 3):
+        values = all_kinds_of_numbers(dtype, 4000)
+        flat = aligned(4000, dtype, rng.randrange(16))
+        flat.copy_(values)
+        ranges = random_ranges(rng, 4000, longest)
+        rng.shuffle(ranges)
+        check_copies(flat, ranges, factor, message_offset)
+
+
+@DTYPES
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.one_of(st.integers(0, 20), st.integers(0, 3000)), max_size=12),
+    gap=st.integers(0, 9),
+    flat_offset=st.integers(0, 15),
+    message_offset=st.integers(0, 15),
+    factor=st.sampled_from([1.0, 1 / 3]),
+)
+def test_any_length_and_alignment(
+    dtype: torch.dtype, lengths: list[int], gap: int, flat_offset: int, message_offset: int, factor: float
+) -> None:
+    ranges, position = [], 0
+    for length in lengths:
+        ranges.append((position, length))
+        position += length + gap
+    flat = aligned(position, dtype, flat_offset)
+    flat.copy_(all_kinds_of_numbers(dtype, position))
+    check_copies(flat, ranges, factor, message_offset)
+
+
+@DTYPES
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.one_of(st.integers(0, 20), st.integers(0, 3000)), min_size=1, max_size=10),
+    gap=st.integers(0, 5),
+    offset=st.integers(0, 15),
+    places=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 3)), max_size=5),
+)
+def test_scan_of_any_length_and_alignment(
+    dtype: torch.dtype, lengths: list[int], gap: int, offset: int, places: list[tuple[float, int]]
+) -> None:
+    # Between the slices lie NaNs: one element too many on either side would be found.
+    ranges, position = [], gap
+    for length in lengths:
+        ranges.append((position, length))
+        position += length + gap
+    flat = aligned(position, dtype, offset)
+    flat.fill_(float("nan"))
+    for start, length in ranges:
+        flat[start : start + length] = 0
+    word = WORDS[dtype]
+    sign = torch.iinfo(word).min
+    inside = [i for start, length in ranges for i in range(start, start + length)]
+    for place, kind in places if inside else []:
+        flat.view(word)[inside[int(place * len(inside))]] = [sign, sign, 1, sign + 1][kind]
+    check_scan(flat, ranges)
+
+
+@DTYPES
+def test_every_byte_of_a_stretch_is_looked_at(dtype: torch.dtype) -> None:
+    word = WORDS[dtype]
+    for size in (1, 7, 31, 64, 300):
+        flat = aligned(size, dtype, 3)
+        for position in range(size):
+            for bit in (1, torch.iinfo(word).min, 1 << (8 * dtype.itemsize - 2)):
+                flat.view(word)[position] = bit
+                check_scan(flat, [(0, size)])
+            flat.view(word)[position] = 0
+
+
+@pytest.mark.parametrize("count", [0, 1, 248, 249, 1999, 2000, 2001, 4100, 5000])
+def test_many_slices_take_few_launches(count: int) -> None:
+    ranges = [(3 * i, i % 3) for i in range(count)]
+    flat = all_kinds_of_numbers(torch.float32, 3 * count)
+    message = torch.empty(total(ranges))
+    launches, _, _ = _C.emulate_gather_scaled(message, flat, ranges, 0.5)
+    if count:
+        assert_same_numbers(message, oracle_gather(flat, ranges, 0.5))
+    assert launches == (-(-count // _C.SLICES_PER_LAUNCH) if message.numel() else 0)
+    zeros = torch.zeros(3 * count)
+    zeros[1::3] = -0.0
+    check_scan(zeros, ranges)
+
+
+def test_empty_slices_launch_nothing() -> None:
+    flat = torch.ones(4)
+    assert _C.emulate_gather_scaled(torch.empty(0), flat, [(0, 0), (4, 0)], 1.0)[0] == 0
+    (launches, _, _), flags = _C.emulate_nonzero_scan(flat, [(0, 0), (1, 0), (4, 0)])
+    assert launches == 0
+    assert flags == [0, 0, 0]
+
+
+@DTYPES
+def test_words_are_as_wide_as_alignment_allows(dtype: torch.dtype) -> None:
+    size = 4096 // dtype.itemsize
+    per_word = 16 // dtype.itemsize
+    flat = aligned(2 * size, dtype, 0)
+    for offset in range(2 * per_word):
+        message = aligned(size, dtype, 0)
+        _, _, widest = _C.emulate_gather_scaled(message, flat, [(offset, size)], 0.5)
+        apart = offset * dtype.itemsize % 16
+        assert widest == (16 if apart == 0 else apart & -apart)
+        # A scan has one address, so it always uses the widest words.
+        assert _C.emulate_nonzero_scan(flat, [(offset, size)])[0][2] == 16
+
+
+def test_work_is_balanced_by_bytes() -> None:
+    # One huge slice among tiny ones gets as many chunks as its bytes are worth.
+    ranges = [(0, 10), (10, 500_000), (500_010, 10)]
+    flat = torch.zeros(500_020)
+    _, chunks, _ = _C.emulate_gather_scaled(torch.empty(500_020), flat, ranges, 1.0)
+    assert chunks == -(-500_020 * 4 // LARGEST_CHUNK_BYTES)
+    # Tiny slices get small chunks, or one warp would walk hundreds of them.
+    ranges = [(i * 8, 8) for i in range(1000)]
+    _, chunks, _ = _C.emulate_gather_scaled(torch.empty(8000), flat, ranges, 1.0)
+    assert chunks == -(-8000 * 4 // SMALLEST_CHUNK_BYTES)
+
+
+@DTYPES
+def test_in_place(dtype: torch.dtype) -> None:
+    flat = all_kinds_of_numbers(dtype, 3000)
+    expected = torch.mul(flat, 1 / 3)
+    _C.emulate_gather_scaled(flat, flat, [(0, 3000)], 1 / 3)
+    assert_same_numbers(flat, expected)
+
+
+def test_the_emulation_notices_a_wrong_message() -> None:
+    # What checks must be able to fail: here the slices overlap, so scattering writes some bytes twice.
+    with pytest.raises(RuntimeError, match="written twice"):
+        _C.emulate_scatter(torch.zeros(6), torch.zeros(4), [(0, 3), (1, 3)])
+
+
+def test_scan_of_many_slices_on_the_cpu() -> None:
+    flat = torch.tensor([0.0, -0.0, 1.0, 0.0, float("nan")])
+    ranges = [(0, 1), (0, 2), (1, 2), (3, 0), (4, 1), (0, 5)]
+    pending = _C.start_scan(flat, ranges)
+    expected = [(False, False), (False, True), (True, False), (False, False), (True, False), (True, False)]
+    assert pending.wait() == expected
+    assert pending.wait() == expected
+    assert _C.start_scan(flat, []).wait() == []
+    with pytest.raises(RuntimeError, match="expected a range within 5 elements"):
+        _C.start_scan(flat, [(0, 1), (4, 2)])
