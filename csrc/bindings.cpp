@@ -180,11 +180,6 @@ void bind_parts(py::module_& m) {
       .def("wants_values", &ValuesProbe::wants_values)
       .def("observe", &ValuesProbe::observe);
 
-  // For a flat tensor: (any non-zero, any -0.0 if all are zero).
-  m.def("nonzero_scan", [](const at::Tensor& flat) {
-    const ScanResult result = nonzero_scan(flat, 0, flat.numel());
-    return std::make_pair(result.any_nonzero, result.any_negative_zero);
-  });
   const auto to_slices = [](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
     std::vector<SliceOfTensor> slices;
     for (const auto& [offset, length] : ranges) slices.push_back({flat, offset, length});
@@ -198,15 +193,18 @@ void bind_parts(py::module_& m) {
     scatter(message, to_slices(flat, ranges));
   });
 
+  // For each slice: (any non-zero, any -0.0 if all are zero).
   py::class_<PendingScan>(m, "PendingScan").def("wait", [](PendingScan& scan) {
     std::vector<std::pair<bool, bool>> results;
     for (const ScanResult& result : scan.wait()) results.emplace_back(result.any_nonzero, result.any_negative_zero);
     return results;
   });
-  m.def("start_scan", [](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
-    std::vector<SliceRange> slices;
-    for (const auto& [offset, length] : ranges) slices.push_back({offset, length});
-    return start_scan(flat, slices);
+  m.def("start_scan", [to_slices](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+    return start_scan(to_slices(flat, ranges));
+  });
+  m.def("nonzero_scan", [](const at::Tensor& flat) {
+    const ScanResult result = start_scan({{flat, 0, flat.numel()}}).wait().front();
+    return std::make_pair(result.any_nonzero, result.any_negative_zero);
   });
   m.def("has_cuda", &has_cuda);
   m.def("is_capturing", [](const at::Tensor& tensor) { return is_capturing(tensor.device()); });

@@ -76,11 +76,10 @@ void BucketSlots::fill(size_t parameter, double factor) {
   if (reducer_.gradients_are_views()) gradient = slot.view;
 }
 
-at::Tensor BucketSlots::take_gradient(size_t parameter) {
-  give_back(parameter);
-  const Slot slot = reducer_.slot(parameter);
-  const at::Tensor& gradient = slot.variable.grad();
-  if (gradient.defined() && !reducer_.gradients_are_views() && lies_like(gradient, slot.view)) {
+at::Tensor BucketSlots::find_or_fill(size_t parameter) {
+  const Entry& entry = entries_[parameter];
+  const at::Tensor& gradient = reducer_.parameters()[parameter].grad();
+  if (entry.vacant && gradient.defined() && !reducer_.gradients_are_views() && lies_like(gradient, entry.view)) {
     const at::Tensor flat = gradient.detach().as_strided({gradient.numel()}, {1});
     return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat;
   }

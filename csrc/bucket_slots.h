@@ -30,14 +30,16 @@ class BucketSlots {
   // Slots of sparse gradients are never vacant.
   void vacate(size_t parameter);
   bool is_vacant(size_t parameter) const;
+  // Whether the parameter has a gradient, wherever that lies.
+  bool has_gradient(size_t parameter) const { return reducer_.has_gradient(parameter); }
 
   // Gives a vacant slot back without its content.
   void give_back(size_t parameter);
   // Gives a vacant slot back with what the Reducer would have put there, times `factor`.
   void fill(size_t parameter, double factor);
-  // Gives a vacant slot back, and returns the gradient whose elements belong there, flat and real, if it lies elsewhere
-  // in the slot's own order of elements. Otherwise undefined, and the slot is filled with factor 1.
-  at::Tensor take_gradient(size_t parameter);
+  // The gradient whose elements belong into a vacant slot, flat and real, if there is one that lies elsewhere in the
+  // slot's own order of elements. Otherwise undefined, and the slot is filled with factor 1.
+  at::Tensor find_or_fill(size_t parameter);
 
  private:
   struct Entry {

@@ -32,14 +32,17 @@ void check_device(c10::Device device) {
               "; this build has no path for that device");
 }
 
-void* current_stream(c10::Device device) {
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  return impl.getStreamNativeHandle(impl.getStream(device));
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+void* current_stream_handle(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamNativeHandle(current_stream(device));
 }
 
 bool is_capturing([[maybe_unused]] c10::Device device) {
 #ifdef DDP_HOOKS_WITH_CUDA
-  if (device.is_cuda()) return cuda::is_capturing(current_stream(device));
+  if (device.is_cuda()) return cuda::is_capturing(current_stream_handle(device));
 #endif
   return false;
 }

@@ -14,8 +14,9 @@ bool has_cuda();
 // Throws unless gradients on this device can be served; says what this build lacks.
 void check_device(c10::Device device);
 
-// The native handle (a cudaStream_t) of the calling thread's current stream.
-void* current_stream(c10::Device device);
+// The stream that the calling thread's work for a device goes to, and its native handle (a cudaStream_t).
+c10::Stream current_stream(c10::Device device);
+void* current_stream_handle(c10::Device device);
 
 // Whether what is put on that stream now is recorded into a graph instead of run. Always false on the CPU.
 bool is_capturing(c10::Device device);

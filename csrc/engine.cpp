@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "late_gradients.h"
-#include "nonzero_scan.h"
 #include "step.h"
 
 namespace ddp_hooks {
@@ -131,9 +130,7 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   const bool last = index + 1 == layout_.buckets.size();
   if (!shadow) fill_slots(index);
   if (step_->planner) {
-    start_values_exchange(index);
-    const auto ready = last ? index + 1 : step_->settles_last ? 0 : index;
-    while (step_->settled < ready) settle_values(step_->settled++);
+    advance_values(index);
   } else {
     sender_.send(step_, layout_, index, step_->plan->buckets[index]);
   }
@@ -142,8 +139,8 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
 
 void Engine::fill_slots(uint32_t bucket) {
   const Step& step = *step_;
-  // Where gradients are looked at, or go nowhere, they have to lie in the bucket.
-  const bool all_used = step.planner || data_group_->getSize() == 1;
+  // Alone nothing is sent, and the Reducer copies what it finds in the bucket.
+  const bool all_used = data_group_->getSize() == 1;
   // A rank that has joined tells the Reducer about old uses, and the Reducer makes gradients of them.
   const bool unused_too = step.agreed.test(joined_bit_);
   for (const ParameterSlice& slice : layout_.buckets[bucket].slices) {
@@ -283,48 +280,52 @@ UsageMask Engine::timed_wait(PendingExchange& exchange) {
   return agreed;
 }
 
-void Engine::start_values_exchange(uint32_t bucket) {
+void Engine::advance_values(uint32_t bucket) {
+  Step& step = *step_;
+  scan_values(bucket);
+  const bool last = bucket + 1 == layout_.buckets.size();
+  // A device scans while the host goes on, so there the answer is asked for one bucket later.
+  const uint32_t scanned = last || step.buckets[bucket].buffer().is_cpu() ? bucket + 1 : bucket;
+  while (step.exchanged < scanned) start_values_exchange(step.exchanged++);
+  const uint32_t ready = last ? bucket + 1 : step.settles_last || scanned == 0 ? 0 : scanned - 1;
+  while (step.settled < ready) settle_values(step.settled++);
+}
+
+void Engine::scan_values(uint32_t bucket) {
   RECORD_FUNCTION("ddp_hooks::scan", std::vector<c10::IValue>());
   Step& step = *step_;
-  ValuesOfBucket& values = step.values.emplace_back();
+  const BucketLayout& layout = layout_.buckets[bucket];
+  ValuesOfBucket& values = step.values.emplace_back(Step::Values{ValuesOfBucket(layout), nullptr}).here;
+  // A joined rank's buckets are all zeros; so are undefined gradients, which the Reducer fills in.
+  if (layout.sparse || step.shadow) return;
+  for (uint32_t i = 0; i < layout.slices.size(); ++i) {
+    const size_t parameter = layout.slices[i].parameter;
+    if (!step.agreed.test(parameter)) continue;
+    if (!step.local.test(parameter) && !reducer_.has_gradient(parameter)) continue;
+    values.add(i, step.buckets[bucket].flat(), slots_);
+  }
+  values.start();
+}
+
+void Engine::start_values_exchange(uint32_t bucket) {
+  Step& step = *step_;
   const BucketLayout& layout = layout_.buckets[bucket];
   if (layout.sparse || !any_used(layout, step.agreed)) return;
-
-  const at::Tensor flat = step.buckets[bucket].flat();
-  UsageMask nonzero(layout.slices.size());
+  const UsageMask nonzero = step.values[bucket].here.nonzero();
   for (uint32_t i = 0; i < layout.slices.size(); ++i) {
-    const ParameterSlice& slice = layout.slices[i];
-    // A joined rank's buckets are all zeros; so are undefined gradients, which the Reducer fills in.
-    if (step.shadow || !step.agreed.test(slice.parameter)) continue;
-    if (!step.local.test(slice.parameter) && !reducer_.has_gradient(slice.parameter)) continue;
-    const ScanResult result = nonzero_scan(flat, slice.offset, slice.length);
-    if (result.any_nonzero) {
-      nonzero.set(i);
-      continue;
-    }
-    step.local.clear(slice.parameter);
-    if (result.any_negative_zero) values.negative_zeros.push_back(i);
+    if (!nonzero.test(i)) step.local.clear(layout.slices[i].parameter);
   }
-  values.exchange = start_exchange(nonzero, bucket + 1);
+  step.values[bucket].exchange = start_exchange(nonzero, bucket + 1);
 }
 
 void Engine::settle_values(uint32_t bucket) {
   Step& step = *step_;
-  ValuesOfBucket& values = step.values[bucket];
   const BucketLayout& layout = layout_.buckets[bucket];
-  if (values.exchange) {
-    const UsageMask nonzero = timed_wait(*values.exchange);
+  if (PendingExchange* exchange = step.values[bucket].exchange.get()) {
     const int64_t before = used_bytes(layout, step.agreed);
-    for (uint32_t i = 0; i < layout.slices.size(); ++i) {
-      if (!nonzero.test(i)) step.agreed.clear(layout.slices[i].parameter);
-    }
+    step.values[bucket].here.settle(timed_wait(*exchange), step.agreed, slots_);
     step.used_bytes += before;
     step.zero_bytes += before - used_bytes(layout, step.agreed);
-    // The sum of zeros of either sign depends on who adds it up; +0.0 is the same on every rank.
-    const at::Tensor flat = step.buckets[bucket].flat();
-    for (uint32_t i : values.negative_zeros) {
-      if (!nonzero.test(i)) flat.narrow(0, layout.slices[i].offset, layout.slices[i].length).zero_();
-    }
   }
   sender_.send(step_, layout_, bucket, step.planner->add_bucket(bucket, step.agreed));
 }

@@ -114,6 +114,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   UsageMask agree_on_usage();
   std::unique_ptr<PendingExchange> start_exchange(const UsageMask& local, uint64_t phase);
   UsageMask timed_wait(PendingExchange& exchange);
+  void advance_values(uint32_t bucket);
+  void scan_values(uint32_t bucket);
   void start_values_exchange(uint32_t bucket);
   void settle_values(uint32_t bucket);
   void vacate_slots();

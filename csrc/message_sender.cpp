@@ -9,6 +9,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
+#include "devices.h"
+
 namespace ddp_hooks {
 namespace {
 
@@ -140,7 +142,10 @@ void MessageSender::send_packed(const std::shared_ptr<Step>& step, const LayoutO
     to.push_back({flat, slice.offset, slice.length});
     for (const ParameterSlice& part : parameters_in(layout.buckets[slice.bucket], slice)) {
       at::Tensor gradient;
-      if (!step->shadow && slots_.is_vacant(part.parameter)) gradient = slots_.take_gradient(part.parameter);
+      if (!step->shadow && slots_.is_vacant(part.parameter)) {
+        gradient = slots_.find_or_fill(part.parameter);
+        slots_.give_back(part.parameter);
+      }
       if (gradient.defined()) {
         from.push_back({gradient, 0, part.length});
       } else {

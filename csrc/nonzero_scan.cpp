@@ -19,8 +19,19 @@
 namespace ddp_hooks {
 namespace {
 
-char* address(const at::Tensor& flat, const SliceRange& range) {
-  return static_cast<char*>(flat.data_ptr()) + range.offset * flat.element_size();
+char* address(const SliceOfTensor& slice) {
+  return static_cast<char*>(slice.flat.data_ptr()) + slice.offset * slice.flat.element_size();
+}
+
+void check_alike(const std::vector<SliceOfTensor>& slices) {
+  const at::Tensor& first = slices.front().flat;
+  check_device(first.device());
+  for (const SliceOfTensor& slice : slices) {
+    check_range(slice.flat, slice.offset, slice.length);
+    TORCH_CHECK(slice.flat.device() == first.device() && slice.flat.scalar_type() == first.scalar_type(),
+                "ddp_hooks: expected slices of ", first.scalar_type(), " on ", first.device(), ", received one of ",
+                slice.flat.scalar_type(), " on ", slice.flat.device());
+  }
 }
 
 }  // namespace
@@ -28,11 +39,11 @@ char* address(const at::Tensor& flat, const SliceRange& range) {
 #ifdef DDP_HOOKS_WITH_CUDA
 
 struct PendingScan::OnDevice {
-  OnDevice(at::Tensor scanned, int64_t count)
-      : flat(std::move(scanned)),
-        device_flags(at::empty({count}, flat.options().dtype(at::kInt))),
-        host_flags(at::empty({count}, at::TensorOptions().dtype(at::kInt).pinned_memory(true))),
-        done(flat.device().type()) {}
+  explicit OnDevice(const std::vector<SliceOfTensor>& scanned)
+      : slices(scanned),
+        device_flags(at::empty({count()}, slices.front().flat.options().dtype(at::kInt))),
+        host_flags(at::empty({count()}, at::TensorOptions().dtype(at::kInt).pinned_memory(true))),
+        done(device_flags.device().type()) {}
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
@@ -46,7 +57,9 @@ struct PendingScan::OnDevice {
     }
   }
 
-  at::Tensor flat;
+  int64_t count() const { return static_cast<int64_t>(slices.size()); }
+
+  const std::vector<SliceOfTensor> slices;
   at::Tensor device_flags;
   at::Tensor host_flags;
   c10::Event done;
@@ -82,41 +95,37 @@ const std::vector<ScanResult>& PendingScan::wait() {
   return results_;
 }
 
-PendingScan start_scan(const at::Tensor& flat, const std::vector<SliceRange>& ranges) {
-  check_device(flat.device());
-  for (const SliceRange& range : ranges) check_range(flat, range.offset, range.length);
-  const ElementType type = element_type_of(flat);
+PendingScan start_scan(const std::vector<SliceOfTensor>& slices) {
   PendingScan scan;
+  if (slices.empty()) return scan;
+  check_alike(slices);
+  const ElementType type = element_type_of(slices.front().flat);
 #ifdef DDP_HOOKS_WITH_CUDA
-  if (flat.is_cuda()) {
-    if (ranges.empty()) return scan;
-    check_aligned(flat);
-    const c10::DeviceGuard guard(flat.device());
-    std::vector<cuda::SliceOfMemory> slices;
-    slices.reserve(ranges.size());
-    for (const SliceRange& range : ranges) slices.push_back({address(flat, range), range.length * flat.element_size()});
-    scan.on_device_ = std::make_unique<PendingScan::OnDevice>(flat, static_cast<int64_t>(ranges.size()));
+  const c10::Device device = slices.front().flat.device();
+  if (device.is_cuda()) {
+    const c10::DeviceGuard guard(device);
+    std::vector<cuda::SliceOfMemory> memory;
+    memory.reserve(slices.size());
+    for (const SliceOfTensor& slice : slices) {
+      check_aligned(slice.flat);
+      memory.push_back({address(slice), slice.length * slice.flat.element_size()});
+    }
+    scan.on_device_ = std::make_unique<PendingScan::OnDevice>(slices);
     PendingScan::OnDevice& pending = *scan.on_device_;
-    const c10::impl::VirtualGuardImpl impl(flat.device().type());
-    const c10::Stream stream = impl.getStream(flat.device());
     const char* error =
-        cuda::nonzero_scan(slices.data(), slices.size(), type, static_cast<uint32_t*>(pending.device_flags.data_ptr()),
-                           static_cast<uint32_t*>(pending.host_flags.data_ptr()), current_stream(flat.device()));
-    pending.done.record(stream);
+        cuda::nonzero_scan(memory.data(), memory.size(), type, static_cast<uint32_t*>(pending.device_flags.data_ptr()),
+                           static_cast<uint32_t*>(pending.host_flags.data_ptr()), current_stream_handle(device));
+    pending.done.record(current_stream(device));
     pending.started = true;
     TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not scan gradients: ", error);
     return scan;
   }
 #endif
-  scan.results_.reserve(ranges.size());
-  for (const SliceRange& range : ranges) {
-    scan.results_.push_back(cpu::nonzero_scan(address(flat, range), range.length, type));
+  scan.results_.reserve(slices.size());
+  for (const SliceOfTensor& slice : slices) {
+    scan.results_.push_back(cpu::nonzero_scan(address(slice), slice.length, type));
   }
   return scan;
-}
-
-ScanResult nonzero_scan(const at::Tensor& flat, int64_t offset, int64_t length) {
-  return start_scan(flat, {{offset, length}}).wait().front();
 }
 
 }  // namespace ddp_hooks

@@ -89,7 +89,7 @@ void gather_scaled(const at::Tensor& message, const std::vector<SliceOfTensor>& 
     check_aligned(message);
     const std::vector<cuda::SliceOfMemory> memory = addresses(slices);
     const char* error = cuda::gather_scaled(message.data_ptr(), memory.data(), memory.size(), type, factor,
-                                            current_stream(message.device()));
+                                            current_stream_handle(message.device()));
     TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not gather gradients: ", error);
     return;
   }
@@ -110,7 +110,7 @@ void scatter(const at::Tensor& message, const std::vector<SliceOfTensor>& slices
     check_aligned(message);
     const std::vector<cuda::SliceOfMemory> memory = addresses(slices);
     const char* error =
-        cuda::scatter(message.data_ptr(), memory.data(), memory.size(), current_stream(message.device()));
+        cuda::scatter(message.data_ptr(), memory.data(), memory.size(), current_stream_handle(message.device()));
     TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not scatter gradients: ", error);
     return;
   }

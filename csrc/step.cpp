@@ -1,15 +1,12 @@
 #include "step.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
-namespace ddp_hooks {
+#include "devices.h"
 
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
+namespace ddp_hooks {
 
 void BucketInFlight::expect_messages(int32_t count) {
   // One more than the messages, given back here, so that the bucket cannot complete before the count stands.

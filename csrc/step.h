@@ -18,12 +18,10 @@
 
 #include "mask_exchange.h"
 #include "usage_mask.h"
+#include "values_of_bucket.h"
 #include "wire_plan.h"
 
 namespace ddp_hooks {
-
-// The stream that this thread's work for a device goes to.
-c10::Stream current_stream(c10::Device device);
 
 class BucketInFlight {
  public:
@@ -55,12 +53,6 @@ class BucketInFlight {
   std::vector<c10::Event> events_;
 };
 
-// The values detector's state for one bucket between the start of its exchange and its launch.
-struct ValuesOfBucket {
-  std::unique_ptr<PendingExchange> exchange;  // null when no parameter of the bucket was agreed to be used
-  std::vector<uint32_t> negative_zeros;       // positions in the layout whose slice is all zero here, with a -0.0
-};
-
 class Step {
  public:
   // A deque, because completions point to buckets while later ones are added.
@@ -81,7 +73,12 @@ class Step {
   // Without values: the whole plan. With values: made bucket by bucket.
   std::shared_ptr<const WirePlan> plan;
   std::optional<WirePlanner> planner;
-  std::deque<ValuesOfBucket> values;  // by bucket
+  struct Values {
+    ValuesOfBucket here;
+    std::unique_ptr<PendingExchange> exchange;  // null before it starts, and where the bucket needs none
+  };
+  std::deque<Values> values;  // by bucket
+  uint32_t exchanged = 0;     // for so many of the buckets the exchange has been started
   // Buckets wait for the last one before their values are settled: where ranks use different parameters, one of them
   // may reach a bucket long before another, which stands in some other collective that waits for the first.
   bool settles_last = false;
