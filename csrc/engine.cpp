@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
+#include "devices.h"
 #include "late_gradients.h"
 #include "step.h"
 
@@ -40,6 +41,13 @@ int64_t used_bytes(const BucketLayout& bucket, const UsageMask& mask) {
 bool any_used(const BucketLayout& bucket, const UsageMask& mask) {
   return std::any_of(bucket.slices.begin(), bucket.slices.end(),
                      [&](const ParameterSlice& slice) { return slice.length > 0 && mask.test(slice.parameter); });
+}
+
+void refuse_capture(c10::Device device) {
+  TORCH_CHECK(
+      !is_capturing(device),
+      "ddp_hooks: expected a step that is run, received one that is captured into a CUDA graph: what is sent is "
+      "agreed on the host in each step, and a graph would replay one step's answer. Capture without this hook");
 }
 
 std::vector<at::Tensor> all_parameters(const ReducerView& reducer, const std::vector<at::Tensor>& late) {
@@ -153,6 +161,7 @@ void Engine::fill_slots(uint32_t bucket) {
 }
 
 void Engine::open_step(bool shadow) {
+  refuse_capture(step_->buckets.front().buffer().device());
   refresh_layout();
   TORCH_CHECK(
       reducer_.process_group() == data_group_,
@@ -389,6 +398,7 @@ void Engine::set_rebuild(std::function<void()> rebuild) {
 }
 
 void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises) {
+  for (const at::Tensor& output : outputs) refuse_capture(output.device());
   std::lock_guard lock(mutex_);
   if (!synchronises) {
     absence_.accumulating_forward_done();

@@ -29,7 +29,7 @@ class Policy:
         gap_fraction: unused gradients between two used runs are sent along when they make up at most this fraction of
             the runs' mean length, because one message in place is cheaper than two.
         min_zero_fraction: adaptive only: the fraction of a step's bytes that all-zero gradients have to make up for
-            the values detector to stay on.
+            the values detector to stay on. On a GPU at least 0.25, because there its answers hold the host back.
         hold_steps: adaptive only: how many steps it stays on after a step in which it paid.
         first_pause_steps: adaptive only: steps before the first probe; the pause doubles while probes find nothing.
         longest_pause_steps: adaptive only: the longest pause between two probes.

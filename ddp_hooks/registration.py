@@ -39,8 +39,13 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
     registered = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
     if registered:
         return f"a communication hook is registered already ({registered}), and DDP takes one"
-    if ddp.device_type != "cpu":
-        return f"expected parameters on the CPU, received some on {ddp.device_type}; this version has no path for it"
+    if ddp.device_type not in ("cpu", "cuda"):
+        return f"expected parameters on the CPU or on CUDA, received some on {ddp.device_type}, without kernels for it"
+    if ddp.device_type == "cuda" and not _C.has_cuda():
+        return (
+            "expected a build with CUDA kernels for parameters on CUDA, received one without; build ddp_hooks again "
+            "with DDP_HOOKS_CUDA=1 where torch has CUDA, which says what is missing"
+        )
     if _C.reducer_skips_unused_by_local_list(ddp.reducer):
         return (
             "DDP(skip_all_reduce_unused_params=True) decides from each rank's own list, keeps buckets from the hook "
@@ -126,6 +131,7 @@ def describe(
         "parameters frozen when wrapped": f"{len(late)} of {sum(parameter.numel() for parameter in late)} elements",
         "find_unused_parameters": str(ddp.find_unused_parameters),
         "static_graph": str(ddp.static_graph),
+        "device": ddp.device_type,
     }
 
 
