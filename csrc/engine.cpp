@@ -175,6 +175,7 @@ void Engine::open_step(bool shadow) {
   step.factor = 1.0 / reducer_.divisor();
   step.agreed = agree_on_usage();
   step.agreed_hash = step.agreed.hash();
+  step.nobody_joined = exchanges_usage() && !step.agreed.test(joined_bit_);
   for (size_t i = 0; i < late_parameters_.size(); ++i) {
     if (step.agreed.test(reduced_count_ + i)) step.late.push_back(late_parameters_[i]);
   }

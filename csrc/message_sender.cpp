@@ -123,9 +123,10 @@ void MessageSender::bring(const Step& step, const BucketLayout& layout, const Sl
 }
 
 MessageSender::Averaging MessageSender::averaging(const Step& step, const at::Tensor& tensor) const {
-  // NCCL divides while it sums, by the number of ranks, which saves a pass where nobody has joined.
-  const bool divides = tensor.is_cuda() && step.factor == 1.0 / group_->getSize() &&
-                       group_->getBackend(c10::kCUDA)->getBackendName() == "nccl";
+  // NCCL divides while it sums, by the number of ranks. Decided by what was agreed, not by the factor, which a rank
+  // that has joined does not know.
+  const bool divides =
+      tensor.is_cuda() && step.nobody_joined && group_->getBackend(c10::kCUDA)->getBackendName() == "nccl";
   if (divides) return {1, c10d::ReduceOp::AVG};
   return {step.factor, c10d::ReduceOp::SUM};
 }

@@ -62,6 +62,7 @@ class Step {
   size_t next_staging = 0;
   std::exception_ptr error;  // once set, the buckets still to come fail with it
 
+  bool nobody_joined = false;  // as far as it was agreed; without an exchange nobody knows
   UsageMask local;
   UsageMask agreed;          // the values detector clears bits as buckets settle
   bool same_usage = true;    // every rank's local mask is the same
