@@ -100,21 +100,12 @@ class SkipUnusedState:
                 "DistributedDataParallel module; make one state for each module"
             )
         # From here on problems are collected and raised together, so that no rank is left waiting for the others.
-        bad_policy: Exception | None = None
-        try:
-            self._policy = resolve(policy)
-        except (TypeError, ValueError) as error:
-            bad_policy = error
-        problem = str(bad_policy) if bad_policy is not None else why_unsupported(ddp)
+        self._policy, bad_policy = _resolve_or_error(policy, self._policy)
+        problem = bad_policy or why_unsupported(ddp)
+        # The groups stay if this fails: torch would give the next ones their names, and with them their addresses.
         groups = make_control_groups(ddp)
         engine: Any = self._make_engine(ddp, groups) if problem is None else None
-        try:
-            agree(groups.all, self._description, problem)
-        except RuntimeError:
-            # The groups stay: torch would give the next ones their names, and with them their addresses.
-            if bad_policy is not None:
-                raise bad_policy from None
-            raise
+        _agree_or_raise(groups, self._description, problem)
         if native:
             engine.register_natively(ddp.reducer)
         self._control_groups = groups
@@ -206,15 +197,16 @@ class SkipUnusedState:
             policy: as for the class.
 
         Raises:
+            TypeError, ValueError: the policy is none; the other ranks raise a RuntimeError then.
             RuntimeError: on every rank, when ranks differ; or the state serves no module, or a backward pass is under
                 way.
         """
         ddp = self._require_module()
-        policy = resolve(policy)
+        policy, bad_policy = _resolve_or_error(policy, self._policy)
         self._finish_exchanges(ddp)
         reduced = _C.reducer_parameters(ddp.reducer)
         description = describe(policy, ddp, reduced, self._parameters[len(reduced) :])
-        agree(self._control_groups.all, description, None)
+        _agree_or_raise(self._control_groups, description, bad_policy)
         self._engine.configure(_engine_settings(policy, description))
         self._policy = policy
         self._description = description
@@ -381,6 +373,23 @@ def register(ddp: DistributedDataParallel, policy: Policy | str = "auto") -> Ski
     if ddp.logger is not None:
         ddp.logger._set_comm_hook_name(skip_unused_hook.__qualname__)
     return state
+
+
+def _resolve_or_error(policy: Policy | str, otherwise: Policy) -> tuple[Policy, Exception | None]:
+    try:
+        return resolve(policy), None
+    except (TypeError, ValueError) as error:
+        return otherwise, error
+
+
+def _agree_or_raise(groups: ControlGroups, description: dict[str, str], problem: Exception | str | None) -> None:
+    """Raise on every rank if any has a problem; where the problem is an exception, that rank raises it."""
+    try:
+        agree(groups.all, description, None if problem is None else str(problem))
+    except RuntimeError:
+        if isinstance(problem, Exception):
+            raise problem from None
+        raise
 
 
 def _engine_settings(policy: Policy, description: dict[str, str]) -> Any:

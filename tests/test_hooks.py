@@ -351,6 +351,10 @@ def changed_policy(rank: int) -> None:
     message = error_of(lambda: state.set_policy("skip_zeros" if rank == 0 else "auto"))
     assert "the ranks disagree: policy: expected Policy(name='skip_zeros'" in message
     assert "received Policy(name='auto'" in message
+    if rank == 0:
+        assert "received 'fast'" in error_of(lambda: state.set_policy("fast"), ValueError)
+    else:
+        assert "rank 0: policy: expected one of allreduce" in error_of(lambda: state.set_policy("auto"))
     assert state.policy.name == "skip_unused"
     run_step(ddp, 0)
 
