@@ -30,8 +30,9 @@ OLDEST_ARCHITECTURE = (7, 0)
 def find_toolkit() -> Path | None:
     """Return the folder of the CUDA toolkit, or None without an nvcc."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
-    nvcc = nvcc or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    # Where torch looks, too: the variable, the PATH, the toolkit's usual folder.
+    places = [str(Path(home) / "bin")] if home else [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
     if nvcc is None:
         return None
     # What is on the PATH may be a link or a script elsewhere; nvcc itself knows where the rest of the toolkit is.
@@ -71,11 +72,12 @@ def choose_cuda() -> bool:
 
 
 def architectures_of_torch() -> list[str]:
-    """List what the installed torch was compiled for, as far as the kernels run there."""
+    """List what the installed torch was compiled for, as far as the kernels run there; later GPUs compile the last."""
     # torch.cuda.get_arch_list() says nothing where no GPU is visible.
     found = re.findall(r"\bsm_(\d+)(\d)\b", torch._C._cuda_getArchFlags() or "")
     versions = sorted({(int(major), int(minor)) for major, minor in found})
-    return [f"{major}.{minor}" for major, minor in versions if (major, minor) >= OLDEST_ARCHITECTURE]
+    names = [f"{major}.{minor}" for major, minor in versions if (major, minor) >= OLDEST_ARCHITECTURE]
+    return [*names[:-1], *(f"{name}+PTX" for name in names[-1:])]
 
 
 WITH_CUDA = choose_cuda()
@@ -84,10 +86,9 @@ from torch.utils import cpp_extension  # noqa: E402
 
 
 def write_build_info() -> None:
-    """Record what is compiled, for the checks in ddp_hooks/_extension.py."""
+    """Record the torch that is compiled against, for the check in ddp_hooks/_extension.py."""
     (ROOT / "ddp_hooks" / "_build_info.py").write_text(
         f'"""Written by setup.py: what the extension was built against."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
-        f"HAS_CUDA = {WITH_CUDA}\n"
     )
 
 

@@ -47,23 +47,37 @@ class Plan:
     warm_up: int
 
 
-def environment_header(command: Sequence[str], world_size: int, links: Sequence[str]) -> dict[str, Any]:
+def environment_header(
+    command: Sequence[str], world_size: int, links: Sequence[str], backend: str = "gloo"
+) -> dict[str, Any]:
     """Everything about this run that a reader needs to place its numbers."""
     import torch
 
     def git(*argv: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *argv], capture_output=True, text=True)
+        try:
+            done = subprocess.run(["git", "-C", str(ROOT), *argv], capture_output=True, text=True)
+        except FileNotFoundError:  # no git here; DDP_HOOKS_COMMIT can say what was copied
+            return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
     changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_MADE_BY_BENCHMARKS)
+    gpu = {}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        gpu = {
+            "gpu": properties.name,
+            "gpu_multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+        }
+
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "--short=12", "HEAD") or None,
+        "commit": git("rev-parse", "--short=12", "HEAD") or os.environ.get("DDP_HOOKS_COMMIT"),
         "has_uncommitted_changes": bool(changes),
         "command": " ".join(["python", f"benchmarks/{Path(command[0]).name}", *command[1:]]),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "backend": "gloo",
+        "backend": backend,
         "world_size": world_size,
         "links": list(links),
         "cpu": _cpu_model(),
@@ -71,6 +85,7 @@ def environment_header(command: Sequence[str], world_size: int, links: Sequence[
         "load_average": os.getloadavg()[0],
         "kernel": platform.release().split("-")[0],
         "threads_per_rank": 1,
+        **gpu,
     }
 
 
@@ -349,9 +364,9 @@ def main(script: str, plans: Sequence[Plan], links: Sequence[str], options: argp
     return 1 if results["failures"] else 0
 
 
-def write(name: str, results: dict[str, Any]) -> Path:
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write(name: str, results: dict[str, Any], folder: Path = RESULTS) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     partial = path.with_suffix(".json.partial")
     text = json.dumps(results, indent=1)
     for place in (ROOT, Path(sys.prefix), Path.home()):  # tracebacks name this machine's folders; nobody else has them

@@ -1,8 +1,8 @@
 """Runs a function on several ranks: brings tracebacks home, shows the stack of what hangs, and kills it.
 
-The rank processes are started once for each world size and reused, because importing torch takes longer than most
-tests. Each call gets a process group of its own. A rank that fails or hangs costs the whole pool: nothing a broken
-rank left behind reaches the next test.
+The rank processes are started once for each world size (and environment) and reused, because importing torch takes
+longer than most tests. Each call gets a process group of its own. A rank that fails or hangs costs the whole pool:
+nothing a broken rank left behind reaches the next test.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class RankFailure(AssertionError):
     """One or more ranks failed or hung; the message holds every rank's traceback or stack."""
 
 
-def _worker(rank: int, world_size: int, stack_file: str, pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _worker(rank: int, world_size: int, stack_file: str, environment: dict[str, str], pipe: Connection) -> None:
+    # Before torch is imported: some of it is read only once.
+    os.environ.update({"OMP_NUM_THREADS": "1", **environment})
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         import torch
@@ -67,7 +68,7 @@ def _worker(rank: int, world_size: int, stack_file: str, pipe: Connection) -> No
 class RankPool:
     """`world_size` processes that run one function after another, each time in a fresh process group."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, environments: list[dict[str, str]]) -> None:
         self.world_size = world_size
         self._directory = tempfile.TemporaryDirectory(prefix="ddp_hooks_ranks_")
         self._runs = 0
@@ -76,9 +77,8 @@ class RankPool:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_worker, args=(rank, world_size, str(self._stack_file(rank)), theirs), daemon=True
-            )
+            arguments = (rank, world_size, str(self._stack_file(rank)), environments[rank], theirs)
+            process = context.Process(target=_worker, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -158,19 +158,28 @@ class RankPool:
         self._directory.cleanup()
 
 
-_pools: dict[int, RankPool] = {}
+_pools: dict[str, RankPool] = {}
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    environment: Callable[[int], dict[str, str]] = lambda rank: {},
+    **options: Any,
+) -> list[Any]:
     """Run ``function(rank, *args)`` on ``world_size`` ranks; see :meth:`RankPool.run`.
 
-    ``function`` and ``args`` are pickled, so ``function`` stands at the top level of its module.
+    ``function`` and ``args`` are pickled, so ``function`` stands at the top level of its module. ``environment(rank)``
+    are variables that are set before the rank imports anything.
     """
-    pool = _pools.get(world_size)
+    environments = [environment(rank) for rank in range(world_size)]
+    key = repr(environments)
+    pool = _pools.get(key)
     if pool is None or not pool.alive:
         if pool is not None:
             pool.kill()
-        pool = _pools[world_size] = RankPool(world_size)
+        pool = _pools[key] = RankPool(world_size, environments)
     return pool.run(function, *args, **options)
 
 

@@ -516,7 +516,7 @@ class MaskedGradients(Scenario):
     def build(self) -> nn.Module:
         model = Branches()
         model.linear2.weight.register_hook(lambda gradient: gradient * 0)
-        model.head.weight.register_hook(lambda gradient: gradient * (torch.arange(64) % 2))
+        model.head.weight.register_hook(lambda gradient: gradient * (torch.arange(64, device=gradient.device) % 2))
         return model
 
     def step(self, t: Trainer, i: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,8 @@ class Scenario:
     """One way to use DDP. Subclasses say what differs from the plainest training loop."""
 
     steps = 6
+    # Where everything is made that does not say where: model, batches, random numbers.
+    device = "cpu"
     find_unused_parameters = True
     ddp_options: dict[str, Any] = {}
     set_to_none = True
@@ -99,6 +102,11 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def train(scenario: Scenario, rank: int, policy: ddp_hooks.Policy | str | None, native: bool) -> Run:
     """Train once; ``policy=None`` is plain DDP."""
+    with nullcontext() if scenario.device == "cpu" else torch.device(scenario.device):
+        return _train(scenario, rank, policy, native)
+
+
+def _train(scenario: Scenario, rank: int, policy: ddp_hooks.Policy | str | None, native: bool) -> Run:
     torch.manual_seed(0)
     torch._dynamo.reset()
     run = Run()
@@ -140,7 +148,7 @@ def train(scenario: Scenario, rank: int, policy: ddp_hooks.Policy | str | None, 
         ddp,
         model,
         optimizer,
-        torch.Generator().manual_seed(100 + rank),
+        torch.Generator(scenario.device).manual_seed(100 + rank),
         record,
     )
     scenario.run(trainer)
@@ -152,7 +160,7 @@ def train(scenario: Scenario, rank: int, policy: ddp_hooks.Policy | str | None, 
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(ours: torch.Tensor, plain: torch.Tensor, exact: bool, tolerance: float, what: str) -> None:

@@ -162,11 +162,14 @@ DDP_HOOKS_HOST_DEVICE uint64_t bits_of_stretch(const char* from, int bytes, int 
   }
   const char* const from_words = from + split.head_bytes;
   for (int base = lane; base < split.words; base += kLoadsInFlight * kWarpLanes) {
-    Wide words[kLoadsInFlight] = {};
+    // What lies past the end is replaced by the last word: looking at it again changes nothing, and loads without a
+    // condition are all under way at once (with one, the compiler saw fit to wait for each before the next).
+    Wide words[kLoadsInFlight];
     DDP_HOOKS_UNROLL
     for (int i = 0; i < kLoadsInFlight; ++i) {
       const int index = base + i * kWarpLanes;
-      if (index < split.words) words[i] = memory.template load<Wide>(from_words + index * kWidestWordBytes);
+      const int within = index < split.words ? index : split.words - 1;
+      words[i] = memory.template load<Wide>(from_words + within * kWidestWordBytes);
     }
     DDP_HOOKS_UNROLL
     for (int i = 0; i < kLoadsInFlight; ++i) bits |= words[i].units[0] | words[i].units[1];

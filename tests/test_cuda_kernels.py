@@ -1,0 +1,285 @@
+"""The CUDA kernels against the CPU's, bit for bit, and what they promise about streams and waiting."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_nonzero_scan import nonzero_words
+from test_slice_copy import (
+    DTYPES,
+    FACTORS,
+    WORDS,
+    Ranges,
+    all_kinds_of_numbers,
+    assert_same_bits,
+    assert_same_numbers,
+    random_ranges,
+    total,
+)
+
+from ddp_hooks import _C
+
+pytestmark = pytest.mark.cuda
+
+# About a quarter of a second on any GPU of today: long beside a launch, short beside a test's patience.
+LONG_SLEEP_CYCLES = 400_000_000
+GUARD = 3.0
+
+
+@pytest.fixture(params=[False, True], ids=["default stream", "side stream"])
+def stream(request: pytest.FixtureRequest) -> Iterator[torch.cuda.Stream]:
+    """Run the test on either kind of stream."""
+    side = torch.cuda.Stream() if request.param else torch.cuda.default_stream()
+    with torch.cuda.stream(side):
+        yield side
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    """Make torch raise wherever the host would wait for a stream."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def numbers(dtype: torch.dtype, size: int, offset: int = 0) -> torch.Tensor:
+    """Return all kinds of numbers, `offset` elements after a multiple of 256 bytes."""
+    storage = torch.zeros(size + offset, dtype=dtype)
+    storage[offset:] = all_kinds_of_numbers(dtype, size)
+    return storage.cuda()[offset:]
+
+
+def check_copies(flat: torch.Tensor, ranges: Ranges, factor: float, message_offset: int = 0) -> None:
+    on_cpu = flat.cpu()
+    size = total(ranges)
+    expected = torch.empty(size, dtype=flat.dtype)
+    _C.gather_scaled(expected, on_cpu, ranges, factor)
+    storage = torch.full((message_offset + size + 9,), GUARD, dtype=flat.dtype, device="cuda")
+    message = storage[message_offset : message_offset + size]
+    _C.gather_scaled(message, flat, ranges, factor)
+    if factor == 1:
+        # A plain copy: even the payload of a NaN, which the CPU multiplies, stays.
+        index = torch.tensor([i for start, n in ranges for i in range(start, start + n)], dtype=torch.int64)
+        assert_same_bits(message.cpu(), on_cpu.view(WORDS[flat.dtype])[index].view(flat.dtype))
+    else:
+        assert_same_numbers(message.cpu(), expected)
+    assert bool((storage[:message_offset] == GUARD).all())
+    assert bool((storage[message_offset + size :] == GUARD).all())
+    assert_same_bits(flat.cpu(), on_cpu)
+
+    incoming = all_kinds_of_numbers(flat.dtype, size + message_offset)
+    result, expected = flat.clone(), on_cpu.clone()
+    _C.scatter(incoming.cuda()[message_offset:], result, ranges)
+    _C.scatter(incoming[message_offset:], expected, ranges)
+    assert_same_bits(result.cpu(), expected)
+
+
+def check_scan(flat: torch.Tensor, ranges: Ranges) -> None:
+    expected = _C.start_scan(flat.cpu(), ranges).wait()
+    pending = _C.start_scan(flat, ranges)
+    assert pending.wait() == expected
+    assert pending.wait() == expected
+
+
+@DTYPES
+@FACTORS
+@pytest.mark.parametrize("longest", [3, 100, 5000])
+def test_random_slices(dtype: torch.dtype, factor: float, longest: int, stream: torch.cuda.Stream) -> None:
+    rng = random.Random(longest)
+    for message_offset in range(0, 16 // dtype.itemsize + 1, 2 if dtype.itemsize < 4 else 1):
+        flat = numbers(dtype, 20_000, rng.randrange(17))
+        ranges = random_ranges(rng, 20_000, longest)
+        rng.shuffle(ranges)
+        check_copies(flat, ranges, factor, message_offset)
+
+
+@DTYPES
+def test_every_alignment(dtype: torch.dtype) -> None:
+    per_word = 16 // dtype.itemsize
+    for flat_offset in range(per_word):
+        flat = numbers(dtype, 3000, flat_offset)
+        for message_offset in range(per_word):
+            check_copies(flat, [(0, 1), (1, 2500), (2600, 400)], 1 / 3, message_offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@FACTORS
+def test_every_number_of_sixteen_bits(dtype: torch.dtype, factor: float) -> None:
+    flat = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).cuda()
+    check_copies(flat, [(0, flat.numel())], factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@FACTORS
+def test_wide_numbers_of_every_size(dtype: torch.dtype, factor: float) -> None:
+    check_copies(numbers(dtype, 500_001), [(0, 500_001)], factor)
+
+
+@DTYPES
+@pytest.mark.parametrize("count", [0, 1, 248, 249, 2000, 2001, 5000])
+def test_many_slices(dtype: torch.dtype, count: int, stream: torch.cuda.Stream) -> None:
+    ranges = [(7 * i, i % 7) for i in range(count)]
+    flat = numbers(dtype, 7 * count)
+    check_copies(flat, ranges, 0.5)
+    check_scan(flat, ranges)
+    check_scan(torch.zeros_like(flat), ranges)
+    check_scan(torch.full_like(flat, -0.0), ranges)
+
+
+def test_empty_slices() -> None:
+    flat = numbers(torch.float32, 50)
+    for ranges in ([], [(0, 0)], [(50, 0)], [(0, 0), (7, 3), (10, 0), (10, 1), (50, 0)]):
+        check_copies(flat, ranges, 0.5)
+        check_scan(flat, ranges)
+
+
+@DTYPES
+def test_in_place(dtype: torch.dtype) -> None:
+    flat = numbers(dtype, 100_003)
+    expected = torch.mul(flat.cpu(), 1 / 3)
+    _C.gather_scaled(flat, flat, [(0, 100_003)], 1 / 3)
+    assert_same_numbers(flat.cpu(), expected)
+
+
+def test_more_elements_than_an_int_counts() -> None:
+    size = (1 << 31) + 1001
+    if torch.cuda.mem_get_info()[0] < 7 * size:
+        pytest.skip(f"needs {7 * size / 1e9:.0f} GB of GPU memory")
+    flat = torch.ones(size, dtype=torch.bfloat16, device="cuda")
+    flat[-5:] = 3.0
+    message = torch.zeros(size - 3, dtype=torch.bfloat16, device="cuda")
+    ranges = [(3, 10), (13, size - 13)]
+    _C.gather_scaled(message, flat, ranges, 0.5)
+    assert torch.equal(message, flat[3:] * 0.5)
+    flat.zero_()
+    _C.scatter(message, flat, ranges)
+    assert torch.equal(message, flat[3:])
+    flat.zero_()
+    flat[-1] = -0.0
+    assert _C.start_scan(flat, ranges).wait() == [(False, False), (False, True)]
+    flat[-1] = 1.0
+    assert _C.start_scan(flat, ranges).wait() == [(False, False), (True, False)]
+
+
+@DTYPES
+@pytest.mark.parametrize("background", [0.0, -0.0], ids=["zeros", "negative zeros"])
+def test_a_single_nonzero_is_found_anywhere(dtype: torch.dtype, background: float) -> None:
+    word = WORDS[dtype]
+    for size in (1, 5, 33, 4096, 100_000):
+        flat = torch.full((size + 3,), background, dtype=dtype, device="cuda")[3:]
+        for position in sorted({0, 1 % size, size // 2, size - 1}):
+            before = flat.view(word)[position].item()
+            for name, bits in nonzero_words(dtype).items():
+                flat.view(word)[position] = bits
+                assert _C.start_scan(flat, [(0, size)]).wait()[0][0], f"{name} at {position} of {size}"
+            flat.view(word)[position] = before
+        check_scan(flat, [(0, size)])
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", range(4))
+def test_scan_of_random_slices(dtype: torch.dtype, seed: int, stream: torch.cuda.Stream) -> None:
+    rng = random.Random(seed)
+    # What lies between the slices is NaN: one element too many on either side would be found.
+    flat = torch.full((60_000,), float("nan"), dtype=dtype)
+    ranges = random_ranges(rng, 59_990, [10, 100, 1000, 20_000][seed])
+    for offset, length in ranges:
+        flat[offset : offset + length] = 0.0
+        kind = rng.randrange(4)
+        if length and kind:
+            flat.view(WORDS[dtype])[offset + rng.randrange(length)] = [0, 1, torch.iinfo(WORDS[dtype]).min, 5][kind]
+    check_scan(flat.cuda(), ranges)
+    rng.shuffle(ranges)
+    check_scan(flat.cuda(), ranges)
+
+
+def test_work_goes_to_the_current_stream_and_nothing_waits(no_waiting: None) -> None:
+    side = torch.cuda.Stream()
+    flat = torch.zeros(10_000, device="cuda")
+    message, returned = torch.empty(5000, device="cuda"), torch.empty(10_000, device="cuda")
+    ranges = [(2 * i, 1) for i in range(5000)]
+    # The first scan of a size makes the page-locked memory that later ones reuse; making it may wait.
+    _C.start_scan(flat, ranges).wait()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG_SLEEP_CYCLES)
+        flat.fill_(6.0)
+        _C.gather_scaled(message, flat, ranges, 0.5)
+        _C.scatter(message, returned, ranges)
+        done = torch.cuda.Event()
+        done.record()
+        assert not done.query(), "the host waited for the stream"
+        pending = _C.start_scan(flat, ranges)
+        assert not done.query(), "starting a scan waited for the stream"
+    assert pending.wait() == [(True, False)] * 5000
+    assert done.query()
+    torch.cuda.set_sync_debug_mode("default")
+    assert bool((message == 3.0).all())
+    assert bool((returned[::2] == 3.0).all())
+
+
+def test_a_scan_waits_for_itself_only(no_waiting: None) -> None:
+    flat = torch.zeros(1000, device="cuda")
+    _C.start_scan(flat, [(0, 1000)]).wait()  # makes the page-locked memory that the next one reuses
+    pending = _C.start_scan(flat, [(0, 1000)])
+    torch.cuda._sleep(LONG_SLEEP_CYCLES)
+    later = torch.cuda.Event()
+    later.record()
+    assert pending.wait() == [(False, False)]
+    assert not later.query(), "the answer waited for what came after the scan"
+
+
+def test_scans_under_way_do_not_mix() -> None:
+    flats = [torch.full((1000,), float(i % 2), device="cuda") for i in range(50)]
+    pending = [_C.start_scan(flat, [(0, 500), (500, 500)]) for flat in flats]
+    for i, scan in reversed(list(enumerate(pending))):
+        assert scan.wait() == [(bool(i % 2), False)] * 2
+
+
+def test_a_scan_that_nobody_waits_for() -> None:
+    flat = torch.ones(1000, device="cuda")
+    for _ in range(100):
+        _C.start_scan(flat, [(0, 1000)])
+    assert _C.start_scan(flat, [(0, 10)]).wait() == [(True, False)]
+
+
+def test_capture_is_noticed() -> None:
+    tensor = torch.zeros(1, device="cuda")
+    assert not _C.is_capturing(tensor)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert _C.is_capturing(tensor)
+        tensor += 1
+    assert not _C.is_capturing(tensor)
+    assert not _C.is_capturing(tensor.cpu())
+
+
+def test_copies_can_be_captured() -> None:
+    # Tables travel with the launch, so that a replay finds them.
+    flat, message = torch.zeros(100, device="cuda"), torch.zeros(50, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _C.gather_scaled(message, flat, [(10, 20), (60, 30)], 0.5)
+    flat.copy_(torch.arange(100.0))
+    graph.replay()
+    assert torch.equal(message, torch.cat([flat[10:30], flat[60:90]]) * 0.5)
+
+
+def test_refuses_two_devices() -> None:
+    with pytest.raises(RuntimeError, match="expected slices on cuda:0, received cpu"):
+        _C.gather_scaled(torch.zeros(3, device="cuda"), torch.zeros(3), [(0, 3)], 1.0)
+    with pytest.raises(RuntimeError, match="expected slices on cpu, received cuda:0"):
+        _C.scatter(torch.zeros(3), torch.zeros(3, device="cuda"), [(0, 3)])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+def test_refuses_what_a_gradient_cannot_be(dtype: torch.dtype) -> None:
+    flat = torch.zeros(3, dtype=dtype, device="cuda")
+    with pytest.raises(RuntimeError, match="expected gradients of float32, float64, float16 or bfloat16"):
+        _C.gather_scaled(flat, flat, [(0, 3)], 1.0)
+    with pytest.raises(RuntimeError, match="expected gradients of float32, float64, float16 or bfloat16"):
+        _C.start_scan(flat, [(0, 3)])
