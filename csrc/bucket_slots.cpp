@@ -1,7 +1,6 @@
 #include "bucket_slots.h"
 
 #include <ATen/ATen.h>
-#include <ATen/ScalarOps.h>
 
 #include <utility>
 
@@ -56,24 +55,16 @@ void BucketSlots::give_back(size_t parameter) {
   if (entries_[parameter].vacant) exchange(parameter);
 }
 
-void BucketSlots::fill(size_t parameter, double factor) {
+void BucketSlots::fill(size_t parameter) {
   give_back(parameter);
   const Slot slot = reducer_.slot(parameter);
   at::Tensor& gradient = slot.variable.mutable_grad();
   if (!gradient.defined()) {
     slot.view.zero_();
-    return;
-  }
-  if (gradient.is_alias_of(slot.view)) {
-    if (factor != 1) slot.view.mul_(factor);
-    return;
-  }
-  if (factor == 1) {
+  } else if (!gradient.is_alias_of(slot.view)) {
     slot.view.copy_(gradient);
-  } else {
-    at::mul_out(slot.view, gradient, at::native::wrapped_scalar_tensor(factor));
+    if (reducer_.gradients_are_views()) gradient = slot.view;
   }
-  if (reducer_.gradients_are_views()) gradient = slot.view;
 }
 
 at::Tensor BucketSlots::find_or_fill(size_t parameter) {
@@ -83,7 +74,7 @@ at::Tensor BucketSlots::find_or_fill(size_t parameter) {
     const at::Tensor flat = gradient.detach().as_strided({gradient.numel()}, {1});
     return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat;
   }
-  fill(parameter, 1);
+  fill(parameter);
   return {};
 }
 

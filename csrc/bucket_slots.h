@@ -35,10 +35,10 @@ class BucketSlots {
 
   // Gives a vacant slot back without its content.
   void give_back(size_t parameter);
-  // Gives a vacant slot back with what the Reducer would have put there, times `factor`.
-  void fill(size_t parameter, double factor);
+  // Gives a vacant slot back with what the Reducer would have put there.
+  void fill(size_t parameter);
   // The gradient whose elements belong into a vacant slot, flat and real, if there is one that lies elsewhere in the
-  // slot's own order of elements. Otherwise undefined, and the slot is filled with factor 1.
+  // slot's own order of elements. Otherwise undefined, and the slot is filled.
   at::Tensor find_or_fill(size_t parameter);
 
  private:

@@ -156,7 +156,7 @@ void Engine::fill_slots(uint32_t bucket) {
     reducer_.forget_use_without_gradient(slice.parameter);
     // Empty parameters never travel, but where another rank used one, the Reducer has to make a .grad for it here.
     const bool used = step.agreed.test(slice.parameter);
-    if (used ? all_used || slice.length == 0 : unused_too) slots_.fill(slice.parameter, 1);
+    if (used ? all_used || slice.length == 0 : unused_too) slots_.fill(slice.parameter);
   }
 }
 

@@ -36,6 +36,11 @@ void keep_for_stream(const at::Tensor& tensor) {
   if (!tensor.is_cpu()) tensor.record_stream(current_stream(tensor.device()));
 }
 
+void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double factor) {
+  RECORD_FUNCTION("ddp_hooks::gather", std::vector<c10::IValue>());
+  gather_scaled(to, from, factor);
+}
+
 // Joins what lies next to each other, so that a copy is as long as can be.
 void append(std::vector<SliceOfTensor>& slices, const SliceOfTensor& slice) {
   if (!slices.empty()) {
@@ -102,24 +107,43 @@ void MessageSender::send_in_place(const std::shared_ptr<Step>& step, const Bucke
   });
 }
 
-// Brings the stretch's gradients into the bucket, scaled; those of vacant slots in one pass.
+// Brings the stretch's gradients into the bucket, scaled: neighbours that lie elsewhere in one copy, those that lie in
+// the bucket already where they are.
 void MessageSender::bring(const Step& step, const BucketLayout& layout, const Slice& stretch, double factor) {
   const at::Tensor flat = step.buckets[stretch.bucket].flat();
-  Slice present{stretch.bucket, stretch.offset, 0};
-  const auto scale_present = [&] {
-    if (present.length > 0 && factor != 1) flat.narrow(0, present.offset, present.length).mul_(factor);
+  int64_t begin = stretch.offset;
+  int64_t end = begin;
+  std::vector<SliceOfTensor> sources;
+  const auto finish_run = [&] {
+    const at::Tensor run = flat.narrow(0, begin, end - begin);
+    if (!sources.empty()) {
+      gather(run, sources, factor);
+    } else if (factor != 1 && end > begin) {
+      run.mul_(factor);
+    }
+    sources.clear();
   };
   for (const ParameterSlice& slice : parameters_in(layout, stretch)) {
-    if (step.shadow || !slots_.is_vacant(slice.parameter)) {
-      if (present.length == 0) present.offset = slice.offset;
-      present.length = slice.offset + slice.length - present.offset;
-      continue;
+    const bool is_gap = !step.agreed.test(slice.parameter);
+    const at::Tensor gradient = is_gap ? at::Tensor() : take_gradient(step, slice.parameter);
+    if (is_gap || slice.offset != end || gradient.defined() == sources.empty()) {
+      finish_run();
+      begin = end = slice.offset;
     }
-    scale_present();
-    present.length = 0;
-    if (step.agreed.test(slice.parameter)) slots_.fill(slice.parameter, factor);
+    if (is_gap) continue;
+    end += slice.length;
+    if (gradient.defined()) sources.push_back({gradient, 0, slice.length});
   }
-  scale_present();
+  finish_run();
+}
+
+// Gives the parameter's slot back. The gradient, flat, if it is to be taken from elsewhere; undefined if it lies in the
+// bucket.
+at::Tensor MessageSender::take_gradient(const Step& step, size_t parameter) {
+  if (step.shadow || !slots_.is_vacant(parameter)) return {};
+  at::Tensor gradient = slots_.find_or_fill(parameter);
+  slots_.give_back(parameter);
+  return gradient;
 }
 
 MessageSender::Averaging MessageSender::averaging(const Step& step, const at::Tensor& tensor) const {
@@ -142,11 +166,7 @@ void MessageSender::send_packed(const std::shared_ptr<Step>& step, const LayoutO
     const at::Tensor flat = bucket->flat();
     to.push_back({flat, slice.offset, slice.length});
     for (const ParameterSlice& part : parameters_in(layout.buckets[slice.bucket], slice)) {
-      at::Tensor gradient;
-      if (!step->shadow && slots_.is_vacant(part.parameter)) {
-        gradient = slots_.find_or_fill(part.parameter);
-        slots_.give_back(part.parameter);
-      }
+      const at::Tensor gradient = take_gradient(*step, part.parameter);
       if (gradient.defined()) {
         from.push_back({gradient, 0, part.length});
       } else {
@@ -156,10 +176,7 @@ void MessageSender::send_packed(const std::shared_ptr<Step>& step, const LayoutO
   }
   const at::Tensor packed = staging_for(*step, message, to.front().flat.options());
   const auto [factor, operation] = averaging(*step, packed);
-  {
-    RECORD_FUNCTION("ddp_hooks::gather", std::vector<c10::IValue>());
-    gather_scaled(packed, from, factor);
-  }
+  gather(packed, from, factor);
   all_reduce(packed, operation, {step, std::move(buckets)}, [packed, to = std::move(to)](c10::ivalue::Future&) {
     RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
     scatter(packed, to);

@@ -46,6 +46,7 @@ class MessageSender {
   void send_in_place(const std::shared_ptr<Step>& step, const BucketLayout& layout, const Message& message);
   void send_packed(const std::shared_ptr<Step>& step, const LayoutOfBuckets& layout, const Message& message);
   void bring(const Step& step, const BucketLayout& layout, const Slice& stretch, double factor);
+  at::Tensor take_gradient(const Step& step, size_t parameter);
   Averaging averaging(const Step& step, const at::Tensor& tensor) const;
   at::Tensor staging_for(Step& step, const Message& message, const at::TensorOptions& options);
   void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);

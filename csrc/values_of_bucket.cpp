@@ -37,7 +37,7 @@ void ValuesOfBucket::settle(const UsageMask& nonzero_anywhere, UsageMask& agreed
     const size_t parameter = layout_.slices[i].parameter;
     if (nonzero_anywhere.test(i) || !agreed.test(parameter)) continue;
     agreed.clear(parameter);
-    if (slots.is_vacant(parameter) && !slots.has_gradient(parameter)) slots.fill(parameter, 1);
+    if (slots.is_vacant(parameter) && !slots.has_gradient(parameter)) slots.fill(parameter);
   }
 }
 
