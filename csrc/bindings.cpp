@@ -194,11 +194,17 @@ void bind_parts(py::module_& m) {
   });
 
   // For each slice: (any non-zero, any -0.0 if all are zero).
-  py::class_<PendingScan>(m, "PendingScan").def("wait", [](PendingScan& scan) {
-    std::vector<std::pair<bool, bool>> results;
-    for (const ScanResult& result : scan.wait()) results.emplace_back(result.any_nonzero, result.any_negative_zero);
-    return results;
-  });
+  py::class_<PendingScan>(m, "PendingScan")
+      .def(
+          "wait",
+          [](PendingScan& scan) {
+            std::vector<std::pair<bool, bool>> results;
+            for (const ScanResult& result : scan.wait()) {
+              results.emplace_back(result.any_nonzero, result.any_negative_zero);
+            }
+            return results;
+          },
+          py::call_guard<py::gil_scoped_release>());
   m.def("start_scan", [to_slices](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
     return start_scan(to_slices(flat, ranges));
   });

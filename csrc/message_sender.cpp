@@ -147,10 +147,11 @@ at::Tensor MessageSender::take_gradient(const Step& step, size_t parameter) {
 }
 
 MessageSender::Averaging MessageSender::averaging(const Step& step, const at::Tensor& tensor) const {
-  // NCCL divides while it sums, by the number of ranks. Decided by what was agreed, not by the factor, which a rank
+  // NCCL's average multiplies with 1/n before it sums, as we do, but with 1/n rounded to the tensor's dtype; in 16 bits
+  // that is off by more than the rounding of a product. Decided by what was agreed, not by the factor, which a rank
   // that has joined does not know.
-  const bool divides =
-      tensor.is_cuda() && step.nobody_joined && group_->getBackend(c10::kCUDA)->getBackendName() == "nccl";
+  const bool divides = tensor.is_cuda() && tensor.element_size() >= 4 && step.nobody_joined &&
+                       group_->getBackend(c10::kCUDA)->getBackendName() == "nccl";
   if (divides) return {1, c10d::ReduceOp::AVG};
   return {step.factor, c10d::ReduceOp::SUM};
 }
