@@ -1,6 +1,6 @@
 """Makes the tables and figures from the committed JSON; measures nothing.
 
-    python benchmarks/figures.py                 # benchmarks/results/*.json -> benchmarks/figures/*.svg, TABLES.md
+    python benchmarks/figures.py     # benchmarks/results/*.json -> benchmarks/figures/*.svg, TABLES.md, SCALING.md
 
 Figures need matplotlib; the tables need nothing.
 """
@@ -17,6 +17,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 OURS = ("ours:auto:native", "ours:skip_unused:native", "ours:skip_zeros:native", "ours:skip_unused:python")
 COLOURS = {"ours": "#0b6e4f", "oracle": "#8d99ae", "plain": "#c1440e", "find_unused": "#e09f3e"}
+SCALING = "scaling_1gbit"  # what the scaling model extrapolates from
 HEADINGS = (
     "Peer",
     "Step, ms (quartiles)",
@@ -244,6 +245,10 @@ def main() -> int:
             continue
         draw_speed_up(timed(results), options.out / f"{name}_speed_up.svg")
         draw_breakdown(timed(results), options.out / f"{name}_breakdown.svg")
+    if SCALING in everything:
+        import scaling_tables
+
+        return scaling_tables.write(SCALING, options.results, options.out)
     return 0
 
 

@@ -118,10 +118,10 @@ def main() -> int:
 
 def describe(rows: Sequence[dict[str, Any]]) -> str:
     found = [f"it {row['outcome']} when {CASES[row['case']]}" for row in rows if row["peer"] == "skip_all_reduce"]
-    titles = {"plain": "plain DDP", "ours": "ddp_hooks"}
-    others = [f"{titles[row['peer']]} {row['outcome']}" for row in rows if row["peer"] in titles]
-    control = f"in the same cases {', '.join(dict.fromkeys(others))}"
-    return f"skip_all_reduce_unused_params where ranks differ: {', and '.join(found)}; {control}."
+    ours = dict.fromkeys(row["outcome"] for row in rows if row["peer"] == "ours")
+    return (
+        f"skip_all_reduce_unused_params where ranks differ: {', and '.join(found)}; ddp_hooks there {', '.join(ours)}."
+    )
 
 
 def _why(text: str) -> str:
