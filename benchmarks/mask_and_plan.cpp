@@ -22,7 +22,9 @@ namespace {
 constexpr double kBatchSeconds = 50e-6;  // long enough for the clock, short enough to fit between two interruptions
 
 // The compiler must believe that somebody looks at what a pointer points to.
-void keep(const void* pointer) { asm volatile("" : : "g"(pointer) : "memory"); }
+void keep(const void* pointer) {
+  asm volatile("" : : "g"(pointer) : "memory");
+}
 
 double seconds_of(const std::function<void()>& call, long calls) {
   const auto start = std::chrono::steady_clock::now();
@@ -109,7 +111,8 @@ void time_masks(size_t parameters, int rounds) {
         "\"operation\": \"" + std::string(operation) + "\", \"parameters\": " + std::to_string(parameters);
     compare(fields, call, "memcpy of the words", copy_words, correct, rounds);
   };
-  row("set every second bit",
+  row(
+      "set every second bit",
       [&] {
         for (size_t i = 0; i < parameters; i += 2) target.set(i);
         keep(target.words().data());
@@ -120,14 +123,16 @@ void time_masks(size_t parameters, int rounds) {
         return fresh.count() == (parameters + 1) / 2;
       }());
   row("merge (OR)", [&] { keep((merged.merge(other), merged.words().data())); }, merges);
-  row("count",
+  row(
+      "count",
       [&] {
         const size_t count = mine.count();
         keep(&count);
       },
       mine.count() == used);
   row("encode", encode, encodes);
-  row("decode",
+  row(
+      "decode",
       [&] {
         const UsageMask decoded = decode();
         keep(decoded.words().data());
@@ -191,20 +196,22 @@ void time_plans(size_t parameters, int64_t bucket_mib, double used, int rounds) 
     keep(&elements);
   };
   const auto row = [&](const char* operation, const std::function<void()>& call, bool correct) {
-    const std::string fields = "\"operation\": \"" + std::string(operation) +
-                               "\", \"parameters\": " + std::to_string(parameters) +
-                               ", \"bucket_mib\": " + std::to_string(bucket_mib) + ", \"fraction_used\": " +
-                               std::to_string(used).substr(0, 4) + ", \"buckets\": " +
-                               std::to_string(layout.buckets.size()) + ", \"messages\": " + std::to_string(messages);
+    const std::string fields =
+        "\"operation\": \"" + std::string(operation) + "\", \"parameters\": " + std::to_string(parameters) +
+        ", \"bucket_mib\": " + std::to_string(bucket_mib) +
+        ", \"fraction_used\": " + std::to_string(used).substr(0, 4) +
+        ", \"buckets\": " + std::to_string(layout.buckets.size()) + ", \"messages\": " + std::to_string(messages);
     compare(fields, call, "summing the used slices", walk, correct, rounds);
   };
-  row("make",
+  row(
+      "make",
       [&] {
         const WirePlan made = make_wire_plan(layout, agreed, settings);
         keep(made.buckets.data());
       },
       covers(*plan, layout, agreed));
-  row("cache hit",
+  row(
+      "cache hit",
       [&] {
         const auto found = cache.find(agreed);
         keep(found.get());
