@@ -1,6 +1,6 @@
 """Makes the tables and figures from the committed JSON; measures nothing.
 
-    python benchmarks/figures.py                 # benchmarks/results/*.json -> benchmarks/figures/*.svg, TABLES.md
+    python benchmarks/figures.py     # benchmarks/results/*.json -> benchmarks/figures/*.svg, TABLES.md, SCALING.md
 
 Figures need matplotlib; the tables need nothing.
 """
@@ -17,6 +17,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 OURS = ("ours:auto:native", "ours:skip_unused:native", "ours:skip_zeros:native", "ours:skip_unused:python")
 COLOURS = {"ours": "#0b6e4f", "oracle": "#8d99ae", "plain": "#c1440e", "find_unused": "#e09f3e"}
+SCALING = "scaling_1gbit"  # what the scaling model extrapolates from
 HEADINGS = (
     "Peer",
     "Step, ms (quartiles)",
@@ -101,21 +102,29 @@ def write_tables(everything: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def plain_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Any rows: the fields that they share, quartiles by their median in microseconds."""
+    """Any rows: the fields that they share, quartiles by their median."""
     if not rows:
         return ""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     lines = ["| " + " | ".join(key.replace("_", " ") for key in keys) + " |", "|" + "---|" * len(keys)]
-
-    def cell(value: Any) -> str:
-        if isinstance(value, dict) and "median" in value:
-            return f"{value['median'] * 1e6:.0f} us ({value['q1'] * 1e6:.0f} to {value['q3'] * 1e6:.0f})"
-        if isinstance(value, float):
-            return f"{value:.4g}"
-        return "" if value is None else str(value).replace("|", "/")
-
-    lines += ["| " + " | ".join(cell(row.get(key)) for key in keys) + " |" for row in rows]
+    lines += ["| " + " | ".join(plain_cell(key, row.get(key)) for key in keys) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def plain_cell(key: str, value: Any) -> str:
+    """Seconds, told by the field's name, in the unit that suits them; other numbers as they are."""
+    if isinstance(value, dict) and "median" in value:
+        values = [value["median"], value["q1"], value["q3"]]
+    elif isinstance(value, float):
+        values = [value]
+    else:
+        return "" if value is None else str(value).replace("|", "/")
+    unit, scale = "", 1.0
+    if "seconds" in key:
+        size = max(map(abs, values))
+        unit, scale = (" ns", 1e9) if size < 1e-6 else (" us", 1e6) if size < 1e-2 else (" ms", 1e3)
+    median, *ends = (f"{float(f'{v * scale:.4g}'):g}" for v in values)
+    return f"{median}{unit} ({' to '.join(ends)})" if ends else f"{median}{unit}"
 
 
 def first_of(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> dict[str, Any] | None:
@@ -236,6 +245,10 @@ def main() -> int:
             continue
         draw_speed_up(timed(results), options.out / f"{name}_speed_up.svg")
         draw_breakdown(timed(results), options.out / f"{name}_breakdown.svg")
+    if SCALING in everything:
+        import scaling_tables
+
+        return scaling_tables.write(SCALING, options.results, options.out)
     return 0
 
 

@@ -1,10 +1,19 @@
-"""Microbenchmarks: what the parts of a step cost by themselves.
+"""Microbenchmarks: what the parts of a step cost by themselves. One JSON for each part, `micro_<part>.json`.
 
+    python benchmarks/micro.py all
     python benchmarks/micro.py exchange --hosts 2 3 4 --links loopback 1gbit
+    python benchmarks/micro.py exchange --hosts 8 16 --links loopback --name micro_exchange_many
 
-`exchange` measures the mask exchange's collective alone: gloo's all-reduce with BOR over masks of 100 to 100,000
-parameters, awaited at once, so nothing hides its latency. The other parts call test bindings in ``ddp_hooks._C``; what
-the installed extension does not offer is left out and named.
+| Part | Measures | Baseline in the same run |
+|---|---|---|
+| mask | set, merge, count, encode, decode; compiled without Python | memcpy of the words |
+| plan | making a wire plan, and finding it in the cache; compiled without Python | a walk over the slices |
+| copy | nonzero_scan, gather_scaled, scatter; through the binding, whose own cost is beside it | `copy_` |
+| exchange | an OR over all ranks by all-reduce, all_gather, grids of small all_gathers; not hidden | all-reduce |
+| registration | backward over 200 tiny buckets, with `register` and with `ddp.register_comm_hook` | plain DDP |
+
+A grid arranges n ranks as r1 x r2 x ...: an all_gather in each dimension, masks ORed in between, makes the sum of
+(r - 1) ring hops where one all_gather makes n - 1 and the all-reduce 2 (n - 1).
 """
 
 from __future__ import annotations
@@ -13,120 +22,104 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import figures
 import harness
+import micro_local
+import micro_ranks
 import testbed
 
-PARAMETERS = (100, 1_000, 10_000, 100_000)
+PARTS = ("mask", "plan", "copy", "exchange", "registration")
+CROWD = 8  # from this many ranks on, fewer rounds
 
 
-def exchange_rank(rounds: int) -> None:
+def run_rank(plan: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    group = dist.new_group(backend="gloo")
-    ranks = dist.get_world_size()
-    # Reducing a gather by hand is the other way that gloo offers: n - 1 messages at once in place of 2(n - 1) hops.
-    methods = ("all_reduce_bor", "all_gather")
-    for parameters in PARAMETERS:
-        words = (parameters + 63) // 64 + 2  # and a step counter and a hash
-        mask = torch.arange(words, dtype=torch.int64)
-        everyone = torch.zeros(ranks * words, dtype=torch.int64)
-        seconds: dict[str, list[float]] = {method: [] for method in methods}
-        for turn in range(rounds + 5):
-            for method in methods:
-                dist.barrier()
-                start = time.perf_counter()
-                if method == "all_reduce_bor":
-                    dist.all_reduce(mask, op=dist.ReduceOp.BOR, group=group)
-                else:
-                    dist.all_gather_into_tensor(everyone, mask, group=group)
-                if turn >= 5:
-                    seconds[method].append(time.perf_counter() - start)
-        gathered: list[Any] = [None] * ranks
-        dist.all_gather_object(gathered, seconds)
-        if dist.get_rank() == 0:
-            for method in methods:
-                slowest = [max(times) for times in zip(*(theirs[method] for theirs in gathered), strict=True)]
-                testbed.report(
-                    {
-                        "part": "exchange",
-                        "method": method,
-                        "world_size": ranks,
-                        "link": os.environ["DDP_HOOKS_TESTBED_RATE"],
-                        "parameters": parameters,
-                        "mask_bytes": mask.nbytes,
-                        "seconds": harness.quartiles(slowest),
-                        "rounds": rounds,
-                    }
-                )
+    if plan["part"] == "exchange":
+        micro_ranks.exchange_rank(plan["rounds"])
+    else:
+        micro_ranks.registration_rank(plan["rounds"])
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def run_exchange(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def launch(part: str, hosts: int, link: str, rounds: int, timeout: float) -> list[dict[str, Any]]:
+    argv = [__file__, part, "--rank-plan", json.dumps({"part": part, "rounds": rounds})]
+    return testbed.launch(argv, hosts, link, timeout, echo_rank=None)[0].results
+
+
+def run_part(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows of one part and the sentence that says what they show."""
+    if part in ("mask", "plan"):
+        rows = micro_local.run_compiled(part, options.rounds or 31)
+        return rows, (micro_local.describe_mask if part == "mask" else micro_local.describe_plan)(rows)
+    if part == "copy":
+        rows = micro_local.run_copy(options.rounds or 15, options.max_mib << 20)
+        return rows, micro_local.describe_copy(rows)
+    if part == "registration":
+        rows = launch(part, 2, testbed.LOOPBACK, options.rounds or 100, options.timeout)
+        return rows, micro_ranks.describe_registration(rows)
+    rows = []
     for link in options.links:
         for hosts in options.hosts:
-            argv = [__file__, "exchange", "--plan", json.dumps({"rounds": options.rounds})]
-            rows += testbed.launch(argv, hosts, link, options.timeout, echo_rank=None)[0].results
-    return rows
+            rounds = options.rounds or (200 if hosts < CROWD else 60)
+            rows += launch(part, hosts, link, rounds, options.timeout)
+    return rows, micro_ranks.describe_exchange(rows)
 
 
-def describe(rows: Sequence[dict[str, Any]]) -> str:
-    first = [row for row in rows if row["part"] == "exchange" and row["method"] == "all_reduce_bor"]
-    if not first:
-        return "Nothing was measured."
-    ranked = sorted(first, key=lambda row: row["seconds"]["median"])
-    low, high = ranked[0], ranked[-1]
-
-    def name(row: dict[str, Any]) -> str:
-        return (
-            f"{row['seconds']['median'] * 1e6:.0f} us ({row['world_size']} ranks, {row['parameters']:,} parameters, "
-            f"{row['link']})"
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    for row in rows:
+        cells = (
+            f"{key}={figures.plain_cell(key, value)}" for key, value in row.items() if key not in ("part", "rounds")
         )
-
-    return f"An exchange that nothing hides takes between {name(low)} and {name(high)}."
+        print("  " + "  ".join(cells))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["exchange"])
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--links", nargs="+", default=["loopback", "1gbit"])
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--timeout", type=float, default=300.0)
-    parser.add_argument("--plan", help=argparse.SUPPRESS)
+    parser.add_argument("part", choices=[*PARTS, "all"])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4], help="for exchange")
+    parser.add_argument("--links", nargs="+", default=["loopback", "1gbit"], help="for exchange")
+    parser.add_argument("--rounds", type=int, help="default: what gives steady medians, by part")
+    parser.add_argument("--max-mib", type=int, default=256, help="for copy: the largest message")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, for each set of ranks")
+    parser.add_argument("--name", help="of the result, for a single part; default: micro_<part>")
+    parser.add_argument("--rank-plan", help=argparse.SUPPRESS)  # how the ranks are told what to do
     options = parser.parse_args()
     if harness.is_rank():
-        exchange_rank(json.loads(options.plan)["rounds"])
+        run_rank(json.loads(options.rank_plan))
         return 0
-    header = harness.environment_header(sys.argv, max(options.hosts), options.links)
-    try:
-        rows = run_exchange(options)
-    except testbed.TestbedUnavailable as error:
-        print(f"cannot run here: {error}", file=sys.stderr)
-        return 69
-    print(f"{'link':10}{'ranks':>6}{'parameters':>12}{'method':>16}{'us':>9}{'q1..q3':>18}")
-    for row in rows:
-        s = row["seconds"]
-        print(
-            f"{row['link']:10}{row['world_size']:>6}{row['parameters']:>12,}{row['method']:>16}"
-            f"{s['median'] * 1e6:>9.0f}{s['q1'] * 1e6:>9.0f}..{s['q3'] * 1e6:<7.0f}"
-        )
-    sentence = describe(rows)
-    harness.write(
-        "micro_exchange", {"benchmark": "micro_exchange", "header": header, "rows": rows, "sentence": sentence}
-    )
-    print(sentence)
-    return 0
+    if options.part == "all" and options.name:
+        parser.error("--name names the result of one part")
+    failed = False
+    for part in PARTS if options.part == "all" else [options.part]:
+        name = options.name or f"micro_{part}"
+        by_part = {"exchange": (max(options.hosts), options.links), "registration": (2, [testbed.LOOPBACK])}
+        world_size, links = by_part.get(part, (1, []))
+        header = harness.environment_header(sys.argv, world_size, links)
+        try:
+            rows, sentence = run_part(part, options)
+        except testbed.TestbedUnavailable as error:
+            print(f"{part} cannot run here: {error}", file=sys.stderr)
+            return 69
+        except (testbed.RankFailed, RuntimeError) as error:
+            print(f"{part}: {error}", file=sys.stderr)
+            failed = True
+            continue
+        harness.write(name, {"benchmark": name, "header": header, "rows": rows, "sentence": sentence})
+        print(f"\n{part}, {os.cpu_count()} cores")
+        print_rows(rows)
+        print(sentence)
+    return int(failed)
 
 
 if __name__ == "__main__":

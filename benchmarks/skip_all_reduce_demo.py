@@ -15,6 +15,7 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,7 @@ def main() -> int:
             row |= {"outcome": "hangs" if hangs else "fails", "detail": None if hangs else _why(text)}
         rows.append(row)
         print(f"{CASES[case]:36} {peer:16} {row['outcome']}  {row.get('detail') or ''}")
-    found = [f"it {row['outcome']} when {CASES[row['case']]}" for row in rows if row["peer"] == "skip_all_reduce"]
-    sentence = f"skip_all_reduce_unused_params where ranks differ: {', and '.join(found)}."
+    sentence = describe(rows)
     header = harness.environment_header(sys.argv, options.hosts, [testbed.LOOPBACK])
     header["timeout_seconds"] = options.timeout
     harness.write(
@@ -116,11 +116,19 @@ def main() -> int:
     return 0
 
 
+def describe(rows: Sequence[dict[str, Any]]) -> str:
+    found = [f"it {row['outcome']} when {CASES[row['case']]}" for row in rows if row["peer"] == "skip_all_reduce"]
+    ours = dict.fromkeys(row["outcome"] for row in rows if row["peer"] == "ours")
+    return (
+        f"skip_all_reduce_unused_params where ranks differ: {', and '.join(found)}; ddp_hooks there {', '.join(ours)}."
+    )
+
+
 def _why(text: str) -> str:
     """The error that came first is gloo's; the other ranks' are about the connection that it tore down."""
     lines = [line.strip() for line in text.splitlines() if "Error" in line or "enforce fail" in line]
     first = [line for line in lines if "enforce fail" in line] or lines
-    return first[0].rpartition("gloo/transport/")[2][:160] if first else text.strip()[-160:]
+    return first[0].rpartition("gloo/transport/")[2].partition(" Is there ")[0][:160] if first else text.strip()[-160:]
 
 
 if __name__ == "__main__":
