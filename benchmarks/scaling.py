@@ -253,6 +253,7 @@ def compare(results: dict[str, Any], validation: Sequence[dict[str, Any]]) -> li
         rows.append(
             {
                 "what": "step",
+                "source": row.get("source", "this run"),
                 "link": row["link"],
                 "world_size": ranks,
                 "fraction_unused": unused,
@@ -361,7 +362,7 @@ def measure(options: argparse.Namespace) -> int:
     except testbed.RankFailed as error:
         print(error, file=sys.stderr)
         return 1
-    results["rows"] = compare(results, results.get("validation", []))
+    results["rows"] = compare(results, [*results.get("validation", []), *_steps_of_others(results, options.link)])
     results["sentence"] = describe(results["rows"])
     harness.write(name, results)
     print(json.dumps(results["fit"]["constants"]["link"]), json.dumps(results["fit"]["constants"]["exchanges"]))
@@ -369,6 +370,21 @@ def measure(options: argparse.Namespace) -> int:
         print("  ".join(f"{k}={figures.plain_cell(k, v)}" for k, v in row.items() if v is not None))
     print(results["sentence"])
     return 0
+
+
+def _steps_of_others(results: dict[str, Any], link: str) -> list[dict[str, Any]]:
+    """The steps that slow_link.py has measured on this link, of the same model on as many ranks."""
+    path = harness.RESULTS / f"slow_link_{link}.json"
+    if not path.exists():
+        return []
+    measured = results["fit"]["constants"]["steps"]
+    return [
+        {**row, "source": path.name}
+        for row in harness.select(json.loads(path.read_text())["rows"], size=results["fit"]["size"], link=link)
+        if row["workload"].startswith("frozen:")
+        and row["peer"] in PEERS.values()
+        and str(row["world_size"]) in measured
+    ]
 
 
 def _launch(plan: dict[str, Any], hosts: int, options: argparse.Namespace) -> list[dict[str, Any]]:

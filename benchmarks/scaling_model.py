@@ -144,7 +144,7 @@ def exchange_wire_bytes(
     """What a rank sends to agree."""
     if method == "all_reduce_bor":
         return ring_hops(ranks) * message_bytes / ranks
-    grid = (ranks,)
+    grid: tuple[int, ...] = (ranks,)
     if method == "grid":
         grid = best_grid(ranks, message_bytes, exchanges["all_gather"], link)
     return sum(extent - 1 for extent in grid) * message_bytes

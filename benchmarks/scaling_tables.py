@@ -108,6 +108,7 @@ def _validation(p: Predictions) -> list[str]:
                 str(row["world_size"]),
                 f"{row['fraction_unused']:.0%}",
                 row["scheme"],
+                row["source"],
                 f"{_ms(measured['median'])} ({_ms(measured['q1'])} to {_ms(measured['q3'])})",
                 _ms(row["predicted_seconds"]),
                 f"{row['predicted_over_measured'] - 1:+.1%}",
@@ -115,7 +116,7 @@ def _validation(p: Predictions) -> list[str]:
                 f"{row['predicted_ratio_to_plain']:.3f}",
             )
         )
-    headings = ("Ranks", "Unused", "Scheme", "Measured, ms", "Model, ms", "Residual", "/ DDP", "/ DDP, model")
+    headings = ("Ranks", "Unused", "Scheme", "From", "Measured, ms", "Model, ms", "Residual", "/ DDP", "/ DDP, model")
     parts = ["## The model against steps it was not fitted to", "", *_markdown(headings, rows)]
     for row in (row for row in p.results["rows"] if row["what"] != "step"):
         parts.append(
