@@ -153,17 +153,18 @@ def test_collectives_are_counted() -> None:
     [
         (1, [1]),
         (2, [2]),
-        (16, [16]),
+        (4, [4]),
+        (6, [3, 2]),
         (17, [17]),
-        (24, [12, 2]),
+        (24, [4, 3, 2]),
         (34, [2, 17]),
-        (64, [16, 4]),
-        (1000, [10, 10, 10]),
-        (4096, [16, 16, 16]),
+        (64, [4, 4, 4]),
+        (1000, [4, 2, 5, 5, 5]),
+        (4096, [4, 4, 4, 4, 4, 4]),
     ],
 )
 def test_grid(ranks: int, axes: list[int]) -> None:
-    assert registration.grid(ranks, 16) == axes
+    assert registration.grid(ranks, 4) == axes
 
 
 def exchange_on_a_grid(rank: int) -> None:
