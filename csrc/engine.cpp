@@ -14,21 +14,13 @@
 #include "devices.h"
 #include "late_gradients.h"
 #include "step.h"
+#include "stopwatch.h"
 
 namespace ddp_hooks {
 namespace {
 
 // Models that switch between a handful of branches on each of a few ranks need some dozens.
 constexpr size_t kCachedPlans = 64;
-
-class Stopwatch {
- public:
-  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  Clock::time_point start_ = Clock::now();
-};
 
 int64_t used_bytes(const BucketLayout& bucket, const UsageMask& mask) {
   int64_t elements = 0;
@@ -68,13 +60,13 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, const ExchangeGroups& group
       data_group_(reducer_.process_group()),
       control_group_(groups.all),
       reduced_count_(reducer_.parameters().size()),
-      joined_bit_(reduced_count_ + late_parameters_.size()),
-      exchange_(groups),
       probe_(settings.probe),
       plans_(kCachedPlans),
       absence_(all_parameters(reducer_, late_parameters_)),
+      agreement_(reducer_, absence_, names_, groups, settings_, statistics_),
       sender_(data_group_, slots_, statistics_) {
-  TORCH_CHECK(names_.size() == joined_bit_, "ddp_hooks: expected a name for each of the module's ", joined_bit_,
+  TORCH_CHECK(names_.size() == reduced_count_ + late_parameters_.size(),
+              "ddp_hooks: expected a name for each of the module's ", reduced_count_ + late_parameters_.size(),
               " parameters, received ", names_.size());
 }
 
@@ -150,7 +142,7 @@ void Engine::fill_slots(uint32_t bucket) {
   // Alone nothing is sent, and the Reducer copies what it finds in the bucket.
   const bool all_used = data_group_->getSize() == 1;
   // A rank that has joined tells the Reducer about old uses, and the Reducer makes gradients of them.
-  const bool unused_too = step.agreed.test(joined_bit_);
+  const bool unused_too = step.agreed.test(agreement_.joined_bit());
   for (const ParameterSlice& slice : layout_.buckets[bucket].slices) {
     if (!slots_.is_vacant(slice.parameter)) continue;
     reducer_.forget_use_without_gradient(slice.parameter);
@@ -173,9 +165,12 @@ void Engine::open_step(bool shadow) {
   Step& step = *step_;
   step.shadow = shadow;
   step.factor = 1.0 / reducer_.divisor();
-  step.agreed = agree_on_usage();
+  AgreedUsage usage = agreement_.agree(shadow, layout_hash_);
+  step.local = std::move(usage.here);
+  step.agreed = std::move(usage.anywhere);
   step.agreed_hash = step.agreed.hash();
-  step.nobody_joined = exchanges_usage() && !step.agreed.test(joined_bit_);
+  step.same_usage = usage.same_everywhere;
+  step.nobody_joined = usage.nobody_joined;
   for (size_t i = 0; i < late_parameters_.size(); ++i) {
     if (step.agreed.test(reduced_count_ + i)) step.late.push_back(late_parameters_[i]);
   }
@@ -197,7 +192,7 @@ void Engine::open_step(bool shadow) {
     return;
   }
   // Alone there is nobody to send to, whatever is used.
-  const UsageMask to_send = alone ? no_usage() : step.agreed;
+  const UsageMask to_send = alone ? agreement_.nothing() : step.agreed;
   step.plan = plans_.find(to_send);
   (step.plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
   if (!step.plan) {
@@ -216,78 +211,6 @@ void Engine::refresh_layout() {
   slots_.forget();
   plans_.clear();
   sender_.drop_staging();
-}
-
-UsageMask Engine::no_usage() const {
-  return UsageMask(joined_bit_ + 1);
-}
-
-UsageMask Engine::full_usage() const {
-  UsageMask usage = no_usage();
-  for (size_t i = 0; i < reduced_count_; ++i) usage.set(i);
-  return usage;
-}
-
-bool Engine::exchanges_usage() const {
-  return data_group_->getSize() > 1 && (settings_.graph_detector || !late_parameters_.empty());
-}
-
-UsageMask Engine::local_usage() const {
-  UsageMask usage = full_usage();
-  if (settings_.graph_detector) reducer_.clear_unused(usage);
-  // Where the Reducer searches the graph, it knows better than what was frozen or declared.
-  if (settings_.graph_detector && !reducer_.searches_graph()) {
-    for (size_t i = 0; i < reduced_count_; ++i) {
-      if (absence_.has_nothing_to_send(i)) usage.clear(i);
-    }
-  }
-  for (size_t i = reduced_count_; i < joined_bit_; ++i) {
-    if (!absence_.has_nothing_to_send(i)) usage.set(i);
-  }
-  return usage;
-}
-
-UsageMask Engine::agree_on_usage() {
-  Step& step = *step_;
-  std::unique_ptr<PendingExchange> exchange = std::move(early_exchange_);
-  if (early_error_) std::rethrow_exception(std::exchange(early_error_, nullptr));
-  if (step.shadow) {
-    // A rank that has joined has no gradients to contribute.
-    step.local = no_usage();
-    step.local.set(joined_bit_);
-  } else {
-    step.local = local_usage();
-  }
-  if (!exchanges_usage()) {
-    // A joined rank takes part in what the others send, and they then send everything.
-    step.same_usage = !reducer_.searches_graph();
-    return step.shadow ? full_usage() : step.local;
-  }
-  if (!exchange) exchange = start_exchange(step.local, 0);
-  UsageMask agreed = timed_wait(*exchange);
-  step.same_usage = exchange->masks_were_identical();
-  for (size_t i = 0; !step.shadow && i < joined_bit_; ++i) {
-    TORCH_CHECK(!step.local.test(i) || agreed.test(i), "ddp_hooks: parameter '", names_[i],
-                "' was unused when the mask exchange began and has a gradient now: expected what is used to stand when "
-                "backward reaches the module's outputs. An earlier backward pass that failed half-way, or a gradient "
-                "made by hand during this one, can be the cause");
-  }
-  return agreed;
-}
-
-std::unique_ptr<PendingExchange> Engine::start_exchange(const UsageMask& local, uint64_t phase) {
-  auto exchange = exchange_.start(local, {settings_.configuration, layout_hash_, phase});
-  statistics_.exchanges += 1;
-  statistics_.mask_bytes += exchange->payload_bytes();
-  return exchange;
-}
-
-UsageMask Engine::timed_wait(PendingExchange& exchange) {
-  RECORD_FUNCTION("ddp_hooks::wait_for_masks", std::vector<c10::IValue>());
-  const Stopwatch stopwatch;
-  UsageMask agreed = exchange.wait();
-  statistics_.exchange_wait_seconds += stopwatch.seconds();
-  return agreed;
 }
 
 void Engine::advance_values(uint32_t bucket) {
@@ -325,7 +248,7 @@ void Engine::start_values_exchange(uint32_t bucket) {
   for (uint32_t i = 0; i < layout.slices.size(); ++i) {
     if (!nonzero.test(i)) step.local.clear(layout.slices[i].parameter);
   }
-  step.values[bucket].exchange = start_exchange(nonzero, bucket + 1);
+  step.values[bucket].exchange = agreement_.start_exchange(nonzero, layout_hash_, bucket + 1);
 }
 
 void Engine::settle_values(uint32_t bucket) {
@@ -333,7 +256,7 @@ void Engine::settle_values(uint32_t bucket) {
   const BucketLayout& layout = layout_.buckets[bucket];
   if (PendingExchange* exchange = step.values[bucket].exchange.get()) {
     const int64_t before = used_bytes(layout, step.agreed);
-    step.values[bucket].here.settle(timed_wait(*exchange), step.agreed, slots_);
+    step.values[bucket].here.settle(agreement_.wait(*exchange), step.agreed, slots_);
     step.used_bytes += before;
     step.zero_bytes += before - used_bytes(layout, step.agreed);
   }
@@ -364,7 +287,7 @@ bool Engine::is_time_to_rebuild(const Step& step) {
   bool differs = !step.late.empty();
   for (size_t i = 0; i < reduced_count_ && !differs; ++i) differs = !step.agreed.test(i);
   // A joined rank runs no backward pass at the end of which it could rebuild.
-  const bool same = step.agreed_hash == stable_mask_hash_ && differs && !step.agreed.test(joined_bit_);
+  const bool same = step.agreed_hash == stable_mask_hash_ && differs && !step.agreed.test(agreement_.joined_bit());
   stable_steps_ = same ? stable_steps_ + 1 : 1;
   stable_mask_hash_ = step.agreed_hash;
   return same && stable_steps_ == settings_.rebuild_after_steps;
@@ -421,12 +344,12 @@ void Engine::outputs_reached() {
     auto reducer_lock = reducer_.lock();
     std::lock_guard lock(mutex_);
     if (!reducer_.expects_backward() || reducer_.learns_static_graph()) return;
-    // torch.autograd.grad() and backward(inputs=...) may stop short of the parameters.
     const auto* restricted = torch::autograd::get_current_graph_task_exec_info();
+    // torch.autograd.grad() and backward(inputs=...) may stop short of the parameters.
     if (restricted != nullptr && !restricted->empty()) return;
     if (!reaches_reducer()) {
       // The Reducer will not begin, and so would never ask for gradients that it does not know.
-      for (size_t i = reduced_count_; i < joined_bit_; ++i) {
+      for (size_t i = reduced_count_; i < agreement_.joined_bit(); ++i) {
         TORCH_CHECK(absence_.has_nothing_to_send(i), "ddp_hooks: parameter '", names_[i],
                     "' was thawed after DDP's Reducer had been made without it, and nothing that the Reducer knows is "
                     "used beside it: call ddp_hooks.rebuild(ddp) after thawing");
@@ -457,15 +380,12 @@ bool Engine::reaches_reducer() const {
 // else the ranks wait for in their backward passes. It must not be started for a pass that never reaches the buckets,
 // because the other ranks would not take part.
 void Engine::start_early_exchange() {
-  if (!exchanges_usage()) return;
-  // Another output of the same pass started it; or a pass that failed before its first bucket did, and then the other
-  // ranks count on that exchange.
-  if (early_exchange_) return;
+  if (!agreement_.awaits_start()) return;
   try {
     refresh_layout();
-    early_exchange_ = start_exchange(local_usage(), 0);
+    agreement_.start(layout_hash_);
   } catch (...) {
-    early_error_ = std::current_exception();
+    agreement_.fail(std::current_exception());
   }
 }
 
@@ -476,22 +396,18 @@ void Engine::vacate_slots() {
 
 bool Engine::has_early_exchange() const {
   std::lock_guard lock(mutex_);
-  return early_exchange_ != nullptr;
+  return agreement_.is_under_way();
 }
 
 void Engine::finish_early_exchange() {
   std::lock_guard lock(mutex_);
-  if (early_error_) std::rethrow_exception(std::exchange(early_error_, nullptr));
-  if (!early_exchange_) {
-    refresh_layout();
-    early_exchange_ = start_exchange(no_usage(), 0);
-  }
-  std::unique_ptr<PendingExchange>(std::move(early_exchange_))->wait();
+  if (!agreement_.is_under_way()) refresh_layout();
+  agreement_.finish(layout_hash_);
 }
 
 void Engine::configure(const EngineSettings& settings) {
   std::lock_guard lock(mutex_);
-  TORCH_CHECK(!step_ && !early_exchange_,
+  TORCH_CHECK(!step_ && !agreement_.is_under_way(),
               "ddp_hooks: expected a change of policy between two steps, received one during a backward pass");
   settings_ = settings;
   probe_ = ValuesProbe(settings.probe);

@@ -11,9 +11,7 @@
 // Every rank must agree on: EngineSettings, the Reducer's bucket layout, the number of steps.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -24,29 +22,15 @@
 
 #include "absence.h"
 #include "bucket_slots.h"
-#include "mask_exchange.h"
+#include "engine_settings.h"
 #include "message_sender.h"
 #include "reducer_view.h"
 #include "statistics.h"
-#include "usage_mask.h"
+#include "usage_agreement.h"
 #include "values_probe.h"
 #include "wire_plan.h"
 
 namespace ddp_hooks {
-
-enum class ValuesDetector : uint8_t { kOff, kOn, kAdaptive };
-
-struct EngineSettings {
-  bool graph_detector = true;
-  ValuesDetector values_detector = ValuesDetector::kOff;
-  PlanSettings plan;
-  ProbeSettings probe;
-  // When the agreed set of used parameters has not changed for this many steps, and something is unused, the engine
-  // asks for the Reducer to be made anew; 0 for never.
-  int64_t rebuild_after_steps = 0;
-  // Identifies policy, world and model; ranks with different ones must not exchange masks.
-  uint64_t configuration = 0;
-};
 
 struct Usage {
   UsageMask here;      // this rank contributed a gradient in the last step
@@ -100,10 +84,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void outputs_reached();
   void start_early_exchange();
   bool reaches_reducer() const;
-  bool exchanges_usage() const;
-  UsageMask no_usage() const;
-  UsageMask full_usage() const;
-  UsageMask local_usage() const;
   const at::Tensor& parameter(size_t index) const;
   void close_step();
   void after_backward(const std::shared_ptr<Step>& step);
@@ -111,9 +91,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
   void open_step(bool shadow);
   void refresh_layout();
-  UsageMask agree_on_usage();
-  std::unique_ptr<PendingExchange> start_exchange(const UsageMask& local, uint64_t phase);
-  UsageMask timed_wait(PendingExchange& exchange);
   void advance_values(uint32_t bucket);
   void scan_values(uint32_t bucket);
   void start_values_exchange(uint32_t bucket);
@@ -130,10 +107,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::vector<std::string> names_;
   const c10::intrusive_ptr<c10d::ProcessGroup> data_group_;
   const c10::intrusive_ptr<c10d::ProcessGroup> control_group_;
-  // Masks have a bit for each of the Reducer's parameters, for each late one, and one that says "this rank has joined".
   const size_t reduced_count_;
-  const size_t joined_bit_;
-  MaskExchange exchange_;
   ValuesProbe probe_;
 
   LayoutOfBuckets layout_;
@@ -142,16 +116,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   PlanCache plans_;
 
   Absence absence_;
+  UsageAgreement agreement_;
   std::function<void()> rebuild_;
   uint64_t stable_mask_hash_ = 0;
   int64_t stable_steps_ = 0;
 
   int64_t step_number_ = 0;
   std::shared_ptr<Step> step_;  // null between steps
-
-  // The exchange that outputs_reached() started and no step has taken up yet.
-  std::unique_ptr<PendingExchange> early_exchange_;
-  std::exception_ptr early_error_;
 
   Usage usage_;
   Statistics statistics_;

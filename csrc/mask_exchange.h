@@ -68,6 +68,8 @@ class MaskExchange {
  public:
   explicit MaskExchange(ExchangeGroups groups) : groups_(std::move(groups)) {}
 
+  int world_size() const { return groups_.all->getSize(); }
+
   std::unique_ptr<PendingExchange> start(const UsageMask& local, const ExchangeContext& context);
 
  private:
