@@ -345,8 +345,12 @@ void Engine::outputs_reached() {
     std::lock_guard lock(mutex_);
     if (!reducer_.expects_backward() || reducer_.learns_static_graph()) return;
     const auto* restricted = torch::autograd::get_current_graph_task_exec_info();
-    // torch.autograd.grad() and backward(inputs=...) may stop short of the parameters.
-    if (restricted != nullptr && !restricted->empty()) return;
+    if (restricted != nullptr && !restricted->empty()) {
+      // torch.autograd.grad() and backward(inputs=...) may stop short of the parameters. Distributed autograd does not,
+      // but keeps gradients elsewhere than in .grad, where the Reducer alone finds them.
+      if (!reducer_.in_backward()) give_slots_back();
+      return;
+    }
     if (!reaches_reducer()) {
       // The Reducer will not begin, and so would never ask for gradients that it does not know.
       for (size_t i = reduced_count_; i < agreement_.joined_bit(); ++i) {
@@ -392,6 +396,11 @@ void Engine::start_early_exchange() {
 void Engine::vacate_slots() {
   refresh_layout();
   for (size_t i = 0; i < reduced_count_; ++i) slots_.vacate(i);
+}
+
+void Engine::give_slots_back() {
+  refresh_layout();
+  for (size_t i = 0; i < reduced_count_; ++i) slots_.give_back(i);
 }
 
 bool Engine::has_early_exchange() const {

@@ -96,6 +96,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void start_values_exchange(uint32_t bucket);
   void settle_values(uint32_t bucket);
   void vacate_slots();
+  void give_slots_back();
   void fill_slots(uint32_t bucket);
 
   mutable std::mutex mutex_;
