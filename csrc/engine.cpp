@@ -158,6 +158,7 @@ void Engine::open_step(bool shadow) {
   TORCH_CHECK(
       reducer_.process_group() == data_group_,
       "ddp_hooks: the module's process group was replaced; wrap the module anew on every rank, and register again");
+  reducer_.await_used_map();
   const int64_t step_number = step_number_++;
   statistics_.steps += 1;
   for (const BucketLayout& bucket : layout_.buckets) statistics_.dense_bytes += bucket.bytes();
@@ -168,7 +169,7 @@ void Engine::open_step(bool shadow) {
   AgreedUsage usage = agreement_.agree(shadow, layout_hash_);
   step.local = std::move(usage.here);
   step.agreed = std::move(usage.anywhere);
-  step.agreed_hash = step.agreed.hash();
+  step.used = step.agreed;
   step.same_usage = usage.same_everywhere;
   step.nobody_joined = usage.nobody_joined;
   for (size_t i = 0; i < late_parameters_.size(); ++i) {
@@ -269,6 +270,7 @@ void Engine::close_step() {
   if (step.planner) probe_.observe(step_number_ - 1, step.used_bytes, step.zero_bytes);
   absence_.step_closed();
   step.rebuild = is_time_to_rebuild(step);
+  if (step.nobody_joined) reducer_.settle_used_map(step.used);
   if (step.shadow) {
     // No backward pass will end here, so it takes part at once. The control group keeps the order.
     if (!step.late.empty()) average_late_gradients(*control_group_, step.late, step.factor, false);
@@ -285,11 +287,12 @@ void Engine::close_step() {
 bool Engine::is_time_to_rebuild(const Step& step) {
   if (settings_.rebuild_after_steps == 0) return false;
   bool differs = !step.late.empty();
-  for (size_t i = 0; i < reduced_count_ && !differs; ++i) differs = !step.agreed.test(i);
+  for (size_t i = 0; i < reduced_count_ && !differs; ++i) differs = !step.used.test(i);
   // A joined rank runs no backward pass at the end of which it could rebuild.
-  const bool same = step.agreed_hash == stable_mask_hash_ && differs && !step.agreed.test(agreement_.joined_bit());
+  const uint64_t hash = step.used.hash();
+  const bool same = hash == stable_mask_hash_ && differs && !step.used.test(agreement_.joined_bit());
   stable_steps_ = same ? stable_steps_ + 1 : 1;
-  stable_mask_hash_ = step.agreed_hash;
+  stable_mask_hash_ = hash;
   return same && stable_steps_ == settings_.rebuild_after_steps;
 }
 

@@ -18,6 +18,8 @@ struct Members : c10d::Reducer {
   static auto& skips_unused(c10d::Reducer& r) { return r.*(&Members::skip_all_reduce_unused_params_); }
   static auto& unused(c10d::Reducer& r) { return r.*(&Members::unused_parameters_); }
   static auto& used_map(c10d::Reducer& r) { return r.*(&Members::local_used_map_); }
+  static auto& used_map_is_reduced(c10d::Reducer& r) { return r.*(&Members::local_used_map_reduced_); }
+  static auto& used_map_work(c10d::Reducer& r) { return r.*(&Members::local_used_work_); }
   static auto& static_graph(c10d::Reducer& r) { return r.*(&Members::static_graph_); }
   static auto& iterations(c10d::Reducer& r) { return r.*(&Members::num_iterations_); }
   static auto& divisor(c10d::Reducer& r) { return r.*(&Members::div_factor_); }
@@ -145,6 +147,22 @@ void ReducerView::forget_use_without_gradient(size_t parameter) const {
   if (searches_graph() && !has_gradient(parameter)) {
     Members::used_map(*reducer).mutable_data_ptr<int32_t>()[parameter] = 0;
   }
+}
+
+void ReducerView::settle_used_map(const UsageMask& used) const {
+  auto reducer = get();
+  if (!searches_graph()) return;
+  const size_t count = parameters().size();
+  const auto* used_here = Members::used_map(*reducer).const_data_ptr<int32_t>();
+  for (size_t i = 0; i < count; ++i) {
+    if (used_here[i] == 0 && used.test(i)) return;
+  }
+  Members::used_map_is_reduced(*reducer) = true;
+}
+
+void ReducerView::await_used_map() const {
+  const auto work = Members::used_map_work(*get());
+  if (work) work->wait();
 }
 
 void ReducerView::mark_ready(size_t parameter) const {

@@ -70,6 +70,14 @@ class ReducerView {
   // stood there, this puts the note right: without a gradient of its own the parameter was not used.
   void forget_use_without_gradient(size_t parameter) const;
 
+  // At the end of a pass the Reducer all-reduces its map of used parameters, to tell what nobody used. Where this rank
+  // has not used a parameter it waits for the result on the host, also for a device's. If what this rank has not used
+  // is outside `used` altogether, the map says already what it is about to say everywhere, and this keeps the Reducer
+  // from waiting. Call it before the last bucket is handed back.
+  void settle_used_map(const UsageMask& used) const;
+  // Returns when the all-reduce that nobody waited for has ended; call it before the Reducer starts another.
+  void await_used_map() const;
+
   // Says that parameter i will get no gradient in this backward pass. Takes the Reducer's mutex, and may run the hook.
   void mark_ready(size_t parameter) const;
 

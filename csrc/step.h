@@ -64,9 +64,9 @@ class Step {
 
   bool nobody_joined = false;  // as far as it was agreed; without an exchange nobody knows
   UsageMask local;
-  UsageMask agreed;          // the values detector clears bits as buckets settle
-  bool same_usage = true;    // every rank's local mask is the same
-  uint64_t agreed_hash = 0;  // of what the graph detector agreed on
+  UsageMask agreed;        // the values detector clears bits as buckets settle
+  UsageMask used;          // as the graph detector agreed
+  bool same_usage = true;  // every rank's local mask is the same
   // Parameters that no rank used, each with its .grad, which the Reducer is about to overwrite.
   std::vector<std::pair<at::Tensor, at::Tensor>> untouched;
   std::vector<at::Tensor> late;  // parameters unknown to the Reducer that some rank may have a gradient for

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -732,6 +733,32 @@ def unused_is_not_touched(rank: int, native: bool) -> None:
 @pytest.mark.parametrize("native", [False, True])
 def test_unused_is_not_touched(native: bool) -> None:
     run_ranks(2, unused_is_not_touched, native)
+
+
+def used_map_is_not_awaited(rank: int) -> None:
+    """Rank 0 gets through backward while rank 1 holds back the all-reduce of the Reducer's map of used parameters."""
+    ddp = wrapped()
+    state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
+    store = dist.distributed_c10d._get_default_store()
+    step = 0
+
+    def skip_and_hold_back(state, bucket):  # type: ignore[no-untyped-def]
+        future = ddp_hooks.skip_unused_hook(state, bucket)
+        if rank == 1 and step > 0 and bucket.is_last():
+            store.wait([f"rank 0 is through step {step}"], timedelta(seconds=10))
+        return future
+
+    ddp.register_comm_hook(state, skip_and_hold_back)
+    for step in range(3):
+        run_step(ddp, step % 2)
+        if rank == 0:
+            store.set(f"rank 0 is through step {step}", b"")
+        assert [p.grad is not None for p in ddp.module.branches[step % 2].parameters()] == [True, True]
+        assert [p.grad is None for p in ddp.module.branches[2].parameters()] == [True, True]
+
+
+def test_used_map_is_not_awaited() -> None:
+    run_ranks(2, used_map_is_not_awaited)
 
 
 def hooks_around_ours(rank: int) -> None:
