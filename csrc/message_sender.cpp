@@ -147,9 +147,9 @@ at::Tensor MessageSender::take_gradient(const Step& step, size_t parameter) {
 }
 
 MessageSender::Averaging MessageSender::averaging(const Step& step, const at::Tensor& tensor) const {
-  // NCCL's average multiplies with 1/n before it sums, as we do, but with 1/n rounded to the tensor's dtype; in 16 bits
-  // that is off by more than the rounding of a product. Decided by what was agreed, not by the factor, which a rank
-  // that has joined does not know.
+  // Saves a pass over gradients that lie in the bucket already. NCCL's average multiplies with 1/n before it sums, as
+  // we do, but with 1/n rounded to the tensor's dtype; in 16 bits that is off by more than the rounding of a product.
+  // Decided by what was agreed, not by the factor, which a rank that has joined does not know.
   const bool divides = tensor.is_cuda() && tensor.element_size() >= 4 && step.nobody_joined &&
                        group_->getBackend(c10::kCUDA)->getBackendName() == "nccl";
   if (divides) return {1, c10d::ReduceOp::AVG};
@@ -176,13 +176,14 @@ void MessageSender::send_packed(const std::shared_ptr<Step>& step, const LayoutO
     }
   }
   const at::Tensor packed = staging_for(*step, message, to.front().flat.options());
-  const auto [factor, operation] = averaging(*step, packed);
-  gather(packed, from, factor);
-  all_reduce(packed, operation, {step, std::move(buckets)}, [packed, to = std::move(to)](c10::ivalue::Future&) {
-    RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
-    scatter(packed, to);
-    keep_for_stream(packed);
-  });
+  // Scaled on the way, so an average would save no pass here, and NCCL has fewer algorithms for it than for a sum.
+  gather(packed, from, step->factor);
+  all_reduce(packed, c10d::ReduceOp::SUM, {step, std::move(buckets)},
+             [packed, to = std::move(to)](c10::ivalue::Future&) {
+               RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
+               scatter(packed, to);
+               keep_for_stream(packed);
+             });
 }
 
 at::Tensor MessageSender::staging_for(Step& step, const Message& message, const at::TensorOptions& options) {
