@@ -59,7 +59,11 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def control_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device for small messages: the host where the group can, else the accelerator."""
+    """Return the device for small messages: the host where the group can, else the current accelerator.
+
+    As for torch's own object collectives, each rank has to have made a device of its own the current one
+    (``torch.cuda.set_device``).
+    """
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()

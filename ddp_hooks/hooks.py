@@ -6,7 +6,7 @@ There is no ``from __future__ import annotations`` here: DDP compares the annota
 import hashlib
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -158,7 +158,9 @@ class SkipUnusedState:
     def _finish_exchanges(self, ddp: DistributedDataParallel) -> None:
         """Bring the ranks' control groups to the same point: a failed backward pass may have used it on one rank."""
         pending: list[Any] = [None] * dist.get_world_size(ddp.process_group)
-        dist.all_gather_object(pending, self._engine.has_early_exchange(), group=ddp.process_group)
+        # Objects travel through the current device, which need not be the module's; two ranks may share it.
+        with torch.cuda.device(ddp.device) if ddp.device_type == "cuda" else nullcontext():
+            dist.all_gather_object(pending, self._engine.has_early_exchange(), group=ddp.process_group)
         if any(pending):
             self._engine.finish_early_exchange()
 
