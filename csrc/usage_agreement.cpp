@@ -70,6 +70,7 @@ AgreedUsage UsageAgreement::agree(bool shadow, uint64_t layout) {
     // A joined rank takes part in what the others send, and they then send everything.
     usage.anywhere = shadow ? everything() : usage.here;
     usage.same_everywhere = !reducer_.searches_graph();
+    usage.nobody_joined = exchange_.world_size() == 1;
     return usage;
   }
   if (!exchange) exchange = start_exchange(usage.here, layout, 0);

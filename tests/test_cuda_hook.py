@@ -8,6 +8,7 @@ where it refuses, those tests are skipped with its message; DDP_HOOKS_REQUIRE_NC
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -97,6 +98,7 @@ def test_same_as_plain_ddp_on_gloo(scenario: type[Scenario], policy: str) -> Non
     run_on_gpu(2, "gloo", compare, on_cuda(scenario()), policy, True)
 
 
+# NCCL reduces no sparse tensors, not for plain DDP either.
 FEW = [
     on_cpu.AllUsed,
     on_cpu.BucketsAreRebuilt,
@@ -108,7 +110,6 @@ FEW = [
     on_cpu.Joined,
     on_cpu.MixedDtypes,
     on_cpu.Complex,
-    on_cpu.SparseEmbedding,
     on_cpu.SpecialValues,
     on_cpu.ManyTinyParameters,
     on_cpu.FrozenAfterWrapping,
@@ -220,6 +221,41 @@ def test_a_group_with_a_backend_for_each_device(scenario: type[Scenario], policy
     run_on_gpu(2, "cpu:gloo,cuda:gloo", compare, on_cuda(scenario()), policy, True)
 
 
+# --- what happens after the Reducer's last act, which for a GPU may be in autograd's thread
+
+
+def thawed_and_rebuilt(rank: int, device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to(device)
+    twin = copy.deepcopy(model)
+    for module in (model, twin):
+        ddp_hooks.freeze(module, "0")
+    ddp = DistributedDataParallel(model)
+    ddp_hooks.register(ddp, ddp_hooks.Policy("test", rebuild_after=2))
+    reducers = []
+    for step in range(10):
+        for module in (ddp, twin):
+            if step == 2:
+                ddp_hooks.unfreeze(module, "0")
+            if step == 5:
+                ddp_hooks.freeze(module, "2")
+            module.zero_grad()
+            module(torch.full((2, 8), float(rank + 1), device=device)).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), f"step {step}"
+            if theirs.grad is not None:
+                theirs.grad /= dist.get_world_size()
+                dist.all_reduce(theirs.grad)
+                assert torch.equal(ours.grad, theirs.grad), f"step {step}"
+        if ddp.reducer not in reducers:
+            reducers.append(ddp.reducer)
+    assert len(reducers) == 3, "for the layer that was thawed, and for the one that was frozen"
+
+
+def test_thawed_and_rebuilt(world: tuple[int, str]) -> None:
+    run_on_gpu(*world, thawed_and_rebuilt, "cuda")
+
+
 # --- the host runs ahead of the device
 
 
@@ -233,19 +269,19 @@ def _no_waiting() -> Iterator[None]:
 
 
 def _half_frozen(
-    policy: ddp_hooks.Policy | str, native: bool
+    policy: ddp_hooks.Policy | str, native: bool, search: bool = False
 ) -> tuple[DistributedDataParallel, ddp_hooks.SkipUnusedState]:
-    # Without a graph search: plain DDP's own look at what was unused waits for the device.
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).cuda()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, find_unused_parameters=search)
     state = register(ddp, policy, native)
     ddp_hooks.freeze(ddp, model[0], model[1], model[2], model[3])
     return ddp, state
 
 
-def backward_does_not_wait(rank: int, native: bool) -> None:
-    ddp, state = _half_frozen("skip_unused", native)
+def backward_does_not_wait(rank: int, native: bool, search: bool) -> None:
+    # With a search plain DDP waits here: it copies its map of used parameters to the host.
+    ddp, state = _half_frozen("skip_unused", native, search)
     batch = torch.ones(16, 64, device="cuda")
     for _ in range(WARM_UP_STEPS):  # buckets are rebuilt, NCCL connects, allocators fill up
         ddp(batch).sum().backward()
@@ -267,9 +303,10 @@ def backward_does_not_wait(rank: int, native: bool) -> None:
 
 # Not gloo on two ranks: it waits for the device by itself, because it reduces in host memory.
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize("search", [False, True], ids=["told", "searching"])
 @pytest.mark.parametrize("world", ["gloo alone", "nccl alone", "nccl"], indirect=True)
-def test_the_host_never_waits_for_the_device(native: bool, world: tuple[int, str]) -> None:
-    run_on_gpu(*world, backward_does_not_wait, native)
+def test_the_host_never_waits_for_the_device(native: bool, search: bool, world: tuple[int, str]) -> None:
+    run_on_gpu(*world, backward_does_not_wait, native, search)
 
 
 def bucket_futures_are_ready_in_stream_order(rank: int) -> None:

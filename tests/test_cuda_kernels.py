@@ -202,8 +202,11 @@ def test_work_goes_to_the_current_stream_and_nothing_waits(no_waiting: None) -> 
     flat = torch.zeros(10_000, device="cuda")
     message, returned = torch.empty(5000, device="cuda"), torch.empty(10_000, device="cuda")
     ranges = [(2 * i, 1) for i in range(5000)]
-    # The first scan of a size makes the page-locked memory that later ones reuse; making it may wait.
+    # The first scan of a size makes the page-locked memory that later ones reuse, and the first launch of a kernel
+    # loads it; both may wait.
     _C.start_scan(flat, ranges).wait()
+    _C.gather_scaled(message, flat, ranges, 0.5)
+    _C.scatter(message, returned, ranges)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(LONG_SLEEP_CYCLES)
@@ -261,6 +264,7 @@ def test_capture_is_noticed() -> None:
 def test_copies_can_be_captured() -> None:
     # Tables travel with the launch, so that a replay finds them.
     flat, message = torch.zeros(100, device="cuda"), torch.zeros(50, device="cuda")
+    _C.gather_scaled(message, flat, [(0, 50)], 0.5)  # the first launch loads the kernel, which no capture allows
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         _C.gather_scaled(message, flat, [(10, 20), (60, 30)], 0.5)
