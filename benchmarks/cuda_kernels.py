@@ -4,7 +4,7 @@
 
 Each kernel moves messages of several sizes, made of one to ten thousand slices with gaps between them. Its time on the
 device is set beside that of `tensor.copy_` of the same size, in turns, and that of a kernel that does nothing. Buffers
-rotate, so that small ones do not sit in the cache. Bytes are those read plus those written.
+rotate, so that those of a megabyte and more do not sit in the cache. Bytes are those read plus those written.
 """
 
 from __future__ import annotations

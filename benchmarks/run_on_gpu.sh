@@ -3,24 +3,28 @@
 # package. Needs a GPU, torch with CUDA, nvcc, setuptools, ninja, pytest and hypothesis; compute-sanitizer and
 # pytest-xdist are used where they are.
 #
-#   benchmarks/run_on_gpu.sh                     # everything, within ten minutes
+#   benchmarks/run_on_gpu.sh                     # everything, within twenty minutes
 #   benchmarks/run_on_gpu.sh build kernels       # some of: build kernels measure_kernels hook measure_step sanitize
 #
 # OUT: folder for results and the log (benchmarks/results). PYTHON: the interpreter (python3). TOTAL_SECONDS: when to stop
-# (580). The exit status is the number of stages that failed.
+# (1200). Where a session may last ten minutes only, three will do, with TOTAL_SECONDS=580:
+#   build kernels measure_kernels
+#   build hook
+#   build measure_step sanitize
+# The exit status is the number of stages that failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 ROOT=$PWD
 OUT=$(realpath -m "${OUT:-benchmarks/results}")
 LOG=$OUT/run_on_gpu.log
 PYTHON=${PYTHON:-python3}
-TOTAL_SECONDS=${TOTAL_SECONDS:-580}
+TOTAL_SECONDS=${TOTAL_SECONDS:-1200}
 STAGES=("$@")
 [ ${#STAGES[@]} -eq 0 ] && STAGES=(build kernels measure_kernels hook measure_step sanitize)
 mkdir -p "$OUT"
 : >"$LOG"
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
-export DDP_HOOKS_CUDA=1 DDP_HOOKS_REQUIRE_CUDA=1 MAX_JOBS=${MAX_JOBS:-$(nproc)}
+export DDP_HOOKS_CUDA=1 DDP_HOOKS_REQUIRE_CUDA=1 PATH=$PATH:/usr/local/cuda/bin MAX_JOBS=${MAX_JOBS:-$(nproc)}
 FAILED=0
 
 say() {
@@ -37,8 +41,10 @@ run() {
     return 1
   fi
   [ "$limit" -gt "$left" ] && limit=$left
+  UNSUPPORTED=0
   output=$(mktemp)
-  timeout --kill-after=5 "$limit" "$@" >"$output" 2>&1
+  # Interrupted, pytest still says what has failed so far.
+  timeout --signal=INT --kill-after=15 "$limit" "$@" >"$output" 2>&1
   status=$?
   cat "$output" >>"$LOG"
   tail -n "${TAIL:-12}" "$output"
@@ -57,12 +63,12 @@ run() {
 tests() { # NAME LIMIT_SECONDS PYTEST-ARGUMENTS...
   local name=$1 limit=$2
   shift 2
-  TAIL=25 run "$name" "$limit" "${UNDER[@]}" "$PYTHON" -m pytest -q -p no:cacheprovider "$@"
+  TAIL=25 run "$name" "$limit" "${UNDER[@]}" "$PYTHON" -m pytest -q -ra --tb=short --maxfail=25 -p no:cacheprovider "$@"
 }
 UNDER=()
 
 stage_build() {
-  run build 240 "$PYTHON" setup.py --quiet build_ext --inplace || exit $FAILED
+  TAIL=40 run build 240 "$PYTHON" setup.py --quiet build_ext --inplace || exit $FAILED
   "$PYTHON" -c 'from ddp_hooks import _C; assert _C.has_cuda()' || exit 1
 }
 
@@ -70,18 +76,24 @@ stage_kernels() {
   tests kernels 150 tests/test_cuda_kernels.py tests/test_cuda_indexing.py
 }
 
+# Pairs of ranks on NCCL come last, two at a time: their kernels spin while they wait for each other, and take the GPU's
+# time from everything else.
 stage_hook() {
-  local parallel=()
-  "$PYTHON" -c 'import xdist' 2>/dev/null && parallel=(-n "${WORKERS:-6}")
-  tests hook 300 "${parallel[@]}" tests/test_cuda_hook.py
+  local few=() many=()
+  if "$PYTHON" -c 'import xdist' 2>/dev/null; then
+    few=(-n 2)
+    many=(-n "${WORKERS:-4}")
+  fi
+  tests hook 300 "${many[@]}" -k 'not nccl- and not nccl]' tests/test_cuda_hook.py
+  tests hook_on_nccl_pairs 250 "${few[@]}" -k 'nccl- or nccl]' tests/test_cuda_hook.py
 }
 
 stage_measure_kernels() {
-  TAIL=60 run cuda_kernels 120 "$PYTHON" benchmarks/cuda_kernels.py --out "$OUT"
+  TAIL=60 run cuda_kernels 200 "$PYTHON" benchmarks/cuda_kernels.py --out "$OUT"
 }
 
 stage_measure_step() {
-  TAIL=40 run cuda_step 120 "$PYTHON" benchmarks/cuda_step.py --out "$OUT"
+  TAIL=40 run cuda_step 250 "$PYTHON" benchmarks/cuda_step.py --out "$OUT"
 }
 
 stage_sanitize() {
@@ -93,9 +105,12 @@ stage_sanitize() {
   # tensor is an allocation of its own, so that an access past its end is one past an allocation.
   local some='test_every_alignment or (test_many_slices and 249) or test_empty_slices or test_scan_of_random'
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-  for tool in memcheck racecheck; do
-    UNDER=(compute-sanitizer --tool "$tool" --error-exitcode 99)
-    tests "sanitize_$tool" 90 -x -k "$some" tests/test_cuda_kernels.py
+  # racecheck watches shared memory, which no kernel here uses so far; it is run so that one that does is checked.
+  # Errors of CUDA's functions are left out, because torch provokes and handles some when it starts.
+  for tool in "memcheck --report-api-errors no" racecheck; do
+    read -r -a options <<<"$tool"
+    UNDER=(compute-sanitizer --tool "${options[@]}" --error-exitcode 99)
+    tests "sanitize_${options[0]}" 90 -x -k "$some" tests/test_cuda_kernels.py
     UNDER=()
     if [ "$UNSUPPORTED" -gt 0 ]; then
       say "sanitize: compute-sanitizer does not support this device or its driver, so nothing was checked"
