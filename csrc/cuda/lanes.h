@@ -161,13 +161,14 @@ DDP_HOOKS_HOST_DEVICE uint64_t bits_of_stretch(const char* from, int bytes, int 
     bits = uint64_t{memory.template load<Word<1>>(from + edge_at).units[0]} << (8 * place);
   }
   const char* const from_words = from + split.head_bytes;
-  for (int base = lane; base < split.words; base += kLoadsInFlight * kWarpLanes) {
+  static_assert(kLargestChunkBytes <= kLoadsInFlight * kWarpLanes * kWidestWordBytes);
+  if (lane < split.words) {
     // What lies past the end is replaced by the last word: looking at it again changes nothing, and loads without a
     // condition are all under way at once (with one, the compiler saw fit to wait for each before the next).
     Wide words[kLoadsInFlight];
     DDP_HOOKS_UNROLL
     for (int i = 0; i < kLoadsInFlight; ++i) {
-      const int index = base + i * kWarpLanes;
+      const int index = lane + i * kWarpLanes;
       const int within = index < split.words ? index : split.words - 1;
       words[i] = memory.template load<Wide>(from_words + within * kWidestWordBytes);
     }
