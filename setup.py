@@ -100,6 +100,9 @@ def extension() -> setuptools.Extension:
     warnings_are_errors = os.environ.get("DDP_HOOKS_WERROR") == "1"
     cxx = ["-std=c++20", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"]
     nvcc = ["-std=c++20", "-O3", "-Xcompiler", "-fvisibility=hidden,-Wall,-Wextra"]
+    # Nothing reads it, but with it in the command everything is compiled anew for another torch, whose headers the
+    # compiler leaves out of the dependencies because they are system headers.
+    cxx.append(f"-DDDP_HOOKS_BUILT_FOR={torch.__version__}")
     if warnings_are_errors:
         cxx.append("-Werror")
         nvcc += ["-Werror", "all-warnings"]
