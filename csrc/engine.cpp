@@ -158,7 +158,7 @@ void Engine::open_step(bool shadow) {
   TORCH_CHECK(
       reducer_.process_group() == data_group_,
       "ddp_hooks: the module's process group was replaced; wrap the module anew on every rank, and register again");
-  reducer_.await_used_map();
+  reducer_.unsettle_used_map();
   const int64_t step_number = step_number_++;
   statistics_.steps += 1;
   for (const BucketLayout& bucket : layout_.buckets) statistics_.dense_bytes += bucket.bytes();

@@ -1,8 +1,8 @@
 // From a bucket that is ready to a future of its averaged gradients, sending only what some rank needs.
 //
 // One engine serves one DDP module. A *step* is one synchronised backward pass: the Reducer hands over its buckets in
-// order, the first one opens the step and the last one closes it. Nothing waits in here except for mask exchanges;
-// gradients travel as futures.
+// order, the first one opens the step and the last one closes it. Nothing waits in here except for mask exchanges, and
+// for what every rank has begun before one that is over; gradients travel as futures.
 //
 // Always holds: what is sent, in what order and in what shape depends on agreed masks, the bucket layout and the
 // settings only. Every bucket future handed out is completed or failed, whatever happens.

@@ -160,9 +160,11 @@ void ReducerView::settle_used_map(const UsageMask& used) const {
   Members::used_map_is_reduced(*reducer) = true;
 }
 
-void ReducerView::await_used_map() const {
-  const auto work = Members::used_map_work(*get());
-  if (work) work->wait();
+void ReducerView::unsettle_used_map() const {
+  auto reducer = get();
+  if (!searches_graph()) return;
+  if (const auto work = Members::used_map_work(*reducer)) work->wait();
+  Members::used_map_is_reduced(*reducer) = false;
 }
 
 void ReducerView::mark_ready(size_t parameter) const {

@@ -75,8 +75,9 @@ class ReducerView {
   // is outside `used` altogether, the map says already what it is about to say everywhere, and this keeps the Reducer
   // from waiting. Call it before the last bucket is handed back.
   void settle_used_map(const UsageMask& used) const;
-  // Returns when the all-reduce that nobody waited for has ended; call it before the Reducer starts another.
-  void await_used_map() const;
+  // Waits for the map's all-reduce that a settled map left to itself, which by now every rank has begun, and unsettles
+  // the map, which the Reducer does only if its pass did not fail. Call it when the next pass opens.
+  void unsettle_used_map() const;
 
   // Says that parameter i will get no gradient in this backward pass. Takes the Reducer's mutex, and may run the hook.
   void mark_ready(size_t parameter) const;

@@ -761,6 +761,39 @@ def test_used_map_is_not_awaited() -> None:
     run_ranks(2, used_map_is_not_awaited)
 
 
+class OneOrTwoBranches(Branches):
+    def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        return self.head(sum(branch(hidden) for branch in self.branches[:count]))
+
+
+def failed_future(rank: int) -> None:
+    """After a pass whose futures failed, the Reducer asks the other ranks again what they used."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(OneOrTwoBranches(), find_unused_parameters=True)
+    state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
+    step = 0
+
+    def fail(future):  # type: ignore[no-untyped-def]
+        raise RuntimeError("broken on purpose")
+
+    def skip_and_fail_once(state, bucket):  # type: ignore[no-untyped-def]
+        future = ddp_hooks.skip_unused_hook(state, bucket)
+        return future.then(fail) if step == 1 else future
+
+    ddp.register_comm_hook(state, skip_and_fail_once)
+    run_step(ddp, 1)
+    step = 1
+    assert "broken on purpose" in error_of(lambda: run_step(ddp, 1))
+    step = 2
+    run_step(ddp, 2 if rank == 0 else 1)
+    assert all(p.grad is not None for p in ddp.module.branches[1].parameters())
+
+
+def test_failed_future() -> None:
+    run_ranks(2, failed_future)
+
+
 def hooks_around_ours(rank: int) -> None:
     """A hook that is wrapped around ours finds the gradients in the bucket."""
     ddp = wrapped()
