@@ -202,13 +202,14 @@ def test_work_goes_to_the_current_stream_and_nothing_waits(no_waiting: None) -> 
     flat = torch.zeros(10_000, device="cuda")
     message, returned = torch.empty(5000, device="cuda"), torch.empty(10_000, device="cuda")
     ranges = [(2 * i, 1) for i in range(5000)]
-    # The first scan of a size makes the page-locked memory that later ones reuse, and the first launch of a kernel
-    # loads it; both may wait.
-    _C.start_scan(flat, ranges).wait()
-    _C.gather_scaled(message, flat, ranges, 0.5)
-    _C.scatter(message, returned, ranges)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
+        # The first scan of a size makes the page-locked memory that later ones reuse, the first launch of a kernel loads
+        # it, and a stream has memory of its own; all of it may wait the first time.
+        flat.fill_(0.0)
+        _C.start_scan(flat, ranges).wait()
+        _C.gather_scaled(message, flat, ranges, 0.5)
+        _C.scatter(message, returned, ranges)
         torch.cuda._sleep(LONG_SLEEP_CYCLES)
         flat.fill_(6.0)
         _C.gather_scaled(message, flat, ranges, 0.5)
