@@ -204,8 +204,8 @@ def test_work_goes_to_the_current_stream_and_nothing_waits(no_waiting: None) -> 
     ranges = [(2 * i, 1) for i in range(5000)]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        # The first scan of a size makes the page-locked memory that later ones reuse, the first launch of a kernel loads
-        # it, and a stream has memory of its own; all of it may wait the first time.
+        # The first scan of a size makes the page-locked memory that later ones reuse, the first launch of a kernel
+        # loads it, and a stream has memory of its own; all of it may wait the first time.
         flat.fill_(0.0)
         _C.start_scan(flat, ranges).wait()
         _C.gather_scaled(message, flat, ranges, 0.5)
