@@ -2,8 +2,11 @@
 
 #include <ATen/ATen.h>
 
+#include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <iterator>
+#include <mutex>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -28,56 +31,141 @@ uint64_t hash_of(const ExchangeContext& context) {
   return hash.value();
 }
 
+void merge_gathered(MaskInTransit& transit) {
+  const int64_t words = transit.message.numel();
+  const auto* received = reinterpret_cast<const uint64_t*>(transit.gathered.const_data_ptr<int64_t>());
+  auto* merged = reinterpret_cast<uint64_t*>(transit.message.mutable_data_ptr<int64_t>());
+  for (const auto* end = received + transit.gathered.numel(); received != end; received += words) {
+    for (int64_t i = 0; i < words; ++i) merged[i] |= received[i];
+  }
+}
+
 }  // namespace
+
+// The exchanges under way, in the order in which they were started.
+class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
+ public:
+  explicit ExchangeLine(ExchangeGroups groups) : groups_(std::move(groups)) {}
+
+  const ExchangeGroups& groups() const { return groups_; }
+
+  void start(const std::shared_ptr<MaskInTransit>& transit) {
+    std::lock_guard lock(mutex_);
+    if (!is_one_gather()) line_.push_back(transit);
+    gather(transit);
+  }
+
+  void wait(MaskInTransit& transit) {
+    if (is_one_gather()) {
+      transit.work->wait();
+      merge_gathered(transit);
+      return;
+    }
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return is_through(transit); });
+    if (transit.error) std::rethrow_exception(transit.error);
+  }
+
+ private:
+  bool is_one_gather() const { return groups_.axes.size() == 1; }
+  bool is_through(const MaskInTransit& transit) const {
+    return transit.error != nullptr || transit.axis == groups_.axes.size();
+  }
+
+  void gather(const std::shared_ptr<MaskInTransit>& transit) {
+    c10d::ProcessGroup& axis = *groups_.axes[transit->axis];
+    transit->gathered = at::empty({axis.getSize(), transit->message.numel()}, at::kLong);
+    std::vector<std::vector<at::Tensor>> outputs{transit->gathered.unbind(0)};
+    std::vector<at::Tensor> inputs{transit->message};
+    transit->work = axis.allgather(outputs, inputs);
+    if (is_one_gather()) return;
+    transit->work->getFuture()->addCallback([line = shared_from_this(), transit](c10::ivalue::Future& future) {
+      line->arrive(*transit, future.hasError() ? future.exception_ptr() : nullptr);
+    });
+  }
+
+  void arrive(MaskInTransit& transit, const std::exception_ptr& error) {
+    std::lock_guard lock(mutex_);
+    transit.error = error;
+    transit.arrived = true;
+    // A gather may be back before its callback is set, which then runs in the middle of this.
+    if (advancing_) return;
+    advancing_ = true;
+    while (advance()) {
+    }
+    advancing_ = false;
+    while (!line_.empty() && is_through(*line_.front())) line_.pop_front();
+    changed_.notify_all();
+  }
+
+  // Sends the first that may go on its way along the next axis; false if none may.
+  bool advance() {
+    const MaskInTransit* ahead = nullptr;
+    for (const std::shared_ptr<MaskInTransit>& transit : line_) {
+      const bool free = ahead == nullptr || is_through(*ahead) || ahead->axis > transit->axis;
+      ahead = transit.get();
+      if (!transit->arrived || is_through(*transit) || !free) continue;
+      transit->arrived = false;
+      merge_gathered(*transit);
+      if (++transit->axis < groups_.axes.size()) {
+        try {
+          gather(transit);
+        } catch (...) {
+          transit->error = std::current_exception();
+        }
+      }
+      return true;
+    }
+    return false;
+  }
+
+  const ExchangeGroups groups_;
+  // Recursive, because a callback may run at once, in the thread that sets it.
+  std::recursive_mutex mutex_;
+  std::condition_variable_any changed_;
+  std::deque<std::shared_ptr<MaskInTransit>> line_;
+  bool advancing_ = false;
+};
+
+MaskExchange::MaskExchange(ExchangeGroups groups) : line_(std::make_shared<ExchangeLine>(std::move(groups))) {}
+
+int MaskExchange::world_size() const {
+  return line_->groups().all->getSize();
+}
 
 std::unique_ptr<PendingExchange> MaskExchange::start(const UsageMask& local, const ExchangeContext& context) {
   auto pending = std::make_unique<PendingExchange>();
-  pending->groups_ = &groups_;
+  pending->line_ = line_;
+  pending->transit_ = std::make_shared<MaskInTransit>();
   pending->mask_size_ = local.size();
   pending->sequence_ = started_++;
   pending->context_ = context;
 
   const std::vector<uint64_t>& words = local.words();
-  pending->message_ = at::empty({static_cast<int64_t>(kHeaderWords + words.size())}, at::kLong);
-  auto* message = reinterpret_cast<uint64_t*>(pending->message_.mutable_data_ptr<int64_t>());
+  at::Tensor& tensor = pending->transit_->message;
+  tensor = at::empty({static_cast<int64_t>(kHeaderWords + words.size())}, at::kLong);
+  auto* message = reinterpret_cast<uint64_t*>(tensor.mutable_data_ptr<int64_t>());
   const uint64_t header[] = {pending->sequence_, hash_of(context), local.hash()};
   for (size_t i = 0; i < std::size(header); ++i) {
     message[2 * i] = header[i];
     message[2 * i + 1] = ~header[i];
   }
   if (!words.empty()) std::memcpy(message + kHeaderWords, words.data(), words.size() * sizeof(uint64_t));
-  pending->gather(*groups_.axes.front());
+  line_->start(pending->transit_);
   return pending;
 }
 
-void PendingExchange::gather(c10d::ProcessGroup& axis) {
-  gathered_ = at::empty({axis.getSize(), message_.numel()}, at::kLong);
-  std::vector<std::vector<at::Tensor>> outputs{gathered_.unbind(0)};
-  std::vector<at::Tensor> inputs{message_};
-  work_ = axis.allgather(outputs, inputs);
-}
-
-void PendingExchange::merge_gathered() {
-  const int64_t words = message_.numel();
-  const auto* received = reinterpret_cast<const uint64_t*>(gathered_.const_data_ptr<int64_t>());
-  auto* merged = reinterpret_cast<uint64_t*>(message_.mutable_data_ptr<int64_t>());
-  for (const auto* end = received + gathered_.numel(); received != end; received += words) {
-    for (int64_t i = 0; i < words; ++i) merged[i] |= received[i];
-  }
+int64_t PendingExchange::payload_bytes() const {
+  return static_cast<int64_t>(transit_->message.nbytes() * line_->groups().axes.size());
 }
 
 UsageMask PendingExchange::wait() {
-  work_->wait();
-  merge_gathered();
-  for (size_t axis = 1; axis < groups_->axes.size(); ++axis) {
-    gather(*groups_->axes[axis]);
-    work_->wait();
-    merge_gathered();
-  }
-  const auto* message = reinterpret_cast<const uint64_t*>(message_.const_data_ptr<int64_t>());
+  line_->wait(*transit_);
+  const at::Tensor& merged = transit_->message;
+  const auto* message = reinterpret_cast<const uint64_t*>(merged.const_data_ptr<int64_t>());
   TORCH_CHECK(same_everywhere(message) && same_everywhere(message + 2), describe_drift());
   identical_ = same_everywhere(message + 4);
-  std::vector<uint64_t> words(message + kHeaderWords, message + message_.numel());
+  std::vector<uint64_t> words(message + kHeaderWords, message + merged.numel());
   return UsageMask(mask_size_, std::move(words));
 }
 
@@ -87,8 +175,8 @@ std::string PendingExchange::describe_drift() const {
   std::vector<at::Tensor> mine{at::tensor(
       {word(sequence_), word(context_.configuration), word(context_.layout), word(context_.phase)}, at::kLong)};
   std::vector<std::vector<at::Tensor>> all(1);
-  for (int rank = 0; rank < groups_->all->getSize(); ++rank) all[0].push_back(at::empty({4}, at::kLong));
-  groups_->all->allgather(all, mine)->wait();
+  for (int rank = 0; rank < line_->groups().all->getSize(); ++rank) all[0].push_back(at::empty({4}, at::kLong));
+  line_->groups().all->allgather(all, mine)->wait();
 
   std::ostringstream text;
   text << "ddp_hooks: the ranks drifted apart: expected every rank at the same mask exchange with the same "

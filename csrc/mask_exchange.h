@@ -9,11 +9,16 @@
 // turns of the threads that run it. In a large world the ranks form a grid, and one gather along each of its axes takes
 // the place of one over all: the hops are then the sum of the axes' lengths instead of their product.
 //
-// Always holds: exchanges finish in the order in which they were started. Thread-safety: none; the engine locks.
+// Always holds: an exchange that every rank has started comes to its end by itself, whether or not anybody waits for
+// it: a gather along the next axis is started by the completion of the one before. Otherwise a rank that waits for the
+// exchange would need the others to wait for it, too, and they may stand in some other collective that waits for this
+// rank. Along each axis exchanges go in the order in which they were started.
+// Thread-safety: the engine locks; completions run in the process groups' threads and touch the line only.
 // Every rank must agree on: the order of exchanges, the size of each mask, the grid.
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -36,10 +41,22 @@ struct ExchangeGroups {
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> axes;
 };
 
+// A message on its way along the axes, as one rank sees it.
+struct MaskInTransit {
+  at::Tensor message;  // what this rank knows so far
+  at::Tensor gathered;
+  c10::intrusive_ptr<c10d::Work> work;
+  size_t axis = 0;       // of the gather under way; the number of axes when all are through
+  bool arrived = false;  // that gather is back, and the next one has yet to be started
+  std::exception_ptr error;
+};
+
+class ExchangeLine;
+
 class PendingExchange {
  public:
   // What is handed to collectives.
-  int64_t payload_bytes() const { return static_cast<int64_t>(message_.nbytes() * groups_->axes.size()); }
+  int64_t payload_bytes() const;
 
   // After wait(): whether every rank sent the same mask.
   bool masks_were_identical() const { return identical_; }
@@ -50,14 +67,10 @@ class PendingExchange {
 
  private:
   friend class MaskExchange;
-  void gather(c10d::ProcessGroup& axis);
-  void merge_gathered();
   std::string describe_drift() const;
 
-  const ExchangeGroups* groups_ = nullptr;
-  c10::intrusive_ptr<c10d::Work> work_;
-  at::Tensor message_;
-  at::Tensor gathered_;
+  std::shared_ptr<ExchangeLine> line_;
+  std::shared_ptr<MaskInTransit> transit_;
   size_t mask_size_ = 0;
   uint64_t sequence_ = 0;
   ExchangeContext context_;
@@ -66,14 +79,13 @@ class PendingExchange {
 
 class MaskExchange {
  public:
-  explicit MaskExchange(ExchangeGroups groups) : groups_(std::move(groups)) {}
+  explicit MaskExchange(ExchangeGroups groups);
 
-  int world_size() const { return groups_.all->getSize(); }
-
+  int world_size() const;
   std::unique_ptr<PendingExchange> start(const UsageMask& local, const ExchangeContext& context);
 
  private:
-  const ExchangeGroups groups_;
+  const std::shared_ptr<ExchangeLine> line_;
   uint64_t started_ = 0;
 };
 

@@ -619,6 +619,20 @@ def test_collectives_in_backward(policy: str | ddp_hooks.Policy, native: bool) -
     run_ranks(2, collectives_in_backward, policy, native)
 
 
+def collectives_in_backward_on_a_grid(rank: int, policy: str | ddp_hooks.Policy) -> None:
+    """The later axes of a grid, too, must not need anybody to wait for the exchange."""
+    registration.LARGEST_AXIS = 2
+    try:
+        collectives_in_backward(rank, policy, True)
+    finally:
+        registration.LARGEST_AXIS = 4
+
+
+@pytest.mark.parametrize("policy", ["skip_unused", "skip_zeros"])
+def test_collectives_in_backward_on_a_grid(policy: str | ddp_hooks.Policy) -> None:
+    run_ranks(4, collectives_in_backward_on_a_grid, policy)
+
+
 def watched_by_a_thread(rank: int) -> None:
     """Another thread reads the statistics all the time; neither waits for the other."""
     ddp = wrapped(bucket_cap_mb=0.0001)
