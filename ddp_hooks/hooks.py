@@ -27,6 +27,10 @@ _VALUES_DETECTOR = {
     "on": _C.ValuesDetector.ON,
     "adaptive": _C.ValuesDetector.ADAPTIVE,
 }
+# The state that each module was given last; a module has one at most.
+_serving: weakref.WeakKeyDictionary[DistributedDataParallel, "weakref.ref[SkipUnusedState]"] = (
+    weakref.WeakKeyDictionary()
+)
 # A guess until it is measured on a GPU: a quarter of the bytes for a host that no longer runs ahead.
 _MIN_ZERO_FRACTION_ON_DEVICE = 0.25
 
@@ -65,6 +69,7 @@ class SkipUnusedState:
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._control_groups: Any = None  # ControlGroups, while it serves a module
         self._native = False
+        self._forward_handle: Any = None
         # The module's parameters as the engine counts them: those of DDP's Reducer, then those it does not know.
         self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
@@ -112,7 +117,18 @@ class SkipUnusedState:
         self._engine = engine
         self._native = native
         self._ddp = weakref.ref(ddp)
-        ddp.register_forward_hook(self._forward_done)
+        self._forward_handle = ddp.register_forward_hook(self._forward_done)
+        before = _serving.get(ddp)
+        if before is not None and (other := before()) is not None:
+            other._release()
+        _serving[ddp] = weakref.ref(self)
+
+    def _release(self) -> None:
+        """Leave the module to another state; what this one was made for was never registered."""
+        self._earlier = self.stats()
+        self._engine = None
+        self._ddp = None
+        self._forward_handle.remove()
 
     def _make_engine(self, ddp: DistributedDataParallel, groups: ControlGroups) -> Any:
         reduced = _C.reducer_parameters(ddp.reducer)
