@@ -10,8 +10,8 @@ namespace {
 // Whether the elements of `gradient` lie in memory as those of its slot do, one flat stretch each.
 bool lies_like(const at::Tensor& gradient, const at::Tensor& view) {
   return gradient.layout() == at::kStrided && gradient.scalar_type() == view.scalar_type() &&
-         gradient.strides() == view.strides() && gradient.is_non_overlapping_and_dense() && !gradient.is_conj() &&
-         !gradient.is_neg();
+         gradient.sizes() == view.sizes() && gradient.strides() == view.strides() &&
+         gradient.is_non_overlapping_and_dense() && !gradient.is_conj() && !gradient.is_neg();
 }
 
 }  // namespace
@@ -21,6 +21,9 @@ BucketSlots::BucketSlots(const ReducerView& reducer) : reducer_(reducer) {
 }
 
 void BucketSlots::forget() {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (is_vacant(i) && !reducer_.slot(i).variable.is_same(reducer_.parameters()[i])) give_back(i);
+  }
   entries_.assign(reducer_.parameters().size(), Entry{});
 }
 

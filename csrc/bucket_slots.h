@@ -24,7 +24,8 @@ class BucketSlots {
  public:
   explicit BucketSlots(const ReducerView& reducer);
 
-  // The Reducer has made new buckets.
+  // The Reducer may have made new buckets, where the parameters stand in their slots. Where it has not, they are put
+  // back.
   void forget();
 
   // Slots of sparse gradients are never vacant.

@@ -107,6 +107,7 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
     // The pass before broke off between two buckets, and DDP was told to go on (`_update_process_group`).
     step_->fail(std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was broken off")));
     step_.reset();
+    sender_.drop_staging();
   }
   const bool first = !step_;
   if (first) step_ = std::make_shared<Step>();
@@ -166,6 +167,7 @@ void Engine::open_step(bool shadow) {
   Step& step = *step_;
   step.shadow = shadow;
   step.factor = 1.0 / reducer_.divisor();
+  absence_.forget_unless_of(reducer_.forward_passes());
   AgreedUsage usage = agreement_.agree(shadow, layout_hash_);
   step.local = std::move(usage.here);
   step.agreed = std::move(usage.anywhere);
@@ -207,9 +209,9 @@ void Engine::refresh_layout() {
   // The Reducer rebuilds its buckets once, between two steps.
   if (!layout_.buckets.empty() && layout_is_rebuilt_ == reducer_.has_rebuilt_buckets()) return;
   layout_is_rebuilt_ = reducer_.has_rebuilt_buckets();
+  slots_.forget();
   layout_ = reducer_.layout();
   layout_hash_ = layout_.hash();
-  slots_.forget();
   plans_.clear();
   sender_.drop_staging();
 }
@@ -331,7 +333,7 @@ void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchroni
     absence_.accumulating_forward_done();
     return;
   }
-  absence_.synchronising_forward_done();
+  absence_.synchronising_forward_done(reducer_.forward_passes());
   for (const at::Tensor& output : outputs) {
     // A hook on a leaf would stay for good.
     if (!output.requires_grad() || output.is_leaf()) continue;
@@ -347,6 +349,7 @@ void Engine::outputs_reached() {
     auto reducer_lock = reducer_.lock();
     std::lock_guard lock(mutex_);
     if (!reducer_.expects_backward() || reducer_.learns_static_graph()) return;
+    absence_.forget_unless_of(reducer_.forward_passes());
     const auto* restricted = torch::autograd::get_current_graph_task_exec_info();
     if (restricted != nullptr && !restricted->empty()) {
       // torch.autograd.grad() and backward(inputs=...) may stop short of the parameters. Distributed autograd does not,
@@ -363,10 +366,13 @@ void Engine::outputs_reached() {
       }
       return;
     }
+    // With create_graph=True gradients are part of a graph, which the engine would cut; the Reducer refuses that
+    // itself.
+    const bool takes_gradients = takes_gradients_ && !at::GradMode::is_enabled();
     // Some parameters may have reported before the outputs were reached, if the loss uses them directly.
     if (!reducer_.in_backward()) {
       start_early_exchange();
-      if (takes_gradients_) vacate_slots();
+      takes_gradients ? vacate_slots() : give_slots_back();
     }
     if (!reducer_.searches_graph()) absent = absence_.take_to_mark(reduced_count_, names_);
   }

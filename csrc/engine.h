@@ -99,7 +99,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void give_slots_back();
   void fill_slots(uint32_t bucket);
 
-  mutable std::mutex mutex_;
+  // Recursive, because buckets may complete while it is held, and what users have chained to their futures runs then
+  // and may ask for statistics.
+  mutable std::recursive_mutex mutex_;
   const ReducerView reducer_;
   BucketSlots slots_;
   bool takes_gradients_ = false;

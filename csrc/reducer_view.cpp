@@ -21,7 +21,9 @@ struct Members : c10d::Reducer {
   static auto& used_map_is_reduced(c10d::Reducer& r) { return r.*(&Members::local_used_map_reduced_); }
   static auto& used_map_work(c10d::Reducer& r) { return r.*(&Members::local_used_work_); }
   static auto& static_graph(c10d::Reducer& r) { return r.*(&Members::static_graph_); }
-  static auto& iterations(c10d::Reducer& r) { return r.*(&Members::num_iterations_); }
+  static auto& forward_passes(c10d::Reducer& r) { return r.*(&Members::num_iterations_); }
+  static auto& backward_passes(c10d::Reducer& r) { return r.*(&Members::num_bwd_calls_); }
+  static auto& backward_has_begun(c10d::Reducer& r) { return r.*(&Members::first_autograd_hook_called_); }
   static auto& divisor(c10d::Reducer& r) { return r.*(&Members::div_factor_); }
   static auto& calls_left(c10d::Reducer& r) { return r.*(&Members::numGradHooksTriggeredMapPerIteration_); }
   static auto& rebuilt(c10d::Reducer& r) { return r.*(&Members::has_rebuilt_bucket_); }
@@ -110,7 +112,13 @@ Slot ReducerView::slot(size_t parameter) const {
 
 bool ReducerView::learns_static_graph() const {
   auto reducer = get();
-  return Members::static_graph(*reducer) && Members::iterations(*reducer) <= 1;
+  if (!Members::static_graph(*reducer)) return false;
+  const auto passes = Members::backward_passes(*reducer);
+  return passes == 0 || (passes == 1 && Members::backward_has_begun(*reducer));
+}
+
+int64_t ReducerView::forward_passes() const {
+  return Members::forward_passes(*get());
 }
 
 int ReducerView::divisor() const {

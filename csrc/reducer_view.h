@@ -46,10 +46,11 @@ class ReducerView {
   // Some parameter has been marked ready in the running backward pass. False in the shadow pass of a rank that has
   // joined (`ddp.join()`), which runs hooks without any backward pass.
   bool in_backward() const;
-  // static_graph=True before the unused parameters are known: they are found in the first pass, after all gradients.
-  // Told by the number of forward passes; an extra one before the first backward pass costs an early exchange of a full
-  // mask.
+  // static_graph=True before the unused parameters are known: they are found in the first backward pass, after all
+  // gradients.
   bool learns_static_graph() const;
+  // Those in grad mode that are to be followed by a synchronised backward pass, compiled ones included.
+  int64_t forward_passes() const;
 
   // What the gradients have to be divided by; join() may change it from step to step.
   int divisor() const;

@@ -1,0 +1,222 @@
+"""Passes that plain DDP tolerates and few programs run: bitwise the same gradients, or an error that says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import register
+
+import ddp_hooks
+
+Gradients = list[torch.Tensor | None]
+Wrap = Callable[..., DistributedDataParallel]
+# Wraps a model, runs some passes, and returns the gradients to compare.
+Passes = Callable[[Wrap, int], Gradients]
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def run_pass(ddp: DistributedDataParallel, rank: int) -> Gradients:
+    ddp.zero_grad()
+    ddp(batch(rank)).square().sum().backward()
+    return gradients_of(ddp)
+
+
+def gradients_of(ddp: DistributedDataParallel) -> Gradients:
+    return [None if p.grad is None else p.grad.detach().clone() for p in ddp.module.parameters()]
+
+
+def same_as_plain(rank: int, passes: Passes, native: bool) -> None:
+    found = []
+    for hooked in (False, True):
+
+        def wrap(model: nn.Module, hooked: bool = hooked, **options: Any) -> DistributedDataParallel:
+            ddp = DistributedDataParallel(model, **options)
+            if hooked:
+                register(ddp, "skip_unused", native)
+            return ddp
+
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        found.append(passes(wrap, rank))
+    for i, (plain, ours) in enumerate(zip(*found, strict=True)):
+        assert (plain is None) == (ours is None), i
+        if plain is not None and ours is not None:
+            assert torch.equal(plain, ours), i
+
+
+def group_updated(wrap: Wrap, rank: int) -> Gradients:
+    """DDP is given its process group again, as after a failure; the buckets stay while DDP says they are new."""
+    model = layers()
+    ddp = wrap(model, find_unused_parameters=True)
+    gradients = run_pass(ddp, rank) + run_pass(ddp, rank)
+    model[0].requires_grad_(False)
+    run_pass(ddp, rank)
+    dist.barrier()
+    ddp._update_process_group(ddp.process_group)
+    model[0].requires_grad_(True)
+    return gradients + run_pass(ddp, rank) + run_pass(ddp, rank)
+
+
+def group_updated_without_search(wrap: Wrap, rank: int) -> Gradients:
+    model = layers()
+    ddp = wrap(model)
+    gradients = run_pass(ddp, rank) + run_pass(ddp, rank)
+    if ddp._comm_hooks:  # plain DDP cannot freeze without a search
+        model[0].requires_grad_(False)
+    run_pass(ddp, rank)
+    dist.barrier()
+    ddp._update_process_group(ddp.process_group)
+    model[0].requires_grad_(True)
+    return gradients + run_pass(ddp, rank) + run_pass(ddp, rank)
+
+
+class TwoDtypes(nn.Module):
+    """Two buckets from the first pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).double())
+
+
+def dry_runs_before_a_static_graph(wrap: Wrap, rank: int) -> Gradients:
+    """A static graph is learnt in the first backward pass, however many forward passes there were, on this rank or not."""
+    gradients: Gradients = []
+    for ranks in ((0, 1), (0,)):
+        ddp = wrap(TwoDtypes(), static_graph=True)
+        if rank in ranks:
+            ddp(batch(rank))
+        for _ in range(3):
+            gradients += run_pass(ddp, rank)
+    return gradients
+
+
+def thawed_behind_the_engines_back(wrap: Wrap, rank: int) -> Gradients:
+    """What an evaluation saw frozen is thawed for a pass that cannot be watched."""
+    model = layers()
+    ddp = wrap(model)
+    run_pass(ddp, rank)
+    ddp.zero_grad()
+    model[0].requires_grad_(False)
+    ddp(batch(rank))
+    model[0].requires_grad_(True)
+    ddp.forward(batch(rank)).square().sum().backward()
+    return gradients_of(ddp)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(
+    "passes",
+    [group_updated, group_updated_without_search, dry_runs_before_a_static_graph, thawed_behind_the_engines_back],
+)
+def test_same_as_plain(passes: Passes, native: bool) -> None:
+    run_ranks(2, same_as_plain, passes, native)
+
+
+def gradients_of_gradients(rank: int, views: bool) -> None:
+    """DDP refuses create_graph=True; taking the gradients from it must not make that a silent zero."""
+    for hooked in (False, True):
+        ddp = DistributedDataParallel(layers(), gradient_as_bucket_view=views)
+        if hooked:
+            ddp_hooks.register(ddp)
+        run_pass(ddp, rank)
+        ddp.zero_grad()
+        with pytest.raises(RuntimeError, match="in-place operation"):
+            ddp(batch(rank)).square().sum().backward(create_graph=True)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_gradients_of_gradients(views: bool) -> None:
+    run_ranks(2, gradients_of_gradients, views)
+
+
+def declared_for_long(rank: int) -> None:
+    """Declaring the same parameters in every step costs no memory."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.ModuleList(nn.Linear(2, 2) for _ in range(50))
+            self.used = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    ddp = DistributedDataParallel(Model())
+    state = ddp_hooks.register(ddp, "skip_unused")
+
+    def resident_bytes_after(steps: int) -> int:
+        for _ in range(steps):
+            with state.unused(ddp.module.unused):
+                output = ddp(batch(rank))
+            output.sum().backward()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident_bytes_after(300)
+    # A hook for each parameter and step would be 100 * 1000 * 48 bytes.
+    assert resident_bytes_after(1000) - before < 2_000_000
+
+
+def test_declared_for_long() -> None:
+    run_ranks(2, declared_for_long)
+
+
+def second_state(rank: int) -> None:
+    """A state that was made and never registered leaves the module to the next."""
+    ddp = DistributedDataParallel(layers())
+    first = ddp_hooks.SkipUnusedState(ddp)
+    second = ddp_hooks.register(ddp)
+    ddp.module[0].requires_grad_(False)
+    for _ in range(2):
+        run_pass(ddp, rank)
+    assert ddp_hooks.rebuild(ddp)
+    run_pass(ddp, rank)
+    assert second.stats().steps == 3
+    assert first.stats().steps == 0
+    assert "unbound" in repr(first)
+
+
+def test_second_state() -> None:
+    run_ranks(2, second_state)
+
+
+def statistics_from_a_callback(rank: int) -> None:
+    """Buckets complete inside a later call of the hook, and with them what was chained to their futures."""
+    model = TwoDtypes()
+    ddp = DistributedDataParallel(model)
+    state = ddp_hooks.SkipUnusedState(ddp, "skip_zeros")
+    seen = []
+
+    def look(future):  # type: ignore[no-untyped-def]
+        seen.append((state.stats().steps, len(state.usage())))
+        return future.value()
+
+    def skip_and_look(state, bucket):  # type: ignore[no-untyped-def]
+        return ddp_hooks.skip_unused_hook(state, bucket).then(look)
+
+    ddp.register_comm_hook(state, skip_and_look)
+    for _ in range(3):
+        ddp.zero_grad()
+        (ddp(batch(rank)) * 0).sum().backward()
+    assert len(seen) >= 3
+
+
+def test_statistics_from_a_callback() -> None:
+    run_ranks(2, statistics_from_a_callback)
