@@ -97,7 +97,7 @@ class TwoDtypes(nn.Module):
 
 
 def dry_runs_before_a_static_graph(wrap: Wrap, rank: int) -> Gradients:
-    """A static graph is learnt in the first backward pass, however many forward passes there were, on this rank or not."""
+    """A static graph is learnt in the first backward pass, however many forward passes there were on whatever rank."""
     gradients: Gradients = []
     for ranks in ((0, 1), (0,)):
         ddp = wrap(TwoDtypes(), static_graph=True)
