@@ -14,6 +14,11 @@ bool lies_like(const at::Tensor& gradient, const at::Tensor& view) {
          gradient.is_non_overlapping_and_dense() && !gradient.is_conj() && !gradient.is_neg();
 }
 
+at::Tensor flat_and_real(const at::Tensor& dense) {
+  const at::Tensor flat = dense.as_strided({dense.numel()}, {1});
+  return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat;
+}
+
 }  // namespace
 
 BucketSlots::BucketSlots(const ReducerView& reducer) : reducer_(reducer) {
@@ -70,15 +75,21 @@ void BucketSlots::fill(size_t parameter) {
   }
 }
 
-at::Tensor BucketSlots::find_or_fill(size_t parameter) {
+at::Tensor BucketSlots::find(size_t parameter) const {
   const Entry& entry = entries_[parameter];
   const at::Tensor& gradient = reducer_.parameters()[parameter].grad();
-  if (entry.vacant && gradient.defined() && !reducer_.gradients_are_views() && lies_like(gradient, entry.view)) {
-    const at::Tensor flat = gradient.detach().as_strided({gradient.numel()}, {1});
-    return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat;
-  }
-  fill(parameter);
-  return {};
+  const bool lies_elsewhere = gradient.defined() && !reducer_.gradients_are_views() && lies_like(gradient, entry.view);
+  return entry.vacant && lies_elsewhere ? flat_and_real(gradient.detach()) : at::Tensor();
+}
+
+at::Tensor BucketSlots::find_or_fill(size_t parameter) {
+  at::Tensor gradient = find(parameter);
+  if (!gradient.defined()) fill(parameter);
+  return gradient;
+}
+
+at::Tensor BucketSlots::place(size_t parameter) const {
+  return flat_and_real(entries_[parameter].view);
 }
 
 }  // namespace ddp_hooks

@@ -39,8 +39,12 @@ class BucketSlots {
   // Gives a vacant slot back with what the Reducer would have put there.
   void fill(size_t parameter);
   // The gradient whose elements belong into a vacant slot, flat and real, if there is one that lies elsewhere in the
-  // slot's own order of elements. Otherwise undefined, and the slot is filled.
+  // slot's own order of elements. Otherwise undefined.
+  at::Tensor find(size_t parameter) const;
+  // Likewise, but otherwise the slot is filled.
   at::Tensor find_or_fill(size_t parameter);
+  // The part of the bucket that belongs to a vacant slot, flat and real.
+  at::Tensor place(size_t parameter) const;
 
  private:
   struct Entry {

@@ -167,6 +167,7 @@ void Engine::open_step(bool shadow) {
   Step& step = *step_;
   step.shadow = shadow;
   step.factor = 1.0 / reducer_.divisor();
+  step.brought = UsageMask(reduced_count_);
   absence_.forget_unless_of(reducer_.forward_passes());
   AgreedUsage usage = agreement_.agree(shadow, layout_hash_);
   step.local = std::move(usage.here);
@@ -320,6 +321,26 @@ void Engine::declare_unused(const std::vector<size_t>& parameters) {
 
 void Engine::take_gradients() {
   takes_gradients_ = true;
+  for (size_t i = 0; i < reduced_count_; ++i) {
+    // A device has no cache that would still hold what it made before its last kernels.
+    if (!parameter(i).is_cpu()) continue;
+    reports_.emplace_back(reducer_.accumulators()[i], [engine = weak_from_this(), i] {
+      if (auto self = engine.lock()) self->gradient_reported(i);
+    });
+  }
+}
+
+void Engine::gradient_reported(size_t parameter) {
+  // The model may be trained on without its wrapper.
+  if (reducer_.is_gone()) return;
+  auto reducer_lock = reducer_.lock();
+  std::lock_guard lock(mutex_);
+  // Before the step opens, nobody knows how a gradient will travel.
+  if (!step_ || step_->error || !reducer_.is_final(parameter)) return;
+  const Stopwatch stopwatch;
+  const at::NoGradGuard no_grad;
+  sender_.bring_early(*step_, parameter);
+  statistics_.hook_seconds += stopwatch.seconds();
 }
 
 void Engine::set_rebuild(std::function<void()> rebuild) {

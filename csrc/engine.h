@@ -23,6 +23,7 @@
 #include "absence.h"
 #include "bucket_slots.h"
 #include "engine_settings.h"
+#include "gradient_report.h"
 #include "message_sender.h"
 #include "reducer_view.h"
 #include "statistics.h"
@@ -82,6 +83,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
   void outputs_reached();
+  void gradient_reported(size_t parameter);
   void start_early_exchange();
   bool reaches_reducer() const;
   const at::Tensor& parameter(size_t index) const;
@@ -111,6 +113,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const c10::intrusive_ptr<c10d::ProcessGroup> data_group_;
   const c10::intrusive_ptr<c10d::ProcessGroup> control_group_;
   const size_t reduced_count_;
+  std::vector<GradientReport> reports_;
   ValuesProbe probe_;
 
   LayoutOfBuckets layout_;

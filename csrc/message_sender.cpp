@@ -4,7 +4,6 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 
-#include <algorithm>
 #include <exception>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
@@ -17,18 +16,6 @@ namespace {
 int64_t payload_of(const at::Tensor& tensor) {
   if (!tensor.is_sparse()) return static_cast<int64_t>(tensor.nbytes());
   return static_cast<int64_t>(tensor._indices().nbytes() + tensor._values().nbytes());
-}
-
-// The parameters that lie within a stretch of a bucket, empty ones left out; a stretch ends where parameters do.
-std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Slice& stretch) {
-  auto slice =
-      std::lower_bound(layout.slices.begin(), layout.slices.end(), stretch.offset,
-                       [](const ParameterSlice& candidate, int64_t offset) { return candidate.offset < offset; });
-  std::vector<ParameterSlice> found;
-  for (; slice != layout.slices.end() && slice->offset < stretch.offset + stretch.length; ++slice) {
-    if (slice->length > 0) found.push_back(*slice);
-  }
-  return found;
 }
 
 // Completions on a device run on a stream of their own; memory that they read may not be reused before they have.
@@ -110,31 +97,44 @@ void MessageSender::send_in_place(const std::shared_ptr<Step>& step, const Bucke
 // Brings the stretch's gradients into the bucket, scaled: neighbours that lie elsewhere in one copy, those that lie in
 // the bucket already where they are.
 void MessageSender::bring(const Step& step, const BucketLayout& layout, const Slice& stretch, double factor) {
+  enum class Way { kLeave, kScale, kGather };
   const at::Tensor flat = step.buckets[stretch.bucket].flat();
   int64_t begin = stretch.offset;
   int64_t end = begin;
+  Way way = Way::kLeave;
   std::vector<SliceOfTensor> sources;
   const auto finish_run = [&] {
     const at::Tensor run = flat.narrow(0, begin, end - begin);
-    if (!sources.empty()) {
-      gather(run, sources, factor);
-    } else if (factor != 1 && end > begin) {
-      run.mul_(factor);
-    }
+    if (way == Way::kGather) gather(run, sources, factor);
+    if (way == Way::kScale && factor != 1) run.mul_(factor);
     sources.clear();
   };
   for (const ParameterSlice& slice : parameters_in(layout, stretch)) {
-    const bool is_gap = !step.agreed.test(slice.parameter);
-    const at::Tensor gradient = is_gap ? at::Tensor() : take_gradient(step, slice.parameter);
-    if (is_gap || slice.offset != end || gradient.defined() == sources.empty()) {
-      finish_run();
-      begin = end = slice.offset;
+    at::Tensor gradient;
+    Way next = Way::kLeave;
+    if (step.brought.test(slice.parameter)) {
+      slots_.give_back(slice.parameter);
+    } else if (step.agreed.test(slice.parameter)) {
+      gradient = take_gradient(step, slice.parameter);
+      next = gradient.defined() ? Way::kGather : Way::kScale;
     }
-    if (is_gap) continue;
-    end += slice.length;
+    if (next != way || slice.offset != end) {
+      finish_run();
+      way = next;
+      begin = slice.offset;
+    }
+    end = slice.offset + slice.length;
     if (gradient.defined()) sources.push_back({gradient, 0, slice.length});
   }
   finish_run();
+}
+
+void MessageSender::bring_early(Step& step, size_t parameter) {
+  if (!step.plan || !step.plan->in_place.test(parameter) || !slots_.is_vacant(parameter)) return;
+  const at::Tensor gradient = slots_.find(parameter);
+  if (!gradient.defined()) return;
+  gather(slots_.place(parameter), {{gradient, 0, gradient.numel()}}, step.factor);
+  step.brought.set(parameter);
 }
 
 // Gives the parameter's slot back. The gradient, flat, if it is to be taken from elsewhere; undefined if it lies in the

@@ -26,6 +26,10 @@ class MessageSender {
 
   void send(const std::shared_ptr<Step>& step, const LayoutOfBuckets& layout, uint32_t bucket, const BucketPlan& plan);
 
+  // To be called when a parameter's gradient is final, which may be long before its bucket is ready: copies it to where
+  // it will be sent from while it is still in the processor's cache.
+  void bring_early(Step& step, size_t parameter);
+
   // Lets go of the staging memory; messages under way keep theirs.
   void drop_staging();
 

@@ -11,6 +11,7 @@ namespace {
 struct Members : c10d::Reducer {
   static auto& mutex(c10d::Reducer& r) { return r.*(&Members::mutex_); }
   static auto& parameters(c10d::Reducer& r) { return r.*(&Members::params_); }
+  static auto& accumulators(c10d::Reducer& r) { return r.*(&Members::grad_accumulators_); }
   static auto& process_group(c10d::Reducer& r) { return r.*(&Members::process_group_); }
   static auto& expects_hooks(c10d::Reducer& r) { return r.*(&Members::expect_autograd_hooks_); }
   static auto& requires_finalize(c10d::Reducer& r) { return r.*(&Members::require_finalize_); }
@@ -83,6 +84,9 @@ std::unique_lock<std::mutex> ReducerView::lock() const {
 
 const std::vector<at::Tensor>& ReducerView::parameters() const {
   return Members::parameters(*get());
+}
+const std::vector<Accumulator>& ReducerView::accumulators() const {
+  return Members::accumulators(*get());
 }
 bool ReducerView::skips_unused_by_local_list() const {
   return Members::skips_unused(*get());
@@ -173,6 +177,11 @@ void ReducerView::unsettle_used_map() const {
   if (!searches_graph()) return;
   if (const auto work = Members::used_map_work(*reducer)) work->wait();
   Members::used_map_is_reduced(*reducer) = false;
+}
+
+bool ReducerView::is_final(size_t parameter) const {
+  auto reducer = get();
+  return !Members::static_graph(*reducer) || Members::calls_left(*reducer)[parameter] == 0;
 }
 
 void ReducerView::mark_ready(size_t parameter) const {

@@ -7,10 +7,13 @@
 // in a backward pass; everybody else takes `lock()`.
 #pragma once
 
+#include <torch/csrc/autograd/variable.h>
+
 #include <memory>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <utility>
 #include <vector>
 
 #include "usage_mask.h"
@@ -27,9 +30,14 @@ struct Slot {
   bool sparse = false;
 };
 
+// The node of the graph that accumulates into a parameter's .grad; torch's versions differ in the kind of pointer.
+using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
 class ReducerView {
  public:
   explicit ReducerView(std::weak_ptr<c10d::Reducer> reducer) : reducer_(std::move(reducer)) {}
+
+  bool is_gone() const { return reducer_.expired(); }
 
   // Everything below throws c10::Error once the DDP module is gone.
 
@@ -37,6 +45,7 @@ class ReducerView {
 
   // What does not change while the module lives.
   const std::vector<at::Tensor>& parameters() const;
+  const std::vector<Accumulator>& accumulators() const;
   bool skips_unused_by_local_list() const;
   bool gradients_are_views() const;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group() const;
@@ -79,6 +88,9 @@ class ReducerView {
   // Waits for the map's all-reduce that a settled map left to itself, which by now every rank has begun, and unsettles
   // the map, which the Reducer does only if its pass did not fail. Call it when the next pass opens.
   void unsettle_used_map() const;
+
+  // Whether parameter i will report no more in this backward pass; it may do so several times with a static graph.
+  bool is_final(size_t parameter) const;
 
   // Says that parameter i will get no gradient in this backward pass. Takes the Reducer's mutex, and may run the hook.
   void mark_ready(size_t parameter) const;

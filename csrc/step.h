@@ -73,6 +73,7 @@ class Step {
 
   // Without values: the whole plan. With values: made bucket by bucket.
   std::shared_ptr<const WirePlan> plan;
+  UsageMask brought;  // these parameters' gradients lie in their places already, scaled
   std::optional<WirePlanner> planner;
   struct Values {
     ValuesOfBucket here;

@@ -1,5 +1,6 @@
 #include "wire_plan.h"
 
+#include <algorithm>
 #include <bit>
 #include <utility>
 
@@ -63,6 +64,17 @@ Message in_place_message(const BucketLayout& layout, const std::vector<Slice>& r
 }
 
 }  // namespace
+
+std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Slice& stretch) {
+  auto slice =
+      std::lower_bound(layout.slices.begin(), layout.slices.end(), stretch.offset,
+                       [](const ParameterSlice& candidate, int64_t offset) { return candidate.offset < offset; });
+  std::vector<ParameterSlice> found;
+  for (; slice != layout.slices.end() && slice->offset < stretch.offset + stretch.length; ++slice) {
+    if (slice->length > 0) found.push_back(*slice);
+  }
+  return found;
+}
 
 uint64_t LayoutOfBuckets::hash() const {
   Hash hash;
@@ -129,7 +141,17 @@ BucketPlan WirePlanner::add_bucket(uint32_t bucket, const UsageMask& agreed) {
 WirePlan make_wire_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings) {
   WirePlan plan;
   WirePlanner planner(layout, settings);
-  for (uint32_t b = 0; b < layout.buckets.size(); ++b) plan.buckets.push_back(planner.add_bucket(b, agreed));
+  plan.in_place = UsageMask(layout.parameter_count);
+  for (uint32_t b = 0; b < layout.buckets.size(); ++b) {
+    plan.buckets.push_back(planner.add_bucket(b, agreed));
+    for (const Message& message : plan.buckets.back().launches) {
+      if (!message.in_place) continue;
+      const Slice& stretch = message.slices.front();
+      for (const ParameterSlice& slice : parameters_in(layout.buckets[stretch.bucket], stretch)) {
+        if (agreed.test(slice.parameter)) plan.in_place.set(slice.parameter);
+      }
+    }
+  }
   if (plan.buckets.empty()) return plan;
   // The last bucket closed what nothing could join any more; that was known earlier, so let it leave earlier.
   std::vector<Message> closed_last = std::move(plan.buckets.back().launches);

@@ -63,6 +63,9 @@ struct Slice {
   int64_t length = 0;  // elements, > 0
 };
 
+// The parameters that lie within a stretch of a bucket, empty ones left out; a stretch ends where parameters do.
+std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Slice& stretch);
+
 struct Message {
   std::vector<Slice> slices;
   int64_t numel = 0;
@@ -85,6 +88,7 @@ struct BucketPlan {
 
 struct WirePlan {
   std::vector<BucketPlan> buckets;
+  UsageMask in_place;  // the parameters that travel where they lie in their buckets
 };
 
 // Plans bucket by bucket, for detectors that learn a bucket's mask only when it is ready. Leftovers stay open from one

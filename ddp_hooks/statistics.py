@@ -32,7 +32,7 @@ class Statistics:
         plan_cache_hits: steps whose wire plan was known already.
         plan_cache_misses: steps whose wire plan had to be made.
         exchange_wait_seconds: how long backward stood still for agreed masks, on this rank.
-        hook_seconds: time in the hook besides, on this rank: scanning, scaling, gathering, launching.
+        hook_seconds: what the hook costs this rank besides, in time: scanning, scaling, gathering, launching.
     """
 
     steps: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from spawn import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from training import register
 
 import ddp_hooks
@@ -121,10 +123,54 @@ def thawed_behind_the_engines_back(wrap: Wrap, rank: int) -> Gradients:
     return gradients_of(ddp)
 
 
+class RunTwice(TwoDtypes):
+    """Its first layer's gradients come in two parts, because a reentrant checkpoint runs a backward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.first, x, use_reentrant=True)
+        return self.second(x.double())
+
+
+def reported_twice(wrap: Wrap, rank: int) -> Gradients:
+    """With a static graph a parameter may report several times; the last report counts."""
+    ddp = wrap(RunTwice(), static_graph=True)
+    gradients: Gradients = []
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(batch(rank).requires_grad_()).square().sum().backward()
+        gradients += gradients_of(ddp)
+    return gradients
+
+
+def changed_after_its_report(wrap: Wrap, rank: int) -> Gradients:
+    """What happens to a gradient when DDP has been told that it is there comes too late to be sent."""
+    model = TwoDtypes()
+    ddp = wrap(model, find_unused_parameters=True)  # which keeps the first layer's bucket the second
+
+    def change(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        parameter.grad.add_(1)
+
+    for parameter in model.first.parameters():
+        function = parameter.expand_as(parameter).grad_fn
+        assert function is not None
+        accumulator = function.next_functions[0][0]
+        accumulator.register_hook(lambda *_, parameter=parameter: change(parameter))
+    return run_pass(ddp, rank) + run_pass(ddp, rank) + run_pass(ddp, rank)
+
+
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(
     "passes",
-    [group_updated, group_updated_without_search, dry_runs_before_a_static_graph, thawed_behind_the_engines_back],
+    [
+        group_updated,
+        group_updated_without_search,
+        dry_runs_before_a_static_graph,
+        thawed_behind_the_engines_back,
+        reported_twice,
+        changed_after_its_report,
+    ],
 )
 def test_same_as_plain(passes: Passes, native: bool) -> None:
     run_ranks(2, same_as_plain, passes, native)
@@ -195,6 +241,25 @@ def second_state(rank: int) -> None:
 
 def test_second_state() -> None:
     run_ranks(2, second_state)
+
+
+def trained_on_without_its_wrapper(rank: int) -> None:
+    """A state that is kept does not stand in the model's way."""
+    model = layers()
+    ddp = DistributedDataParallel(model)
+    state = ddp_hooks.register(ddp)
+    for _ in range(2):
+        run_pass(ddp, rank)
+    del ddp
+    gc.collect()
+    model.zero_grad()
+    model(batch(rank)).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert state.stats().steps == 2
+
+
+def test_trained_on_without_its_wrapper() -> None:
+    run_ranks(2, trained_on_without_its_wrapper)
 
 
 def statistics_from_a_callback(rank: int) -> None:
