@@ -295,7 +295,7 @@ class _Measurement:
                 "wire_bytes": wire,
                 "wire_over_payload": wire / (counted * share) if wire is not None and counted else None,
                 # Gradients that were not exchanged are not what DDP gives; comparing them means nothing.
-                "gradient_difference": None if name == peers.COMPUTE else check["gradient_difference"],
+                "gradient_difference": None if name in peers.SILENT else check["gradient_difference"],
                 "exchange_wait_seconds": stats["exchange_wait_seconds"] / max(steps, 1) if stats else None,
                 "hook_seconds": stats["hook_seconds"] / max(steps, 1) if stats else None,
                 "statistics": stats,

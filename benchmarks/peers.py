@@ -19,6 +19,8 @@ from workloads import Workload
 BASELINE = "plain"
 ORACLE = "oracle"
 COMPUTE = "compute"
+ORACLE_COMPUTE = "oracle_compute"
+SILENT = (COMPUTE, ORACLE_COMPUTE)  # exchange nothing, so that their gradients are one rank's
 
 
 class NotApplicable(Exception):
@@ -108,25 +110,40 @@ class _Oracle(Variant):
     """For each pattern a DDP built anew, in which only the parameters used in it require gradients."""
 
     def __init__(self, context: Context) -> None:
-        self._ddps = []
+        self._models = []
+        self._modules = []
         for used, alike in zip(context.used, context.used_alike, strict=True):
             model = context.copy_model()
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name in used)
-            self._ddps.append(DistributedDataParallel(model, find_unused_parameters=not alike))
-        super().__init__(context, self._ddps[0], self._ddps[0].module)
+            self._models.append(model)
+            self._modules.append(self._wrap(model, alike))
+        super().__init__(context, self._modules[0], self._models[0])
+
+    def _wrap(self, model: nn.Module, alike: bool) -> nn.Module:
+        return DistributedDataParallel(model, find_unused_parameters=not alike)
 
     def clear(self, pattern: int) -> None:
-        self._ddps[pattern].zero_grad(set_to_none=True)
+        self._models[pattern].zero_grad(set_to_none=True)
 
     def step(self, pattern: int) -> None:
-        self.context.workload.loss(self._ddps[pattern], pattern, self.context.rank).backward()
+        self.context.workload.loss(self._modules[pattern], pattern, self.context.rank).backward()
 
     def gradients(self, pattern: int) -> dict[str, Tensor]:
-        return {n: p.grad for n, p in self._ddps[pattern].module.named_parameters() if p.grad is not None}
+        return {n: p.grad for n, p in self._models[pattern].named_parameters() if p.grad is not None}
 
     def payload_bytes(self, pattern: int) -> int | None:
         return self.context.bytes_of(self.context.used[pattern])
+
+
+class _SilentOracle(_Oracle):
+    """What the oracle computes: neither the gradients that nobody uses nor the zeros that others make of them."""
+
+    def _wrap(self, model: nn.Module, alike: bool) -> nn.Module:
+        return model
+
+    def payload_bytes(self, pattern: int) -> int | None:
+        return 0
 
 
 def _wrap(context: Context, kind: type[Variant] = _Dense, **settings: Any) -> Variant:
@@ -283,6 +300,7 @@ def _all_peers() -> list[Peer]:
         Peer(BASELINE, "DDP", _wrap),
         Peer(ORACLE, "oracle: DDP with only the used parameters", _Oracle),
         Peer(COMPUTE, "compute only, nothing exchanged", _compute),
+        Peer(ORACLE_COMPUTE, "the oracle's compute only, nothing exchanged", _SilentOracle),
         Peer("find_unused", "DDP, find_unused_parameters=True", _find_unused),
         Peer("static_graph", "DDP, static_graph=True", _static_graph),
         Peer("skip_all_reduce", "DDP, skip_all_reduce_unused_params=True", _skip_all_reduce),
