@@ -61,12 +61,13 @@ def same_as_plain(rank: int, passes: Passes, native: bool) -> None:
             assert torch.equal(plain, ours), i
 
 
-def group_updated(wrap: Wrap, rank: int) -> Gradients:
+def group_updated(wrap: Wrap, rank: int, searches: bool = True) -> Gradients:
     """DDP is given its process group again, as after a failure; the buckets stay while DDP says they are new."""
     model = layers()
-    ddp = wrap(model, find_unused_parameters=True)
+    ddp = wrap(model, find_unused_parameters=searches)
     gradients = run_pass(ddp, rank) + run_pass(ddp, rank)
-    model[0].requires_grad_(False)
+    if searches or ddp._comm_hooks:  # plain DDP cannot freeze without a search
+        model[0].requires_grad_(False)
     run_pass(ddp, rank)
     dist.barrier()
     ddp._update_process_group(ddp.process_group)
@@ -75,16 +76,7 @@ def group_updated(wrap: Wrap, rank: int) -> Gradients:
 
 
 def group_updated_without_search(wrap: Wrap, rank: int) -> Gradients:
-    model = layers()
-    ddp = wrap(model)
-    gradients = run_pass(ddp, rank) + run_pass(ddp, rank)
-    if ddp._comm_hooks:  # plain DDP cannot freeze without a search
-        model[0].requires_grad_(False)
-    run_pass(ddp, rank)
-    dist.barrier()
-    ddp._update_process_group(ddp.process_group)
-    model[0].requires_grad_(True)
-    return gradients + run_pass(ddp, rank) + run_pass(ddp, rank)
+    return group_updated(wrap, rank, searches=False)
 
 
 class TwoDtypes(nn.Module):
