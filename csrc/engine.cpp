@@ -322,7 +322,7 @@ void Engine::declare_unused(const std::vector<size_t>& parameters) {
 void Engine::take_gradients() {
   takes_gradients_ = true;
   for (size_t i = 0; i < reduced_count_; ++i) {
-    // A device has no cache that would still hold what it made before its last kernels.
+    // On a device a launch for each parameter would cost more than its cache saves.
     if (!parameter(i).is_cpu()) continue;
     reports_.emplace_back(reducer_.accumulators()[i], [engine = weak_from_this(), i] {
       if (auto self = engine.lock()) self->gradient_reported(i);
