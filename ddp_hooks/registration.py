@@ -17,7 +17,7 @@ from .policies import Policy
 _C = _extension.load()
 
 # A gather's hops come one after the other, and each axis takes a group of its own. With axes of 4 an exchange that
-# nothing hides took 0.8 to 0.9 of one gather's time on 8 ranks and 0.6 on 16; axes of 2 took a tenth less for twice the
+# nothing hides took about 0.8 of one gather's time on 8 ranks and 0.6 on 16; axes of 2 took a tenth less for twice the
 # groups (benchmarks/results/micro_exchange_many.json).
 LARGEST_AXIS = 4
 
