@@ -5,6 +5,7 @@ The CUDA kernels are compiled when torch has CUDA and nvcc is found; no GPU is n
 Environment:
     DDP_HOOKS_CUDA        1: compile the CUDA kernels or fail; 0: leave them out; unset: where it is possible.
     DDP_HOOKS_WERROR=1    treat compiler warnings as errors (CI does).
+    DDP_HOOKS_DEBUG=1     keep symbols for a debugger; the extension is then many times as large and takes twice as long.
     TORCH_CUDA_ARCH_LIST  GPU architectures, as for every torch extension ("9.0" or "8.0;9.0+PTX"). Unset, it is those
                           of the GPUs that are visible here, or if none is, all that the installed torch was built for.
     CUDA_HOME, MAX_JOBS   where nvcc is, and how many compilers run at once, as for every torch extension.
@@ -103,6 +104,8 @@ def extension() -> setuptools.Extension:
     # Nothing reads it, but with it in the command everything is compiled anew for another torch, whose headers the
     # compiler leaves out of the dependencies because they are system headers.
     cxx.append(f"-DDDP_HOOKS_BUILT_FOR={torch.__version__}")
+    # Python's own flags ask for symbols, which take half of the time of compiling; the last flag counts.
+    cxx.append("-g" if os.environ.get("DDP_HOOKS_DEBUG") == "1" else "-g0")
     if warnings_are_errors:
         cxx.append("-Werror")
         nvcc += ["-Werror", "all-warnings"]
