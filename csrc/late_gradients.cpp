@@ -16,8 +16,8 @@ at::Tensor as_real(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
-int64_t average_alike(c10d::ProcessGroup& group, const std::vector<at::Tensor>& parameters, double factor,
-                      bool contribute) {
+void average_alike(c10d::Backend& group, const std::vector<at::Tensor>& parameters, double factor, bool contribute,
+                   LateMessages& sent) {
   std::vector<at::Tensor> parts;
   std::vector<double> flags;
   for (const at::Tensor& parameter : parameters) {
@@ -30,12 +30,16 @@ int64_t average_alike(c10d::ProcessGroup& group, const std::vector<at::Tensor>& 
     parts.push_back(as_real(gradient.contiguous()).reshape({-1}));
     flags.push_back(has_gradient ? 1.0 : 0.0);
   }
-  parts.push_back(at::tensor(flags, parts.front().options()));
+  // By way of doubles, because not every dtype of a gradient can be filled from numbers.
+  parts.push_back(at::tensor(flags, at::kDouble).to(parts.front().options()));
   at::Tensor message = at::cat(parts);
+  sent.messages += 1;
+  sent.flag_bytes += static_cast<int64_t>(parts.back().nbytes());
+  sent.gradient_bytes += static_cast<int64_t>(message.nbytes() - parts.back().nbytes());
   std::vector<at::Tensor> tensors{message};
   const auto work = group.allreduce(tensors);
   // A rank that has joined does not need the result, and must go on: the others wait for it elsewhere first.
-  if (!contribute) return static_cast<int64_t>(message.nbytes());
+  if (!contribute) return;
   work->wait();
 
   int64_t position = 0;
@@ -52,24 +56,23 @@ int64_t average_alike(c10d::ProcessGroup& group, const std::vector<at::Tensor>& 
     if (!gradient.defined()) gradient = at::zeros_like(parameter);
     as_real(gradient).copy_(average.view_as(as_real(parameter)));
   }
-  return static_cast<int64_t>(message.nbytes());
 }
 
 }  // namespace
 
-int64_t average_late_gradients(c10d::ProcessGroup& group, const std::vector<at::Tensor>& parameters, double factor,
-                               bool contribute) {
+LateMessages average_late_gradients(c10d::Backend& group, const std::vector<at::Tensor>& parameters, double factor,
+                                    bool contribute) {
   const at::NoGradGuard no_grad;
-  int64_t bytes = 0;
+  LateMessages sent;
   std::vector<at::Tensor> rest = parameters;
   while (!rest.empty()) {
     const at::Tensor first = rest.front();
     const auto others = std::stable_partition(
         rest.begin(), rest.end(), [&](const at::Tensor& parameter) { return may_share_message(parameter, first); });
-    bytes += average_alike(group, {rest.begin(), others}, factor, contribute);
+    average_alike(group, {rest.begin(), others}, factor, contribute, sent);
     rest.erase(rest.begin(), others);
   }
-  return bytes;
+  return sent;
 }
 
 }  // namespace ddp_hooks

@@ -7,15 +7,21 @@
 #pragma once
 
 #include <cstdint>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 namespace ddp_hooks {
 
+// What was handed to the group.
+struct LateMessages {
+  int64_t messages = 0;
+  int64_t gradient_bytes = 0;
+  int64_t flag_bytes = 0;
+};
+
 // Averages the gradients of `parameters` over the ranks of `group` and waits for the result. `contribute` is false on a
-// rank that has joined: it takes part with zeros, keeps its own gradients and does not wait. Returns the bytes handed
-// to the group.
-int64_t average_late_gradients(c10d::ProcessGroup& group, const std::vector<at::Tensor>& parameters, double factor,
-                               bool contribute);
+// rank that has joined: it takes part with zeros, keeps its own gradients and does not wait.
+LateMessages average_late_gradients(c10d::Backend& group, const std::vector<at::Tensor>& parameters, double factor,
+                                    bool contribute);
 
 }  // namespace ddp_hooks
