@@ -1,19 +1,20 @@
 #include "absence.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
 
 namespace ddp_hooks {
 
-Absence::Absence(std::vector<at::Tensor> parameters)
-    : parameters_(std::move(parameters)),
-      declared_(parameters_.size()),
-      absent_(parameters_.size()),
-      accumulated_(parameters_.size()),
-      guarded_(parameters_.size()),
-      armed_(std::make_shared<UsageMask>(parameters_.size())) {}
-
-Absence::~Absence() {
-  disarm();
+Absence::Absence(const ReducerView& reducer, const std::vector<at::Tensor>& late, const std::vector<std::string>& names)
+    : reducer_(reducer),
+      reduced_count_(reducer.parameters().size()),
+      parameters_(reducer.parameters()),
+      names_(names),
+      armed_(std::make_shared<UsageMask>(reduced_count_)) {
+  parameters_.insert(parameters_.end(), late.begin(), late.end());
+  declared_ = absent_ = accumulated_ = UsageMask(parameters_.size());
 }
 
 void Absence::declare(const std::vector<size_t>& parameters) {
@@ -27,55 +28,73 @@ void Absence::synchronising_forward_done(int64_t number) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!parameters_[i].requires_grad()) absent_.set(i);
   }
+  checked_ = false;
   taken_ = false;
+  pass_ended();
 }
 
 void Absence::accumulating_forward_done() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].requires_grad()) accumulated_.set(i);
   }
+  pass_ended();
 }
 
 void Absence::forget_unless_of(int64_t number) {
   if (forward_number_ != number) absent_ = UsageMask(parameters_.size());
 }
 
+void Absence::check_declarations(int64_t reports) {
+  if (checked_) return;
+  checked_ = true;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (absent_.test(i) && parameters_[i].requires_grad() && is_in_a_graph(i, reports)) absent_.clear(i);
+  }
+}
+
+bool Absence::is_in_a_graph(size_t parameter, int64_t reports) const {
+  if (parameter < reduced_count_) {
+    return reducer_.is_in_a_graph(parameter, reports + static_cast<int64_t>(guards_.count(parameter)));
+  }
+  // Nobody but graphs holds the accumulator of a parameter that the Reducer does not know.
+  return torch::autograd::impl::try_get_grad_accumulator(parameters_[parameter]) != nullptr;
+}
+
 bool Absence::has_nothing_to_send(size_t parameter) const {
   return absent_.test(parameter) && !(accumulated_.test(parameter) && parameters_[parameter].grad().defined());
 }
 
-std::vector<size_t> Absence::take_to_mark(size_t count, const std::vector<std::string>& names) {
+std::vector<size_t> Absence::take_to_mark() {
   std::vector<size_t> taken;
   if (taken_) return taken;
   taken_ = true;
-  disarm();
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < reduced_count_; ++i) {
     if (!absent_.test(i)) continue;
     taken.push_back(i);
-    if (parameters_[i].requires_grad()) guard(i, names[i]);
+    if (parameters_[i].requires_grad()) guard(i);
   }
   return taken;
 }
 
-void Absence::guard(size_t parameter, const std::string& name) {
+void Absence::guard(size_t parameter) {
   armed_->set(parameter);
-  if (guarded_.test(parameter)) return;
-  guarded_.set(parameter);
-  parameters_[parameter].register_hook([armed = armed_, parameter, name](const at::Tensor& gradient) {
-    TORCH_CHECK(!armed->test(parameter) || !gradient.defined(), "ddp_hooks: parameter '", name,
-                "' was declared unused and received a gradient: expected it not to take part in the forward pass. "
-                "Declare only what is left out, or wrap with find_unused_parameters=True");
-  });
+  if (guards_.count(parameter) > 0) return;
+  guards_.try_emplace(parameter, reducer_.accumulators()[parameter],
+                      [armed = armed_, parameter, name = names_[parameter]] {
+                        TORCH_CHECK(!armed->test(parameter), "ddp_hooks: parameter '", name,
+                                    "' was declared unused and received a gradient: expected it not to take part in "
+                                    "the forward pass. Declare only what is left out, or wrap with "
+                                    "find_unused_parameters=True");
+                      });
 }
 
 void Absence::step_closed() {
   absent_ = UsageMask(parameters_.size());
   accumulated_ = UsageMask(parameters_.size());
-  disarm();
 }
 
-void Absence::disarm() {
-  *armed_ = UsageMask(parameters_.size());
+void Absence::pass_ended() {
+  *armed_ = UsageMask(reduced_count_);
 }
 
 }  // namespace ddp_hooks

@@ -13,9 +13,11 @@
 #include <utility>
 #include <vector>
 
+#include "control_groups.h"
 #include "cuda/emulation.h"
 #include "devices.h"
 #include "engine.h"
+#include "group_reference.h"
 #include "nonzero_scan.h"
 #include "reducer_view.h"
 #include "skip_unused_hook.h"
@@ -282,17 +284,13 @@ void bind_engine(py::module_& m) {
   // Whatever locks the engine lets go of the GIL first: a bucket may complete, and take the GIL, with the engine
   // locked.
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init([](const py::object& reducer, const py::object& control_group,
-                       const std::vector<py::object>& axis_groups, const EngineSettings& settings,
-                       std::vector<at::Tensor> late_parameters, std::vector<std::string> names) {
-             ExchangeGroups groups{control_group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>(), {}};
-             for (const py::object& axis : axis_groups) {
-               groups.axes.push_back(axis.cast<c10::intrusive_ptr<c10d::ProcessGroup>>());
-             }
-             return std::make_shared<Engine>(reducer.cast<std::shared_ptr<c10d::Reducer>>(), groups, settings,
-                                             std::move(late_parameters), std::move(names));
+      .def(py::init([](const py::object& reducer, std::shared_ptr<ControlGroups> control_groups,
+                       const EngineSettings& settings, std::vector<at::Tensor> late_parameters,
+                       std::vector<std::string> names) {
+             return Engine::make(reducer.cast<std::shared_ptr<c10d::Reducer>>(), std::move(control_groups), settings,
+                                 std::move(late_parameters), std::move(names));
            }),
-           py::kw_only(), py::arg("reducer"), py::arg("control_group"), py::arg("axis_groups"), py::arg("settings"),
+           py::kw_only(), py::arg("reducer"), py::arg("control_groups"), py::arg("settings"),
            py::arg("late_parameters"), py::arg("names"))
       .def("configure", &Engine::configure, py::call_guard<py::gil_scoped_release>())
       .def("run",
@@ -322,11 +320,10 @@ void bind_engine(py::module_& m) {
                (*held)();
              });
            })
-      .def("register_natively",
-           [](const std::shared_ptr<Engine>& engine, const py::object& reducer) {
-             view(reducer).register_hook(std::make_unique<SkipUnusedHook>(engine));
-             engine->take_gradients();
-           })
+      .def("register_natively", &Engine::register_natively, py::call_guard<py::gil_scoped_release>())
+      .def("close", &Engine::close, py::kw_only(), py::arg("remove_hook"), py::arg("dying"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("awaits_backward", &Engine::awaits_backward, py::call_guard<py::gil_scoped_release>())
       .def("statistics", &Engine::statistics, py::call_guard<py::gil_scoped_release>())
       .def("reset_statistics", &Engine::reset_statistics, py::call_guard<py::gil_scoped_release>())
       .def(
@@ -338,10 +335,29 @@ void bind_engine(py::module_& m) {
           py::call_guard<py::gil_scoped_release>());
 }
 
+void bind_groups(py::module_& m) {
+  py::class_<ControlGroups, std::shared_ptr<ControlGroups>>(m, "ControlGroups")
+      .def(py::init([](int world_size, const py::object& all, const std::vector<py::object>& axes) {
+             const auto to_backend = [](const py::object& group) {
+               return group.is_none() ? nullptr : group.cast<c10::intrusive_ptr<c10d::Backend>>();
+             };
+             std::vector<c10::intrusive_ptr<c10d::Backend>> groups;
+             for (const py::object& axis : axes) groups.push_back(to_backend(axis));
+             return std::make_shared<ControlGroups>(world_size, to_backend(all), std::move(groups));
+           }),
+           py::kw_only(), py::arg("world_size"), py::arg("all"), py::arg("axes"));
+  m.def(
+      "wait_until_groups_are_gone",
+      [](double seconds) { return wait_until_gone(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000))); },
+      py::call_guard<py::gil_scoped_release>());
+  m.def("keep_groups_from_now_on", &keep_groups_from_now_on, py::call_guard<py::gil_scoped_release>());
+}
+
 void bind_reducer(py::module_& m) {
   m.def("reducer_parameters", [](const py::object& reducer) { return view(reducer).parameters(); });
   m.def("reducer_layout", [](const py::object& reducer) { return view(reducer).layout(); });
   m.def("reducer_is_in_backward", [](const py::object& reducer) { return view(reducer).in_backward(); });
+  m.def("reducer_has_hook", [](const py::object& reducer) { return view(reducer).has_hook(); });
   m.def("reducer_skips_unused_by_local_list",
         [](const py::object& reducer) { return view(reducer).skips_unused_by_local_list(); });
 }
@@ -404,6 +420,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import("torch.distributed");  // registers the types that appear in the signatures
   ddp_hooks::bind_parts(m);
   ddp_hooks::bind_emulation(m);
+  ddp_hooks::bind_groups(m);
   ddp_hooks::bind_engine(m);
   ddp_hooks::bind_reducer(m);
   ddp_hooks::bind_tensor_hash(m);

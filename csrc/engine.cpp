@@ -13,6 +13,7 @@
 
 #include "devices.h"
 #include "late_gradients.h"
+#include "skip_unused_hook.h"
 #include "step.h"
 #include "stopwatch.h"
 
@@ -21,6 +22,8 @@ namespace {
 
 // Models that switch between a handful of branches on each of a few ranks need some dozens.
 constexpr size_t kCachedPlans = 64;
+// How often each of the Reducer's parameters is watched; see Engine::watch_gradients.
+constexpr int64_t kReportsPerParameter = 1;
 
 int64_t used_bytes(const BucketLayout& bucket, const UsageMask& mask) {
   int64_t elements = 0;
@@ -42,40 +45,80 @@ void refuse_capture(c10::Device device) {
       "agreed on the host in each step, and a graph would replay one step's answer. Capture without this hook");
 }
 
-std::vector<at::Tensor> all_parameters(const ReducerView& reducer, const std::vector<at::Tensor>& late) {
-  std::vector<at::Tensor> all = reducer.parameters();
-  all.insert(all.end(), late.begin(), late.end());
-  return all;
-}
-
 }  // namespace
 
-Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, const ExchangeGroups& groups, const EngineSettings& settings,
-               std::vector<at::Tensor> late_parameters, std::vector<std::string> names)
+std::shared_ptr<Engine> Engine::make(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
+                                     const EngineSettings& settings, std::vector<at::Tensor> late_parameters,
+                                     std::vector<std::string> names) {
+  std::shared_ptr<Engine> engine(
+      new Engine(std::move(reducer), std::move(groups), settings, std::move(late_parameters), std::move(names)));
+  engine->watch_gradients();
+  return engine;
+}
+
+Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
+               const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names)
     : reducer_(std::move(reducer)),
       slots_(reducer_),
       settings_(settings),
       late_parameters_(std::move(late_parameters)),
       names_(std::move(names)),
       data_group_(reducer_.process_group()),
-      control_group_(groups.all),
+      control_groups_(std::move(groups)),
       reduced_count_(reducer_.parameters().size()),
       probe_(settings.probe),
       plans_(kCachedPlans),
-      absence_(all_parameters(reducer_, late_parameters_)),
-      agreement_(reducer_, absence_, names_, groups, settings_, statistics_),
-      sender_(data_group_, slots_, statistics_) {
+      sender_(*data_group_, slots_, statistics_) {
   TORCH_CHECK(names_.size() == reduced_count_ + late_parameters_.size(),
               "ddp_hooks: expected a name for each of the module's ", reduced_count_ + late_parameters_.size(),
               " parameters, received ", names_.size());
+  absence_ = std::make_unique<Absence>(reducer_, late_parameters_, names_);
+  agreement_ = std::make_unique<UsageAgreement>(reducer_, *absence_, names_, control_groups_, settings_, statistics_);
 }
 
-Engine::~Engine() = default;
+Engine::~Engine() {
+  // Perhaps within the Reducer's own destructor, which drops the group after this; and perhaps with the GIL held.
+  data_group_.let_go_after(reducer_.lifetime());
+}
+
+void Engine::close(bool remove_hook, bool dying) {
+  // Declared before the locks: what this drops, other groups and hooks among it, goes when they are free again.
+  std::vector<GradientReport> reports;
+  std::unique_ptr<Absence> absence;
+  std::unique_ptr<UsageAgreement> agreement;
+  std::shared_ptr<const ControlGroups> control_groups;
+  std::function<void()> rebuild;
+  std::unique_ptr<c10d::CommHookInterface> hook;
+  const bool reducer_is_gone = reducer_.is_gone();
+  ReducerLock reducer_lock;
+  if (!reducer_is_gone) reducer_lock = reducer_.lock();
+  std::lock_guard lock(mutex_);
+  if (closed_) return;
+  if (!reducer_is_gone) {
+    TORCH_CHECK(dying || (!step_ && !reducer_.in_backward()),
+                "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass");
+    for (size_t i = 0; i < reduced_count_; ++i) slots_.give_back(i);
+    if (remove_hook && !dying) hook = reducer_.take_hook();
+  }
+  closed_ = true;
+  step_.reset();
+  sender_.drop_staging();
+  reports.swap(reports_);
+  absence.swap(absence_);
+  agreement.swap(agreement_);
+  control_groups.swap(control_groups_);
+  rebuild.swap(rebuild_);
+  if (dying || reducer_is_gone) {
+    data_group_.let_go_after(reducer_.lifetime());
+  } else {
+    data_group_.let_go();
+  }
+}
 
 c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
   const Stopwatch stopwatch;
   // A joined rank runs the hook outside of any backward pass and does not hold the Reducer's mutex.
-  std::unique_lock<std::mutex> reducer_lock;
+  ReducerLock reducer_lock;
   // With its device, a future carries the point on the stream at which its value is there.
   std::vector<c10::Device> devices;
   if (!bucket.getBuffer().is_cpu()) devices.push_back(bucket.getBuffer().device());
@@ -84,6 +127,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
     const bool shadow = !reducer_.in_backward();
     if (shadow) reducer_lock = reducer_.lock();
     std::lock_guard lock(mutex_);
+    TORCH_CHECK(!closed_, "ddp_hooks: expected a state that serves this module, received one that was closed; call ",
+                "ddp_hooks.register(ddp) on every rank");
     const double waited_before = statistics_.exchange_wait_seconds;
     const at::NoGradGuard no_grad;
     try {
@@ -143,7 +188,7 @@ void Engine::fill_slots(uint32_t bucket) {
   // Alone nothing is sent, and the Reducer copies what it finds in the bucket.
   const bool all_used = data_group_->getSize() == 1;
   // A rank that has joined tells the Reducer about old uses, and the Reducer makes gradients of them.
-  const bool unused_too = step.agreed.test(agreement_.joined_bit());
+  const bool unused_too = step.agreed.test(agreement_->joined_bit());
   for (const ParameterSlice& slice : layout_.buckets[bucket].slices) {
     if (!slots_.is_vacant(slice.parameter)) continue;
     reducer_.forget_use_without_gradient(slice.parameter);
@@ -157,7 +202,7 @@ void Engine::open_step(bool shadow) {
   refuse_capture(step_->buckets.front().buffer().device());
   refresh_layout();
   TORCH_CHECK(
-      reducer_.process_group() == data_group_,
+      reducer_.process_group().get() == data_group_.get(),
       "ddp_hooks: the module's process group was replaced; wrap the module anew on every rank, and register again");
   reducer_.unsettle_used_map();
   const int64_t step_number = step_number_++;
@@ -168,8 +213,8 @@ void Engine::open_step(bool shadow) {
   step.shadow = shadow;
   step.factor = 1.0 / reducer_.divisor();
   step.brought = UsageMask(reduced_count_);
-  absence_.forget_unless_of(reducer_.forward_passes());
-  AgreedUsage usage = agreement_.agree(shadow, layout_hash_);
+  absence_->forget_unless_of(reducer_.forward_passes());
+  AgreedUsage usage = agreement_->agree(shadow, layout_hash_);
   step.local = std::move(usage.here);
   step.agreed = std::move(usage.anywhere);
   step.used = step.agreed;
@@ -196,7 +241,7 @@ void Engine::open_step(bool shadow) {
     return;
   }
   // Alone there is nobody to send to, whatever is used.
-  const UsageMask to_send = alone ? agreement_.nothing() : step.agreed;
+  const UsageMask to_send = alone ? agreement_->nothing() : step.agreed;
   step.plan = plans_.find(to_send);
   (step.plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
   if (!step.plan) {
@@ -252,7 +297,7 @@ void Engine::start_values_exchange(uint32_t bucket) {
   for (uint32_t i = 0; i < layout.slices.size(); ++i) {
     if (!nonzero.test(i)) step.local.clear(layout.slices[i].parameter);
   }
-  step.values[bucket].exchange = agreement_.start_exchange(nonzero, layout_hash_, bucket + 1);
+  step.values[bucket].exchange = agreement_->start_exchange(nonzero, layout_hash_, bucket + 1);
 }
 
 void Engine::settle_values(uint32_t bucket) {
@@ -260,7 +305,7 @@ void Engine::settle_values(uint32_t bucket) {
   const BucketLayout& layout = layout_.buckets[bucket];
   if (PendingExchange* exchange = step.values[bucket].exchange.get()) {
     const int64_t before = used_bytes(layout, step.agreed);
-    step.values[bucket].here.settle(agreement_.wait(*exchange), step.agreed, slots_);
+    step.values[bucket].here.settle(agreement_->wait(*exchange), step.agreed, slots_);
     step.used_bytes += before;
     step.zero_bytes += before - used_bytes(layout, step.agreed);
   }
@@ -271,15 +316,15 @@ void Engine::close_step() {
   Step& step = *step_;
   usage_ = {step.local, step.agreed};
   if (step.planner) probe_.observe(step_number_ - 1, step.used_bytes, step.zero_bytes);
-  absence_.step_closed();
+  absence_->step_closed();
   step.rebuild = is_time_to_rebuild(step);
   if (step.nobody_joined) reducer_.settle_used_map(step.used);
   if (step.shadow) {
     // No backward pass will end here, so it takes part at once. The control group keeps the order.
-    if (!step.late.empty()) average_late_gradients(*control_group_, step.late, step.factor, false);
+    average_late(step, false);
     return;
   }
-  if (step.untouched.empty() && step.late.empty() && !step.rebuild) return;
+  if (step.untouched.empty() && step.late.empty() && !step.rebuild && !reducer_.searches_graph()) return;
   // The Reducer queues its own last act when this call returns; what is queued from within a callback comes after it.
   auto& autograd = torch::autograd::Engine::get_default_engine();
   autograd.queue_callback([&autograd, self = shared_from_this(), step = step_] {
@@ -293,7 +338,7 @@ bool Engine::is_time_to_rebuild(const Step& step) {
   for (size_t i = 0; i < reduced_count_ && !differs; ++i) differs = !step.used.test(i);
   // A joined rank runs no backward pass at the end of which it could rebuild.
   const uint64_t hash = step.used.hash();
-  const bool same = hash == stable_mask_hash_ && differs && !step.used.test(agreement_.joined_bit());
+  const bool same = hash == stable_mask_hash_ && differs && !step.used.test(agreement_->joined_bit());
   stable_steps_ = same ? stable_steps_ + 1 : 1;
   stable_mask_hash_ = hash;
   return same && stable_steps_ == settings_.rebuild_after_steps;
@@ -301,13 +346,22 @@ bool Engine::is_time_to_rebuild(const Step& step) {
 
 void Engine::after_backward(const std::shared_ptr<Step>& step) {
   for (const auto& [parameter, gradient] : step->untouched) parameter.mutable_grad() = gradient;
-  if (!step->late.empty() && data_group_->getSize() > 1) {
-    const int64_t bytes = average_late_gradients(*control_group_, step->late, step->factor, true);
-    std::lock_guard lock(mutex_);
-    statistics_.payload_bytes += bytes;
-    statistics_.messages += 1;
-  }
+  // Where the map of used parameters was settled, the Reducer has not waited for it, but whoever asks for it now
+  // expects the reduced one.
+  reducer_.wait_for_used_map();
+  average_late(*step, true);
   if (step->rebuild && rebuild_) rebuild_();
+}
+
+void Engine::average_late(const Step& step, bool contribute) {
+  if (step.late.empty() || control_groups_->world_size() == 1) return;
+  const LateMessages sent = average_late_gradients(control_groups_->all(), step.late, step.factor, contribute);
+  std::lock_guard lock(mutex_);
+  statistics_.messages += sent.messages;
+  statistics_.payload_bytes += sent.gradient_bytes;
+  statistics_.mask_bytes += sent.flag_bytes;
+  // Plain DDP, which does not know these, would have to send them, too.
+  statistics_.dense_bytes += sent.gradient_bytes;
 }
 
 const at::Tensor& Engine::parameter(size_t index) const {
@@ -316,31 +370,51 @@ const at::Tensor& Engine::parameter(size_t index) const {
 
 void Engine::declare_unused(const std::vector<size_t>& parameters) {
   std::lock_guard lock(mutex_);
-  absence_.declare(parameters);
+  if (closed_) return;
+  absence_->declare(parameters);
 }
 
-void Engine::take_gradients() {
+void Engine::register_natively() {
+  reducer_.register_hook(std::make_unique<SkipUnusedHook>(shared_from_this()));
   takes_gradients_ = true;
+}
+
+void Engine::watch_gradients() {
   for (size_t i = 0; i < reduced_count_; ++i) {
-    // On a device a launch for each parameter would cost more than its cache saves.
-    if (!parameter(i).is_cpu()) continue;
     reports_.emplace_back(reducer_.accumulators()[i], [engine = weak_from_this(), i] {
       if (auto self = engine.lock()) self->gradient_reported(i);
     });
   }
 }
 
-void Engine::gradient_reported(size_t parameter) {
-  // The model may be trained on without its wrapper.
-  if (reducer_.is_gone()) return;
+void Engine::gradient_reported(size_t index) {
+  if (has_to_mark_.load(std::memory_order_relaxed)) mark_absent();
+  // On a device a launch for each parameter would cost more than its cache saves. The model may be trained on without
+  // its wrapper.
+  if (!takes_gradients_ || reducer_.is_gone() || !parameter(index).is_cpu()) return;
   auto reducer_lock = reducer_.lock();
   std::lock_guard lock(mutex_);
   // Before the step opens, nobody knows how a gradient will travel.
-  if (!step_ || step_->error || !reducer_.is_final(parameter)) return;
+  if (!step_ || step_->error || !reducer_.is_final(index)) return;
   const Stopwatch stopwatch;
   const at::NoGradGuard no_grad;
-  sender_.bring_early(*step_, parameter);
+  sender_.bring_early(*step_, index);
   statistics_.hook_seconds += stopwatch.seconds();
+}
+
+// Without a graph search the Reducer waits for every parameter, and one that is absent will not report by itself. It is
+// told when the first of the others has reported: from then on DDP requires the pass to be finished, so that one that
+// fails before has to leave no mark. And whatever waits for the agreed mask has gone on until then.
+void Engine::mark_absent() {
+  std::vector<size_t> absent;
+  {
+    std::lock_guard lock(mutex_);
+    has_to_mark_ = false;
+    absent.swap(to_mark_);
+    if (reducer_.is_gone() || to_mark_forward_ != reducer_.forward_passes()) return;
+  }
+  // May run the hook, so no lock is held.
+  for (size_t index : absent) reducer_.mark_ready(index);
 }
 
 void Engine::set_rebuild(std::function<void()> rebuild) {
@@ -350,27 +424,48 @@ void Engine::set_rebuild(std::function<void()> rebuild) {
 void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises) {
   for (const at::Tensor& output : outputs) refuse_capture(output.device());
   std::lock_guard lock(mutex_);
+  if (closed_) return;
+  has_to_mark_ = false;
+  to_mark_.clear();
   if (!synchronises) {
-    absence_.accumulating_forward_done();
+    absence_->accumulating_forward_done();
     return;
   }
-  absence_.synchronising_forward_done(reducer_.forward_passes());
+  watched_forward_ = reducer_.forward_passes();
+  absence_->synchronising_forward_done(watched_forward_);
+  // Hooks live as long as the graph that they are in.
+  const auto graphs = std::make_shared<char>();
+  graphs_of_outputs_ = graphs;
+  outputs_are_watched_ = !outputs.empty();
   for (const at::Tensor& output : outputs) {
-    // A hook on a leaf would stay for good.
-    if (!output.requires_grad() || output.is_leaf()) continue;
-    output.register_hook([engine = weak_from_this()](const at::Tensor&) {
+    if (!output.requires_grad()) continue;
+    if (output.is_leaf()) {
+      // A hook on a leaf would stay for good.
+      outputs_are_watched_ = false;
+      continue;
+    }
+    output.register_hook([engine = weak_from_this(), graphs](const at::Tensor&) {
       if (auto self = engine.lock()) self->outputs_reached();
     });
   }
 }
 
+bool Engine::awaits_backward() const {
+  auto reducer_lock = reducer_.lock();
+  std::lock_guard lock(mutex_);
+  if (!reducer_.expects_backward()) return false;
+  // What was not watched may still come.
+  const bool watched = watched_forward_ == reducer_.forward_passes() && outputs_are_watched_;
+  return !watched || !graphs_of_outputs_.expired();
+}
+
 void Engine::outputs_reached() {
-  std::vector<size_t> absent;
   {
     auto reducer_lock = reducer_.lock();
     std::lock_guard lock(mutex_);
+    if (closed_) return;
     if (!reducer_.expects_backward() || reducer_.learns_static_graph()) return;
-    absence_.forget_unless_of(reducer_.forward_passes());
+    absence_->forget_unless_of(reducer_.forward_passes());
     const auto* restricted = torch::autograd::get_current_graph_task_exec_info();
     if (restricted != nullptr && !restricted->empty()) {
       // torch.autograd.grad() and backward(inputs=...) may stop short of the parameters. Distributed autograd does not,
@@ -378,10 +473,11 @@ void Engine::outputs_reached() {
       if (!reducer_.in_backward()) give_slots_back();
       return;
     }
+    absence_->check_declarations(kReportsPerParameter);
     if (!reaches_reducer()) {
       // The Reducer will not begin, and so would never ask for gradients that it does not know.
-      for (size_t i = reduced_count_; i < agreement_.joined_bit(); ++i) {
-        TORCH_CHECK(absence_.has_nothing_to_send(i), "ddp_hooks: parameter '", names_[i],
+      for (size_t i = reduced_count_; i < agreement_->joined_bit(); ++i) {
+        TORCH_CHECK(absence_->has_nothing_to_send(i), "ddp_hooks: parameter '", names_[i],
                     "' was thawed after DDP's Reducer had been made without it, and nothing that the Reducer knows is "
                     "used beside it: call ddp_hooks.rebuild(ddp) after thawing");
       }
@@ -395,17 +491,29 @@ void Engine::outputs_reached() {
       start_early_exchange();
       takes_gradients ? vacate_slots() : give_slots_back();
     }
-    if (!reducer_.searches_graph()) absent = absence_.take_to_mark(reduced_count_, names_);
+    if (reducer_.searches_graph()) return;
+    std::vector<size_t> absent = absence_->take_to_mark();
+    if (absent.empty()) return;
+    to_mark_ = std::move(absent);
+    to_mark_forward_ = reducer_.forward_passes();
+    has_to_mark_ = true;
   }
-  // Without a graph search the Reducer waits for every parameter, and a frozen one will not report by itself. May run
-  // the hook, so no lock is held.
-  for (size_t index : absent) reducer_.mark_ready(index);
+  // At the latest when all gradients have come; a declared parameter may be in a graph and get none.
+  torch::autograd::Engine::get_default_engine().queue_callback([engine = weak_from_this()] {
+    if (auto self = engine.lock()) self->gradients_done();
+  });
+}
+
+void Engine::gradients_done() {
+  if (has_to_mark_) mark_absent();
+  std::lock_guard lock(mutex_);
+  if (!closed_) absence_->pass_ended();
 }
 
 bool Engine::reaches_reducer() const {
   if (reducer_.searches_graph()) return reducer_.reaches_parameters();
   for (size_t i = 0; i < reduced_count_; ++i) {
-    if (!absence_.is_absent(i)) return true;
+    if (!absence_->is_absent(i)) return true;
   }
   return false;
 }
@@ -414,12 +522,12 @@ bool Engine::reaches_reducer() const {
 // else the ranks wait for in their backward passes. It must not be started for a pass that never reaches the buckets,
 // because the other ranks would not take part.
 void Engine::start_early_exchange() {
-  if (!agreement_.awaits_start()) return;
+  if (!agreement_->awaits_start()) return;
   try {
     refresh_layout();
-    agreement_.start(layout_hash_);
+    agreement_->start(layout_hash_);
   } catch (...) {
-    agreement_.fail(std::current_exception());
+    agreement_->fail(std::current_exception());
   }
 }
 
@@ -435,18 +543,18 @@ void Engine::give_slots_back() {
 
 bool Engine::has_early_exchange() const {
   std::lock_guard lock(mutex_);
-  return agreement_.is_under_way();
+  return !closed_ && agreement_->is_under_way();
 }
 
 void Engine::finish_early_exchange() {
   std::lock_guard lock(mutex_);
-  if (!agreement_.is_under_way()) refresh_layout();
-  agreement_.finish(layout_hash_);
+  if (!agreement_->is_under_way()) refresh_layout();
+  agreement_->finish(layout_hash_);
 }
 
 void Engine::configure(const EngineSettings& settings) {
   std::lock_guard lock(mutex_);
-  TORCH_CHECK(!step_ && !agreement_.is_under_way(),
+  TORCH_CHECK(!step_ && !agreement_->is_under_way(),
               "ddp_hooks: expected a change of policy between two steps, received one during a backward pass");
   settings_ = settings;
   probe_ = ValuesProbe(settings.probe);

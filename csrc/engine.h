@@ -11,6 +11,7 @@
 // Every rank must agree on: EngineSettings, the Reducer's bucket layout, the number of steps.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -22,8 +23,10 @@
 
 #include "absence.h"
 #include "bucket_slots.h"
+#include "control_groups.h"
 #include "engine_settings.h"
 #include "gradient_report.h"
+#include "group_reference.h"
 #include "message_sender.h"
 #include "reducer_view.h"
 #include "statistics.h"
@@ -44,8 +47,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // `late_parameters` are the module's parameters that the Reducer does not know, because they were frozen when it was
   // made. `names` are those of the Reducer's parameters and then of the late ones, for messages.
-  Engine(std::weak_ptr<c10d::Reducer> reducer, const ExchangeGroups& groups, const EngineSettings& settings,
-         std::vector<at::Tensor> late_parameters, std::vector<std::string> names);
+  static std::shared_ptr<Engine> make(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
+                                      const EngineSettings& settings, std::vector<at::Tensor> late_parameters,
+                                      std::vector<std::string> names);
   ~Engine();
 
   // The hook. Never throws: errors arrive through the future, because an exception would leave the Reducer unusable.
@@ -64,9 +68,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool has_early_exchange() const;
   void finish_early_exchange();
 
-  // From now on nobody but the engine reads the Reducer's buckets, so gradients need not be in them before the hook is
-  // called. Not so where the hook is called through Python, because other hooks may be wrapped around it.
-  void take_gradients();
+  // Registers the engine as a hook that the Reducer calls natively. From then on nobody but the engine reads the
+  // Reducer's buckets, so gradients need not be in them before the hook is called. Not so where the hook is called
+  // through Python, because other hooks may be wrapped around it.
+  void register_natively();
+
+  // Takes back everything that was set on the module, the hook included if `remove_hook`, and lets go of the groups.
+  // From then on the module trains as plain DDP. Throws during a backward pass, unless the module is `dying`.
+  void close(bool remove_hook, bool dying);
+
+  // Whether a forward pass has been run whose backward pass may still come.
+  bool awaits_backward() const;
 
   // Called at the end of a backward pass when EngineSettings::rebuild_after_steps have passed.
   void set_rebuild(std::function<void()> rebuild);
@@ -82,13 +94,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
  private:
   using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
+  Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
+         const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names);
+  void watch_gradients();
   void outputs_reached();
   void gradient_reported(size_t parameter);
+  void mark_absent();
+  void gradients_done();
   void start_early_exchange();
   bool reaches_reducer() const;
   const at::Tensor& parameter(size_t index) const;
   void close_step();
   void after_backward(const std::shared_ptr<Step>& step);
+  void average_late(const Step& step, bool contribute);
   bool is_time_to_rebuild(const Step& step);
   void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
   void open_step(bool shadow);
@@ -110,9 +128,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   EngineSettings settings_;
   const std::vector<at::Tensor> late_parameters_;
   const std::vector<std::string> names_;
-  const c10::intrusive_ptr<c10d::ProcessGroup> data_group_;
-  const c10::intrusive_ptr<c10d::ProcessGroup> control_group_;
+  GroupReference<c10d::ProcessGroup> data_group_;
+  std::shared_ptr<const ControlGroups> control_groups_;
   const size_t reduced_count_;
+  bool closed_ = false;
   std::vector<GradientReport> reports_;
   ValuesProbe probe_;
 
@@ -121,8 +140,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool layout_is_rebuilt_ = false;
   PlanCache plans_;
 
-  Absence absence_;
-  UsageAgreement agreement_;
+  std::unique_ptr<Absence> absence_;
+  std::unique_ptr<UsageAgreement> agreement_;
+  // Parameters that will get no gradient in the pass of this forward pass, and have not been marked ready yet.
+  std::vector<size_t> to_mark_;
+  int64_t to_mark_forward_ = 0;
+  std::atomic<bool> has_to_mark_{false};
+  // The forward pass that was watched last, and something that lives as long as the graphs of its outputs.
+  int64_t watched_forward_ = 0;
+  bool outputs_are_watched_ = false;
+  std::weak_ptr<void> graphs_of_outputs_;
   std::function<void()> rebuild_;
   uint64_t stable_mask_hash_ = 0;
   int64_t stable_steps_ = 0;

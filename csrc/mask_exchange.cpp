@@ -45,9 +45,9 @@ void merge_gathered(MaskInTransit& transit) {
 // The exchanges under way, in the order in which they were started.
 class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
  public:
-  explicit ExchangeLine(ExchangeGroups groups) : groups_(std::move(groups)) {}
+  explicit ExchangeLine(std::shared_ptr<const ControlGroups> groups) : groups_(std::move(groups)) {}
 
-  const ExchangeGroups& groups() const { return groups_; }
+  const ControlGroups& groups() const { return *groups_; }
 
   void start(const std::shared_ptr<MaskInTransit>& transit) {
     std::lock_guard lock(mutex_);
@@ -67,13 +67,13 @@ class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
   }
 
  private:
-  bool is_one_gather() const { return groups_.axes.size() == 1; }
+  bool is_one_gather() const { return groups_->axis_count() == 1; }
   bool is_through(const MaskInTransit& transit) const {
-    return transit.error != nullptr || transit.axis == groups_.axes.size();
+    return transit.error != nullptr || transit.axis == groups_->axis_count();
   }
 
   void gather(const std::shared_ptr<MaskInTransit>& transit) {
-    c10d::ProcessGroup& axis = *groups_.axes[transit->axis];
+    c10d::Backend& axis = groups_->axis(transit->axis);
     transit->gathered = at::empty({axis.getSize(), transit->message.numel()}, at::kLong);
     std::vector<std::vector<at::Tensor>> outputs{transit->gathered.unbind(0)};
     std::vector<at::Tensor> inputs{transit->message};
@@ -107,7 +107,7 @@ class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
       if (!transit->arrived || is_through(*transit) || !free) continue;
       transit->arrived = false;
       merge_gathered(*transit);
-      if (++transit->axis < groups_.axes.size()) {
+      if (++transit->axis < groups_->axis_count()) {
         try {
           gather(transit);
         } catch (...) {
@@ -119,7 +119,8 @@ class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
     return false;
   }
 
-  const ExchangeGroups groups_;
+  // Completions hold the line, and so the groups: a worker may drop the last reference.
+  const std::shared_ptr<const ControlGroups> groups_;
   // Recursive, because a callback may run at once, in the thread that sets it.
   std::recursive_mutex mutex_;
   std::condition_variable_any changed_;
@@ -127,10 +128,11 @@ class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
   bool advancing_ = false;
 };
 
-MaskExchange::MaskExchange(ExchangeGroups groups) : line_(std::make_shared<ExchangeLine>(std::move(groups))) {}
+MaskExchange::MaskExchange(std::shared_ptr<const ControlGroups> groups)
+    : line_(std::make_shared<ExchangeLine>(std::move(groups))) {}
 
 int MaskExchange::world_size() const {
-  return line_->groups().all->getSize();
+  return line_->groups().world_size();
 }
 
 std::unique_ptr<PendingExchange> MaskExchange::start(const UsageMask& local, const ExchangeContext& context) {
@@ -156,7 +158,7 @@ std::unique_ptr<PendingExchange> MaskExchange::start(const UsageMask& local, con
 }
 
 int64_t PendingExchange::payload_bytes() const {
-  return static_cast<int64_t>(transit_->message.nbytes() * line_->groups().axes.size());
+  return static_cast<int64_t>(transit_->message.nbytes() * line_->groups().axis_count());
 }
 
 UsageMask PendingExchange::wait() {
@@ -175,8 +177,8 @@ std::string PendingExchange::describe_drift() const {
   std::vector<at::Tensor> mine{at::tensor(
       {word(sequence_), word(context_.configuration), word(context_.layout), word(context_.phase)}, at::kLong)};
   std::vector<std::vector<at::Tensor>> all(1);
-  for (int rank = 0; rank < line_->groups().all->getSize(); ++rank) all[0].push_back(at::empty({4}, at::kLong));
-  line_->groups().all->allgather(all, mine)->wait();
+  for (int rank = 0; rank < line_->groups().world_size(); ++rank) all[0].push_back(at::empty({4}, at::kLong));
+  line_->groups().all().allgather(all, mine)->wait();
 
   std::ostringstream text;
   text << "ddp_hooks: the ranks drifted apart: expected every rank at the same mask exchange with the same "

@@ -21,9 +21,10 @@
 #include <exception>
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "control_groups.h"
 #include "usage_mask.h"
 
 namespace ddp_hooks {
@@ -33,12 +34,6 @@ struct ExchangeContext {
   uint64_t configuration = 0;  // policy, world size, parameters: fixed when the state is made
   uint64_t layout = 0;         // LayoutOfBuckets::hash()
   uint64_t phase = 0;          // 0 for the graph detector's masks, bucket + 1 for the values detector's
-};
-
-struct ExchangeGroups {
-  c10::intrusive_ptr<c10d::ProcessGroup> all;  // every rank
-  // Those that differ from this rank in one coordinate of the grid only, for each axis; `all` alone in a small world.
-  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> axes;
 };
 
 // A message on its way along the axes, as one rank sees it.
@@ -79,7 +74,7 @@ class PendingExchange {
 
 class MaskExchange {
  public:
-  explicit MaskExchange(ExchangeGroups groups);
+  explicit MaskExchange(std::shared_ptr<const ControlGroups> groups);
 
   int world_size() const;
   std::unique_ptr<PendingExchange> start(const UsageMask& local, const ExchangeContext& context);

@@ -151,7 +151,7 @@ MessageSender::Averaging MessageSender::averaging(const Step& step, const at::Te
   // we do, but with 1/n rounded to the tensor's dtype; in 16 bits that is off by more than the rounding of a product.
   // Decided by what was agreed, not by the factor, which a rank that has joined does not know.
   const bool divides = tensor.is_cuda() && tensor.element_size() >= 4 && step.nobody_joined &&
-                       group_->getBackend(c10::kCUDA)->getBackendName() == "nccl";
+                       group_.getBackend(c10::kCUDA)->getBackendName() == "nccl";
   if (divides) return {1, c10d::ReduceOp::AVG};
   return {step.factor, c10d::ReduceOp::SUM};
 }
@@ -206,7 +206,7 @@ void MessageSender::all_reduce(const at::Tensor& tensor, c10d::ReduceOp operatio
   std::vector<at::Tensor> tensors{tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = std::move(operation);
-  group_->allreduce(tensors, options)
+  group_.allreduce(tensors, options)
       ->getFuture()
       ->addCallback([launch = std::move(launch), on_success = std::move(on_success),
                      device = tensor.device()](c10::ivalue::Future& future) {

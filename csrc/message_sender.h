@@ -21,8 +21,9 @@ namespace ddp_hooks {
 
 class MessageSender {
  public:
-  MessageSender(c10::intrusive_ptr<c10d::ProcessGroup> group, BucketSlots& slots, Statistics& statistics)
-      : group_(std::move(group)), slots_(slots), statistics_(statistics) {}
+  // The group has to outlive every call of `send`.
+  MessageSender(c10d::ProcessGroup& group, BucketSlots& slots, Statistics& statistics)
+      : group_(group), slots_(slots), statistics_(statistics) {}
 
   void send(const std::shared_ptr<Step>& step, const LayoutOfBuckets& layout, uint32_t bucket, const BucketPlan& plan);
 
@@ -55,7 +56,7 @@ class MessageSender {
   at::Tensor staging_for(Step& step, const Message& message, const at::TensorOptions& options);
   void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
 
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10d::ProcessGroup& group_;
   BucketSlots& slots_;
   Statistics& statistics_;
   std::vector<at::Tensor> staging_;  // one for each packed message of a step, kept from step to step

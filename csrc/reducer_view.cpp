@@ -7,6 +7,14 @@
 namespace ddp_hooks {
 namespace {
 
+// A private member, which no derived class can name. Access is not checked where a template is instantiated explicitly.
+template <std::unique_ptr<c10d::CommHookInterface> c10d::Reducer::* kMember>
+struct PrivateHook {
+  friend std::unique_ptr<c10d::CommHookInterface>& hook_of(c10d::Reducer& r) { return r.*kMember; }
+};
+std::unique_ptr<c10d::CommHookInterface>& hook_of(c10d::Reducer& r);
+template struct PrivateHook<&c10d::Reducer::comm_hook_>;
+
 // Never instantiated: it is only the scope in which pointers to the Reducer's protected members can be formed.
 struct Members : c10d::Reducer {
   static auto& mutex(c10d::Reducer& r) { return r.*(&Members::mutex_); }
@@ -78,8 +86,10 @@ std::shared_ptr<c10d::Reducer> ReducerView::get() const {
   return reducer;
 }
 
-std::unique_lock<std::mutex> ReducerView::lock() const {
-  return std::unique_lock(Members::mutex(*get()));
+ReducerLock ReducerView::lock() const {
+  auto reducer = get();
+  std::mutex& mutex = Members::mutex(*reducer);
+  return ReducerLock(std::move(reducer), mutex);
 }
 
 const std::vector<at::Tensor>& ReducerView::parameters() const {
@@ -172,11 +182,21 @@ void ReducerView::settle_used_map(const UsageMask& used) const {
   Members::used_map_is_reduced(*reducer) = true;
 }
 
-void ReducerView::unsettle_used_map() const {
-  auto reducer = get();
+void ReducerView::wait_for_used_map() const {
   if (!searches_graph()) return;
-  if (const auto work = Members::used_map_work(*reducer)) work->wait();
-  Members::used_map_is_reduced(*reducer) = false;
+  if (const auto work = Members::used_map_work(*get())) work->wait();
+}
+
+void ReducerView::unsettle_used_map() const {
+  if (!searches_graph()) return;
+  wait_for_used_map();
+  Members::used_map_is_reduced(*get()) = false;
+}
+
+bool ReducerView::is_in_a_graph(size_t parameter, int64_t holders) const {
+  // The Reducer holds each accumulator twice: by itself, and with the hook that it has set on it.
+  constexpr int64_t kHeldByReducer = 2;
+  return static_cast<int64_t>(accumulators()[parameter].use_count()) > kHeldByReducer + holders;
 }
 
 bool ReducerView::is_final(size_t parameter) const {
@@ -197,6 +217,14 @@ void ReducerView::mark_ready(size_t parameter) const {
 
 bool ReducerView::has_gradient(size_t parameter) const {
   return parameters()[parameter].grad().defined();
+}
+
+bool ReducerView::has_hook() const {
+  return hook_of(*get()) != nullptr;
+}
+
+std::unique_ptr<c10d::CommHookInterface> ReducerView::take_hook() const {
+  return std::move(hook_of(*get()));
 }
 
 void ReducerView::register_hook(std::unique_ptr<c10d::CommHookInterface> hook) const {

@@ -33,15 +33,29 @@ struct Slot {
 // The node of the graph that accumulates into a parameter's .grad; torch's versions differ in the kind of pointer.
 using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
+// Keeps the Reducer alive for as long as its mutex is held.
+class ReducerLock {
+ public:
+  ReducerLock() = default;
+  explicit ReducerLock(std::shared_ptr<c10d::Reducer> reducer, std::mutex& mutex)
+      : reducer_(std::move(reducer)), lock_(mutex) {}
+
+ private:
+  std::shared_ptr<c10d::Reducer> reducer_;
+  std::unique_lock<std::mutex> lock_;
+};
+
 class ReducerView {
  public:
   explicit ReducerView(std::weak_ptr<c10d::Reducer> reducer) : reducer_(std::move(reducer)) {}
 
   bool is_gone() const { return reducer_.expired(); }
+  // Gone when the Reducer is.
+  std::weak_ptr<void> lifetime() const { return reducer_; }
 
   // Everything below throws c10::Error once the DDP module is gone.
 
-  std::unique_lock<std::mutex> lock() const;
+  ReducerLock lock() const;
 
   // What does not change while the module lives.
   const std::vector<at::Tensor>& parameters() const;
@@ -85,9 +99,16 @@ class ReducerView {
   // is outside `used` altogether, the map says already what it is about to say everywhere, and this keeps the Reducer
   // from waiting. Call it before the last bucket is handed back.
   void settle_used_map(const UsageMask& used) const;
-  // Waits for the map's all-reduce that a settled map left to itself, which by now every rank has begun, and unsettles
-  // the map, which the Reducer does only if its pass did not fail. Call it when the next pass opens.
+  // Waits for the map's all-reduce, where the Reducer has started one: on a device its stream does, not the host.
+  // After a pass anybody may ask the Reducer for the reduced map.
+  void wait_for_used_map() const;
+  // The Reducer unsettles its map only if its pass did not fail. Call it when the next pass opens.
   void unsettle_used_map() const;
+
+  // Whether some graph that has not been freed leads to parameter i, so that a backward pass may bring it a gradient.
+  // May be true without one, where somebody else holds the parameter's accumulator. `holders` says how often it is held
+  // by us.
+  bool is_in_a_graph(size_t parameter, int64_t holders) const;
 
   // Whether parameter i will report no more in this backward pass; it may do so several times with a static graph.
   bool is_final(size_t parameter) const;
@@ -102,7 +123,11 @@ class ReducerView {
   LayoutOfBuckets layout() const;
   Slot slot(size_t parameter) const;
 
+  bool has_hook() const;
   void register_hook(std::unique_ptr<c10d::CommHookInterface> hook) const;
+  // From then on the Reducer averages gradients by itself, as before a hook was registered. The hook may be Python's,
+  // so let it go where no lock is held.
+  std::unique_ptr<c10d::CommHookInterface> take_hook() const;
 
  private:
   std::shared_ptr<c10d::Reducer> get() const;

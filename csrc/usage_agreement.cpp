@@ -9,7 +9,7 @@
 namespace ddp_hooks {
 
 UsageAgreement::UsageAgreement(const ReducerView& reducer, const Absence& absence,
-                               const std::vector<std::string>& names, const ExchangeGroups& groups,
+                               const std::vector<std::string>& names, std::shared_ptr<const ControlGroups> groups,
                                const EngineSettings& settings, Statistics& statistics)
     : reducer_(reducer),
       absence_(absence),
@@ -18,7 +18,7 @@ UsageAgreement::UsageAgreement(const ReducerView& reducer, const Absence& absenc
       statistics_(statistics),
       reduced_count_(reducer.parameters().size()),
       joined_bit_(names.size()),
-      exchange_(groups) {}
+      exchange_(std::move(groups)) {}
 
 bool UsageAgreement::exchanges() const {
   const bool knows_late_parameters = joined_bit_ > reduced_count_;

@@ -35,7 +35,7 @@ class UsageAgreement {
  public:
   // `names` are those of the Reducer's parameters and then of the late ones, for messages.
   UsageAgreement(const ReducerView& reducer, const Absence& absence, const std::vector<std::string>& names,
-                 const ExchangeGroups& groups, const EngineSettings& settings, Statistics& statistics);
+                 std::shared_ptr<const ControlGroups> groups, const EngineSettings& settings, Statistics& statistics);
 
   size_t joined_bit() const { return joined_bit_; }
   UsageMask nothing() const { return UsageMask(joined_bit_ + 1); }

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension
-from .hooks import SkipUnusedState, skip_unused_hook
+from .hooks import SkipUnusedState, registered_state
 from .parameters import Selector, select
+from .registration import Proposal, find_ddp
 
 _C = _extension.load()
 
@@ -163,22 +163,21 @@ def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None
         DDP makes its Reducer in the same way when it is unpickled (``DistributedDataParallel.__setstate__``).
     """
     state = _state_of(ddp)
+    ddp = find_ddp(ddp, "rebuild")
     model = ddp.module
     named = {n: p for n, p in model.named_parameters() if n not in ddp.parameters_to_ignore}
     trainable_here = {name for name, parameter in named.items() if parameter.requires_grad}
     search = ddp.find_unused_parameters if find_unused_parameters is None else find_unused_parameters
-    state._finish_exchanges(ddp)
-    answers: list[Any] = [None] * dist.get_world_size(ddp.process_group)
-    mine = (sorted(trainable_here), search, _C.reducer_is_in_backward(ddp.reducer))
-    dist.all_gather_object(answers, mine, group=state._control_groups.all)
-    trainable = set().union(*(names for names, _, _ in answers))
-    if any(in_backward for _, _, in_backward in answers):
-        raise RuntimeError("rebuild: expected no backward pass under way on any rank; call it between two steps")
-    if len({searches for _, searches, _ in answers}) > 1:
-        raise RuntimeError(
-            "rebuild: expected the same find_unused_parameters on every rank, received "
-            + ", ".join(f"{searches} on rank {rank}" for rank, (_, searches, _) in enumerate(answers))
+    problem = None
+    if _C.reducer_is_in_backward(ddp.reducer):
+        problem = "a backward pass is under way; call rebuild between two steps"
+    elif state._engine.awaits_backward():
+        problem = (
+            "a forward pass waits for its backward pass, which the new Reducer would not know; run it first, drop the "
+            "outputs, or run such forward passes under torch.no_grad()"
         )
+    mine = Proposal({"find_unused_parameters": str(search)}, problem, sorted(trainable_here))
+    trainable = set().union(*state._agree_between_steps("rebuild", mine))
     if not trainable:
         raise RuntimeError(
             "rebuild: expected a parameter that requires a gradient, received a module that is frozen on every rank; "
@@ -214,15 +213,14 @@ def _make_reducer(ddp: DistributedDataParallel) -> None:
         ddp.logger._set_static_graph()  # type: ignore[union-attr]
 
 
-def _state_of(ddp: DistributedDataParallel) -> SkipUnusedState:
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"rebuild: expected a DistributedDataParallel module, received {type(ddp).__name__}")
-    for hook, state in ddp._comm_hooks:
-        if hook is skip_unused_hook and isinstance(state, SkipUnusedState) and state.serves(ddp):
-            return state
-    raise RuntimeError(
-        "rebuild: expected a module with a hook of this package, received one without; call ddp_hooks.register first"
-    )
+def _state_of(module: nn.Module) -> SkipUnusedState:
+    state = registered_state(find_ddp(module, "rebuild"))
+    if state is None:
+        raise RuntimeError(
+            "rebuild: expected a module with a hook of this package, received one without; call "
+            "ddp_hooks.register(ddp) first"
+        )
+    return state
 
 
 def _model(module: nn.Module) -> nn.Module:

@@ -3,10 +3,11 @@
 There is no ``from __future__ import annotations`` here: DDP compares the annotations of a hook as objects.
 """
 
+import atexit
 import hashlib
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,18 @@ from torch.nn.parallel.distributed import _find_tensors
 from . import _extension
 from .parameters import Selector, select
 from .policies import PRESETS, Policy, resolve
-from .registration import ControlGroups, agree, describe, make_control_groups, why_unsupported
+from .registration import (
+    ControlGroups,
+    Proposal,
+    agree,
+    check,
+    describe,
+    find_ddp,
+    gather,
+    new_name,
+    open_control_groups,
+    why_unsupported,
+)
 from .statistics import ParameterUsage, Statistics
 
 _C = _extension.load()
@@ -33,6 +45,18 @@ _serving: weakref.WeakKeyDictionary[DistributedDataParallel, "weakref.ref[SkipUn
 )
 # A guess until it is measured on a GPU: a quarter of the bytes for a host that no longer runs ahead.
 _MIN_ZERO_FRACTION_ON_DEVICE = 0.25
+# What else the ranks have to have in common when they register.
+_REGISTERED = "hook of this package registered before"
+# How long whoever closes a state waits for its groups' threads and files to be gone. Longer only where an exchange is
+# under way, which then ends in the background.
+_CLOSING_SECONDS = 0.5
+
+
+@atexit.register
+def _keep_groups() -> None:
+    # Groups that close while the interpreter is being taken down would wait for threads that cannot end any more.
+    _C.keep_groups_from_now_on()
+    _C.wait_until_groups_are_gone(2.0)
 
 
 class SkipUnusedState:
@@ -67,15 +91,16 @@ class SkipUnusedState:
         self._earlier = earlier  # statistics of an earlier run that this state goes on from
         self._engine: Any = None
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
-        self._control_groups: Any = None  # ControlGroups, while it serves a module
+        self._control_groups: ControlGroups | None = None  # while it serves a module
         self._native = False
-        self._forward_handle: Any = None
+        self._handles: list[Any] = []  # of the hooks on the module's forward pass
+        self._finalizer: Any = None  # closes when the module goes
         # The module's parameters as the engine counts them: those of DDP's Reducer, then those it does not know.
         self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
-        self._description: dict[str, str] = {}
         self._declared: list[set[str]] = []  # one set for each `unused` block that is open
-        self._declared_once: set[str] = set()
+        self._declared_once: set[str] = set()  # for the next forward pass
+        self._declared_now: set[str] = set()  # for the one that has begun
 
     @property
     def policy(self) -> Policy:
@@ -93,60 +118,100 @@ class SkipUnusedState:
         """
         self._bind(ddp, self._policy, native=False)
 
-    def _bind(self, ddp: DistributedDataParallel, policy: Policy | str, *, native: bool) -> None:
-        if not isinstance(ddp, DistributedDataParallel):
-            raise TypeError(
-                f"SkipUnusedState: expected a DistributedDataParallel module, received {type(ddp).__name__}; "
-                "wrap the model first, and make the state before torch.compile"
-            )
-        if self._engine is not None:
-            raise RuntimeError(
-                "SkipUnusedState: expected a state without a module, received one that already serves a "
-                "DistributedDataParallel module; make one state for each module"
-            )
+    def _bind(self, module: torch.nn.Module, policy: Policy | str, *, native: bool) -> None:
+        function = "register" if native else "SkipUnusedState"
+        ddp = find_ddp(module, function)
         # From here on problems are collected and raised together, so that no rank is left waiting for the others.
-        self._policy, bad_policy = _resolve_or_error(policy, self._policy)
-        problem = bad_policy or why_unsupported(ddp)
-        # The groups stay if this fails: torch would give the next ones their names, and with them their addresses.
-        groups = make_control_groups(ddp)
-        engine: Any = self._make_engine(ddp, groups) if problem is None else None
-        _agree_or_raise(groups, self._description, problem)
-        if native:
-            engine.register_natively(ddp.reducer)
-        self._control_groups = groups
-        self._engine = engine
-        self._native = native
-        self._ddp = weakref.ref(ddp)
-        self._forward_handle = ddp.register_forward_hook(self._forward_done)
+        resolved, bad_policy = _resolve_or_error(policy, self._policy)
+        problem = None if bad_policy is None else str(bad_policy)
+        if self._engine is not None:
+            problem = "the state already serves a DistributedDataParallel module; make one state for each module"
+        problem = problem or why_unsupported(ddp)
+        # A module that is refused may lack what is described.
+        description = {} if problem else {_REGISTERED: "no", **describe(resolved, ddp, *_parameters_of(ddp))}
+        sharable = _groups_to_share(ddp)
+        offers = agree(ddp, function, Proposal(description, problem, (new_name(), tuple(sharable))), bad_policy)
+        shared = set(sharable).intersection(*(names for _, names in offers))
+        groups = sharable[min(shared)] if shared else open_control_groups(ddp, offers[0][0])
         before = _serving.get(ddp)
         if before is not None and (other := before()) is not None:
-            other._release()
-        _serving[ddp] = weakref.ref(self)
-
-    def _release(self) -> None:
-        """Leave the module to another state; what this one was made for was never registered."""
-        self._earlier = self.stats()
-        self._engine = None
-        self._ddp = None
-        self._forward_handle.remove()
-
-    def _make_engine(self, ddp: DistributedDataParallel, groups: ControlGroups) -> Any:
-        reduced = _C.reducer_parameters(ddp.reducer)
-        known = {id(parameter) for parameter in reduced}
-        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-        late = [
-            parameter
-            for name, parameter in ddp.module.named_parameters()
-            if id(parameter) not in known and name not in ddp.parameters_to_ignore
+            other.close()
+        self._policy = resolved
+        self._control_groups = groups
+        self._native = native
+        self._ddp = weakref.ref(ddp)
+        self._start_engine(ddp)
+        self._handles = [
+            ddp.register_forward_pre_hook(self._forward_begins),
+            ddp.register_forward_hook(self._forward_done),
         ]
+        _serving[ddp] = weakref.ref(self)
+        if native:
+            # What DDP notes of a hook that is registered through it.
+            ddp._comm_hooks.append((skip_unused_hook, self))
+            if ddp.logger is not None:
+                ddp.logger._set_comm_hook_name(skip_unused_hook.__qualname__)
+
+    def _register_again(self, policy: Policy | str) -> None:
+        ddp = self._require_module()
+        resolved, error = _resolve_or_error(policy, self._policy)
+        problem = None if error is None else str(error)
+        if problem is None and resolved != self._policy:
+            problem = (
+                f"expected the policy that the module's hook has already ({self._policy.name!r}), received "
+                f"{resolved.name!r}; call state.set_policy() on every rank to change it, or state.close() first"
+            )
+        description = {_REGISTERED: "yes", **describe(resolved, ddp, *_parameters_of(ddp))}
+        agree(ddp, "register", Proposal(description, problem, ("", ())), error)
+
+    def _start_engine(self, ddp: DistributedDataParallel) -> None:
+        self._engine = self._make_engine(ddp)
+        if self._native:
+            self._engine.register_natively()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(ddp, _module_is_gone, self._engine, weakref.ref(self))
+        self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """Take the hook off the module, which trains on as plain DDP, and close the groups that the state opened.
+
+        Every rank calls it, between two steps. The state keeps its policy and its statistics; a closed one stays closed
+        until it is bound again. It need not be called: a state closes when its module goes.
+
+        Raises:
+            RuntimeError: a backward pass is under way.
+        """
+        if self._engine is None:
+            return
+        ddp = None if self._ddp is None else self._ddp()
+        registered = ddp is not None and any(state is self for _, state in ddp._comm_hooks)
+        self._engine.close(remove_hook=registered, dying=False)
+        if ddp is not None:
+            ddp._comm_hooks = [(hook, state) for hook, state in ddp._comm_hooks if state is not self]
+        self._leave_module()
+        _C.wait_until_groups_are_gone(_CLOSING_SECONDS)
+
+    def _leave_module(self) -> None:
+        self._earlier = self.stats()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._finalizer.detach()
+        self._engine = None
+        self._control_groups = None
+        self._ddp = None
+
+    def _make_engine(self, ddp: DistributedDataParallel) -> Any:
+        reduced, late = _parameters_of(ddp)
+        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         self._parameters = [*reduced, *late]
         self._names = [names.get(id(parameter), f"#{i}") for i, parameter in enumerate(self._parameters)]
-        self._description = describe(self._policy, ddp, reduced, late)
+        assert self._control_groups is not None
         engine = _C.Engine(
             reducer=ddp.reducer,
-            control_group=groups.all,
-            axis_groups=groups.axes,
-            settings=_engine_settings(self._policy, self._description),
+            control_groups=self._control_groups.groups,
+            settings=_engine_settings(self._policy, describe(self._policy, ddp, reduced, late)),
             late_parameters=late,
             names=self._names,
         )
@@ -162,49 +227,60 @@ class SkipUnusedState:
         return engine
 
     def _replace_engine(self, ddp: DistributedDataParallel) -> None:
-        """Serve the module's new Reducer, with the group and the statistics so far."""
+        """Serve the module's new Reducer, with the groups and the statistics so far."""
         self._earlier = self.stats()
-        self._engine = self._make_engine(ddp, self._control_groups)
-        if self._native:
-            self._engine.register_natively(ddp.reducer)
-        else:
+        self._engine.close(remove_hook=False, dying=True)
+        self._start_engine(ddp)
+        if not self._native:
             dist._register_comm_hook(ddp.reducer, self, skip_unused_hook)  # type: ignore[attr-defined]
         self._declare()
 
-    def _finish_exchanges(self, ddp: DistributedDataParallel) -> None:
-        """Bring the ranks' control groups to the same point: a failed backward pass may have used it on one rank."""
-        pending: list[Any] = [None] * dist.get_world_size(ddp.process_group)
-        # Objects travel through the current device, which need not be the module's; two ranks may share it.
-        with torch.cuda.device(ddp.device) if ddp.device_type == "cuda" else nullcontext():
-            dist.all_gather_object(pending, self._engine.has_early_exchange(), group=ddp.process_group)
-        if any(pending):
+    def _agree_between_steps(self, function: str, mine: Proposal, error: Exception | None = None) -> list[Any]:
+        """Like :func:`agree`, and bring the control groups to the same point: a failed pass may have used them here."""
+        ddp = self._require_module()
+        answers = gather(ddp, function, (mine, self._engine.has_early_exchange()))
+        if any(pending for _, pending in answers):
             self._engine.finish_early_exchange()
+        proposals = [proposal for proposal, _ in answers]
+        check(function, proposals, error)
+        return [proposal.own for proposal in proposals]
 
     def _rebuild(self) -> None:
         from .freezing import rebuild
 
         rebuild(self._require_module())
 
-    def _forward_done(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _is_watched(self, module: torch.nn.Module) -> bool:
         # Inside a compiled graph there are no hooks to set; the exchange then starts with the first bucket. Before a
         # hook is registered nobody would take up what is exchanged.
         if self._engine is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        return bool(module._comm_hooks)
+
+    def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
+        if not self._is_watched(module) or not module.require_backward_grad_sync:
             return
-        if not module._comm_hooks:
+        # What was declared for a forward pass that raised is not this one's.
+        if self._declared_now or self._declared_once:
+            self._declared_now, self._declared_once = self._declared_once, set()
+            self._declare()
+
+    def _forward_done(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not self._is_watched(module):
             return
         synchronises = module.require_backward_grad_sync
         outputs = list(_find_tensors(output)) if synchronises else []  # type: ignore[no-untyped-call]
         self._engine.forward_done(outputs, synchronises)
-        if synchronises and self._declared_once:
-            self._declared_once.clear()
+        if synchronises and self._declared_now:
+            self._declared_now = set()
             self._declare()
 
     def _require_module(self) -> DistributedDataParallel:
         ddp = None if self._ddp is None else self._ddp()
         if ddp is None:
             raise RuntimeError(
-                "SkipUnusedState: expected a state that serves a module, received one without; call state.bind(ddp) on "
-                "every rank after unpickling it"
+                "SkipUnusedState: expected a state that serves a module, received one whose module is gone, that was "
+                "closed, or that was unpickled; call state.bind(ddp) on every rank"
             )
         return ddp
 
@@ -219,15 +295,18 @@ class SkipUnusedState:
             RuntimeError: on every rank, when ranks differ; or the state serves no module, or a backward pass is under
                 way.
         """
+        resolved, bad_policy = _resolve_or_error(policy, self._policy)
+        self._change_policy("set_policy", resolved, bad_policy)
+
+    def _change_policy(self, function: str, policy: Policy, error: Exception | None) -> None:
         ddp = self._require_module()
-        policy, bad_policy = _resolve_or_error(policy, self._policy)
-        self._finish_exchanges(ddp)
-        reduced = _C.reducer_parameters(ddp.reducer)
-        description = describe(policy, ddp, reduced, self._parameters[len(reduced) :])
-        _agree_or_raise(self._control_groups, description, bad_policy)
+        problem = None if error is None else str(error)
+        if problem is None and _C.reducer_is_in_backward(ddp.reducer):
+            problem = "a backward pass is under way; call it between two steps"
+        description = describe(policy, ddp, *_parameters_of(ddp))
+        self._agree_between_steps(function, Proposal(description, problem), error)
         self._engine.configure(_engine_settings(policy, description))
         self._policy = policy
-        self._description = description
 
     def stats(self) -> Statistics:
         """Return the counters so far, those of the run before a checkpoint included."""
@@ -294,10 +373,9 @@ class SkipUnusedState:
             ValueError, RuntimeError: as for :meth:`unused`.
         """
         self._declared_once |= set(select(self._require_module().module, *what))
-        self._declare()
 
     def _declare(self) -> None:
-        declared = self._declared_once.union(*self._declared)
+        declared = self._declared_now.union(*self._declared)
         self._engine.declare_unused([i for i, name in enumerate(self._names) if name in declared])
 
     def state_dict(self) -> dict[str, Any]:
@@ -314,15 +392,19 @@ class SkipUnusedState:
             ValueError: of another version of this package.
             RuntimeError: as for :meth:`set_policy`.
         """
-        if state_dict.get("version") != 1:
-            raise ValueError(f"SkipUnusedState: expected a state_dict of version 1, received {state_dict!r}")
-        policy = Policy(**state_dict["policy"])
-        if self._engine is None:
-            self._policy = policy
-        else:
-            self.set_policy(policy)
+        policy, statistics = self._policy, Statistics()
+        error: Exception | None = None
+        try:
+            policy, statistics = _decode(state_dict)
+        except (TypeError, ValueError) as wrong:
+            error = wrong
+        if self._engine is not None:
+            self._change_policy("load_state_dict", policy, error)
+        elif error is not None:
+            raise error
+        self._policy = policy
         self.reset_stats()
-        self._earlier = Statistics(**state_dict["statistics"])
+        self._earlier = statistics
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the module, its engine and the group behind: they cannot travel, and `bind` makes them again."""
@@ -330,8 +412,9 @@ class SkipUnusedState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Come back without a module; see :meth:`bind`."""
-        self._start(Statistics(**state["statistics"]))
-        self._policy = Policy(**state["policy"])
+        policy, statistics = _decode(state)
+        self._start(statistics)
+        self._policy = policy
 
     def __repr__(self) -> str:
         """Name the policy, and whether the state serves a module."""
@@ -370,27 +453,93 @@ def skip_unused_hook(
     return engine.run(bucket)  # type: ignore[no-any-return]
 
 
-def register(ddp: DistributedDataParallel, policy: Policy | str = "auto") -> SkipUnusedState:
+def register(ddp: torch.nn.Module, policy: Policy | str = "auto") -> SkipUnusedState:
     """Register the hook natively: gradients then travel without Python and its lock. Every rank calls it.
 
+    Calling it again with the same policy returns the state that the module has.
+
     Args:
-        ddp: the module.
+        ddp: the module, or what ``torch.compile`` returned for it.
         policy: as for :class:`SkipUnusedState`.
 
     Returns:
         The state, for statistics and usage. It does the same as the one registered through Python.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as for :class:`SkipUnusedState`; also when a hook is registered already.
+        TypeError, ValueError, RuntimeError: as for :class:`SkipUnusedState`; also when another hook is registered
+            already, or this one with another policy.
     """
+    module = find_ddp(ddp, "register")
+    state = registered_state(module)
+    if state is not None:
+        state._register_again(policy)
+        return state
     state = SkipUnusedState.__new__(SkipUnusedState)
     state._start(Statistics())
-    state._bind(ddp, policy, native=True)
-    # What DDP notes of a hook that is registered through it.
-    ddp._comm_hooks.append((skip_unused_hook, state))
-    if ddp.logger is not None:
-        ddp.logger._set_comm_hook_name(skip_unused_hook.__qualname__)
+    state._bind(module, policy, native=True)
     return state
+
+
+def registered_state(ddp: DistributedDataParallel) -> SkipUnusedState | None:
+    """Return the state of this package's hook on the module, if it has one."""
+    for hook, state in getattr(ddp, "_comm_hooks", ()):
+        if hook is skip_unused_hook and isinstance(state, SkipUnusedState) and state.serves(ddp):
+            return state
+    return None
+
+
+def _module_is_gone(engine: Any, state: "weakref.ref[SkipUnusedState]") -> None:
+    living = state()
+    if living is not None and living._engine is engine:
+        living._leave_module()
+    engine.close(remove_hook=False, dying=True)
+    del engine
+    _C.wait_until_groups_are_gone(_CLOSING_SECONDS)
+
+
+def _groups_to_share(ddp: DistributedDataParallel) -> dict[str, ControlGroups]:
+    """Find the groups of states that serve the same model, wrapped before, over the same ranks."""
+    found = {}
+    for other, reference in list(_serving.items()):
+        state = reference()
+        if state is None or state._control_groups is None or other is ddp:
+            continue
+        alike = other.module is ddp.module and other.process_group is ddp.process_group
+        if alike and not state._engine.has_early_exchange():
+            found[state._control_groups.name] = state._control_groups
+    return found
+
+
+def _parameters_of(ddp: DistributedDataParallel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return what the module's Reducer reduces, and what it does not know."""
+    reduced = _C.reducer_parameters(ddp.reducer)
+    known = {id(parameter) for parameter in reduced}
+    late = [
+        parameter
+        for name, parameter in ddp.module.named_parameters()
+        if id(parameter) not in known and name not in ddp.parameters_to_ignore
+    ]
+    return reduced, late
+
+
+def _decode(state_dict: dict[str, Any]) -> tuple[Policy, Statistics]:
+    """Read what :meth:`SkipUnusedState.state_dict` returned; raise a TypeError or ValueError if it is anything else."""
+    if not isinstance(state_dict, dict):
+        raise TypeError(
+            f"SkipUnusedState: expected a state_dict of a SkipUnusedState, received a {type(state_dict).__name__}"
+        )
+    if set(state_dict) != {"version", "policy", "statistics"}:
+        keys = [repr(key) for key in state_dict][:4]
+        raise ValueError(
+            "SkipUnusedState: expected a state_dict with 'version', 'policy' and 'statistics', received one with "
+            f"{', '.join(keys) or 'nothing'}{', ...' if len(state_dict) > 4 else ''}; pass what state.state_dict() "
+            "returned"
+        )
+    if state_dict["version"] != 1:
+        raise ValueError(
+            f"SkipUnusedState: expected a state_dict of version 1, received version {state_dict['version']!r:.40}"
+        )
+    return Policy(**state_dict["policy"]), Statistics(**state_dict["statistics"])
 
 
 def _resolve_or_error(policy: Policy | str, otherwise: Policy) -> tuple[Policy, Exception | None]:
@@ -398,16 +547,6 @@ def _resolve_or_error(policy: Policy | str, otherwise: Policy) -> tuple[Policy, 
         return resolve(policy), None
     except (TypeError, ValueError) as error:
         return otherwise, error
-
-
-def _agree_or_raise(groups: ControlGroups, description: dict[str, str], problem: Exception | str | None) -> None:
-    """Raise on every rank if any has a problem; where the problem is an exception, that rank raises it."""
-    try:
-        agree(groups.all, description, None if problem is None else str(problem))
-    except RuntimeError:
-        if isinstance(problem, Exception):
-            raise problem from None
-        raise
 
 
 def _engine_settings(policy: Policy, description: dict[str, str]) -> Any:

@@ -1,13 +1,17 @@
-"""What a module and its ranks have to fulfil before a hook may be registered."""
+"""What a module and its ranks have to fulfil before a hook may be registered, and the groups that serve it then."""
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension
@@ -37,8 +41,8 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
         return (
             "an optimizer applied in backward makes DDP register a hook of its own; step the optimizer after backward"
         )
-    registered = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
-    if registered:
+    if _C.reducer_has_hook(ddp.reducer):
+        registered = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
         return f"a communication hook is registered already ({registered}), and DDP takes one"
     if ddp.device_type not in ("cpu", "cuda"):
         return f"expected parameters on the CPU or on CUDA, received some on {ddp.device_type}, without kernels for it"
@@ -57,32 +61,70 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
     return None
 
 
+def find_ddp(module: nn.Module, function: str) -> DistributedDataParallel:
+    """Return the DDP module, also out of the wrapper that ``torch.compile(ddp)`` returns.
+
+    Raises:
+        TypeError: there is none; says what ``function`` received.
+    """
+    inner = getattr(module, "_orig_mod", module) if isinstance(module, nn.Module) else module
+    if isinstance(inner, DistributedDataParallel):
+        return inner
+    raise TypeError(
+        f"{function}: expected a DistributedDataParallel module, received {type(module).__name__}; wrap the model first"
+    )
+
+
+def gather(ddp: DistributedDataParallel, function: str, mine: Any) -> list[Any]:
+    """Gather a picklable object from every rank of the module, by rank; every rank calls ``function``."""
+    everybody: list[Any] = [None] * dist.get_world_size(ddp.process_group)
+    # Objects travel through the current device, which need not be the module's; two ranks may share it.
+    with torch.cuda.device(ddp.device) if ddp.device_type == "cuda" else nullcontext():
+        dist.all_gather_object(everybody, mine, group=ddp.process_group)
+    return everybody
+
+
 @dataclass(frozen=True, slots=True)
 class ControlGroups:
-    """The small gloo groups that masks are exchanged over, beside whatever group gradients travel on."""
+    """The small gloo groups that masks are exchanged over, beside whatever group gradients travel on.
 
-    all: Any
-    """Every rank of the module's process group."""
-    axes: tuple[Any, ...]
-    """For each axis of the grid of ranks, those that differ from this one along it only; or just ``all``."""
+    They are nobody else's: torch.distributed does not list them, so the names of other groups do not depend on them,
+    nor theirs on how many groups a rank is in. They close when the last state that serves a module over them lets go.
+    """
+
+    name: str
+    """The same on every rank of the module, and given only once."""
+    groups: Any
+    """A ``_C.ControlGroups``, which closes them."""
 
 
-def make_control_groups(ddp: DistributedDataParallel) -> ControlGroups:
-    """Open the groups for the mask exchange; collective over the module's process group."""
-    ranks = dist.get_process_group_ranks(ddp.process_group)
-    everyone = _open_group(ddp, ranks, "ddp_hooks_control")
-    axes = grid(len(ranks), LARGEST_AXIS)
-    if len(axes) == 1:
-        return ControlGroups(everyone, (everyone,))
-    here = ranks.index(dist.get_rank())
-    groups = []
+def new_name() -> str:
+    """Make a name for control groups; the ranks use rank 0's."""
+    return f"ddp_hooks/{uuid.uuid4().hex}"
+
+
+def open_control_groups(ddp: DistributedDataParallel, name: str) -> ControlGroups:
+    """Open the groups for the mask exchange; collective over the module's process group.
+
+    Args:
+        ddp: the module.
+        name: the same on every rank, and new. The ranks find each other under it, in the store of the module's group.
+    """
+    group = ddp.process_group
+    ranks, here = dist.get_world_size(group), dist.get_rank(group)
+    if ranks == 1:
+        return ControlGroups(name, _C.ControlGroups(world_size=1, all=None, axes=[]))
+    everyone = _open_group(ddp, f"{name}/all", here, ranks)
+    axes = []
+    lengths = grid(ranks, LARGEST_AXIS)
     stride = 1
-    for number, length in enumerate(axes):
-        first = here - here // stride % length * stride
-        members = [ranks[first + i * stride] for i in range(length)]
-        groups.append(_open_group(ddp, members, f"ddp_hooks_control_axis_{number}"))
+    for number, length in enumerate(lengths if len(lengths) > 1 else []):
+        position = here // stride % length
+        # Those that differ from this rank along the axis only; the first of them names their group.
+        first = here - position * stride
+        axes.append(_open_group(ddp, f"{name}/axis{number}/{first}", position, length))
         stride *= length
-    return ControlGroups(everyone, tuple(groups))
+    return ControlGroups(name, _C.ControlGroups(world_size=ranks, all=everyone, axes=axes))
 
 
 def grid(ranks: int, largest_axis: int) -> list[int]:
@@ -103,22 +145,19 @@ def grid(ranks: int, largest_axis: int) -> list[int]:
     return [divisor] if divisor == ranks else [divisor, *grid(ranks // divisor, largest_axis)]
 
 
-def _open_group(ddp: DistributedDataParallel, ranks: list[int], description: str) -> Any:
-    # Only the members call it, so that modules on different subgroups of the world do not wait for each other.
-    return dist.new_group(
-        ranks=ranks,
-        backend="gloo",
-        timeout=_timeout_of(ddp),
-        use_local_synchronization=True,
-        group_desc=description,
-    )
+def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int) -> Any:
+    store = dist.PrefixStore(name, ddp.process_group.get_group_store())  # type: ignore[attr-defined]
+    group = dist.ProcessGroupGloo(store, rank, ranks, timeout=_timeout_of(ddp))
+    # What torch's own groups are told, for its flight recorder.
+    group.options.group_name = name  # type: ignore[assignment]
+    return group
 
 
-def _timeout_of(ddp: DistributedDataParallel) -> timedelta | None:
+def _timeout_of(ddp: DistributedDataParallel) -> timedelta:
     """Return the data group's timeout, so that a lost rank is noticed as soon here as there."""
     options = getattr(ddp.process_group._get_backend(ddp.device), "options", None)
     timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else None
+    return timeout if isinstance(timeout, timedelta) else dist.constants.default_pg_timeout
 
 
 def describe(
@@ -138,19 +177,60 @@ def describe(
     }
 
 
-def agree(group: Any, description: dict[str, str], problem: str | None) -> None:
-    """Raise on every rank if any rank has a problem or describes itself differently."""
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (description, problem), group=group)
-    problems = [f"rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if answer[1] is not None]
-    if problems:
-        raise RuntimeError(f"ddp_hooks: this DistributedDataParallel module cannot be served: {'; '.join(problems)}")
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What one rank brings to a function that every rank calls.
+
+    Attributes:
+        description: what every rank has to have in common, by a name for it.
+        problem: why this rank cannot take part, or None.
+        own: what else the others need to know, of the function's own.
+    """
+
+    description: Mapping[str, str]
+    problem: str | None
+    own: Any = None
+
+
+def agree(ddp: DistributedDataParallel, function: str, proposal: Proposal, error: Exception | None = None) -> list[Any]:
+    """Exchange proposals; raise on every rank if any rank has a problem or describes itself differently.
+
+    Args:
+        ddp: the module whose ranks take part.
+        function: what every rank calls.
+        proposal: this rank's.
+        error: what to raise here if the problem is this rank's own.
+
+    Returns:
+        What each rank brought of its own, by rank.
+    """
+    proposals: list[Proposal] = gather(ddp, function, proposal)
+    check(function, proposals, error)
+    return [each.own for each in proposals]
+
+
+def check(function: str, proposals: Sequence[Proposal], error: Exception | None = None) -> None:
+    """Raise if any of the proposals has a problem or describes itself differently; the same on every rank."""
+    ranks_by_problem: dict[str, list[int]] = {}
+    for rank, each in enumerate(proposals):
+        if each.problem is not None:
+            ranks_by_problem.setdefault(each.problem, []).append(rank)
+    if ranks_by_problem and error is not None:
+        raise error
+    if ranks_by_problem:
+        problems = [
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {problem}"
+            for problem, ranks in ranks_by_problem.items()
+        ]
+        raise RuntimeError(f"{function}: refused on every rank. {'; '.join(problems)}")
     differences = []
-    for key, expected in answers[0][0].items():
-        for rank, (received, _) in enumerate(answers):
-            if received[key] != expected:
-                differences.append(f"{key}: expected {expected} as on rank 0, received {received[key]} on rank {rank}")
+    for key, expected in proposals[0].description.items():
+        for rank, each in enumerate(proposals):
+            if each.description[key] != expected:
+                differences.append(
+                    f"{key}: expected {expected} as on rank 0, received {each.description[key]} on rank {rank}"
+                )
     if differences:
         raise RuntimeError(
-            f"ddp_hooks: the ranks disagree: {'; '.join(differences)}. Pass the same module and policy on every rank"
+            f"{function}: the ranks disagree: {'; '.join(differences)}. Pass the same module and policy on every rank"
         )
