@@ -15,6 +15,7 @@ from . import _extension
 _extension.load()
 
 from ._version import __version__  # noqa: E402
+from .absentees import RanksAbsentError  # noqa: E402
 from .agreement import RanksDisagreeError  # noqa: E402
 from .averagers import PeriodicModelAverager  # noqa: E402
 from .buffers import BufferStatistics, BufferSync  # noqa: E402
@@ -34,6 +35,7 @@ __all__ = [
     "ParameterUsage",
     "PeriodicModelAverager",
     "Policy",
+    "RanksAbsentError",
     "RanksDisagreeError",
     "ReplicaReport",
     "ReplicasDifferError",

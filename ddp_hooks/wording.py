@@ -1,0 +1,68 @@
+"""Shows in an error what was received: short, because it may be a whole checkpoint."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+
+import torch
+
+_LONGEST = 160
+
+
+class _Short(reprlib.Repr):
+    """A repr that opens no tensor and no module, and of a container shows the first elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdeque = 4
+        self.maxstring = self.maxother = 60
+
+    def repr1(self, x: object, level: int) -> str:
+        if isinstance(x, torch.Tensor):
+            return f"a {type(x).__name__} of {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+        if isinstance(x, (torch.nn.Module, torch.optim.Optimizer)):
+            return f"a {type(x).__name__}"
+        if isinstance(x, Mapping) and not isinstance(x, dict):
+            x = dict(x)
+        if isinstance(x, dict) and type(x) is not dict:
+            return self.repr_dict(x, level)
+        return super().repr1(x, level)
+
+
+_short = _Short()
+
+
+def short(value: object) -> str:
+    """Return the repr of ``value``, cut to what fits in a sentence; tensors and modules by type and shape only."""
+    try:
+        text = _short.repr(value)
+    except Exception:
+        # An object whose repr fails is no reason to hide the error that is about it.
+        text = f"a {type(value).__name__}"
+    # Sorted by reprlib, and on one line.
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is no bool.
+
+    Raises:
+        TypeError: names the argument and what was received.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"expected {name} to be True or False, received {short(value)}")
+
+
+def check_int(name: str, value: object, least: int) -> None:
+    """Refuse what is no int (a bool is none), and an int below ``least``.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what was received.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"expected {name} to be an int from {least} on, received {short(value)}")
+    if value < least:
+        raise ValueError(f"expected {name} to be at least {least}, received {short(value)}")
