@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 _LONGEST = 160
+_LONGEST_NAME = 60
+_SHOWN = 6
 
 
 class _Short(reprlib.Repr):
@@ -41,7 +43,7 @@ def short(value: object) -> str:
     except Exception:
         # An object whose repr fails is no reason to hide the error that is about it.
         text = f"a {type(value).__name__}"
-    # Sorted by reprlib, and on one line.
+    # On one line.
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
@@ -66,3 +68,36 @@ def check_int(name: str, value: object, least: int) -> None:
         raise TypeError(f"expected {name} to be an int from {least} on, received {short(value)}")
     if value < least:
         raise ValueError(f"expected {name} to be at least {least}, received {short(value)}")
+
+
+def check_fields(what: str, received: object, required: Sequence[str], known: Iterable[str]) -> None:
+    """Refuse what is no dictionary with the ``required`` names, or has others than the ``known`` ones.
+
+    Raises:
+        TypeError, ValueError: names the fields that are missing or unknown, and shows no value.
+    """
+    if not isinstance(received, Mapping):
+        raise TypeError(
+            f"{what}: expected a dictionary with the fields {short_list(required)}, received {short(received)}; pass "
+            "what a checkpoint holds for it"
+        )
+    missing = [name for name in required if name not in received]
+    unknown = [name for name in received if name not in set(known)]
+    problems = []
+    if missing:
+        problems.append(f"without {short_list(missing)}")
+    if unknown:
+        problems.append(f"with the unknown {short_list(unknown)}")
+    if problems:
+        raise ValueError(
+            f"{what}: expected a dictionary with the fields {short_list(required)}, received one "
+            f"{' and '.join(problems)}; pass what a checkpoint holds for it, of this version of ddp_hooks or an older "
+            "one"
+        )
+
+
+def short_list(names: Sequence[object]) -> str:
+    """Return names in one line, the first few of many."""
+    shown = [name if isinstance(name, str) and len(name) <= _LONGEST_NAME else short(name) for name in names[:_SHOWN]]
+    more = len(names) - len(shown)
+    return ", ".join(map(str, shown)) + (f" and {more} more" if more else "")

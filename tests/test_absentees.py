@@ -167,8 +167,7 @@ def message_of(function: Callable[[], Any]) -> str:
     try:
         function()
     except RanksAbsentError as error:
-        assert isinstance(error.__cause__, RuntimeError)
-        return str(error)
+        return f"{error}" if isinstance(error.__cause__, RuntimeError) else "an error without its cause"
     return "fine"
 
 
