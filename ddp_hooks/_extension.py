@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
+import itertools
 import sys
 import types
 from pathlib import Path
@@ -30,13 +30,13 @@ def load() -> types.ModuleType:
         ImportError: the extension is missing, does not link, or was built for another torch or Python; the message says
             what was expected and received, and how to build it.
     """
+    built_for = _built_for()
+    if built_for is None:
+        raise ImportError(f"ddp_hooks is not built: its compiled extension is missing. {_BUILD}")
     torch_version = _torch_version()
     if torch_version is None:
         raise ImportError("ddp_hooks needs torch, which is not installed for this Python: `pip install torch`.")
     # Asked first, because a torch of another ABI makes the import itself fail with a linker's message.
-    built_for = _built_for()
-    if built_for is None:
-        raise ImportError(f"ddp_hooks is not built: its compiled extension is missing. {_BUILD}")
     if torch_version != built_for:
         raise ImportError(
             f"ddp_hooks was built for torch {built_for}, but torch {torch_version} is installed. {_REBUILD}"
@@ -73,7 +73,7 @@ def runs_as_command() -> bool:
     """Say whether this is `python -m ddp_hooks`, which has to import the package before it can say anything."""
     # While Python looks for the module of -m, that stands first in the arguments.
     original = sys.orig_argv
-    named = "-mddp_hooks" in original or ("-m", "ddp_hooks") in zip(original, original[1:], strict=False)
+    named = "-mddp_hooks" in original or ("-m", "ddp_hooks") in itertools.pairwise(original)
     return sys.argv[:1] == ["-m"] and named
 
 
