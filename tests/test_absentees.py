@@ -230,6 +230,22 @@ def test_a_rank_that_comes_late() -> None:
         assert "give the process group a longer timeout" in message
 
 
+def _forward_alone(rank: int) -> str:
+    group = dist.new_group(timeout=TIMEOUT)
+    ddp = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(2), process_group=group)
+    ddp_hooks.BufferSync(ddp, "average")
+    message = "fine" if rank else message_of(lambda: ddp(torch.randn(4, 2)))
+    dist.barrier()
+    return message
+
+
+def test_a_forward_that_the_others_do_not_come_to() -> None:
+    alone, silent = run_ranks(2, _forward_alone)
+    assert silent == "fine"
+    assert alone.startswith("a forward with a BufferSync: waited ")
+    assert "for rank 1, which did not call it" in alone
+
+
 def _rank_one_dies(rank: int) -> None:
     if rank == 1:
         os._exit(9)

@@ -717,3 +717,37 @@ def test_select_names_each_parameter_once() -> None:
         "head.bias",
         "decoder.bias",
     ]
+
+
+# --- schedules
+
+
+def test_a_schedule_may_only_thaw() -> None:
+    model = make_model().requires_grad_(False)
+    schedule = FreezeSchedule(model, unfreeze={1: model.head.bias, 2: [model.encoder, "head"]})
+    assert schedule.step() == ()
+    assert schedule.step() == ("head.bias",)
+    assert schedule.step()[-2:] == ("head.weight", "head.bias")
+
+
+def test_a_step_that_cannot_be_done_changes_nothing() -> None:
+    model = make_model()
+    plan = {"freeze": {0: "head", 1: "decoder"}, "unfreeze": {1: "head"}}
+    schedule = FreezeSchedule(model, **plan)
+    schedule.step()
+    del model.decoder  # what is due next thaws the head first
+    before = fingerprint(model)
+    gone = Mistake(schedule.step, ValueError, [NAMES + "'decoder'"])
+    assert_fails(gone)
+    assert_fails(Mistake(lambda: schedule.load_state_dict({"next_step": 2}), ValueError, gone.texts))
+    assert_unchanged(before, fingerprint(model))
+    assert schedule.state_dict() == {"next_step": 1}
+
+
+def test_a_schedule_far_ahead_is_resumed_at_once() -> None:
+    model = make_model()
+    schedule = FreezeSchedule(model, {1: "head", 10**12: "encoder"})
+    schedule.load_state_dict({"next_step": 10**12})
+    assert not model.head.weight.requires_grad
+    assert model.encoder[0].weight.requires_grad
+    assert "encoder.0.weight" in schedule.step()
