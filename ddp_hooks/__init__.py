@@ -10,21 +10,31 @@
 Around it: freezing at any time, and parameters and buffers in step without a backward pass.
 """
 
+import sys
+
 from . import _extension
 
-_extension.load()
+try:
+    _extension.load()
+except ImportError as _error:
+    if not _extension.runs_as_command():
+        raise
+    # `python -m ddp_hooks info` is what people call to find out why it does not load.
+    print(_extension.describe())
+    sys.exit(str(_error))
 
-from ._version import __version__  # noqa: E402
-from .agreement import RanksDisagreeError  # noqa: E402
-from .averagers import PeriodicModelAverager  # noqa: E402
-from .buffers import BufferStatistics, BufferSync  # noqa: E402
-from .freezing import FreezeSchedule, freeze, rebuild, unfreeze  # noqa: E402
-from .hooks import SkipUnusedState, register, skip_unused_hook  # noqa: E402
-from .policies import PRESETS, Policy  # noqa: E402
-from .replicas import ReplicaReport, ReplicasDifferError, TensorDifference, verify_replicas  # noqa: E402
-from .sharing import SharedParameters, share_parameters  # noqa: E402
-from .statistics import ParameterUsage, Statistics  # noqa: E402
-from .sync import SyncReport, SyncWork, average_parameters, broadcast_parameters  # noqa: E402
+from ._version import __version__
+from .absentees import RanksAbsentError
+from .agreement import RanksDisagreeError
+from .averagers import PeriodicModelAverager
+from .buffers import BufferStatistics, BufferSync
+from .freezing import FreezeSchedule, freeze, rebuild, unfreeze
+from .hooks import SkipUnusedState, register, skip_unused_hook
+from .policies import PRESETS, Policy
+from .replicas import ReplicaReport, ReplicasDifferError, TensorDifference, verify_replicas
+from .sharing import SharedParameters, share_parameters
+from .statistics import ParameterUsage, Statistics
+from .sync import SyncReport, SyncWork, average_parameters, broadcast_parameters
 
 __all__ = [
     "PRESETS",
@@ -34,6 +44,7 @@ __all__ = [
     "ParameterUsage",
     "PeriodicModelAverager",
     "Policy",
+    "RanksAbsentError",
     "RanksDisagreeError",
     "ReplicaReport",
     "ReplicasDifferError",

@@ -7,17 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-import ddp_hooks
-from ddp_hooks import demo
+from ddp_hooks import _extension, demo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in ``arguments`` (the process's own by default) and return its exit status."""
     parsed = _build_parser().parse_args(arguments)
     if parsed.command == "info":
-        return _print_info()
+        print(_extension.describe())
+        return 0
     return demo.run(
         demo.Options(
             ranks=parsed.ranks,
@@ -30,20 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def _print_info() -> int:
-    from ddp_hooks import _build_info
-
-    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    print(f"ddp_hooks  {ddp_hooks.__version__}, built for torch {_build_info.TORCH_VERSION}")
-    print(f"torch      {torch.__version__}, {cuda}; device: {device}")
-    return 0
-
-
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ddp_hooks", description=ddp_hooks.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m ddp_hooks",
+        description="A DistributedDataParallel communication hook that sends only the gradients somebody needs.",
+        epilog="In a program: `state = ddp_hooks.register(ddp)`, on every rank, after wrapping the model.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("info", help="print versions: ddp_hooks, the torch it was built for, the torch installed")
+    commands.add_parser("info", help="print versions, and why ddp_hooks does not load if it does not (exit status 1)")
     defaults = demo.Options()
     train = commands.add_parser(
         "demo",

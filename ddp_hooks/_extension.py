@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import sys
 import types
+from pathlib import Path
 
-import torch
+from ._version import __version__
 
+_BUILD = "In a checkout, build it with `make build`, or with `pip install --no-build-isolation .` next to your torch."
 _REBUILD = (
     "Rebuild it against the torch that is installed: "
     "`pip install --force-reinstall --no-deps --no-build-isolation ddp_hooks` (or `.` in a checkout)."
@@ -22,19 +27,75 @@ def load() -> types.ModuleType:
         The compiled module.
 
     Raises:
-        ImportError: the extension is missing, does not link, or was built for another torch; the message says which
-            versions were expected and received, and how to rebuild.
+        ImportError: the extension is missing, does not link, or was built for another torch or Python; the message says
+            what was expected and received, and how to build it.
     """
+    built_for = _built_for()
+    if built_for is None:
+        raise ImportError(f"ddp_hooks is not built: its compiled extension is missing. {_BUILD}")
+    torch_version = _torch_version()
+    if torch_version is None:
+        raise ImportError("ddp_hooks needs torch, which is not installed for this Python: `pip install torch`.")
     # Asked first, because a torch of another ABI makes the import itself fail with a linker's message.
-    from . import _build_info
-
-    if torch.__version__ != _build_info.TORCH_VERSION:
+    if torch_version != built_for:
         raise ImportError(
-            f"ddp_hooks was built for torch {_build_info.TORCH_VERSION}, but torch {torch.__version__} is installed. "
-            + _REBUILD
+            f"ddp_hooks was built for torch {built_for}, but torch {torch_version} is installed. {_REBUILD}"
         )
     try:
-        from . import _C
+        return importlib.import_module(f"{__package__}._C")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__package__}._C":
+            raise
+        others = ", ".join(path.name for path in sorted(Path(__file__).parent.glob("_C.*.so")))
+        if not others:
+            raise ImportError(f"ddp_hooks is not built: its compiled extension is missing. {_BUILD}") from error
+        raise ImportError(
+            f"ddp_hooks was built for another Python: expected an extension for {sys.implementation.cache_tag}, found "
+            f"{others}. {_REBUILD}"
+        ) from error
     except ImportError as error:
         raise ImportError(f"ddp_hooks' compiled extension cannot be loaded: {error}. {_REBUILD}") from error
-    return _C
+
+
+def describe() -> str:
+    """Say what is installed and what the extension was built for, whether or not it loads."""
+    built_for = _built_for()
+    torch_version = _torch_version()
+    lines = [
+        f"ddp_hooks  {__version__}, {'not built' if built_for is None else f'built for torch {built_for}'}",
+        f"torch      {'not installed' if torch_version is None else _describe_torch(torch_version)}",
+        f"python     {sys.version.split()[0]}, {sys.executable}",
+    ]
+    return "\n".join(lines)
+
+
+def runs_as_command() -> bool:
+    """Say whether this is `python -m ddp_hooks`, which has to import the package before it can say anything."""
+    # While Python looks for the module of -m, that stands first in the arguments.
+    original = sys.orig_argv
+    named = "-mddp_hooks" in original or ("-m", "ddp_hooks") in itertools.pairwise(original)
+    return sys.argv[:1] == ["-m"] and named
+
+
+def _built_for() -> str | None:
+    try:
+        version: str = importlib.import_module(f"{__package__}._build_info").TORCH_VERSION
+    except ModuleNotFoundError:
+        return None
+    return version
+
+
+def _torch_version() -> str | None:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return None
+    return str(torch.__version__)
+
+
+def _describe_torch(version: str) -> str:
+    import torch
+
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return f"{version}, {cuda}; device: {device}"

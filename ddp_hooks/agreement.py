@@ -18,10 +18,15 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from .absentees import naming_absent_ranks
+from .wording import short
+
 # A record: digest of the call (1 word), digest of the layout (2), whether this rank refuses (1), the caller's own (4).
 _OWN_WORDS = 4
 RECORD_BYTES = (4 + _OWN_WORDS) * 8
 _DIFFERENCES_SHOWN = 10
+_LONGEST_REASON = 1000
+_LONGEST_ARGUMENT = 160
 
 
 class RanksDisagreeError(RuntimeError):
@@ -46,14 +51,29 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
-        ValueError: this rank is not in ``process_group``.
+        TypeError: ``process_group`` is something else.
+        ValueError: this rank is not in ``process_group``, or it was destroyed.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "expected an initialized process group, found none; call torch.distributed.init_process_group first"
         )
-    group = dist.group.WORLD if process_group is None else process_group
-    if group is None or dist.get_rank(group) < 0:
+    group: object = dist.group.WORLD if process_group is None else process_group
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("expected a process group that this rank is in; let only its members call")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"expected process_group to be a process group or None, received {short(group)}; of ranks make one with "
+            "torch.distributed.new_group(ranks), of a DeviceMesh pass .get_group()"
+        )
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        raise ValueError(
+            "expected a process group that is in use, received one that was destroyed; make it anew, or pass None for "
+            "the default group"
+        ) from error
+    if rank < 0:
         raise ValueError("expected a process group that this rank is in; let only its members call")
     return group
 
@@ -125,6 +145,7 @@ def exchange_records(
 
     Raises:
         RanksDisagreeError: functions or arguments differ, or another rank refuses.
+        RanksAbsentError: a rank did not call a function of this package within the group's timeout.
         Exception: ``refusal``, on the rank that refuses.
     """
     call = [function, *(f"{name}={value!r}" for name, value in arguments.items())]
@@ -135,13 +156,14 @@ def exchange_records(
         *words,
         *([0] * (_OWN_WORDS - len(words))),
     ]
-    records = gather_tensor(group, torch.tensor(own, dtype=torch.int64)).tolist()
+    with naming_absent_ranks(group, function):
+        records = gather_tensor(group, torch.tensor(own, dtype=torch.int64)).tolist()
     own_words = tuple(tuple(record[4:]) for record in records)
     if not any(record[3] for record in records) and all(record[:3] == records[0][:3] for record in records):
         return Agreement(own_words, None)
 
     # From here on every rank knows that something is wrong, so a larger exchange is safe.
-    reason = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
+    reason = None if refusal is None else f"{type(refusal).__name__}: {refusal}"[:_LONGEST_REASON]
     everything = gather_objects(group, (call, reason, dict(layout)))
     calls, reasons, layouts = zip(*everything, strict=True)
     if refusal is not None:
@@ -217,7 +239,11 @@ def _by_value(values: Sequence[object]) -> list[tuple[object, str]]:
 
 
 def _readable(value: object) -> object:
-    return f"{value[0]}({', '.join(map(str, value[1:]))})" if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    # A weight for each of a thousand ranks says nothing in a sentence.
+    shown = [text if len(text) <= _LONGEST_ARGUMENT else f"{text[:_LONGEST_ARGUMENT]}..." for text in value[1:]]
+    return f"{value[0]}({', '.join(shown)})"
 
 
 def _message(function: str, lines: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging import averagers
 
 from .agreement import agree, gather_tensor, refuse, resolve_group
-from .sync import average_parameters
-from .tensors import describe_layout, named_tensors
+from .sync import average_named
+from .tensors import describe_layout, named_tensors, read_tensors
+from .wording import check_int, short
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -30,43 +31,65 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
         warmup_steps: steps before the first averaging.
         process_group: the ranks to average over; the default group if ``None``.
 
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type or out of its range.
+        RuntimeError: torch.distributed is not initialized.
+
     Source:
         Lin, Stich, Patel, Jaggi: "Don't use large mini-batches, use local SGD", ICLR 2020.
     """
+
+    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
+        check_int("period", period, 1)
+        check_int("warmup_steps", warmup_steps, 0)
+        resolve_group(process_group)
+        super().__init__(period, warmup_steps, process_group)
 
     def average_parameters(self, params: Parameters) -> None:
         """Count a step, and average the parameters that have a gradient on any rank if the schedule says so.
 
         Args:
-            params: the parameters of a model, or the parameter groups of an optimizer.
+            params: the parameters of a model, or the parameter groups of an optimizer; at least one.
 
         Raises:
-            TypeError, ValueError, RanksDisagreeError: as :func:`ddp_hooks.average_parameters`.
+            TypeError, ValueError: as :func:`ddp_hooks.average_parameters`.
+            RanksDisagreeError: as there; also when the ranks are at different steps of their schedules.
+            RanksAbsentError: as there.
         """
         due = self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
         if due:
-            _average_those_with_gradients(params, resolve_group(self.process_group))
+            schedule = {"period": self.period, "warmup_steps": self.warmup_steps, "step": self.step}
+            _average_those_with_gradients(params, schedule, resolve_group(self.process_group))
         self.step += 1
 
 
-def _average_those_with_gradients(params: Parameters, group: dist.ProcessGroup) -> None:
+def _average_those_with_gradients(params: Parameters, schedule: dict[str, int], group: dist.ProcessGroup) -> None:
     name = "PeriodicModelAverager.average_parameters"
     try:
-        parameters = list(_flatten(params))
+        parameters = read_tensors(_flatten(params))
         named = named_tensors(parameters)
-    except (TypeError, KeyError) as error:
+    except Exception as error:  # whatever it is, the others must not wait
         refuse(group, name, error)
-    agree(group, name, {}, describe_layout(named))
+    agree(group, name, schedule, describe_layout(named))
     with_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
     on_any_rank = gather_tensor(group, with_gradient).any(dim=0).tolist()
-    average_parameters(
-        [parameter for parameter, used in zip(parameters, on_any_rank, strict=True) if used], process_group=group
-    )
+    used_anywhere = [each for each, used in zip(named, on_any_rank, strict=True) if used]
+    average_named(name, lambda: used_anywhere, group)
 
 
-def _flatten(params: Parameters) -> Iterable[torch.Tensor]:
+def _flatten(params: Parameters) -> Iterator[torch.Tensor]:
+    if not isinstance(params, Iterable) or isinstance(params, (str, dict, torch.Tensor)):
+        raise TypeError(
+            f"expected the parameters of a model or the parameter groups of an optimizer, received {short(params)}; "
+            "pass model.parameters() or optimizer.param_groups"
+        )
     for element in params:
-        if isinstance(element, dict):
+        if not isinstance(element, dict):
+            yield element
+        elif "params" in element:
             yield from element["params"]
         else:
-            yield element
+            raise ValueError(
+                f"expected parameter groups with a key 'params', received one with {short(list(element))}; pass "
+                "model.parameters() or optimizer.param_groups"
+            )

@@ -13,12 +13,15 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from . import _C
 from .agreement import RECORD_BYTES, agree, gather_tensor, refuse, resolve_group
-from .sync import SyncReport, average_parameters, broadcast_parameters, broadcast_tensors
+from .sync import SyncReport, average_named, broadcast_named, broadcast_tensors
 from .tensors import NamedTensor, check_writable, describe_layout, named_buffers
+from .wording import short
 
 BufferMode = Literal["broadcast", "average", "changed", "before_eval", "never"]
 _IN_FORWARD = ("broadcast", "average", "changed")
 _MODES = (*_IN_FORWARD, "before_eval", "never")
+# What the user called when buffers are exchanged.
+_FORWARD = "a forward with a BufferSync"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +71,22 @@ class BufferSync:
         TypeError: ``ddp`` is not a DDP module.
         ValueError: ``mode`` is unknown; it works in forwards but DDP was built not to synchronise buffers there; or
             ``ddp`` has a buffer hook already.
-        RanksDisagreeError: mode or buffers differ between ranks, or another rank raised one of the above.
+        RanksDisagreeError: mode or buffers differ between ranks, or another rank raised a ValueError.
+        RanksAbsentError: a rank did not make one within the group's timeout. Also from a forward, or from
+            ``ddp.eval()``, that other ranks do not come to.
     """
 
     def __init__(self, ddp: DistributedDataParallel, mode: BufferMode = "broadcast") -> None:
         if not isinstance(ddp, DistributedDataParallel):
-            raise TypeError(f"expected a DistributedDataParallel module, received {type(ddp).__name__}")
+            raise TypeError(
+                f"BufferSync: expected a DistributedDataParallel module, received {short(ddp)}; wrap the model first, "
+                "on every rank"
+            )
         group = resolve_group(ddp.process_group)
-        buffers = named_buffers(ddp)
         try:
-            if mode not in _MODES:
-                raise ValueError(f"expected mode to be one of {', '.join(_MODES)}, received {mode!r}")
+            buffers = named_buffers(ddp)
+            if not isinstance(mode, str) or mode not in _MODES:
+                raise ValueError(f"expected mode to be one of {', '.join(_MODES)}, received {short(mode)}")
             if mode in _IN_FORWARD and not ddp.broadcast_buffers:
                 raise ValueError(
                     f"expected DDP to synchronise buffers for mode {mode!r}, but it was built with "
@@ -87,7 +95,7 @@ class BufferSync:
             if hasattr(ddp, "buffer_hook"):
                 raise ValueError("expected a DDP module without a buffer hook; remove() the BufferSync it has")
             check_writable(buffers)
-        except ValueError as error:
+        except Exception as error:  # whatever it is, the others must not wait
             refuse(group, "BufferSync", error)
         agree(group, "BufferSync", {"mode": mode}, describe_layout(buffers))
         self.mode = mode
@@ -104,7 +112,10 @@ class BufferSync:
         return self._statistics
 
     def remove(self) -> None:
-        """Give DDP its own behaviour back."""
+        """Give DDP its own behaviour back; does nothing the second time."""
+        hook = getattr(self._ddp, "buffer_hook", None)
+        if hook is None or hook.buffer_comm_hook_state is not self:
+            return
         del self._ddp.buffer_hook
         if self.mode == "before_eval":
             del self._ddp.train
@@ -113,7 +124,7 @@ class BufferSync:
         leaves_training = self._ddp.training and not mode
         type(self._ddp).train(self._ddp, mode)  # type: ignore[no-untyped-call]
         if leaves_training:
-            self._count(average_parameters(named_buffers(self._ddp), process_group=self._ddp.process_group))
+            self._average(named_buffers(self._ddp), "ddp.eval() with a BufferSync")
         return self._ddp
 
     @torch.no_grad()
@@ -134,16 +145,23 @@ class BufferSync:
             )
         group = self._ddp.process_group
         if self.mode == "broadcast":
-            self._count(broadcast_parameters(buffers, process_group=group))
+            report = broadcast_named(_FORWARD, lambda: buffers, 0, group, {"mode": self.mode})
+            assert isinstance(report, SyncReport)
+            self._count(report)
         elif self.mode == "average":
-            self._count(average_parameters(buffers, process_group=group))
+            self._average(buffers, _FORWARD)
         else:
             self._broadcast_changed(buffers, group)
+
+    def _average(self, buffers: list[NamedTensor], function: str) -> None:
+        report = average_named(function, lambda: buffers, self._ddp.process_group, arguments={"mode": self.mode})
+        assert isinstance(report, SyncReport)
+        self._count(report)
 
     def _broadcast_changed(self, buffers: list[NamedTensor], group: dist.ProcessGroup) -> None:
         digests = self._hash(buffers)
         changed_here = [self._digests.get(label) != digest for label, digest in digests.items()]
-        words = agree(group, "BufferSync", {"mode": self.mode}, describe_layout(buffers), words=[any(changed_here)])
+        words = agree(group, _FORWARD, {"mode": self.mode}, describe_layout(buffers), words=[any(changed_here)])
         control_bytes = RECORD_BYTES
         changed: list[NamedTensor] = []
         if any(word[0] for word in words):

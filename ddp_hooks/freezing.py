@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +14,7 @@ from . import _extension
 from .hooks import SkipUnusedState, registered_state
 from .parameters import Selector, select
 from .registration import Proposal, find_ddp
+from .wording import check_fields, check_flag, check_int, short
 
 _C = _extension.load()
 
@@ -37,10 +39,12 @@ def freeze(
         The names of the parameters that are meant, frozen before or not.
 
     Raises:
-        TypeError: ``what`` holds something else.
-        ValueError: something in ``what`` matches no parameter, or nothing is given.
+        TypeError: an argument is of the wrong type.
+        ValueError: something in ``what`` matches no parameter, or nothing is given. Then nothing has changed.
     """
-    model = _model(module)
+    model = _model("freeze", module)
+    check_flag("eval_norms", eval_norms)
+    check_flag("keep_gradients", keep_gradients)
     parameters = _selected(model, what)
     for parameter in parameters.values():
         parameter.requires_grad_(False)
@@ -68,10 +72,12 @@ def unfreeze(module: nn.Module, *what: Selector, train_norms: bool = False) -> t
         The names of the parameters that are meant.
 
     Raises:
-        TypeError, ValueError: as for :func:`freeze`.
+        TypeError, ValueError: as for :func:`freeze`; also when a parameter is of a dtype without gradients.
     """
-    model = _model(module)
+    model = _model("unfreeze", module)
+    check_flag("train_norms", train_norms)
     parameters = _selected(model, what)
+    _check_trainable(parameters)
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     if train_norms:
@@ -85,12 +91,15 @@ class FreezeSchedule:
 
     Args:
         module: the DDP module, or the model in it.
-        freeze: by step (counted from 0): what to freeze before that step; patterns as for :func:`freeze`.
+        freeze: by step (counted from 0): what to freeze before that step; a pattern, module or parameter as for
+            :func:`freeze`, or a list of them. It may be left out if ``unfreeze`` is given.
         unfreeze: by step: what to thaw before that step. At the same step thawing comes first.
         eval_norms: as for :func:`freeze`, and the opposite when thawing.
 
     Raises:
-        ValueError: a negative step, or a pattern that matches nothing; raised here, not when its step comes.
+        TypeError: an argument is of the wrong type.
+        ValueError: a negative step, a pattern that matches nothing, or no step at all; raised here, not when its step
+            comes.
 
     Example::
 
@@ -103,14 +112,23 @@ class FreezeSchedule:
     def __init__(
         self,
         module: nn.Module,
-        freeze: Mapping[int, str | Sequence[str]],
-        unfreeze: Mapping[int, str | Sequence[str]] | None = None,
+        freeze: Mapping[int, Selector | Sequence[Selector]] | None = None,
+        unfreeze: Mapping[int, Selector | Sequence[Selector]] | None = None,
         *,
         eval_norms: bool = False,
     ) -> None:
+        model = _model("FreezeSchedule", module)
+        check_flag("eval_norms", eval_norms)
         self._module = module
-        self._freeze = _by_step(module, freeze)
-        self._unfreeze = _by_step(module, unfreeze or {})
+        self._freeze = _by_step(model, "freeze", freeze)
+        self._unfreeze = _by_step(model, "unfreeze", unfreeze)
+        if not self._freeze and not self._unfreeze:
+            raise ValueError(
+                "FreezeSchedule: expected something to freeze or to unfreeze, received no step at all; pass "
+                "for instance freeze={1000: 'encoder'}"
+            )
+        for what in self._unfreeze.values():
+            _check_trainable(_selected(model, what))
         self._eval_norms = eval_norms
         self._next_step = 0
 
@@ -119,9 +137,24 @@ class FreezeSchedule:
 
         Returns:
             The names of the parameters that were frozen or thawed.
+
+        Raises:
+            ValueError: a pattern matches nothing any more, because the module has changed. Then nothing is done.
         """
-        step = self._next_step
+        self._check(self._next_step)
+        changed = self._do(self._next_step)
         self._next_step += 1
+        return changed
+
+    def _check(self, step: int) -> None:
+        """Raise what freezing and thawing at this step would raise, before either is done."""
+        model = _model("FreezeSchedule", self._module)
+        if step in self._unfreeze:
+            _check_trainable(_selected(model, self._unfreeze[step]))
+        if step in self._freeze:
+            _selected(model, self._freeze[step])
+
+    def _do(self, step: int) -> tuple[str, ...]:
         changed: tuple[str, ...] = ()
         if step in self._unfreeze:
             changed += unfreeze(self._module, *self._unfreeze[step], train_norms=self._eval_norms)
@@ -134,10 +167,25 @@ class FreezeSchedule:
         return {"next_step": self._next_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint: everything that was due before is done again, in order."""
-        self._next_step = 0
-        while self._next_step < state_dict["next_step"]:
-            self.step()
+        """Go on from a checkpoint: everything that was due before is done again, in order.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: it is no dictionary, or holds a step that is no int.
+            ValueError: it is of something else, holds a negative step, or a pattern matches nothing any more. Then
+                nothing is done.
+        """
+        check_fields("FreezeSchedule.load_state_dict", state_dict, ("next_step",), ("next_step",))
+        next_step = state_dict["next_step"]
+        check_int("FreezeSchedule.load_state_dict: next_step", next_step, 0)
+        due = [step for step in sorted({*self._freeze, *self._unfreeze}) if step < next_step]
+        for step in due:
+            self._check(step)
+        for step in due:
+            self._do(step)
+        self._next_step = next_step
 
 
 def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None = None) -> bool:
@@ -168,16 +216,20 @@ def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None
     named = {n: p for n, p in model.named_parameters() if n not in ddp.parameters_to_ignore}
     trainable_here = {name for name, parameter in named.items() if parameter.requires_grad}
     search = ddp.find_unused_parameters if find_unused_parameters is None else find_unused_parameters
-    problem = None
-    if _C.reducer_is_in_backward(ddp.reducer):
+    problem: str | None = None
+    error: Exception | None = None
+    if not isinstance(search, bool):
+        error = TypeError(f"expected find_unused_parameters to be True, False or None, received {short(search)}")
+        problem = str(error)
+    elif _C.reducer_is_in_backward(ddp.reducer):
         problem = "a backward pass is under way; call rebuild between two steps"
     elif state._engine.awaits_backward():
         problem = (
             "a forward pass waits for its backward pass, which the new Reducer would not know; run it first, drop the "
             "outputs, or run such forward passes under torch.no_grad()"
         )
-    mine = Proposal({"find_unused_parameters": str(search)}, problem, sorted(trainable_here))
-    trainable = set().union(*state._agree_between_steps("rebuild", mine))
+    mine = Proposal({"find_unused_parameters": short(search)}, problem, sorted(trainable_here))
+    trainable = set().union(*state._agree_between_steps("rebuild", mine, error))
     if not trainable:
         raise RuntimeError(
             "rebuild: expected a parameter that requires a gradient, received a module that is frozen on every rank; "
@@ -223,14 +275,25 @@ def _state_of(module: nn.Module) -> SkipUnusedState:
     return state
 
 
-def _model(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, DistributedDataParallel) else module
+def _model(function: str, module: nn.Module) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{function}: expected a DDP module or the model in it, received {short(module)}")
+    inner = getattr(module, "_orig_mod", module)
+    return inner.module if isinstance(inner, DistributedDataParallel) else module
 
 
 def _selected(model: nn.Module, what: Sequence[Selector]) -> dict[str, nn.Parameter]:
     if not what:
         raise ValueError("expected patterns, modules or parameters, received none; '*' means all of them")
     return select(model, *what)
+
+
+def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise ValueError(
+                f"expected parameters that can have a gradient, but {name} is of {parameter.dtype}; leave it out"
+            )
 
 
 def _norms_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[_NormBase]:
@@ -240,11 +303,20 @@ def _norms_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Itera
             yield module
 
 
-def _by_step(module: nn.Module, schedule: Mapping[int, str | Sequence[str]]) -> dict[int, tuple[str, ...]]:
-    result: dict[int, tuple[str, ...]] = {}
-    for step, patterns in schedule.items():
-        if step < 0:
-            raise ValueError(f"FreezeSchedule: expected steps from 0, received {step}")
-        result[step] = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-        _selected(_model(module), result[step])
+def _by_step(
+    model: nn.Module, argument: str, schedule: Mapping[int, Selector | Sequence[Selector]] | None
+) -> dict[int, tuple[Selector, ...]]:
+    if schedule is None:
+        return {}
+    if not isinstance(schedule, Mapping):
+        raise TypeError(
+            f"FreezeSchedule: expected {argument} to be a dictionary from steps to patterns, as in "
+            f"{{1000: 'encoder'}}, received {short(schedule)}"
+        )
+    result: dict[int, tuple[Selector, ...]] = {}
+    for step, what in schedule.items():
+        check_int(f"the steps in FreezeSchedule's {argument}", step, 0)
+        alone = isinstance(what, (str, nn.Module, torch.Tensor)) or not isinstance(what, Iterable)
+        result[step] = (what,) if alone else tuple(what)  # type: ignore[assignment, arg-type]
+        _selected(model, result[step])
     return result

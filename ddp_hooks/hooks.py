@@ -31,6 +31,7 @@ from .registration import (
     why_unsupported,
 )
 from .statistics import ParameterUsage, Statistics
+from .wording import check_fields, short
 
 _C = _extension.load()
 
@@ -354,7 +355,7 @@ class SkipUnusedState:
             ValueError: a pattern matches nothing.
             RuntimeError: from ``backward()``, when a declared parameter receives a gradient after all; names it.
         """
-        names = set(select(self._require_module().module, *what))
+        names = self._names_of(what)
         self._declared.append(names)
         self._declare()
         try:
@@ -372,7 +373,13 @@ class SkipUnusedState:
         Raises:
             ValueError, RuntimeError: as for :meth:`unused`.
         """
-        self._declared_once |= set(select(self._require_module().module, *what))
+        self._declared_once |= self._names_of(what)
+
+    def _names_of(self, what: tuple[Selector, ...]) -> set[str]:
+        model = self._require_module().module
+        if not what:
+            raise ValueError("expected patterns, modules or parameters, received none; '*' means all of them")
+        return set(select(model, *what))
 
     def _declare(self) -> None:
         declared = self._declared_now.union(*self._declared)
@@ -524,22 +531,14 @@ def _parameters_of(ddp: DistributedDataParallel) -> tuple[list[torch.Tensor], li
 
 def _decode(state_dict: dict[str, Any]) -> tuple[Policy, Statistics]:
     """Read what :meth:`SkipUnusedState.state_dict` returned; raise a TypeError or ValueError if it is anything else."""
-    if not isinstance(state_dict, dict):
-        raise TypeError(
-            f"SkipUnusedState: expected a state_dict of a SkipUnusedState, received a {type(state_dict).__name__}"
-        )
-    if set(state_dict) != {"version", "policy", "statistics"}:
-        keys = [repr(key) for key in state_dict][:4]
-        raise ValueError(
-            "SkipUnusedState: expected a state_dict with 'version', 'policy' and 'statistics', received one with "
-            f"{', '.join(keys) or 'nothing'}{', ...' if len(state_dict) > 4 else ''}; pass what state.state_dict() "
-            "returned"
-        )
+    fields = ("version", "policy", "statistics")
+    check_fields("SkipUnusedState.load_state_dict", state_dict, fields, fields)
     if state_dict["version"] != 1:
         raise ValueError(
-            f"SkipUnusedState: expected a state_dict of version 1, received version {state_dict['version']!r:.40}"
+            f"SkipUnusedState: expected a state_dict of version 1, received version {short(state_dict['version'])}; it "
+            "is of another version of ddp_hooks"
         )
-    return Policy(**state_dict["policy"]), Statistics(**state_dict["statistics"])
+    return Policy.from_dict(state_dict["policy"]), Statistics.from_dict(state_dict["statistics"])
 
 
 def _resolve_or_error(policy: Policy | str, otherwise: Policy) -> tuple[Policy, Exception | None]:

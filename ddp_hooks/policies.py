@@ -5,13 +5,32 @@ A policy is a value. Every rank must choose the same one; :class:`ddp_hooks.Skip
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
+
+from .wording import check_fields, short
 
 ValuesDetector = Literal["off", "on", "adaptive"]
 
 
-@dataclass(frozen=True, slots=True)
+# What a checkpoint has to hold. Fields that came later are read with their defaults where they are missing.
+_FIRST_FIELDS = (
+    "name",
+    "graph",
+    "values",
+    "in_place_bytes",
+    "pack_bytes",
+    "gap_fraction",
+    "min_zero_fraction",
+    "hold_steps",
+    "first_pause_steps",
+    "longest_pause_steps",
+    "rebuild_after",
+)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Policy:
     """How a hook decides what to send. Start from a preset, or make one: ``Policy("mine", values="on")``.
 
@@ -56,17 +75,21 @@ class Policy:
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         if not isinstance(self.name, str):
-            raise TypeError(f"Policy.name: expected a str, received {self.name!r}")
+            raise TypeError(f"Policy.name: expected a str, received {short(self.name)}")
         if not isinstance(self.graph, bool):
-            raise TypeError(f"Policy.graph: expected a bool, received {self.graph!r}")
-        if self.values not in get_args(ValuesDetector):
-            raise ValueError(f"Policy.values: expected one of {get_args(ValuesDetector)}, received {self.values!r}")
+            raise TypeError(f"Policy.graph: expected a bool, received {short(self.graph)}")
+        if not isinstance(self.values, str) or self.values not in get_args(ValuesDetector):
+            raise ValueError(
+                f"Policy.values: expected one of {get_args(ValuesDetector)}, received {short(self.values)}"
+            )
         for field in ("gap_fraction", "min_zero_fraction"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"Policy.{field}: expected a number, received {value!r}")
+                raise TypeError(f"Policy.{field}: expected a number, received {short(value)}")
             if not 0 <= value <= 1:  # false for NaN, too
-                raise ValueError(f"Policy.{field}: expected between 0 and 1, received {value!r}")
+                raise ValueError(f"Policy.{field}: expected between 0 and 1, received {short(value)}")
+            # Ranks compare policies as text, in which 1 and 1.0, or 0.0 and -0.0, would differ.
+            object.__setattr__(self, field, float(value) + 0.0)
         for field, least in (
             ("in_place_bytes", 0),
             ("pack_bytes", 0),
@@ -77,13 +100,36 @@ class Policy:
         ):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value >= 2**63:
-                raise TypeError(f"Policy.{field}: expected an int of 64 bits, received {value!r}")
+                raise TypeError(f"Policy.{field}: expected an int of 64 bits, received {short(value)}")
             if value < least:
-                raise ValueError(f"Policy.{field}: expected at least {least}, received {value!r}")
+                raise ValueError(f"Policy.{field}: expected at least {least}, received {short(value)}")
+
+    def __repr__(self) -> str:
+        """Return an expression that makes this policy again: its name, and what differs from the defaults."""
+        changed = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return f"Policy({', '.join(changed)})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values, for checkpoints."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Policy:
+        """Make a policy of what :meth:`to_dict` returned; fields that are newer than a checkpoint take their defaults.
+
+        Args:
+            settings: the fields by name.
+
+        Raises:
+            TypeError: it is no dictionary, or a setting is of the wrong type.
+            ValueError: fields are missing or unknown, or a setting is out of range.
+        """
+        check_fields("Policy", settings, _FIRST_FIELDS, [field.name for field in fields(cls)])
+        return cls(**settings)
 
 
 PRESETS: dict[str, Policy] = {
@@ -108,7 +154,9 @@ def resolve(policy: Policy | str) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
-        raise TypeError(f"policy: expected a ddp_hooks.Policy or the name of a preset, received {policy!r}")
+        raise TypeError(f"policy: expected a ddp_hooks.Policy or the name of a preset, received {short(policy)}")
     if policy not in PRESETS:
-        raise ValueError(f"policy: expected one of {', '.join(PRESETS)}, or a ddp_hooks.Policy, received {policy!r}")
+        raise ValueError(
+            f"policy: expected one of {', '.join(PRESETS)}, or a ddp_hooks.Policy, received {short(policy)}"
+        )
     return PRESETS[policy]

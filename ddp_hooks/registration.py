@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _extension
+from . import _extension, agreement
 from ._version import __version__
 from .policies import Policy
 
@@ -76,12 +76,16 @@ def find_ddp(module: nn.Module, function: str) -> DistributedDataParallel:
 
 
 def gather(ddp: DistributedDataParallel, function: str, mine: Any) -> list[Any]:
-    """Gather a picklable object from every rank of the module, by rank; every rank calls ``function``."""
-    everybody: list[Any] = [None] * dist.get_world_size(ddp.process_group)
+    """Gather a picklable object from every rank of the module, by rank; every rank calls ``function``.
+
+    Raises:
+        RanksDisagreeError: another rank calls another function of this package.
+        RanksAbsentError: another rank calls none.
+    """
     # Objects travel through the current device, which need not be the module's; two ranks may share it.
     with torch.cuda.device(ddp.device) if ddp.device_type == "cuda" else nullcontext():
-        dist.all_gather_object(everybody, mine, group=ddp.process_group)
-    return everybody
+        agreement.agree(ddp.process_group, function, {}, {})
+        return agreement.gather_objects(ddp.process_group, mine)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +25,10 @@ from .tensors import (
     describe_layout,
     ignored_by_ddp,
     named_tensors,
+    read_tensors,
     unwrap,
 )
+from .wording import check_flag, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,8 @@ def verify_replicas(
     the host for it.
 
     Args:
-        module: a module, a DDP module, a tensor, or any iterable of tensors.
+        module: a module, a DDP module, a tensor, or any iterable of tensors; a module may have no tensors, but an
+            iterable has to have one.
         optimizer: compare its state and its numeric settings (learning rate, ...) too.
         gradients: whether to compare gradients; leave them out where they are meant to differ, between the backwards
             of ``no_sync``.
@@ -138,9 +141,11 @@ def verify_replicas(
         What was found.
 
     Raises:
-        TypeError: ``module`` holds something else than tensors.
-        ValueError: a tensor has no elements that can be hashed (sparse, quantized, on the meta device, uninitialized).
+        TypeError: an argument is of the wrong type, or ``module`` holds something else than tensors.
+        ValueError: ``module`` is an empty iterable, or a tensor has no elements that can be hashed (sparse, quantized,
+            on the meta device, uninitialized).
         RanksDisagreeError: arguments differ between ranks, or another rank raised one of the above.
+        RanksAbsentError: a rank did not call it within the group's timeout.
         ReplicasDifferError: the ranks differ, if ``raise_on_difference``.
 
     Source:
@@ -148,13 +153,20 @@ def verify_replicas(
     """
     group = resolve_group(process_group)
     try:
+        check_flag("gradients", gradients)
+        check_flag("raise_on_difference", raise_on_difference)
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"expected optimizer to be a torch.optim.Optimizer or None, received {short(optimizer)}; of a wrapper "
+                "pass the optimizer in it"
+            )
         tensors = _everything(module, optimizer, gradients)
         check_readable(tensors)
-    except (TypeError, ValueError) as error:
+        started = time.perf_counter()
+        digests = _C.hash_tensors([named.tensor for named in tensors])
+        hash_seconds = time.perf_counter() - started
+    except Exception as error:  # whatever it is, the others must not wait
         refuse(group, "verify_replicas", error)
-    started = time.perf_counter()
-    digests = _C.hash_tensors([named.tensor for named in tensors])
-    hash_seconds = time.perf_counter() - started
 
     hashed_bytes = sum(named.tensor.nbytes for named in tensors)
     layout = describe_layout(tensors)
@@ -189,16 +201,14 @@ def verify_replicas(
 
 
 def _everything(module: TensorSource, optimizer: torch.optim.Optimizer | None, gradients: bool) -> list[NamedTensor]:
-    if isinstance(module, Iterable) and not isinstance(module, (torch.nn.Module, torch.Tensor)):
-        module = list(module)  # a generator can be read once only, and gradients are read after parameters
-    tensors = named_tensors(module)
     sources: list[tuple[str, torch.Tensor]]
     if isinstance(module, torch.nn.Module):
         sources = list(unwrap(module).named_parameters())
     else:
-        sources = [
-            (str(i), tensor) for i, tensor in enumerate([module] if isinstance(module, torch.Tensor) else module)
-        ]
+        # A generator can be read once only, and gradients are read after parameters.
+        module = read_tensors(module)
+        sources = [(str(i), tensor) for i, tensor in enumerate(module)]
+    tensors = named_tensors(module)
     # What DDP was told to ignore is meant to differ, and so are its gradients and its optimizer's state.
     ignored = ignored_by_ddp(module) if isinstance(module, torch.nn.Module) else frozenset()
     if gradients:

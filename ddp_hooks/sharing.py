@@ -17,9 +17,11 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .absentees import naming_absent_ranks
 from .agreement import agree, gather_objects, refuse, resolve_group
 from .messages import MESSAGE_BYTES, BroadcastMessage, run, split
 from .tensors import NamedTensor, check_writable, describe_layout, named_buffers, named_parameters, unwrap
+from .wording import short
 
 # Of every storage's place in the shared block: a cache line, and more than any dtype needs.
 _ALIGNMENT_BYTES = 64
@@ -78,14 +80,18 @@ class SharedParameters:
 
     def barrier(self) -> None:
         """Wait for all ranks: what any rank of the host wrote before it, every rank of the host sees after it."""
-        dist.barrier(self.process_group)
+        self._barrier("SharedParameters.barrier")
+
+    def _barrier(self, function: str) -> None:
+        with naming_absent_ranks(self.process_group, function):
+            dist.barrier(self.process_group)
 
     @torch.no_grad()
     def release(self) -> None:
         """Give every rank private copies of its parameters; collective, and to be called before the group is gone."""
         if not self.active:
             return
-        self.barrier()
+        self._barrier("SharedParameters.release")
         private: torch.Tensor | None = None
         for reference in self._parameters:
             parameter = reference()
@@ -97,7 +103,7 @@ class SharedParameters:
             _point_to(parameter, private.untyped_storage(), parameter.storage_offset())
         del _registry[self._address]
         # Nobody may go on, and perhaps write, while another rank still copies.
-        self.barrier()
+        self._barrier("SharedParameters.release")
         if self.leader_group is not None:
             dist.destroy_process_group(self.leader_group)
 
@@ -146,13 +152,15 @@ def share_parameters(module: torch.nn.Module, *, process_group: dist.ProcessGrou
     Raises:
         TypeError: ``module`` is not a module.
         ValueError: parameters are not on the CPU, already shared, or cannot be written; or a buffer is a view of one.
-        RanksDisagreeError: parameters, or their places in memory, differ between ranks.
+        RanksDisagreeError: parameters, or their places in memory, differ between ranks, or another rank raised one of
+            the above.
+        RanksAbsentError: a rank did not call it within the group's timeout.
         RuntimeError: shared memory could not be had on some rank; nothing changed on any.
     """
     group = resolve_group(process_group)
     try:
         parameters, placement = _place(module)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the others must not wait
         refuse(group, "share_parameters", error)
     agree(group, "share_parameters", {}, placement.layout)
 
@@ -252,7 +260,10 @@ class _Placement:
 
 def _place(module: torch.nn.Module) -> tuple[list[torch.nn.Parameter], _Placement]:
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"expected a module or a DDP module, received {type(module).__name__}")
+        raise TypeError(
+            f"expected a module or a DDP module, received {type(module).__name__} ({short(module)}); "
+            "pass the model itself"
+        )
     named = named_parameters(module)
     check_writable(named)
     by_name = dict(unwrap(module).named_parameters())
@@ -263,7 +274,10 @@ def _place(module: torch.nn.Module) -> tuple[list[torch.nn.Parameter], _Placemen
     block_bytes = 0
     for parameter in named:
         if parameter.tensor.device.type != "cpu":
-            raise ValueError(f"expected parameters on the CPU, but {parameter.label} is on {parameter.tensor.device}")
+            raise ValueError(
+                f"expected parameters on the CPU, but {parameter.label} is on {parameter.tensor.device}: "
+                "ranks share the memory of their host only"
+            )
         if _find(parameter.tensor) is not None:
             raise ValueError(f"expected parameters that are not shared yet, but {parameter.label} is; release() first")
         storage = parameter.tensor.untyped_storage()
@@ -279,7 +293,10 @@ def _place(module: torch.nn.Module) -> tuple[list[torch.nn.Parameter], _Placemen
     for buffer in named_buffers(module):
         storage = buffer.tensor.untyped_storage()
         if buffer.tensor.device.type == "cpu" and storage.nbytes() > 0 and storage.data_ptr() in placed:
-            raise ValueError(f"expected buffers with memory of their own, but {buffer.label} is a view of a parameter")
+            raise ValueError(
+                f"expected buffers with memory of their own, but {buffer.label} is a view of a parameter: "
+                "make it a .clone()"
+            )
     placement = _Placement(
         storages=tuple(storage for storage, _ in placed.values()),
         storage_starts=tuple(start for _, start in placed.values()),

@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from .wording import check_fields, short
+
+# What a checkpoint has to hold. Counters that came later start at zero where they are missing.
+_FIRST_FIELDS = (
+    "steps",
+    "values_steps",
+    "buckets_whole",
+    "buckets_packed",
+    "buckets_skipped",
+    "messages",
+    "dense_bytes",
+    "payload_bytes",
+    "mask_bytes",
+    "exchanges",
+    "plan_cache_hits",
+    "plan_cache_misses",
+    "exchange_wait_seconds",
+    "hook_seconds",
+)
 
 
 def _megabytes(count: int) -> str:
@@ -57,11 +79,35 @@ class Statistics:
 
     def __add__(self, other: Statistics) -> Statistics:
         """Sum the counters of two stretches of a run."""
+        if not isinstance(other, Statistics):
+            return NotImplemented
         return Statistics(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counters as plain values, for checkpoints and logs."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, counters: Mapping[str, Any]) -> Statistics:
+        """Make statistics of what :meth:`to_dict` returned; counters newer than a checkpoint start at zero.
+
+        Args:
+            counters: the fields by name.
+
+        Raises:
+            TypeError: it is no dictionary, or a counter is of the wrong type.
+            ValueError: fields are missing or unknown, or a counter is negative or not finite.
+        """
+        check_fields("Statistics", counters, _FIRST_FIELDS, [field.name for field in fields(cls)])
+        for field in fields(cls):
+            value = counters.get(field.name, field.default)
+            expected = "an int" if isinstance(field.default, int) else "a number"
+            kinds = int if isinstance(field.default, int) else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise TypeError(f"Statistics.{field.name}: expected {expected}, received {short(value)}")
+            if not (value >= 0 and value < math.inf):  # NaN is neither
+                raise ValueError(f"Statistics.{field.name}: expected from 0 on and finite, received {short(value)}")
+        return cls(**counters)
 
     @property
     def saved_fraction(self) -> float:

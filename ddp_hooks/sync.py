@@ -11,9 +11,11 @@ again, once the process group works, to bring all of them in step.
 from __future__ import annotations
 
 import math
+import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, overload
 
 import torch
@@ -23,6 +25,7 @@ from . import sharing
 from .agreement import agree, refuse, resolve_group
 from .messages import BroadcastMessage, MaximumMessage, MeanMessage, Message, StagingBuffers, run, split
 from .tensors import NamedTensor, TensorSource, check_writable, describe_layout, named_tensors
+from .wording import check_flag, short
 
 BufferTreatment = Literal["average", "broadcast", "ignore"]
 _BUFFER_TREATMENTS = ("average", "broadcast", "ignore")
@@ -112,7 +115,8 @@ def broadcast_parameters(
 
     Args:
         module: a module, a DDP module, a tensor, or any iterable of tensors (``model.parameters()``). Any dtype, shape,
-            strides and device.
+            strides and device. A module may have no tensors, but an iterable has to have one: an empty one is most
+            likely a generator that was read before.
         src: the rank, within ``process_group``, whose values everybody gets.
         buffers: whether the module's buffers go with its parameters.
         process_group: the ranks that take part; the default group if ``None``.
@@ -123,25 +127,49 @@ def broadcast_parameters(
         What was sent, or with ``async_op`` the work to wait for.
 
     Raises:
-        TypeError: ``module`` holds something else than tensors.
-        ValueError: ``src`` is not in the group, or a tensor cannot be written (sparse, quantized, expanded,
-            uninitialized).
+        TypeError: an argument is of the wrong type, or ``module`` holds something else than tensors.
+        ValueError: ``src`` is not in the group, ``module`` is an empty iterable, or a tensor cannot be written (sparse,
+            quantized, expanded, uninitialized).
         RanksDisagreeError: arguments, names, dtypes or shapes differ between ranks, or another rank raised one of the
             above. On every rank, with the differences by name, before anything is sent.
+        RanksAbsentError: a rank did not call it within the group's timeout.
     """
-    group = resolve_group(process_group)
+
+    def find() -> list[NamedTensor]:
+        check_flag("buffers", buffers)
+        check_flag("async_op", async_op)
+        return named_tensors(module, buffers=buffers)
+
+    arguments = {"buffers": buffers, "async_op": async_op}
+    return broadcast_named("broadcast_parameters", find, src, resolve_group(process_group), arguments, async_op)
+
+
+def broadcast_named(
+    function: str,
+    find: Callable[[], list[NamedTensor]],
+    src: int,
+    group: dist.ProcessGroup,
+    arguments: Mapping[str, object],
+    async_op: bool = False,
+) -> SyncReport | SyncWork:
+    """Do what :func:`broadcast_parameters` does, under the name of the function that the user called.
+
+    Args:
+        function: what the user called.
+        find: returns the tensors; what it raises is raised, and told to the other ranks.
+        src: the rank within ``group`` whose values everybody gets.
+        group: the ranks that take part.
+        arguments: what else has to be alike on all ranks, by name.
+        async_op: as for :func:`broadcast_parameters`.
+    """
     try:
-        tensors = named_tensors(module, buffers=buffers)
+        tensors = find()
+        src = _check_src(src, group)
         check_writable(tensors)
-        if not 0 <= src < dist.get_world_size(group):
-            raise ValueError(
-                f"expected src to be a rank of the process group, 0 to {dist.get_world_size(group) - 1}, received {src}"
-            )
         private, shared = sharing.partition(tensors, group)
-    except (TypeError, ValueError) as error:
-        refuse(group, "broadcast_parameters", error)
-    arguments = {"src": src, "buffers": buffers, "async_op": async_op}
-    agree(group, "broadcast_parameters", arguments, _layout(tensors, shared))
+    except Exception as error:  # whatever it is, the others must not wait
+        refuse(group, function, error)
+    agree(group, function, {"src": src, **arguments}, _layout(tensors, shared))
 
     messages = _broadcasts(private, src, group)
     for handle, there in shared.items():
@@ -186,7 +214,7 @@ def average_parameters(
     counters such as BatchNorm's ``num_batches_tracked`` never run backwards.
 
     Args:
-        module: a module, a DDP module, a tensor, or any iterable of tensors.
+        module: as for :func:`broadcast_parameters`.
         weights: how much each rank counts, for instance how many samples it has seen: this rank's own number, or one
             number a rank, alike on all ranks. Not negative, not all zero; the values of a rank with weight zero have no
             influence, not even NaN. ``None`` if all count the same.
@@ -199,39 +227,73 @@ def average_parameters(
         What was sent, or with ``async_op`` the work to wait for.
 
     Raises:
-        TypeError: ``module`` holds something else than tensors.
-        ValueError: an argument is out of its range, or a tensor cannot be written or averaged.
-        RanksDisagreeError: as for :func:`broadcast_parameters`.
+        TypeError: an argument is of the wrong type, or ``module`` holds something else than tensors.
+        ValueError: an argument is out of its range, ``module`` is an empty iterable, or a tensor cannot be written or
+            averaged.
+        RanksDisagreeError, RanksAbsentError: as for :func:`broadcast_parameters`.
     """
+
+    def find() -> list[NamedTensor]:
+        if not isinstance(buffers, str) or buffers not in _BUFFER_TREATMENTS:
+            raise ValueError(
+                f"expected buffers to be one of {', '.join(_BUFFER_TREATMENTS)}, received {short(buffers)}"
+            )
+        check_flag("async_op", async_op)
+        return named_tensors(module, buffers=buffers != "ignore")
+
     group = resolve_group(process_group)
+    return average_named("average_parameters", find, group, weights, buffers, {"async_op": async_op}, async_op)
+
+
+def average_named(
+    function: str,
+    find: Callable[[], list[NamedTensor]],
+    group: dist.ProcessGroup,
+    weights: float | Sequence[float] | None = None,
+    buffers: BufferTreatment = "average",
+    arguments: Mapping[str, object] = MappingProxyType({}),
+    async_op: bool = False,
+) -> SyncReport | SyncWork:
+    """Do what :func:`average_parameters` does, under the name of the function that the user called.
+
+    Args:
+        function: what the user called.
+        find: returns the tensors; what it raises is raised, and told to the other ranks.
+        group: the ranks that take part.
+        weights: as for :func:`average_parameters`.
+        buffers: as for :func:`average_parameters`.
+        arguments: what else has to be alike on all ranks, by name.
+        async_op: as for :func:`average_parameters`.
+    """
     try:
-        if buffers not in _BUFFER_TREATMENTS:
-            raise ValueError(f"expected buffers to be one of {', '.join(_BUFFER_TREATMENTS)}, received {buffers!r}")
+        tensors = find()
         weight = _own_weight(weights, group)
-        tensors = named_tensors(module, buffers=buffers != "ignore")
         check_writable(tensors)
         averaged = [named for named in tensors if named.kind != "buffer" or buffers == "average"]
         _check_averageable(averaged)
         private, shared = sharing.partition(averaged, group)
-    except (TypeError, ValueError) as error:
-        refuse(group, "average_parameters", error)
-    arguments = {
+    except Exception as error:  # whatever it is, the others must not wait
+        refuse(group, function, error)
+    alike = {
         # Numbers may differ, lists may not.
-        "weights": list(weights) if isinstance(weights, Sequence) else None if weights is None else "one number a rank",
+        "weights": _describe_weights(weights),
         "buffers": buffers,
-        "async_op": async_op,
+        **arguments,
     }
     words = agree(
         group,
-        "average_parameters",
-        arguments,
+        function,
+        alike,
         _layout(tensors, shared),
         words=struct.unpack("<q", struct.pack("<d", weight)),
     )
     rank_weights = [struct.unpack("<d", struct.pack("<q", word[0]))[0] for word in words]
     if not 0 < sum(rank_weights) < math.inf:
         # Known to all ranks, which raise it together.
-        raise ValueError(f"expected weights with a positive, finite sum, received {rank_weights}, by rank")
+        raise ValueError(
+            f"expected weights with a positive, finite sum, received {short(rank_weights)}, by rank; give at least one "
+            "rank a weight above 0"
+        )
 
     messages = _means(private, rank_weights, group)
     for handle, there in shared.items():
@@ -301,17 +363,53 @@ def _check_averageable(tensors: Sequence[NamedTensor]) -> None:
 def _own_weight(weights: float | Sequence[float] | None, group: dist.ProcessGroup) -> float:
     if weights is None:
         return 1.0
-    if isinstance(weights, Sequence):
+    if isinstance(weights, Sequence) and not isinstance(weights, (str, bytes)):
         if len(weights) != dist.get_world_size(group):
             raise ValueError(
                 f"expected this rank's weight, or one weight for each of the {dist.get_world_size(group)} ranks, "
-                f"received {len(weights)}"
+                f"received {len(weights)}: {short(weights)}"
             )
-        weights = weights[dist.get_rank(group)]
-    weight = float(weights)
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"expected a weight that is finite and not negative, received {weight}")
-    return weight
+        # All of them, so that every rank refuses the list that any would refuse.
+        return [_check_weight(weight) for weight in weights][dist.get_rank(group)]
+    return _check_weight(weights)
+
+
+def _describe_weights(weights: float | Sequence[float] | None) -> object:
+    if isinstance(weights, Sequence):
+        return [float(weight) for weight in weights]
+    return None if weights is None else "one number a rank"
+
+
+def _check_weight(weight: object) -> float:
+    try:
+        if isinstance(weight, (bool, str, bytes)):
+            raise TypeError
+        number = float(weight)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(
+            f"expected weights to be a number, a list of one number a rank, or None, received {short(weight)}"
+        ) from None
+    if not 0 <= number < math.inf:
+        raise ValueError(f"expected a weight that is finite and not negative, received {number}")
+    return number
+
+
+def _check_src(src: object, group: dist.ProcessGroup) -> int:
+    ranks = dist.get_world_size(group)
+    try:
+        if isinstance(src, (bool, torch.Tensor)):
+            raise TypeError
+        rank = operator.index(src)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"expected src to be a rank of the process group, an int from 0 to {ranks - 1}, received {short(src)}"
+        ) from None
+    if not 0 <= rank < ranks:
+        raise ValueError(
+            f"expected src to be a rank of the process group, 0 to {ranks - 1}, received {short(rank)}; "
+            "it counts within process_group"
+        )
+    return rank
 
 
 def broadcast_tensors(tensors: Sequence[NamedTensor], src: int, group: dist.ProcessGroup) -> SyncReport:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .wording import short
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,8 @@ def describe_layout(tensors: Iterable[NamedTensor]) -> dict[str, str]:
     return layout
 
 
-# What the functions of this package take: a module, a DDP module, a tensor, or any iterable of tensors. (Within the
-# package, of named tensors too.)
-TensorSource = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[NamedTensor]
+# What the functions of this package take: a module, a DDP module, a tensor, or any iterable of tensors.
+TensorSource = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
@@ -81,30 +82,47 @@ def named_buffers(module: torch.nn.Module) -> list[NamedTensor]:
 def named_tensors(source: TensorSource, *, buffers: bool = True) -> list[NamedTensor]:
     """Return the tensors of a module (with its buffers, if asked), or of an iterable of tensors by position.
 
+    A module without tensors is as it should be, for a model may have parts without any. An iterable without tensors is
+    nearly always a generator that something else has read before, so it is refused.
+
     Raises:
         TypeError: ``source`` is neither a module nor made of tensors.
+        ValueError: ``source`` is an iterable without an element.
     """
     if isinstance(source, torch.nn.Module):
         return named_parameters(source) + (named_buffers(source) if buffers else [])
+    return [NamedTensor("tensor", str(i), tensor.detach()) for i, tensor in enumerate(read_tensors(source))]
+
+
+def read_tensors(source: TensorSource) -> list[torch.Tensor]:
+    """Return the tensors of what is not a module, in order.
+
+    Raises:
+        TypeError, ValueError: as :func:`named_tensors`.
+    """
     if isinstance(source, torch.Tensor):
-        return [NamedTensor("tensor", "0", source.detach())]
-    if not isinstance(source, Iterable):
+        return [source]
+    if not isinstance(source, Iterable) or isinstance(source, (str, bytes, Mapping)):
+        of_a_dictionary = "; of a dictionary, pass its .values()" if isinstance(source, Mapping) else ""
         raise TypeError(
-            f"expected a module, a DDP module or tensors, received {type(source).__name__}; "
-            "pass the model itself or model.parameters()"
+            f"expected a module, a DDP module or tensors, received {type(source).__name__} ({short(source)}); "
+            f"pass the model itself or model.parameters(){of_a_dictionary}"
         )
-    named = []
+    tensors: list[torch.Tensor] = []
     for position, tensor in enumerate(source):
-        if isinstance(tensor, NamedTensor):
-            named.append(tensor)
-            continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"expected every element to be a tensor, received {type(tensor).__name__} at position {position}; "
-                "of a dictionary, pass its .values()"
+                f"expected every element to be a tensor, received {type(tensor).__name__} at position {position} "
+                f"({short(tensor)}); pass the model itself or model.parameters(), and of a dictionary its .values()"
             )
-        named.append(NamedTensor("tensor", str(position), tensor.detach()))
-    return named
+        tensors.append(tensor)
+    if not tensors:
+        used_up = ", which something else may have read to its end before" if isinstance(source, Iterator) else ""
+        raise ValueError(
+            f"expected at least one tensor, received an empty {type(source).__name__}{used_up}; "
+            "pass the model itself, or a fresh model.parameters()"
+        )
+    return tensors
 
 
 def _unsuitable(tensor: torch.Tensor) -> str | None:
@@ -150,9 +168,3 @@ def check_writable(tensors: Iterable[NamedTensor]) -> None:
                 f"expected tensors that can be written to, but {named.label} is expanded "
                 f"(strides {list(named.tensor.stride())}): make it .contiguous()"
             )
-
-
-def check(tensors: list[NamedTensor], checker: Callable[[Iterable[NamedTensor]], None]) -> list[NamedTensor]:
-    """Return ``tensors`` if ``checker`` lets them pass."""
-    checker(tensors)
-    return tensors

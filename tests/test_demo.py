@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -156,6 +157,62 @@ def test_bad_options_are_refused(arguments: list[str], complaint: str, capsys: p
     with pytest.raises(SystemExit):
         command_line.main(["demo", *arguments])
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written_is_told_before_training(
+    place: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    assert command_line.main(["demo", "--output", str(tmp_path / place)]) == 2
+    complaint = capsys.readouterr().err
+    assert complaint.startswith(f"Expected a folder to write demo.png and demo.json to, received {tmp_path / place}: ")
+    assert complaint.endswith("Choose another folder with --output.\n")
+    assert complaint.count("\n") == 1
+
+
+def test_results_that_cannot_be_written_are_told_below_the_table(
+    finished_demo: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "demo.json").mkdir()
+    options = ["--size", "64", "--steps", "2", "--batch-size", "4", "--output", str(tmp_path)]
+    completed = run_command("demo", *options, cwd=tmp_path)
+    assert completed.returncode == 1
+    assert "Traceback" not in completed.stderr
+    assert f"The results could not be written to {tmp_path}: " in completed.stderr
+    assert "exactly the same weights" in completed.stdout
+
+
+def test_an_interrupt_is_a_sentence(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ddp_hooks", "demo", "--steps", "1000", "--size", "64"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(ddp_hooks.__file__).parent.parent), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C goes to the ranks, too
+    )
+    try:
+        assert process.stderr is not None
+        shown = [process.stderr.readline()]
+        while "everything is used" not in shown[-1]:
+            shown.append(process.stderr.readline())
+            assert shown[-1], "".join(shown)
+        os.killpg(process.pid, signal.SIGINT)
+        rest = process.communicate(timeout=TIMEOUT_SECONDS)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in rest
+    assert rest.endswith("The demo was interrupted. Its ranks were stopped, and nothing was written.\n")
+
+
+def test_help_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "::" not in shown
+    assert "state = ddp_hooks.register(ddp)" in " ".join(shown.split())
 
 
 def test_info_names_the_versions(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hooks import PRESETS, Policy
+from ddp_hooks import PRESETS, Policy, policies
 from ddp_hooks.policies import resolve
 
 
@@ -130,10 +130,45 @@ def test_is_frozen() -> None:
 def test_round_trips() -> None:
     policy = Policy("mine", graph=False, values="adaptive", in_place_bytes=1, pack_bytes=2, gap_fraction=0.25)
     assert list(policy.to_dict()) == [field.name for field in dataclasses.fields(Policy)]
-    assert Policy(**policy.to_dict()) == policy
+    assert Policy(**policy.to_dict()) == Policy.from_dict(policy.to_dict()) == policy
     assert pickle.loads(pickle.dumps(policy)) == policy
     # Ranks compare policies by their representation.
     assert eval(repr(policy), {"Policy": Policy}) == policy
+
+
+def test_a_policy_shows_what_differs_from_the_defaults() -> None:
+    assert repr(PRESETS["skip_unused"]) == "Policy(name='skip_unused')"
+    assert repr(PRESETS["auto"]) == "Policy(name='auto', values='adaptive')"
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Policy)])
+def test_policies_that_differ_are_shown_differently(field: str) -> None:
+    other = {
+        "name": "yours",
+        "graph": False,
+        "values": "on",
+        "gap_fraction": 0.5,
+        "min_zero_fraction": 0.5,
+        "first_pause_steps": 2,
+    }
+    changed = dataclasses.replace(Policy("mine"), **{field: other.get(field, 1 << 21)})
+    assert changed != Policy("mine")
+    assert repr(changed) != repr(Policy("mine"))
+    assert f"{field}={getattr(changed, field)!r}" in repr(changed)
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 1.0), (0, -0.0), (0.0, -0.0)])
+def test_policies_that_are_equal_are_shown_alike(one: float, other: float) -> None:
+    assert repr(Policy("mine", gap_fraction=one)) == repr(Policy("mine", gap_fraction=other))
+
+
+def test_an_older_checkpoint_is_read_with_the_default_of_a_new_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = Policy("mine", values="on").to_dict()
+    del older["rebuild_after"]
+    with pytest.raises(ValueError, match="without rebuild_after"):
+        Policy.from_dict(older)
+    monkeypatch.setattr(policies, "_FIRST_FIELDS", tuple(older))  # as if the field were a newer one
+    assert Policy.from_dict(older) == Policy("mine", values="on")
 
 
 def test_every_field_is_described() -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_hooks import _C, ParameterUsage, Statistics
+from ddp_hooks import _C, ParameterUsage, Statistics, statistics
 
 FIELDS = [field.name for field in dataclasses.fields(Statistics)]
 
@@ -50,7 +50,16 @@ def test_every_counter_is_described() -> None:
 
 def test_round_trip_through_a_dict() -> None:
     assert list(numbered(3).to_dict()) == FIELDS
-    assert Statistics(**numbered(3).to_dict()) == numbered(3)
+    assert Statistics(**numbered(3).to_dict()) == Statistics.from_dict(numbered(3).to_dict()) == numbered(3)
+
+
+def test_an_older_checkpoint_is_read_with_new_counters_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = numbered(3).to_dict()
+    del older["hook_seconds"]
+    with pytest.raises(ValueError, match="without hook_seconds"):
+        Statistics.from_dict(older)
+    monkeypatch.setattr(statistics, "_FIRST_FIELDS", tuple(older))  # as if the counter were a newer one
+    assert Statistics.from_dict(older) == dataclasses.replace(numbered(3), hook_seconds=0.0)
 
 
 def test_is_frozen() -> None:

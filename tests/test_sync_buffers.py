@@ -224,7 +224,7 @@ def test_join_works_before_eval_and_is_refused_in_forwards():
 
 
 def _refusals(rank):
-    with pytest.raises(TypeError, match="received Linear"):
+    with pytest.raises(TypeError, match="received a Linear; wrap the model first"):
         ddp_hooks.BufferSync(nn.Linear(2, 2))
     ddp = DistributedDataParallel(Model())
     with pytest.raises(ValueError, match="before_eval, never, received 'sometimes'"):

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,14 +43,26 @@ def run(options: Options) -> int:
 
     Returns:
         The exit status: 0 if both runs reached the same weights, 1 if not or if a rank failed, 2 if packages of the
-        `demo` extra are missing.
+        `demo` extra are missing or the folder cannot be written to, 130 if it was interrupted.
     """
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("\nThe demo was interrupted. Its ranks were stopped, and nothing was written.", file=sys.stderr)
+        return 130
+
+
+def _run(options: Options) -> int:
     missing = find_missing_packages()
     if missing:
         print(
             f'The demo needs {" and ".join(missing)}, which the extra "demo" brings: pip install "ddp_hooks[demo]"',
             file=sys.stderr,
         )
+        return 2
+    problem = _find_problem_of_output(options.output)
+    if problem is not None:
+        print(f"{problem} Choose another folder with --output.", file=sys.stderr)
         return 2
     # Only now: these import what may be missing.
     import ddp_hooks
@@ -61,7 +74,6 @@ def run(options: Options) -> int:
     settings = training.Settings(
         world_size=options.ranks, steps=options.steps, hidden=options.hidden, batch_size=options.batch_size
     )
-    options.output.mkdir(parents=True, exist_ok=True)
     _warn_of_little_memory(options)
     bar = ProgressBar(len(workload.PHASES) * options.steps, sys.stderr)
     bar.begin(f"starting {options.ranks} ranks")
@@ -80,13 +92,26 @@ def run(options: Options) -> int:
     bar.close()
     numbers = report.summarize(settings, records, count_threads(options.ranks), ddp_hooks.__version__)
     json_path, png_path = options.output / "demo.json", options.output / "demo.png"
-    json_path.write_text(json.dumps(numbers, indent=1) + "\n")
-    picture.draw(numbers, png_path)
-    print(
-        f"{report.describe_setup(numbers)}\n{report.format_table(numbers)}\n{report.describe_outcome(numbers)}\n\n"
-        f"Picture: {png_path}\nNumbers: {json_path}"
-    )
+    print(f"{report.describe_setup(numbers)}\n{report.format_table(numbers)}\n{report.describe_outcome(numbers)}\n")
+    try:
+        json_path.write_text(json.dumps(numbers, indent=1) + "\n")
+        picture.draw(numbers, png_path)
+    except OSError as error:
+        print(f"The results could not be written to {options.output}: {error}.", file=sys.stderr)
+        return 1
+    print(f"Picture: {png_path}\nNumbers: {json_path}")
     return 1 if numbers["problems"] else 0
+
+
+def _find_problem_of_output(output: Path) -> str | None:
+    """Make the folder, and say why nothing can be written to it; before minutes of training, not after."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        return f"Expected a folder to write demo.png and demo.json to, received {output}: {error.strerror or error}."
+    return None
 
 
 def _warn_of_little_memory(options: Options) -> None:

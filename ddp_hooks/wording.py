@@ -1,0 +1,103 @@
+"""Shows in an error what was received: short, because it may be a whole checkpoint."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+_LONGEST = 160
+_LONGEST_NAME = 60
+_SHOWN = 6
+
+
+class _Short(reprlib.Repr):
+    """A repr that opens no tensor and no module, and of a container shows the first elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdeque = 4
+        self.maxstring = self.maxother = 60
+
+    def repr1(self, x: object, level: int) -> str:
+        if isinstance(x, torch.Tensor):
+            return f"a {type(x).__name__} of {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+        if isinstance(x, (torch.nn.Module, torch.optim.Optimizer)):
+            return f"a {type(x).__name__}"
+        if isinstance(x, Mapping) and not isinstance(x, dict):
+            x = dict(x)
+        if isinstance(x, dict) and type(x) is not dict:
+            return self.repr_dict(x, level)
+        return super().repr1(x, level)
+
+
+_short = _Short()
+
+
+def short(value: object) -> str:
+    """Return the repr of ``value``, cut to what fits in a sentence; tensors and modules by type and shape only."""
+    try:
+        text = _short.repr(value)
+    except Exception:
+        # An object whose repr fails is no reason to hide the error that is about it.
+        text = f"a {type(value).__name__}"
+    # On one line.
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is no bool.
+
+    Raises:
+        TypeError: names the argument and what was received.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"expected {name} to be True or False, received {short(value)}")
+
+
+def check_int(name: str, value: object, least: int) -> None:
+    """Refuse what is no int (a bool is none), and an int below ``least``.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what was received.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"expected {name} to be an int from {least} on, received {short(value)}")
+    if value < least:
+        raise ValueError(f"expected {name} to be at least {least}, received {short(value)}")
+
+
+def check_fields(what: str, received: object, required: Sequence[str], known: Iterable[str]) -> None:
+    """Refuse what is no dictionary with the ``required`` names, or has others than the ``known`` ones.
+
+    Raises:
+        TypeError, ValueError: names the fields that are missing or unknown, and shows no value.
+    """
+    if not isinstance(received, Mapping):
+        raise TypeError(
+            f"{what}: expected a dictionary with the fields {short_list(required)}, received {short(received)}; pass "
+            "what a checkpoint holds for it"
+        )
+    missing = [name for name in required if name not in received]
+    unknown = [name for name in received if name not in set(known)]
+    problems = []
+    if missing:
+        problems.append(f"without {short_list(missing)}")
+    if unknown:
+        problems.append(f"with the unknown {short_list(unknown)}")
+    if problems:
+        raise ValueError(
+            f"{what}: expected a dictionary with the fields {short_list(required)}, received one "
+            f"{' and '.join(problems)}; pass what a checkpoint holds for it, of this version of ddp_hooks or an older "
+            "one"
+        )
+
+
+def short_list(names: Sequence[object]) -> str:
+    """Return names in one line, the first few of many."""
+    shown = [name if isinstance(name, str) and len(name) <= _LONGEST_NAME else short(name) for name in names[:_SHOWN]]
+    more = len(names) - len(shown)
+    return ", ".join(map(str, shown)) + (f" and {more} more" if more else "")

@@ -1,0 +1,257 @@
+"""What a rank says that has waited in vain: who did not come, where they wait instead, and what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import RankFailure, run_ranks
+from torch import nn
+
+import ddp_hooks
+from ddp_hooks import absentees
+from ddp_hooks.absentees import RanksAbsentError, _Note, describe, naming_absent_ranks
+
+TIMEOUT = timedelta(seconds=2)
+TIMED_OUT = "Timed out waiting 2000ms for recv operation to complete"
+
+
+# --- without processes
+
+
+def test_ranks_elsewhere_and_silent_ranks_are_told_apart() -> None:
+    notes = {2: _Note("verify_replicas", (0, 1, 2, 3), 3.0), 3: _Note("average_parameters", (0, 1, 2, 3), 3.0)}
+    assert describe("average_parameters", 3.0, (0, 1, 2, 3), 0, notes, TIMED_OUT) == (
+        "average_parameters: waited 3.0 s for ranks 1, 2, which did not call it (rank 2 waits in verify_replicas; rank "
+        "1 left no word: busy with something else, or ended); every rank of the group (0, 1, 2, 3) has to call it, in "
+        f"the same order. The process group said: {TIMED_OUT}"
+    )
+
+
+def test_the_same_function_of_another_group_is_another_call() -> None:
+    notes = {5: _Note("average_parameters", (5, 6), 3.0)}
+    message = describe("average_parameters", 3.0, (4, 5), 4, notes, TIMED_OUT)
+    assert "rank 5, which did not call it (rank 5 waits in it for another group, of the ranks 5, 6)" in message
+
+
+def test_a_rank_that_comes_too_late_is_told_from_one_that_never_does() -> None:
+    message = describe("register", 0.0, (0, 1), 1, {0: _Note("register", (0, 1), 3.0)}, "pair closure")
+    assert message.startswith(
+        "register: waited 0.0 s. Every rank called it, but rank 1 came at least 3.0 s after rank 0"
+    )
+    assert "longer timeout" in message
+
+
+def test_a_connection_that_failed_with_all_there_is_nobodys_fault() -> None:
+    message = describe("register", 3.0, (0, 1), 1, {0: _Note("register", (0, 1), 3.1)}, "broken pipe")
+    assert "Every rank of the group called it, so the connection between them failed" in message
+
+
+def test_without_a_store_only_what_is_known_is_said() -> None:
+    message = describe("register", 3.0, (0, 1), 1, None, "broken pipe")
+    assert "is not known" in message
+    assert "every rank of the group (0, 1) has to call it" in message
+
+
+def test_thousands_of_ranks_fit_in_a_sentence() -> None:
+    assert len(describe("register", 3.0, range(4096), 0, {}, TIMED_OUT)) < 700
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """Put notes into a store of this process, as rank 0 of two, with a short grace."""
+    store = dist.HashStore()
+    monkeypatch.setattr(absentees, "_store", lambda: store)
+    monkeypatch.setattr(absentees, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(absentees, "_STORE_SECONDS", 0.3)
+    monkeypatch.setattr(absentees, "_note_left", False)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    return store
+
+
+def wait_in_vain(function: str = "register", error: Exception | None = None) -> None:
+    with naming_absent_ranks(None, function):  # type: ignore[arg-type]
+        raise error or RuntimeError(TIMED_OUT)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(TIMED_OUT),
+        RuntimeError("Wait timeout"),
+        RuntimeError("Application timeout caused pair closure"),
+        RuntimeError("Read error [127.0.0.1]:10972: Connection reset by peer."),
+        dist.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/rank_1"),
+        dist.DistNetworkError("whatever a network says"),
+    ],
+)
+def test_what_timeouts_and_lost_connections_are_called(store: dist.Store, error: Exception) -> None:
+    with pytest.raises(RanksAbsentError, match=r"register: waited .* s for rank 1, which did not call it") as caught:
+        wait_in_vain(error=error)
+    assert caught.value.__cause__ is error
+    assert str(error) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("expected a float"), ValueError("Timed out"), RanksAbsentError("Timed out")]
+)
+def test_other_errors_pass_as_they_are(store: dist.Store, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        wait_in_vain(error=error)
+    assert caught.value is error
+    assert not store.check(["0"])
+
+
+def test_nothing_touches_the_store_while_all_goes_well(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(absentees, "_store", lambda: asked.append(1))
+    with naming_absent_ranks(None, "register"):  # type: ignore[arg-type]
+        pass
+    assert not asked
+
+
+def test_a_note_is_taken_back_by_the_next_call(store: dist.Store) -> None:
+    with pytest.raises(RanksAbsentError):
+        wait_in_vain()
+    assert b"register" in store.get("0")
+    with naming_absent_ranks(None, "register"):  # type: ignore[arg-type]
+        assert not store.check(["0"])
+
+
+def test_a_store_that_hangs_does_not(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for hangs in (lambda: threading.Event().wait(60), lambda: 1 / 0):
+        monkeypatch.setattr(absentees, "_store", hangs)
+        start = time.monotonic()
+        with pytest.raises(RanksAbsentError, match="the store of the process group does not answer"):
+            wait_in_vain()
+        assert time.monotonic() - start < 5
+
+
+_SERVER = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_whose_process_died_does_not_hang_either(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        client = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
+    finally:
+        server.kill()
+        server.communicate()
+    monkeypatch.setattr(absentees, "_store", lambda: client)
+    start = time.monotonic()
+    with pytest.raises(RanksAbsentError, match="waited"):
+        wait_in_vain()
+    assert time.monotonic() - start < 5
+
+
+# --- on ranks: groups of their own fail, so that the default one serves the next test
+
+
+def message_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except RanksAbsentError as error:
+        return f"{error}" if isinstance(error.__cause__, RuntimeError) else "an error without its cause"
+    return "fine"
+
+
+def _in_turn(rank: int, calls: list[str]) -> str:
+    """Let each rank do what its entry says, on groups that time out soon."""
+    world = dist.new_group(timeout=TIMEOUT)
+    last_two = dist.new_group([dist.get_world_size() - 2, dist.get_world_size() - 1], timeout=TIMEOUT)
+    module = nn.Linear(2, 2)
+    before = [parameter.clone() for parameter in module.parameters()]
+    actions: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: None,
+        "average": lambda: ddp_hooks.average_parameters(module, process_group=world),
+        "verify": lambda: ddp_hooks.verify_replicas(module, process_group=last_two),
+        "late": lambda: (time.sleep(3), ddp_hooks.average_parameters(module, process_group=world)),
+    }
+    message = message_of(actions[calls[rank]])
+    assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    dist.barrier()
+    # The ranks go on together, and what they left behind misleads nobody.
+    assert ddp_hooks.average_parameters(module).tensors == 2
+    assert ddp_hooks.verify_replicas(module).in_step
+    return message
+
+
+def test_a_rank_that_does_not_call() -> None:
+    alone, silent = run_ranks(2, _in_turn, ["average", "nothing"])
+    assert silent == "fine"
+    assert alone.startswith("average_parameters: waited ")
+    assert (
+        " s for rank 1, which did not call it (rank 1 left no word: busy with something else, or ended); every rank of "
+        "the group (0, 1) has to call it, in the same order. The process group said: "
+    ) in alone
+
+
+def test_ranks_that_wait_in_different_functions() -> None:
+    average, verify = run_ranks(2, _in_turn, ["average", "verify"])
+    assert "for rank 1, which did not call it (rank 1 waits in verify_replicas); every rank" in average
+    assert "for rank 0, which did not call it (rank 0 waits in average_parameters); every rank" in verify
+
+
+def test_three_ranks_in_three_places() -> None:
+    average, verify, silent = run_ranks(3, _in_turn, ["average", "verify", "nothing"])
+    assert "for ranks 1, 2, which did not call it (rank 1 waits in verify_replicas; rank 2 left no word" in average
+    assert "for rank 2, which did not call it (rank 2 left no word" in verify
+    assert "every rank of the group (1, 2) has to call it" in verify
+    assert silent == "fine"
+
+
+def test_two_of_three_wait_for_the_same_rank() -> None:
+    first, second, silent = run_ranks(3, _in_turn, ["average", "average", "nothing"])
+    assert silent == "fine"
+    for message in (first, second):
+        assert "for rank 2, which did not call it" in message
+        assert "every rank of the group (0, 1, 2) has to call it" in message
+
+
+def test_a_rank_that_comes_late() -> None:
+    for message in run_ranks(2, _in_turn, ["average", "late"]):
+        assert "Every rank called it, but rank 1 came at least" in message
+        assert "give the process group a longer timeout" in message
+
+
+def _forward_alone(rank: int) -> str:
+    group = dist.new_group(timeout=TIMEOUT)
+    ddp = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(2), process_group=group)
+    ddp_hooks.BufferSync(ddp, "average")
+    message = "fine" if rank else message_of(lambda: ddp(torch.randn(4, 2)))
+    dist.barrier()
+    return message
+
+
+def test_a_forward_that_the_others_do_not_come_to() -> None:
+    alone, silent = run_ranks(2, _forward_alone)
+    assert silent == "fine"
+    assert alone.startswith("a forward with a BufferSync: waited ")
+    assert "for rank 1, which did not call it" in alone
+
+
+def _rank_one_dies(rank: int) -> None:
+    if rank == 1:
+        os._exit(9)
+    ddp_hooks.average_parameters(nn.Linear(2, 2))
+
+
+def test_a_rank_that_died_is_named() -> None:
+    with pytest.raises(RankFailure, match=r"average_parameters: waited .* s for rank 1, which did not call it"):
+        run_ranks(2, _rank_one_dies, collective_timeout=5.0)

@@ -1,0 +1,110 @@
+"""What the package says when its extension does not load, as an import and as `python -m ddp_hooks info`."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddp_hooks
+
+TIMEOUT_SECONDS = 120
+
+
+# An editable installation would find what is missing in the checkout.
+WITHOUT_EDITABLE_INSTALLATIONS = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)]\n"
+
+
+@pytest.fixture
+def unbuilt(tmp_path: Path) -> Path:
+    """Copy the package without what a build makes."""
+    package = tmp_path / "ddp_hooks"
+    ignored = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+    shutil.copytree(Path(ddp_hooks.__file__).parent, package, ignore=ignored)
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_EDITABLE_INSTALLATIONS)
+    return package
+
+
+def run(package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=package.parent,
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+
+
+def nothing(package: Path) -> None:
+    pass
+
+
+def other_torch(package: Path) -> None:
+    (package / "_build_info.py").write_text('TORCH_VERSION = "2.0.0"\n')
+
+
+def other_python(package: Path) -> None:
+    (package / "_build_info.py").write_text(f'TORCH_VERSION = "{torch.__version__}"\n')
+    (package / "_C.cpython-37-x86_64-linux-gnu.so").touch()
+
+
+def broken(package: Path) -> None:
+    (package / "_build_info.py").write_text(f'TORCH_VERSION = "{torch.__version__}"\n')
+    (package / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_text("no library")
+
+
+CASES = [
+    (nothing, ["ddp_hooks is not built", "make build", "pip install --no-build-isolation ."], "not built"),
+    (other_torch, ["built for torch 2.0.0, but torch", "Rebuild it"], "built for torch 2.0.0"),
+    (
+        other_python,
+        [f"expected an extension for {sys.implementation.cache_tag}, found _C.cpython-37", "Rebuild it"],
+        "built for torch",
+    ),
+    (broken, ["compiled extension cannot be loaded: ", "Rebuild it"], "built for torch"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "complaints", "built_for"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_an_extension_that_does_not_load(
+    unbuilt: Path, spoil: Callable[[Path], None], complaints: list[str], built_for: str
+) -> None:
+    spoil(unbuilt)
+    imported = run(unbuilt, "-c", "import ddp_hooks")
+    assert imported.returncode == 1
+    assert "circular import" not in imported.stderr
+    assert imported.stderr.splitlines()[-1].startswith("ImportError: ddp_hooks")
+    informed = run(unbuilt, "-m", "ddp_hooks", "info")
+    assert informed.returncode == 1
+    assert "Traceback" not in informed.stderr
+    assert f"ddp_hooks  {ddp_hooks.__version__}, {built_for}" in informed.stdout
+    assert f"torch      {torch.__version__}" in informed.stdout
+    for complaint in complaints:
+        assert complaint in imported.stderr
+        assert complaint in informed.stderr
+
+
+def test_a_missing_torch_is_named(unbuilt: Path) -> None:
+    other_torch(unbuilt)
+    imported = run(unbuilt, "-c", "import sys; sys.modules['torch'] = None; import ddp_hooks")
+    assert "ImportError: ddp_hooks needs torch, which is not installed" in imported.stderr
+
+
+def test_another_module_that_imports_the_package_gets_the_error(unbuilt: Path) -> None:
+    other = unbuilt.parent / "other"
+    other.mkdir()
+    (other / "__init__.py").write_text("import ddp_hooks\n")
+    (other / "__main__.py").write_text("")
+    done = run(unbuilt, "-m", "other", "ddp_hooks")
+    assert done.returncode == 1
+    assert "ImportError: ddp_hooks is not built" in done.stderr
+    assert done.stdout == ""
