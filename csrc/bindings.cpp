@@ -17,6 +17,7 @@
 #include "devices.h"
 #include "engine.h"
 #include "nonzero_scan.h"
+#include "probe_bindings.h"
 #include "reducer_view.h"
 #include "skip_unused_hook.h"
 #include "slice_copy.h"
@@ -406,6 +407,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   ddp_hooks::bind_emulation(m);
   ddp_hooks::bind_engine(m);
   ddp_hooks::bind_reducer(m);
+  ddp_hooks::bind_reducer_probes(m);
   ddp_hooks::bind_tensor_hash(m);
   ddp_hooks::bind_staging_copy(m);
   m.def("failed_future", &ddp_hooks::failed_future);
