@@ -19,6 +19,7 @@
 #include "engine.h"
 #include "group_reference.h"
 #include "nonzero_scan.h"
+#include "probe_bindings.h"
 #include "reducer_view.h"
 #include "skip_unused_hook.h"
 #include "slice_copy.h"
@@ -423,6 +424,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   ddp_hooks::bind_groups(m);
   ddp_hooks::bind_engine(m);
   ddp_hooks::bind_reducer(m);
+  ddp_hooks::bind_reducer_probes(m);
   ddp_hooks::bind_tensor_hash(m);
   ddp_hooks::bind_staging_copy(m);
   m.def("failed_future", &ddp_hooks::failed_future);

@@ -21,7 +21,8 @@ at::Tensor flat_and_real(const at::Tensor& dense) {
 
 }  // namespace
 
-BucketSlots::BucketSlots(const ReducerView& reducer) : reducer_(reducer) {
+BucketSlots::BucketSlots(const ReducerView& reducer)
+    : reducer_(reducer), copies_in_batches_(reducer.copies_in_batches()) {
   forget();
 }
 
@@ -90,6 +91,25 @@ at::Tensor BucketSlots::find_or_fill(size_t parameter) {
 
 at::Tensor BucketSlots::place(size_t parameter) const {
   return flat_and_real(entries_[parameter].view);
+}
+
+void BucketSlots::note_gradients() {
+  if (!reducer_.gradients_are_views()) return;
+  const std::vector<at::Tensor>& parameters = reducer_.parameters();
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (!parameters[i].is_cpu()) continue;
+    const at::Tensor& gradient = parameters[i].grad();
+    entries_[i].gradient_in_bucket =
+        gradient.defined() && gradient.is_alias_of(is_vacant(i) ? entries_[i].view : reducer_.slot(i).view);
+  }
+}
+
+bool BucketSlots::is_divided(size_t parameter) const {
+  const at::Tensor& variable = reducer_.parameters()[parameter];
+  // On CUDA, and complex numbers anywhere, ATen divides by a number by multiplying with its reciprocal. Batches are
+  // divided as flat buckets of real numbers.
+  if (!variable.is_cpu()) return false;
+  return copies_in_batches_ || (entries_[parameter].gradient_in_bucket && !variable.is_complex());
 }
 
 }  // namespace ddp_hooks

@@ -46,15 +46,24 @@ class BucketSlots {
   // The part of the bucket that belongs to a vacant slot, flat and real.
   at::Tensor place(size_t parameter) const;
 
+  // To be called before a backward pass accumulates: notes which gradients lie in the bucket already.
+  void note_gradients();
+  // Whether plain DDP divides this gradient by n, which it does where it lies in the bucket already. While it copies,
+  // it multiplies with 1/n, which differs in the last bit unless n is a power of two. Where a pass was not announced
+  // by `note_gradients`, what was noted last counts.
+  bool is_divided(size_t parameter) const;
+
  private:
   struct Entry {
     at::Tensor variable;  // the placeholder, or while it is in the slot, the parameter
     at::Tensor view;      // likewise
     bool vacant = false;
+    bool gradient_in_bucket = false;
   };
   void exchange(size_t parameter);
 
   const ReducerView& reducer_;
+  const bool copies_in_batches_;
   std::vector<Entry> entries_;
 };
 

@@ -211,7 +211,8 @@ void Engine::open_step(bool shadow) {
 
   Step& step = *step_;
   step.shadow = shadow;
-  step.factor = 1.0 / reducer_.divisor();
+  step.divisor = reducer_.divisor();
+  step.factor = 1.0 / step.divisor;
   step.brought = UsageMask(reduced_count_);
   absence_->forget_unless_of(reducer_.forward_passes());
   AgreedUsage usage = agreement_->agree(shadow, layout_hash_);
@@ -533,11 +534,13 @@ void Engine::start_early_exchange() {
 
 void Engine::vacate_slots() {
   refresh_layout();
+  slots_.note_gradients();
   for (size_t i = 0; i < reduced_count_; ++i) slots_.vacate(i);
 }
 
 void Engine::give_slots_back() {
   refresh_layout();
+  slots_.note_gradients();
   for (size_t i = 0; i < reduced_count_; ++i) slots_.give_back(i);
 }
 

@@ -1,6 +1,7 @@
 #include "message_sender.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -23,9 +24,16 @@ void keep_for_stream(const at::Tensor& tensor) {
   if (!tensor.is_cpu()) tensor.record_stream(current_stream(tensor.device()));
 }
 
-void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double factor) {
+void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double divisor, bool divides) {
   RECORD_FUNCTION("ddp_hooks::gather", std::vector<c10::IValue>());
-  gather_scaled(to, from, factor);
+  divides ? gather_divided(to, from, divisor) : gather_scaled(to, from, 1 / divisor);
+}
+
+// Not `mul_` with a Scalar: ATen makes that the first factor, and rounds it to the tensor's dtype on the CPU. In 16
+// bits, all gradients would be off by what 1/n is.
+void scale(at::Tensor run, double divisor, bool divides) {
+  if (divisor == 1) return;
+  divides ? run.div_(divisor) : at::mul_out(run, run, at::native::wrapped_scalar_tensor(1 / divisor));
 }
 
 // Joins what lies next to each other, so that a copy is as long as can be.
@@ -68,7 +76,7 @@ void MessageSender::send(const std::shared_ptr<Step>& step, const LayoutOfBucket
 
 void MessageSender::send_sparse(const std::shared_ptr<Step>& step, BucketInFlight& bucket) {
   at::Tensor gradient = bucket.buffer();
-  gradient.mul_(step->factor);
+  gradient.div_(step->divisor);
   statistics_.dense_bytes += payload_of(gradient);
   all_reduce(gradient, c10d::ReduceOp::SUM, {step, {&bucket}},
              [&bucket](c10::ivalue::Future& future) { bucket.set_result(future.value().toTensorVector().front()); });
@@ -84,8 +92,8 @@ void MessageSender::send_in_place(const std::shared_ptr<Step>& step, const Bucke
     gaps.emplace_back(unused, unused.clone());
   }
   const at::Tensor view = bucket.flat().narrow(0, slice.offset, slice.length);
-  const auto [factor, operation] = averaging(*step, view);
-  bring(*step, layout, slice, factor);
+  const auto [divisor, operation] = averaging(*step, view);
+  bring(*step, layout, slice, divisor);
   all_reduce(view, operation, {step, {&bucket}}, [gaps = std::move(gaps)](c10::ivalue::Future&) {
     for (const auto& [gap, content] : gaps) {
       gap.copy_(content);
@@ -96,17 +104,18 @@ void MessageSender::send_in_place(const std::shared_ptr<Step>& step, const Bucke
 
 // Brings the stretch's gradients into the bucket, scaled: neighbours that lie elsewhere in one copy, those that lie in
 // the bucket already where they are.
-void MessageSender::bring(const Step& step, const BucketLayout& layout, const Slice& stretch, double factor) {
+void MessageSender::bring(const Step& step, const BucketLayout& layout, const Slice& stretch, double divisor) {
   enum class Way { kLeave, kScale, kGather };
   const at::Tensor flat = step.buckets[stretch.bucket].flat();
   int64_t begin = stretch.offset;
   int64_t end = begin;
   Way way = Way::kLeave;
+  bool divides = false;
   std::vector<SliceOfTensor> sources;
   const auto finish_run = [&] {
     const at::Tensor run = flat.narrow(0, begin, end - begin);
-    if (way == Way::kGather) gather(run, sources, factor);
-    if (way == Way::kScale && factor != 1) run.mul_(factor);
+    if (way == Way::kGather) gather(run, sources, divisor, divides);
+    if (way == Way::kScale) scale(run, divisor, divides);
     sources.clear();
   };
   for (const ParameterSlice& slice : parameters_in(layout, stretch)) {
@@ -118,9 +127,11 @@ void MessageSender::bring(const Step& step, const BucketLayout& layout, const Sl
       gradient = take_gradient(step, slice.parameter);
       next = gradient.defined() ? Way::kGather : Way::kScale;
     }
-    if (next != way || slice.offset != end) {
+    const bool divides_next = slots_.is_divided(slice.parameter);
+    if (next != way || divides_next != divides || slice.offset != end) {
       finish_run();
       way = next;
+      divides = divides_next;
       begin = slice.offset;
     }
     end = slice.offset + slice.length;
@@ -133,7 +144,7 @@ void MessageSender::bring_early(Step& step, size_t parameter) {
   if (!step.plan || !step.plan->in_place.test(parameter) || !slots_.is_vacant(parameter)) return;
   const at::Tensor gradient = slots_.find(parameter);
   if (!gradient.defined()) return;
-  gather(slots_.place(parameter), {{gradient, 0, gradient.numel()}}, step.factor);
+  gather(slots_.place(parameter), {{gradient, 0, gradient.numel()}}, step.divisor, slots_.is_divided(parameter));
   step.brought.set(parameter);
 }
 
@@ -153,12 +164,17 @@ MessageSender::Averaging MessageSender::averaging(const Step& step, const at::Te
   const bool divides = tensor.is_cuda() && tensor.element_size() >= 4 && step.nobody_joined &&
                        group_.getBackend(c10::kCUDA)->getBackendName() == "nccl";
   if (divides) return {1, c10d::ReduceOp::AVG};
-  return {step.factor, c10d::ReduceOp::SUM};
+  return {step.divisor, c10d::ReduceOp::SUM};
 }
 
 void MessageSender::send_packed(const std::shared_ptr<Step>& step, const LayoutOfBuckets& layout,
                                 const Message& message) {
-  std::vector<SliceOfTensor> from;
+  struct Sources {
+    std::vector<SliceOfTensor> slices;
+    int64_t numel = 0;
+    bool divides = false;
+  };
+  std::vector<Sources> sources;
   std::vector<SliceOfTensor> to;
   std::vector<BucketInFlight*> buckets;
   for (const Slice& slice : message.slices) {
@@ -167,17 +183,25 @@ void MessageSender::send_packed(const std::shared_ptr<Step>& step, const LayoutO
     const at::Tensor flat = bucket->flat();
     to.push_back({flat, slice.offset, slice.length});
     for (const ParameterSlice& part : parameters_in(layout.buckets[slice.bucket], slice)) {
+      const bool divides = slots_.is_divided(part.parameter);
+      if (sources.empty() || sources.back().divides != divides) sources.push_back({{}, 0, divides});
+      Sources& from = sources.back();
+      from.numel += part.length;
       const at::Tensor gradient = take_gradient(*step, part.parameter);
       if (gradient.defined()) {
-        from.push_back({gradient, 0, part.length});
+        from.slices.push_back({gradient, 0, part.length});
       } else {
-        append(from, {flat, part.offset, part.length});
+        append(from.slices, {flat, part.offset, part.length});
       }
     }
   }
   const at::Tensor packed = staging_for(*step, message, to.front().flat.options());
   // Scaled on the way, so an average would save no pass here, and NCCL has fewer algorithms for it than for a sum.
-  gather(packed, from, step->factor);
+  int64_t position = 0;
+  for (const Sources& from : sources) {
+    gather(packed.narrow(0, position, from.numel), from.slices, step->divisor, from.divides);
+    position += from.numel;
+  }
   all_reduce(packed, c10d::ReduceOp::SUM, {step, std::move(buckets)},
              [packed, to = std::move(to)](c10::ivalue::Future&) {
                RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());

@@ -35,9 +35,9 @@ class MessageSender {
   void drop_staging();
 
  private:
-  // What messages are multiplied with before they are handed over, and how they are reduced.
+  // What messages are divided by before they are handed over, and how they are reduced.
   struct Averaging {
-    double factor;
+    double divisor;
     c10d::ReduceOp operation;
   };
   // A message launched for some buckets of a step, until its collective is back.
@@ -50,7 +50,7 @@ class MessageSender {
   void send_sparse(const std::shared_ptr<Step>& step, BucketInFlight& bucket);
   void send_in_place(const std::shared_ptr<Step>& step, const BucketLayout& layout, const Message& message);
   void send_packed(const std::shared_ptr<Step>& step, const LayoutOfBuckets& layout, const Message& message);
-  void bring(const Step& step, const BucketLayout& layout, const Slice& stretch, double factor);
+  void bring(const Step& step, const BucketLayout& layout, const Slice& stretch, double divisor);
   at::Tensor take_gradient(const Step& step, size_t parameter);
   Averaging averaging(const Step& step, const at::Tensor& tensor) const;
   at::Tensor staging_for(Step& step, const Message& message, const at::TensorOptions& options);

@@ -39,6 +39,13 @@ struct Members : c10d::Reducer {
 
   static auto& views(c10d::Reducer& r) { return r.*(&Members::gradient_as_bucket_view_); }
 
+  // Not every torch has it.
+  template <typename Scope = Members>
+  static bool batched(c10d::Reducer& r) {
+    if constexpr (requires { &Scope::batched_grad_copy_; }) return r.*(&Scope::batched_grad_copy_);
+    return false;
+  }
+
   static Slot slot(c10d::Reducer& r, size_t parameter) {
     const auto& place = (r.*(&Members::variable_locators_))[parameter];
     auto& bucket = (r.*(&Members::buckets_))[place.bucket_index];
@@ -103,6 +110,9 @@ bool ReducerView::skips_unused_by_local_list() const {
 }
 bool ReducerView::gradients_are_views() const {
   return Members::views(*get());
+}
+bool ReducerView::copies_in_batches() const {
+  return Members::batched(*get());
 }
 c10::intrusive_ptr<c10d::ProcessGroup> ReducerView::process_group() const {
   return Members::process_group(*get());

@@ -62,6 +62,9 @@ class ReducerView {
   const std::vector<Accumulator>& accumulators() const;
   bool skips_unused_by_local_list() const;
   bool gradients_are_views() const;
+  // DistributedDataParallel(batched_grad_copy=True), where torch has it: without a hook the Reducer would copy all
+  // gradients of a bucket at once and then divide the bucket.
+  bool copies_in_batches() const;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group() const;
 
   // A forward pass has asked for a synchronised backward pass that has not been finished.

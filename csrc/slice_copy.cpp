@@ -101,6 +101,17 @@ void gather_scaled(const at::Tensor& message, const std::vector<SliceOfTensor>& 
   }
 }
 
+void gather_divided(const at::Tensor& message, const std::vector<SliceOfTensor>& slices, double divisor) {
+  if (!message.is_cpu()) return gather_scaled(message, slices, 1 / divisor);
+  check_fit(message, slices);
+  const ElementType type = element_type_of(message);
+  int64_t position = 0;
+  for (const SliceOfTensor& slice : slices) {
+    cpu::copy_divided(address(message, position), address(slice.flat, slice.offset), slice.length, type, divisor);
+    position += slice.length;
+  }
+}
+
 void scatter(const at::Tensor& message, const std::vector<SliceOfTensor>& slices) {
   check_fit(message, slices);
   const ElementType type = element_type_of(message);

@@ -33,6 +33,9 @@ ElementType element_type_of(const at::Tensor& flat);
 // message = the slices, one after the other, times `factor`.
 void gather_scaled(const at::Tensor& message, const std::vector<SliceOfTensor>& slices, double factor);
 
+// message = the slices divided by `divisor`. On CUDA multiplied with 1/divisor, as ATen divides by a number there.
+void gather_divided(const at::Tensor& message, const std::vector<SliceOfTensor>& slices, double divisor);
+
 // The slices = their stretches of the message.
 void scatter(const at::Tensor& message, const std::vector<SliceOfTensor>& slices);
 

@@ -58,7 +58,8 @@ class Step {
   // A deque, because completions point to buckets while later ones are added.
   std::deque<BucketInFlight> buckets;
   bool shadow = false;  // this rank has joined and only plays along
-  double factor = 1;    // what gradients are multiplied with before they are summed
+  double divisor = 1;   // what gradients are divided by before they are summed
+  double factor = 1;    // 1 / divisor
   size_t next_staging = 0;
   std::exception_ptr error;  // once set, the buckets still to come fail with it
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from . import _extension
-from .parameters import Selector, select
+from .parameters import ParameterIndex, Selector
 from .policies import PRESETS, Policy, resolve
 from .registration import (
     ControlGroups,
@@ -99,6 +99,8 @@ class SkipUnusedState:
         # The module's parameters as the engine counts them: those of DDP's Reducer, then those it does not know.
         self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
+        self._places: dict[str, int] = {}  # of the names
+        self._index: ParameterIndex | None = None
         self._declared: list[set[str]] = []  # one set for each `unused` block that is open
         self._declared_once: set[str] = set()  # for the next forward pass
         self._declared_now: set[str] = set()  # for the one that has begun
@@ -201,6 +203,7 @@ class SkipUnusedState:
         self._finalizer.detach()
         self._engine = None
         self._control_groups = None
+        self._index = None
         self._ddp = None
 
     def _make_engine(self, ddp: DistributedDataParallel) -> Any:
@@ -208,6 +211,8 @@ class SkipUnusedState:
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         self._parameters = [*reduced, *late]
         self._names = [names.get(id(parameter), f"#{i}") for i, parameter in enumerate(self._parameters)]
+        self._places = {name: place for place, name in enumerate(self._names)}
+        self._index = ParameterIndex(ddp.module)
         assert self._control_groups is not None
         engine = _C.Engine(
             reducer=ddp.reducer,
@@ -331,8 +336,11 @@ class SkipUnusedState:
         here, anywhere = self._engine.usage()
         if len(here) == 0:
             return {}
+        used_here, used_anywhere = set(here.indices()), set(anywhere.indices())
         return {
-            name: ParameterUsage(name, parameter.numel(), here.test(i), anywhere.test(i), not parameter.requires_grad)
+            name: ParameterUsage(
+                name, parameter.numel(), i in used_here, i in used_anywhere, not parameter.requires_grad
+            )
             for i, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True))
         }
 
@@ -376,14 +384,15 @@ class SkipUnusedState:
         self._declared_once |= self._names_of(what)
 
     def _names_of(self, what: tuple[Selector, ...]) -> set[str]:
-        model = self._require_module().module
+        self._require_module()
+        assert self._index is not None
         if not what:
             raise ValueError("expected patterns, modules or parameters, received none; '*' means all of them")
-        return set(select(model, *what))
+        return set(self._index.select(*what))
 
     def _declare(self) -> None:
         declared = self._declared_now.union(*self._declared)
-        self._engine.declare_unused([i for i, name in enumerate(self._names) if name in declared])
+        self._engine.declare_unused([self._places[name] for name in declared if name in self._places])
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and statistics as plain values, for a checkpoint."""

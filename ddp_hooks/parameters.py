@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import TypeAlias
 
 import torch
@@ -26,49 +28,86 @@ def select(module: nn.Module, *what: Selector) -> dict[str, nn.Parameter]:
         TypeError: something else.
         ValueError: a pattern, module or parameter that matches nothing in ``module``; says which.
     """
-    named = dict(module.named_parameters())
-    chosen: set[str] = set()
-    for selector in what:
-        if isinstance(selector, str):
-            found = {name for name in named if fnmatchcase(name, selector) or fnmatchcase(name, f"{selector}.*")}
-        elif isinstance(selector, nn.Module):
-            inside = {id(parameter) for parameter in selector.parameters()}
-            found = {name for name, parameter in named.items() if id(parameter) in inside}
-        elif isinstance(selector, torch.Tensor):
-            found = {name for name, parameter in named.items() if parameter is selector}
-        else:
-            raise TypeError(
-                f"expected patterns, modules or parameters, received {short(selector)}; pass several one by one, as in "
-                "(module, *patterns)"
-            )
-        if not found:
-            raise ValueError(
-                f"expected something that names parameters of the wrapped module, received {short(selector)}, which "
-                f"matches none; {_advise(module, named, selector)}"
-            )
-        chosen |= found
-    return {name: parameter for name, parameter in named.items() if name in chosen}
+    return ParameterIndex(module).select(*what)
 
 
-def _advise(module: nn.Module, named: dict[str, nn.Parameter], selector: Selector) -> str:
-    """Say what may have been meant by something that matches no parameter."""
-    if not named:
-        return "the module has no parameters"
-    if isinstance(selector, nn.Module):
-        return "pass a module within the wrapped one that has parameters"
-    if isinstance(selector, torch.Tensor):
-        return "pass a parameter of the wrapped module itself, no copy of it, no part, and no buffer"
-    plain = selector.removeprefix("module.")
-    if plain != selector and any(fnmatchcase(name, plain) or fnmatchcase(name, f"{plain}.*") for name in named):
-        return f"names have no 'module.' in front: pass {short(plain)}"
-    if any(name == plain for name, _ in module.named_buffers()):
-        return f"{plain} is a buffer, which has no gradient"
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name not in named and (fnmatchcase(name, selector) or fnmatchcase(name, f"{selector}.*")):
-            first = next(first for first, other in named.items() if other is parameter)
-            return f"{name} is the same parameter as {first}: pass that name"
-    # Parts of names, too: "encodr" is close to "encoder", and far from "encoder.layers.0.weight".
-    parts = {".".join(name.split(".")[:depth]): None for name in named for depth in range(1, name.count(".") + 2)}
-    close = get_close_matches(plain, list(parts), n=1)
-    did_you_mean = f"did you mean {close[0]!r}? " if close else ""
-    return f"{did_you_mean}its parameters are {short_list(list(named))}"
+class ParameterIndex:
+    """The named parameters of a module, to be asked more than once: walking a large module takes most of the time.
+
+    Args:
+        module: as for :func:`select`; what is added to it later is not seen.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._named = dict(module.named_parameters())
+        self._ordered = sorted(self._named)
+        self._name_of = {id(parameter): name for name, parameter in self._named.items()}
+
+    def select(self, *what: Selector) -> dict[str, nn.Parameter]:
+        """Return the parameters that are meant; arguments and errors as for :func:`select`."""
+        # Each selector is looked up; only patterns with wildcards walk over all names, so that thousands of selectors
+        # do not take quadratic time.
+        chosen: set[str] = set()
+        for selector in what:
+            if isinstance(selector, str):
+                found = _matching(selector, self._ordered)
+            elif isinstance(selector, nn.Module):
+                found = {
+                    self._name_of[id(parameter)]
+                    for parameter in selector.parameters()
+                    if id(parameter) in self._name_of
+                }
+            elif isinstance(selector, torch.Tensor):
+                found = {self._name_of[id(selector)]} if id(selector) in self._name_of else set()
+            else:
+                raise TypeError(
+                    f"expected patterns, modules or parameters, received {short(selector)}; pass several one by one, "
+                    "as in (module, *patterns)"
+                )
+            if not found:
+                raise ValueError(
+                    "expected something that names parameters of the wrapped module, received "
+                    f"{short(selector)}, which matches none; {self._advise(selector)}"
+                )
+            chosen |= found
+        return {name: parameter for name, parameter in self._named.items() if name in chosen}
+
+    def _advise(self, selector: Selector) -> str:
+        """Say what may have been meant by something that matches no parameter."""
+        named = self._named
+        if not named:
+            return "the module has no parameters"
+        if isinstance(selector, nn.Module):
+            return "pass a module within the wrapped one that has parameters"
+        if isinstance(selector, torch.Tensor):
+            return "pass a parameter of the wrapped module itself, no copy of it, no part, and no buffer"
+        plain = selector.removeprefix("module.")
+        if plain != selector and _matching(plain, self._ordered):
+            return f"names have no 'module.' in front: pass {short(plain)}"
+        if any(name == plain for name, _ in self._module.named_buffers()):
+            return f"{plain} is a buffer, which has no gradient"
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            if name not in named and _matching(selector, [name]):
+                first = next(first for first, other in named.items() if other is parameter)
+                return f"{name} is the same parameter as {first}: pass that name"
+        # Parts of names, too: "encodr" is close to "encoder", and far from "encoder.layers.0.weight".
+        parts = {".".join(name.split(".")[:depth]): None for name in named for depth in range(1, name.count(".") + 2)}
+        close = get_close_matches(plain, list(parts), n=1)
+        did_you_mean = f"did you mean {close[0]!r}? " if close else ""
+        return f"{did_you_mean}its parameters are {short_list(list(named))}"
+
+
+def _matching(pattern: str, ordered: list[str]) -> set[str]:
+    """Return the names that match, or that lie in something that matches; `ordered` are all names, sorted."""
+    if any(character in pattern for character in "*?["):
+        matches = re.compile(f"(?:{translate(pattern)})|(?:{translate(pattern + '.*')})").match
+        return {name for name in ordered if matches(name)}
+    inside = f"{pattern}."
+    first = bisect_left(ordered, inside)
+    end = bisect_left(ordered, f"{pattern}/")  # "/" comes right after "."
+    found = set(ordered[first:end])
+    place = bisect_left(ordered, pattern)
+    if place < len(ordered) and ordered[place] == pattern:
+        found.add(pattern)
+    return found

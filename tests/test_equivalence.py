@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+
 import pytest
 import torch
 from spawn import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import Scenario, Trainer, compare
+from training import Scenario, Trainer, compare, register
 
 import ddp_hooks
 
@@ -714,3 +717,69 @@ def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | 
 @pytest.mark.parametrize("policy", ["skip_unused", "skip_zeros"])
 def test_alone(scenario: type[Scenario], policy: str) -> None:
     run_ranks(1, compare, scenario(), policy, True)
+
+
+class TwoBranches(nn.Module):
+    """Two branches, one of which each pass takes; also an embedding with sparse gradients, if asked for."""
+
+    def __init__(self, dtype: torch.dtype, sparse: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16, sparse=True, dtype=dtype) if sparse else None
+        self.first = nn.Linear(16, 16, dtype=dtype)
+        self.branches = nn.ModuleList(nn.Linear(16, 16, dtype=dtype) for _ in range(2))
+        self.head = nn.Linear(16, 5, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        if self.embedding is not None:
+            x = x + self.embedding(torch.arange(x.shape[0]))
+        return self.head(torch.tanh(self.branches[branch](torch.tanh(self.first(x)))))
+
+
+def gradients_of_rank_0(
+    rank: int, dtype: torch.dtype, options: dict[str, object], set_to_none: bool, sparse: bool, policy: object
+) -> list[torch.Tensor | None]:
+    """All gradients of some steps in which those of the other ranks are zero."""
+    torch.manual_seed(0)
+    model = TwoBranches(dtype, sparse)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.001, **options)
+    if policy is not None:
+        register(ddp, *policy)
+    gradients = []
+    for step in range(4):
+        output = ddp(torch.randn(8, 16, dtype=dtype), step // 2)
+        (output.abs().float().square().sum() * (rank == 0)).backward()
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            gradients.append(None if gradient is None else gradient.to_dense().detach().clone())
+            if set_to_none or (gradient is not None and gradient.is_sparse):
+                parameter.grad = None
+            elif gradient is not None:
+                gradient.zero_()
+    return gradients
+
+
+def compare_scaling(rank: int, dtype: torch.dtype, sparse: bool) -> None:
+    batched = "batched_grad_copy" in inspect.signature(DistributedDataParallel.__init__).parameters
+    for views, set_to_none, in_batches in itertools.product((False, True), (False, True), (False, True)[: 1 + batched]):
+        options: dict[str, object] = {"gradient_as_bucket_view": views}
+        if in_batches:
+            options["batched_grad_copy"] = True
+        plain = gradients_of_rank_0(rank, dtype, options, set_to_none, sparse, None)
+        for policy in itertools.product((PACK_ALL, SPLIT_ALL), (False, True)):
+            ours = gradients_of_rank_0(rank, dtype, options, set_to_none, sparse, policy)
+            for x, y in zip(ours, plain, strict=True):
+                what = f"{options}, {set_to_none=}, {policy[0].name}, native={policy[1]}"
+                assert (x is None) == (y is None), what
+                assert x is None or y is None or torch.equal(x, y), f"{what}: {int((x != y).sum())} of {x.numel()}"
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str
+)
+def test_scaled_as_plain_ddp_scales(dtype: torch.dtype) -> None:
+    """A third is no binary fraction. With zeros from all ranks but one no sum is rounded, whatever its order."""
+    run_ranks(3, compare_scaling, dtype, False)
+
+
+def test_sparse_gradients_are_scaled_as_plain_ddp_scales() -> None:
+    run_ranks(3, compare_scaling, torch.float32, True)

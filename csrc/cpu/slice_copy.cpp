@@ -17,6 +17,14 @@ void scale(void* to, const void* from, int64_t numel, double factor) {
   for (int64_t i = 0; i < numel; ++i) out[i] = static_cast<T>(static_cast<Wide>(in[i]) * wide_factor);
 }
 
+template <typename T, typename Wide>
+void divide(void* to, const void* from, int64_t numel, double divisor) {
+  T* out = static_cast<T*>(to);
+  const T* in = static_cast<const T*>(from);
+  const Wide wide_divisor = static_cast<Wide>(divisor);
+  for (int64_t i = 0; i < numel; ++i) out[i] = static_cast<T>(static_cast<Wide>(in[i]) / wide_divisor);
+}
+
 }  // namespace
 
 void copy_scaled(void* to, const void* from, int64_t numel, ElementType type, double factor) {
@@ -29,6 +37,19 @@ void copy_scaled(void* to, const void* from, int64_t numel, ElementType type, do
       return scale<c10::Half, float>(to, from, numel, factor);
     case ElementType::kBFloat16:
       return scale<c10::BFloat16, float>(to, from, numel, factor);
+  }
+}
+
+void copy_divided(void* to, const void* from, int64_t numel, ElementType type, double divisor) {
+  switch (type) {
+    case ElementType::kFloat32:
+      return divide<float, float>(to, from, numel, divisor);
+    case ElementType::kFloat64:
+      return divide<double, double>(to, from, numel, divisor);
+    case ElementType::kFloat16:
+      return divide<c10::Half, float>(to, from, numel, divisor);
+    case ElementType::kBFloat16:
+      return divide<c10::BFloat16, float>(to, from, numel, divisor);
   }
 }
 

@@ -11,6 +11,9 @@ namespace ddp_hooks::cpu {
 // are the same or do not overlap.
 void copy_scaled(void* to, const void* from, int64_t numel, ElementType type, double factor);
 
+// to[i] = from[i] / divisor, likewise: what plain DDP does with gradients that lie in the bucket already.
+void copy_divided(void* to, const void* from, int64_t numel, ElementType type, double divisor);
+
 void copy(void* to, const void* from, int64_t numel, ElementType type);
 
 }  // namespace ddp_hooks::cpu
