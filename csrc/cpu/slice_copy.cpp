@@ -33,7 +33,8 @@ void copy_scaled(void* to, const void* from, int64_t numel, ElementType type, do
 }
 
 void copy(void* to, const void* from, int64_t numel, ElementType type) {
-  std::memcpy(to, from, static_cast<size_t>(numel * element_bytes(type)));
+  // An empty tensor may have no address at all, which memcpy must not be given even for nothing.
+  if (numel != 0) std::memcpy(to, from, static_cast<size_t>(numel * element_bytes(type)));
 }
 
 }  // namespace ddp_hooks::cpu
