@@ -13,13 +13,14 @@ __attribute__((visibility("default"))) int64_t overflow_heap(int64_t numel) {
   return block.data()[numel];
 }
 
-// UndefinedBehaviorSanitizer: the sum does not fit.
-__attribute__((visibility("default"))) int32_t overflow_sum(int32_t largest) {
-  return largest + 1;
+// UndefinedBehaviorSanitizer: shifts by more than there are bits. (Sums that do not fit are defined: Python's flags for
+// extensions have -fwrapv.)
+__attribute__((visibility("default"))) uint32_t shift_too_far(uint32_t bits) {
+  return uint32_t{1} << bits;
 }
 
 // ThreadSanitizer: two threads count without a lock.
-__attribute__((visibility("default"))) int64_t race(int64_t rounds) {
+__attribute__((visibility("default"))) int64_t count_without_lock(int64_t rounds) {
   std::vector<int64_t> count(1);
   const auto add = [&] {
     for (int64_t i = 0; i < rounds; ++i) ++count[0];
