@@ -1,5 +1,6 @@
 # make demo   train a real model with plain DDP and with ddp_hooks, side by side
 # make test   build and run every test
+# make test-asan, make test-tsan  build with sanitizers, elsewhere, and run every test on that build
 # make check  the linters
 # make cuda-compile  compile the CUDA kernels alone: no GPU and no torch with CUDA needed, only nvcc
 # make clean  remove what was built
@@ -15,7 +16,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check format build wheel install-wheel cuda-compile clean
+.PHONY: demo test test-asan test-tsan check format build wheel install-wheel cuda-compile clean
 
 demo: build
 	$(BIN)/python -m ddp_hooks demo $(DEMO_OPTIONS)
@@ -24,6 +25,15 @@ demo: build
 INSTALL ?= build
 test: $(INSTALL)
 	cd tests && $(abspath $(BIN))/python -m pytest $(TEST_OPTIONS)
+
+# In folders of their own, so that nothing of it gets into the ordinary build. Not with warnings as errors: of what is
+# instrumented, gcc warns without a cause now and then.
+test-asan: SANITIZERS := address,undefined
+test-tsan: SANITIZERS := thread
+test-asan test-tsan: test-%: $(STAMP)
+	DDP_HOOKS_SANITIZE=$(SANITIZERS) DDP_HOOKS_CUDA=0 DDP_HOOKS_WERROR=0 \
+	  $(BIN)/python setup.py --quiet build --build-base build/$* --build-lib build/$*/lib
+	$(BIN)/python tests/sanitized.py $* $(TEST_OPTIONS)
 
 # --inplace builds are incremental; pip is asked only once, to make the package importable from everywhere.
 build: $(STAMP)

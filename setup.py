@@ -5,7 +5,10 @@ The CUDA kernels are compiled when torch has CUDA and nvcc is found; no GPU is n
 Environment:
     DDP_HOOKS_CUDA        1: compile the CUDA kernels or fail; 0: leave them out; unset: where it is possible.
     DDP_HOOKS_WERROR=1    treat compiler warnings as errors (CI does).
-    DDP_HOOKS_DEBUG=1     keep symbols for a debugger; the extension is then many times as large and takes twice as long.
+    DDP_HOOKS_DEBUG=1     keep symbols for a debugger; the extension is then many times as large and takes twice as
+                          long.
+    DDP_HOOKS_SANITIZE    "address,undefined" or "thread": compile with these sanitizers. Their runtime has to be loaded
+                          before Python; `make test-asan` and `make test-tsan` see to that and to a folder of its own.
     TORCH_CUDA_ARCH_LIST  GPU architectures, as for every torch extension ("9.0" or "8.0;9.0+PTX"). Unset, it is those
                           of the GPUs that are visible here, or if none is, all that the installed torch was built for.
     CUDA_HOME, MAX_JOBS   where nvcc is, and how many compilers run at once, as for every torch extension.
@@ -26,6 +29,7 @@ import torch
 ROOT = Path(__file__).parent
 # Kernel parameters by value in constant memory (__grid_constant__) begin with this one.
 OLDEST_ARCHITECTURE = (7, 0)
+SANITIZERS = ("", "address,undefined", "thread")
 
 
 def find_toolkit() -> Path | None:
@@ -86,11 +90,38 @@ WITH_CUDA = choose_cuda()
 from torch.utils import cpp_extension  # noqa: E402
 
 
+def sanitizer_flags() -> tuple[list[str], list[str]]:
+    """Return what DDP_HOOKS_SANITIZE adds to compiling and to linking."""
+    sanitizers = os.environ.get("DDP_HOOKS_SANITIZE", "")
+    if sanitizers not in SANITIZERS:
+        wishes = " or ".join(repr(choice) for choice in SANITIZERS if choice)
+        sys.exit(f"DDP_HOOKS_SANITIZE: expected {wishes} or nothing, received {sanitizers!r}")
+    if not sanitizers:
+        return [], []
+    # Lines for the reports, and stacks that can be walked. Assertions find what stays within a vector's capacity.
+    # Less is optimised, so that a report's frames are those of the source.
+    compiling = ["-g1", "-O1", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls", "-D_GLIBCXX_ASSERTIONS"]
+    return [f"-fsanitize={sanitizers}", *compiling], [f"-fsanitize={sanitizers}"]
+
+
 def write_build_info() -> None:
     """Record the torch that is compiled against, for the check in ddp_hooks/_extension.py."""
     (ROOT / "ddp_hooks" / "_build_info.py").write_text(
         f'"""Written by setup.py: what the extension was built against."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
     )
+
+
+def planted_defects() -> list[setuptools.Extension]:
+    """Describe the library that a sanitized build has beside the extension, for tests/sanitized.py."""
+    compiling, linking = sanitizer_flags()
+    if not compiling:
+        return []
+    sources = ["tests/planted_defects.cpp"]
+    return [
+        setuptools.Extension(
+            "ddp_hooks._planted", sources, extra_compile_args=compiling, extra_link_args=linking, language="c++"
+        )
+    ]
 
 
 def extension() -> setuptools.Extension:
@@ -106,6 +137,8 @@ def extension() -> setuptools.Extension:
     cxx.append(f"-DDDP_HOOKS_BUILT_FOR={torch.__version__}")
     # Python's own flags ask for symbols, which take half of the time of compiling; the last flag counts.
     cxx.append("-g" if os.environ.get("DDP_HOOKS_DEBUG") == "1" else "-g0")
+    sanitized, linking = sanitizer_flags()
+    cxx += sanitized
     if warnings_are_errors:
         cxx.append("-Werror")
         nvcc += ["-Werror", "all-warnings"]
@@ -123,12 +156,13 @@ def extension() -> setuptools.Extension:
         library_dirs=cpp_extension.library_paths("cuda" if WITH_CUDA else "cpu"),
         libraries=["c10", "torch", "torch_cpu", "torch_python"] + (["cudart"] if WITH_CUDA else []),
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+        extra_link_args=linking,
         language="c++",
     )
 
 
 write_build_info()
 setuptools.setup(
-    ext_modules=[extension()],
+    ext_modules=[extension(), *planted_defects()],
     cmdclass={"build_ext": cpp_extension.BuildExtension},
 )

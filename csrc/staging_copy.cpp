@@ -63,7 +63,8 @@ void write_plain(const at::Tensor& tensor, const void* from, int64_t divisor) {
 
 void gather_tensors(const at::Tensor& staging, const std::vector<at::Tensor>& tensors) {
   const Strided others = for_each_tensor(staging, tensors, [](const at::Tensor& tensor, void* to) {
-    std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
+    // An empty tensor may have no address at all, which memcpy must not be given even for nothing.
+    if (tensor.numel() != 0) std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
   });
   if (!others.tensors.empty()) at::_foreach_copy_(others.pieces, others.tensors);
 }

@@ -54,7 +54,8 @@ void copy_divided(void* to, const void* from, int64_t numel, ElementType type, d
 }
 
 void copy(void* to, const void* from, int64_t numel, ElementType type) {
-  std::memcpy(to, from, static_cast<size_t>(numel * element_bytes(type)));
+  // An empty tensor may have no address at all, which memcpy must not be given even for nothing.
+  if (numel != 0) std::memcpy(to, from, static_cast<size_t>(numel * element_bytes(type)));
 }
 
 }  // namespace ddp_hooks::cpu

@@ -86,7 +86,8 @@ void stream_quotients_of(T* to, const T* from, int64_t numel, T divisor) {
 
 void stream_copy(void* to, const void* from, size_t bytes) {
   if (bytes < kStreamedBytes) {
-    std::memcpy(to, from, bytes);
+    // An empty tensor may have no address at all, which memcpy must not be given even for nothing.
+    if (bytes != 0) std::memcpy(to, from, bytes);
     return;
   }
   copy_streamed(to, from, bytes);

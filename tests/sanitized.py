@@ -1,0 +1,213 @@
+"""Runs the tests on a build with sanitizers and fails on a report about our code; `make test-asan`, `make test-tsan`.
+
+    python sanitized.py asan|tsan [--quick] [options and tests for pytest]
+
+The sanitizers' runtime is loaded before Python, into the rank processes, too, and what it reports goes to files,
+because a process that reports may be killed a moment later or is expected to die. A report about our code fails the run
+whatever the tests say. Before the tests, the defects of planted_defects.cpp are run on two ranks: if they are not
+reported, the run fails.
+
+Only this extension is instrumented. Of torch, gloo and Python the sanitizers see allocations, copies, mutexes and
+threads, but no loads, stores and atomics, so that ThreadSanitizer takes some of what they do for races. Its reports
+count when one of the two accesses was made by our code or in a call from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from spawn import RankFailure, run_ranks
+
+TESTS = Path(__file__).parent
+BUILDS = {name: TESTS.parent / "build" / name / "lib" for name in ("asan", "tsan")}
+# Which functions of planted_defects.cpp ranks 0 and 1 call, with which argument, and what the reports say then.
+PLANTED = {
+    "asan": [("overflow_heap", 4, "heap-buffer-overflow"), ("shift_too_far", 32, "shift exponent")],
+    "tsan": [("count_without_lock", 1000, "data race")] * 2,
+}
+# Beside all tests without processes, for CI. Completions run in threads of the process groups: that is where races are.
+QUICK = {
+    "asan": [
+        "test_equivalence.py::test_every_way_to_pack",
+        "test_freezing.py::test_thawed_under_any_policy",
+        "test_freezing.py::test_thawed_after_rebuild",
+        "test_freezing.py::test_declared_unused",
+        "test_hooks.py::test_random_steps",
+        "test_hooks.py::test_exchange_on_a_grid",
+        "test_hooks.py::test_module_goes_away",
+        "test_unusual_passes.py",
+    ],
+    "tsan": [
+        "test_equivalence.py::test_every_way_to_pack",
+        "test_freezing.py::test_thawed_under_any_policy",
+        "test_freezing.py::test_rebuilds_by_itself",
+        "test_hooks.py::test_random_steps",
+        "test_hooks.py::test_exchange_on_a_grid",
+        "test_hooks.py::test_watched_by_a_thread",
+        "test_hooks.py::test_module_goes_away",
+        "test_unusual_passes.py::test_statistics_from_a_callback",
+    ],
+}
+FRAME = re.compile(r"^ +#\d+ .*$", re.MULTILINE)
+# Our two shared libraries by name (sources of headers that were compiled into them have paths of their own).
+OURS = re.compile(r"(\b_C|\b_planted)\.[\w-]+\.so\b|\bcsrc/|\bplanted_defects\.cpp")
+# Where a report of ThreadSanitizer says how things came to be, not what happened.
+ORIGIN = re.compile(r"^  (Location is|Thread T|Mutex M|As if synchronized)", re.MULTILINE)
+SHOWN_FRAMES = 25
+
+
+def quick_tests(sanitizer: str) -> list[str]:
+    """Return the tests for CI: every file that starts no processes, and some tests on ranks."""
+    alone = [
+        path.name
+        for path in sorted(TESTS.glob("test_*.py"))
+        if not re.search(r"^(from|import) (spawn|subprocess|multiprocessing)\b", path.read_text(), re.MULTILINE)
+    ]
+    # One thread has nobody to race with.
+    return (alone if sanitizer == "asan" else []) + QUICK[sanitizer]
+
+
+def runtime_libraries(build: Path) -> str:
+    """Return what has to be loaded before Python: the sanitizers' runtime, and the C++ library that they intercept."""
+    libraries = list((build / "ddp_hooks").glob("_C.*.so"))
+    if not libraries:
+        sys.exit(f"expected an extension in {build / 'ddp_hooks'}: build with `make test-asan` or `make test-tsan`")
+    output = subprocess.run(["ldd", str(libraries[0])], capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"lib(asan|tsan|ubsan|stdc\+\+)\.so\S* => (/\S+)", output))
+    if not found.keys() & {"asan", "tsan"}:
+        sys.exit(f"{libraries[0]} needs no sanitizer: it was built without DDP_HOOKS_SANITIZE")
+    return ":".join(found[name] for name in ("asan", "tsan", "ubsan", "stdc++") if name in found)
+
+
+def sanitized_environment(build: Path, logs: Path) -> dict[str, str]:
+    """Return the environment for processes that load the build and report into the folder ``logs``."""
+    options = {
+        # Python and torch leave much to the end of the process. An abort is a report, too: of our assertions, say.
+        "ASAN_OPTIONS": f"detect_leaks=0:verify_asan_link_order=0:handle_abort=1:log_path={logs}/asan",
+        # Its runtime ignores log_path beside AddressSanitizer's.
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        # Mutexes of torch and gloo have to be seen, though these are not instrumented.
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=0:report_signal_unsafe=0:history_size=7"
+        f":exitcode=0:log_path={logs}/tsan",
+    }
+    mine = {name: ":".join(filter(None, [value, os.environ.get(name)])) for name, value in options.items()}
+    path = os.pathsep.join(filter(None, [str(build), str(TESTS), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, **mine, "PYTHONPATH": path, "LD_PRELOAD": runtime_libraries(build), "OMP_NUM_THREADS": "1"}
+
+
+def fix_addresses() -> None:
+    """Turn the randomisation of addresses off for what we start: ThreadSanitizer fails where it is a wide one."""
+    libc = ctypes.CDLL(None)
+    addr_no_randomize, ask = 0x0040000, 0xFFFFFFFF
+    # Where that is forbidden, the sanitizer itself says what is wrong, if anything is.
+    libc.personality(libc.personality(ask) | addr_no_randomize)
+
+
+def reports_in(text: str) -> list[str]:
+    """Split what the sanitizers wrote into reports."""
+    found = []
+    for part in re.split(r"^=+$", text, flags=re.MULTILINE):
+        if re.search(r"(WARNING: ThreadSanitizer|(ERROR|FATAL): \w+Sanitizer)", part):
+            found.append(part.strip("\n"))
+        else:
+            found += re.findall(r"^.*: runtime error: .*\n(?: +#\d+ .*\n)*", part, re.MULTILINE)
+    return found
+
+
+def is_ours(report: str) -> bool:
+    """Say whether a report counts: everything but ThreadSanitizer's about others."""
+    if "WARNING: ThreadSanitizer" not in report:
+        return True
+    # Sections are set apart by empty lines.
+    return any(
+        OURS.search(frame)
+        for section in re.split(r"\n\n", report)
+        if not ORIGIN.match(section)
+        for frame in FRAME.findall(section)
+    )
+
+
+def shortened(report: str) -> str:
+    """Leave out the frames of each stack that lie far from where it happened."""
+    lines = []
+    for line in report.splitlines():
+        number = re.match(r" +#(\d+) ", line)
+        if number is None or int(number[1]) < SHOWN_FRAMES:
+            lines.append(line[:400])
+    return "\n".join(lines)
+
+
+def run_sanitized(sanitizer: str, arguments: list[str]) -> tuple[int, list[str]]:
+    """Run Python with the sanitizer; return its exit code and what was reported in any of its processes."""
+    with tempfile.TemporaryDirectory(prefix="ddp_hooks_sanitized_") as folder:
+        environment = sanitized_environment(BUILDS[sanitizer], Path(folder))
+        # What the runtime cannot write into its files, it writes here.
+        errors = Path(folder) / "stderr"
+        with errors.open("w") as stream:
+            code = subprocess.run([sys.executable, *arguments], env=environment, cwd=TESTS, stderr=stream).returncode
+        reports = [
+            report for path in sorted(Path(folder).iterdir()) for report in reports_in(path.read_text(errors="replace"))
+        ]
+        if code != 0:
+            print(errors.read_text(errors="replace")[-20_000:], file=sys.stderr)
+    return code, reports
+
+
+def plant(rank: int, sanitizer: str) -> None:
+    """Run a planted defect in a rank process, in a library that lies beside the extension."""
+    import ddp_hooks
+
+    folder = Path(ddp_hooks.__file__).parent
+    if folder.parent != BUILDS[sanitizer].resolve():
+        raise RuntimeError(f"expected ddp_hooks from {BUILDS[sanitizer]}, received {folder}")
+    (library,) = folder.glob("_planted.*.so")
+    name, argument, _ = PLANTED[sanitizer][rank]
+    getattr(ctypes.CDLL(str(library)), name)(argument)
+
+
+def check_planted(sanitizer: str) -> None:
+    """Exit unless the planted defects are reported."""
+    _, reports = run_sanitized(sanitizer, [__file__, "--plant", sanitizer])
+    reported = "\n".join(filter(is_ours, reports))
+    for function, _, words in PLANTED[sanitizer]:
+        if words not in reported or function not in reported:
+            sys.exit(f"expected a report of {words!r} in {function}, which is planted; received {reported or 'none'}")
+    print(f"The defects that were planted are reported: {', '.join(words for _, _, words in PLANTED[sanitizer])}")
+
+
+def main() -> int:
+    """Check that defects are found, run the tests, and show what was reported."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sanitizer", choices=list(BUILDS))
+    parser.add_argument("--quick", action="store_true", help="only the tests that CI runs")
+    chosen, options = parser.parse_known_args()
+    if chosen.sanitizer == "tsan":
+        fix_addresses()
+    check_planted(chosen.sanitizer)
+    if chosen.quick:
+        options += quick_tests(chosen.sanitizer)
+    # pytest's own handler for signals would come before the sanitizer's; its cache would forget what failed elsewhere.
+    plain = ["-m", "pytest", "-p", "no:faulthandler", "-p", "no:cacheprovider", "--capture=sys"]
+    code, reports = run_sanitized(chosen.sanitizer, [*plain, *options])
+    ours = list(filter(is_ours, reports))
+    for report in ours:
+        print(f"\n{'=' * 100}\n{shortened(report)}")
+    print(f"\n{chosen.sanitizer}: {len(ours)} reports about our code, {len(reports) - len(ours)} about others")
+    return code or int(bool(ours))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--plant"]:
+        try:
+            run_ranks(2, plant, sys.argv[2], timeout=300.0)
+        except RankFailure as failure:
+            print(failure, file=sys.stderr)
+    else:
+        sys.exit(main())
