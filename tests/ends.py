@@ -21,7 +21,6 @@ import argparse
 import gc
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -299,9 +298,10 @@ def let_go(program: Program, rank: int, things: dict[str, Any]) -> None:
 
     holders = dict(program.holders)
     if "callback" in holders.values() and things.get("work") is not None:
+        future = things["work"].get_future()
         box = {name: things.pop(name) for name in THINGS if holders[name] == "callback" and name in things}
-        things["work"].get_future().add_done_callback(ClearedByCallback(box))
-        del box
+        future.add_done_callback(ClearedByCallback(box))
+        del future, box
     locals_in_order: dict[str, Any] = {}
     for action in program.actions:
         if action == "destroy":
@@ -405,11 +405,7 @@ class Verdict:
         return "wrong code" if wrong else "ok"
 
     def where(self) -> list[str]:
-        """Name the destructors and the hook's functions that a rank hangs in; the innermost first."""
-        found = re.findall(
-            r"in ((?:ddp_hooks::|c10d::Reducer::~)[\w:~]+)", "\n".join(rank.stacks for rank in self.ranks)
-        )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(place for rank in self.ranks for place in rank.hangs_in()))
 
     def is_torch_alone(self) -> bool:
         """Whether it hangs where torch's own destructor waits for threads of the group, with the hook nowhere near."""

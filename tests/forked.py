@@ -14,6 +14,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -69,6 +70,11 @@ class Rank:
     @property
     def ended(self) -> bool:
         return self.code is not None or self.hung
+
+    def hangs_in(self) -> list[str]:
+        """Name the hook's functions and torch's destructors on the stacks of what hung; the innermost first."""
+        frames = re.findall(r"in ((?:ddp_hooks::|c10d::Reducer::~)[\w:~]+)", self.stacks)
+        return list(dict.fromkeys(frames))
 
     def output(self) -> str:
         return self._read("output")
