@@ -35,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from forked import Rank, fork_rank, import_everything, wait
+from forked import Rank, fork_rank, prepare_parent, wait
 
 # Where a rank waits for one that is gone, this is how long it may take; and some of them wait twice.
 COLLECTIVE_TIMEOUT_SECONDS = 4.0
@@ -531,8 +531,7 @@ def main() -> int | None:
     parser.add_argument("--no-comparison", action="store_true", help="do not run plain DDP where the hook goes wrong")
     parser.add_argument("--verbose", action="store_true", help="describe every run")
     options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import_everything()
+    prepare_parent()
     only = [condition.split("=", 1) for condition in options.only]
     began = time.monotonic()
     # Not a TemporaryDirectory, which every rank would remove when it ends.

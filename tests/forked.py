@@ -2,7 +2,7 @@
 
 A rank costs a few milliseconds to start this way, so that whole programs can be run by the hundred, from their first
 line to what the interpreter does after their last. Forking is sound as long as the parent has one thread and no process
-group, which :func:`import_everything` checks.
+group, which :func:`prepare_parent` checks.
 
 The child returns out of the parent's own functions: where :func:`fork_rank` returns None, the caller is the rank, and
 what it returns to ends the program as any program ends, with atexit functions, threads that are joined and the
@@ -31,8 +31,13 @@ STACK_SECONDS = 0.3
 GDB_SECONDS = 60
 
 
-def import_everything() -> None:
-    """Import what ranks import, the modules that torch imports late included; leave the process with one thread."""
+def prepare_parent() -> None:
+    """Import what ranks import, the modules that torch imports late included; leave the process with one thread.
+
+    SIGTERM raises from here on, so that the ranks end with their parent.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     import torch
     import torch._dynamo  # DistributedDataParallel imports it, which takes seconds
     import torch.distributed.algorithms.join
@@ -95,6 +100,7 @@ def fork_rank(rank: int, directory: Path) -> Rank | None:
     if pid:
         return Rank(rank, pid, directory)
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     output = os.open(directory / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -122,17 +128,21 @@ def wait(ranks: Sequence[Rank], limit_seconds: float, native_stacks: bool) -> No
     """Wait until all have ended; kill those that have not in time, their stacks taken first."""
     deadline = time.monotonic() + limit_seconds
     pause = 0.002
-    while not poll(ranks) and time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(pause * 1.2, 0.02)
-    hanging = [rank for rank in ranks if not rank.ended]
-    # All of them before the first is killed, because that may wake up the others.
-    for rank in hanging:
-        rank.stacks = _stacks_of(rank, native_stacks)
-    for rank in hanging:
-        rank.hung = True
-        rank.seconds = time.monotonic() - rank.started
-        kill(rank)
+    hanging: list[Rank] = []
+    try:
+        while not poll(ranks) and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(pause * 1.2, 0.02)
+        hanging = [rank for rank in ranks if not rank.ended]
+        # All of them before the first is killed, because that may wake up the others.
+        for rank in hanging:
+            rank.stacks = _stacks_of(rank, native_stacks)
+    finally:
+        for rank in ranks:
+            if not rank.ended:
+                rank.hung = rank in hanging
+                rank.seconds = time.monotonic() - rank.started
+                kill(rank)
 
 
 def kill(rank: Rank) -> None:
