@@ -408,8 +408,8 @@ class Verdict:
         return list(dict.fromkeys(place for rank in self.ranks for place in rank.hangs_in()))
 
     def is_torch_alone(self) -> bool:
-        """Whether it hangs where torch's own destructor waits for threads of the group, with the hook nowhere near."""
-        return self.kind == "hung" and self.where() == ["c10d::Reducer::~Reducer"]
+        hanging = [rank for rank in self.ranks if rank.hung]
+        return bool(hanging) and all(rank.hangs_in_torch_alone() for rank in hanging)
 
     def describe(self, with_stacks: bool) -> str:
         lines = [f"{self.registration}: seed {self.program.seed}: {self.kind} after {self.seconds:.1f} s"]

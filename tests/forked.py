@@ -81,6 +81,10 @@ class Rank:
         frames = re.findall(r"in ((?:ddp_hooks::|c10d::Reducer::~)[\w:~]+)", self.stacks)
         return list(dict.fromkeys(frames))
 
+    def hangs_in_torch_alone(self) -> bool:
+        """Whether torch's destructor waits for threads of the group, with the hook nowhere near; plain DDP does so."""
+        return self.hung and self.hangs_in() == ["c10d::Reducer::~Reducer"]
+
     def output(self) -> str:
         return self._read("output")
 
