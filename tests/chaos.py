@@ -240,7 +240,7 @@ def branching_model() -> Any:
     return Branching()
 
 
-def run_rank(plan: Round, registration: str, rank: int, directory: Path, progress: int) -> int:
+def run_rank(plan: Round, registration: str, rank: int, directory: Path, progress: int, skips_end: bool) -> int:
     """Make the calls; leave behind how that went. The parent is told of each call that begins."""
     training = Training(plan, registration, rank, str(directory / "store"))
     outcome: dict[str, Any] = {}
@@ -262,7 +262,10 @@ def run_rank(plan: Round, registration: str, rank: int, directory: Path, progres
         partial = directory / f"outcome{rank}.partial"
         partial.write_text(json.dumps(outcome))
         partial.rename(directory / f"outcome{rank}")
-    return 1 if "error" in outcome else 0
+    code = 1 if "error" in outcome else 0
+    if skips_end:
+        os._exit(code)
+    return code
 
 
 def run_slowly(plan: Round, rank: int, directory: Path) -> int:
@@ -271,6 +274,7 @@ def run_slowly(plan: Round, rank: int, directory: Path) -> int:
 
     import slow_group
     import torch
+    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     outcome: dict[str, Any] = {}
@@ -306,6 +310,8 @@ def run_slowly(plan: Round, rank: int, directory: Path) -> int:
                 for ddp in (plain, training.ddp):
                     ddp.zero_grad()
         outcome["overtaken"] = group.overtaken
+        # What one rank has completed may still be on its way to the other.
+        dist.barrier()
         training.end()
     except BaseException as error:
         outcome.update(call="step", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
@@ -365,10 +371,9 @@ class Runner:
                 if plan.kind == "slow":
                     self.ends_with = run_slowly(plan, number, directory)
                 else:
-                    self.ends_with = run_rank(plan, registration, number, directory, theirs)
-                    if self.options.skip_ends or not disturbed:
-                        # Plain DDP's weights are there; it does not always end (see ends.py).
-                        os._exit(self.ends_with)
+                    # Of plain DDP, which does not always end (see ends.py), only the weights are asked for.
+                    skips_end = self.options.skip_ends or not disturbed
+                    self.ends_with = run_rank(plan, registration, number, directory, theirs, skips_end)
                 return None
             os.close(theirs)
             ranks.append(rank)
@@ -399,6 +404,9 @@ class Runner:
         moment = time.monotonic()
         with suppress(ProcessLookupError):
             os.kill(victim.pid, signal.SIGKILL if plan.kind == "kill" else signal.SIGSTOP)
+        while select.select([progress], [], [], 0)[0] and (data := os.read(progress, 64)):
+            began = data[-1]
+        victim.last_call = began
         if plan.kind != "kill":
             time.sleep(plan.stop_seconds)
             with suppress(ProcessLookupError):
@@ -442,6 +450,8 @@ class Runner:
         allowed = TIMEOUT_SECONDS + MARGIN_SECONDS + (plan.stop_seconds if plan.kind == "freeze" else 0)
         if plan.kind == "alone":
             allowed += 2 * TIMEOUT_SECONDS
+        # Whether the last step, which needs every rank, was still to come when it was killed.
+        has_more_calls = report.ranks[plan.victim].last_call < len(plan.calls) - 2
         for rank, outcome, seconds in zip(report.ranks, report.outcomes, report.seconds_after, strict=True):
             if rank.rank == plan.victim and plan.kind == "kill":
                 continue
@@ -449,7 +459,7 @@ class Runner:
                 report.problems.append(f"rank {rank.rank} ended {seconds:.1f} s after it, expected {allowed:.0f}")
             if not outcome:
                 report.problems.append(f"rank {rank.rank} left no outcome")
-            elif "error" not in outcome and plan.kind == "kill" and plan.at < len(plan.calls) - 2:
+            elif "error" not in outcome and plan.kind == "kill" and has_more_calls:
                 report.problems.append(f"rank {rank.rank} noticed nothing")
         if plan.kind == "alone" and not any("error" in outcome for outcome in report.outcomes):
             weights = [outcome.get("weights") for outcome in report.outcomes]

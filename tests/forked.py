@@ -11,6 +11,7 @@ interpreter's finalization.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -29,15 +30,12 @@ from pathlib import Path
 # A rank that is asked for its stack writes it at once; a signal handler of faulthandler needs no GIL.
 STACK_SECONDS = 0.3
 GDB_SECONDS = 60
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def prepare_parent() -> None:
-    """Import what ranks import, the modules that torch imports late included; leave the process with one thread.
-
-    SIGTERM raises from here on, so that the ranks end with their parent.
-    """
+    """Import what ranks import, the modules that torch imports late included; leave the process with one thread."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     import torch
     import torch._dynamo  # DistributedDataParallel imports it, which takes seconds
     import torch.distributed.algorithms.join
@@ -71,6 +69,8 @@ class Rank:
     hung: bool = False
     stacks: str = ""
     seconds: float = 0.0
+    # For who watches it: the number of what it does at the time.
+    last_call: int = -1
 
     @property
     def ended(self) -> bool:
@@ -104,7 +104,8 @@ def fork_rank(rank: int, directory: Path) -> Rank | None:
     if pid:
         return Rank(rank, pid, directory)
     os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # It dies with its parent, whatever ends that.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(directory / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
