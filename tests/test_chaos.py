@@ -1,0 +1,81 @@
+"""Ranks that die, stop or stay away, a data group that reorders what it completes, and runs that are started again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resumable
+import torch
+from spawn import run_ranks
+
+TESTS = Path(__file__).parent
+SECONDS = {"kill": 8, "stop": 8, "late": 4, "alone": 6, "slow": 6}
+
+
+def run_chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TESTS / "chaos.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("kind", list(SECONDS))
+def test_rounds(kind: str) -> None:
+    done = run_chaos("--kind", kind, "--seconds", str(SECONDS[kind]), "--stack", "--errors")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "rounds: 0 with problems, 0 ranks hung" in done.stdout
+
+
+def test_a_frozen_rank_is_noticed() -> None:
+    """One round, because it takes the process groups' timeout and more."""
+    done = run_chaos("--kind", "freeze", "--rounds", "1", "--stack")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+# --- runs that go on from a checkpoint
+
+
+def train(rank: int, folder: Path, registration: str, steps: int) -> int:
+    return resumable.train(folder, registration, steps)
+
+
+def final(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "final.pt")
+
+
+def assert_same_weights(a: dict[str, Any], b: dict[str, Any]) -> None:
+    for name, tensor in a["model"].items():
+        assert torch.equal(tensor, b["model"][name]), f"{name}: {tensor} and {b['model'][name]}"
+
+
+def test_started_again(tmp_path: Path) -> None:
+    """A rank dies, torchrun starts all of them again, and weights become those of a run in which nobody died."""
+    died, plain = tmp_path / "died", tmp_path / "plain"
+    died.mkdir()
+    plain.mkdir()
+    run_ranks(2, train, plain, "plain", 6)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    # The store that torchrun shares by itself still has the addresses of the ranks before the restart (torch 2.13).
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command += ["--max-restarts=1", "--monitor-interval=0.1", str(TESTS / "resumable.py"), "--registration=native"]
+    command += [f"--folder={died}", "--steps=6", "--die-at=3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "rank 1 began with step 2" in done.stdout
+    assert_same_weights(final(died), final(plain))
+    # The steps before the checkpoint are counted, those that were lost are not.
+    assert final(died)["steps"] == 6
+
+
+@pytest.mark.parametrize("registration", ["native", "python"])
+def test_resumed_at_another_world_size(tmp_path: Path, registration: str) -> None:
+    """From a checkpoint of two ranks one goes on, and comes to what plain DDP comes to in the same way."""
+    for kind in ("plain", registration):
+        (tmp_path / kind).mkdir()
+        assert run_ranks(2, train, tmp_path / kind, kind, 2) == [0, 0]
+        assert run_ranks(1, train, tmp_path / kind, kind, 4) == [2]
+    assert_same_weights(final(tmp_path / registration), final(tmp_path / "plain"))
+    assert final(tmp_path / registration)["steps"] == 4
