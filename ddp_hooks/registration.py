@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension, agreement
@@ -150,16 +151,28 @@ def grid(ranks: int, largest_axis: int) -> list[int]:
 
 
 def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int) -> Any:
-    store = dist.PrefixStore(name, ddp.process_group.get_group_store())  # type: ignore[attr-defined]
+    store = dist.PrefixStore(name, _store_of(ddp.process_group))  # type: ignore[attr-defined]
     group = dist.ProcessGroupGloo(store, rank, ranks, timeout=_timeout_of(ddp))
     # What torch's own groups are told, for its flight recorder.
     group.options.group_name = name  # type: ignore[assignment]
     return group
 
 
+def _store_of(group: Any) -> Any:
+    try:
+        store = group.get_group_store()
+    except RuntimeError:
+        store = None
+    # A group that was written in Python may have no store of its own.
+    return distributed_c10d._get_default_store() if store is None else store
+
+
 def _timeout_of(ddp: DistributedDataParallel) -> timedelta:
     """Return the data group's timeout, so that a lost rank is noticed as soon here as there."""
-    options = getattr(ddp.process_group._get_backend(ddp.device), "options", None)
+    try:
+        options = getattr(ddp.process_group._get_backend(ddp.device), "options", None)
+    except RuntimeError:
+        options = None
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else dist.constants.default_pg_timeout
 

@@ -54,9 +54,6 @@ class SlowGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
-    def _get_backend(self, device: torch.device) -> Any:
-        return self._inner
-
     def _later(self, begin: Callable[[], Any], result: Any) -> SlowWork:
         work = SlowWork()
         self._starts.put((begin, result, work))
