@@ -1,0 +1,141 @@
+"""Runs programs in rank processes that are kept from one to the next, and judges what comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from spawn import RankFailure, run_ranks
+
+from .execute import Register, run_program
+from .program import Program, policy_of
+
+# Seconds. A program takes a fraction of one; a rank whose partner raised is let go by its group.
+PROGRAM_TIMEOUT = 40.0
+COLLECTIVE_TIMEOUT = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a program.
+
+    Attributes:
+        kind: "same", "differs", "fails" (an exception with the hook), "hangs", or "oracle fails".
+        report: what differs first, or the tracebacks and stacks of all ranks.
+    """
+
+    kind: str
+    report: str = ""
+
+
+def judge(program: Program, register: Register | None = None) -> Verdict:
+    """Run a program and say whether the hook did as plain DDP."""
+    arguments: list[Any] = [program.to_json(), *([register] if register is not None else [])]
+    try:
+        results = run_ranks(
+            program.ranks, run_program, *arguments, timeout=PROGRAM_TIMEOUT, collective_timeout=COLLECTIVE_TIMEOUT
+        )
+    except RankFailure as failure:
+        report = str(failure)
+        # A rank that only waited for another that raised hangs, too.
+        return Verdict("fails" if " failed:" in report else "hangs", report)
+    reasons = [f"rank {rank}: {result['oracle failed']}" for rank, result in enumerate(results) if len(result) == 1]
+    if reasons:
+        return Verdict("oracle fails", "\n".join(reasons))
+    found = list(_differences(program, results))
+    return Verdict("differs", "\n".join(found[:12])) if found else Verdict("same")
+
+
+def _differences(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
+    yield from (found for result in results for found in result["differences"][:3])
+    yield from _between_ranks(results)
+    sparse = any(layer.get("sparse") for layer in program.layers)
+    if not sparse:
+        yield from _bytes(program, results)
+
+
+def _between_ranks(results: list[dict[str, Any]]) -> Iterable[str]:
+    """Find what is the same on every rank with plain DDP, and not with the hook."""
+    first = results[0]
+    for moment, plain in first["plain"].items():
+        if any(moment not in result["plain"] for result in results):
+            continue
+        for what, bits in plain.items():
+            alike = all(result["plain"][moment].get(what) == bits for result in results)
+            ours = [result["ours"][moment].get(what) for result in results]
+            if alike and len(set(ours)) > 1:
+                yield f"after {moment}: {what} is not the same on every rank, as it is with plain DDP"
+
+
+def _bytes(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
+    if program.options.join is None:
+        for name in results[0]["counters"]:
+            values = [result["counters"][name] for result in results]
+            if len(set(values)) > 1:
+                yield f"at the end: {name} is {values}, by rank"
+    if program.options.join is not None or program.ranks == 1:
+        return
+    sizes = results[0]["sizes"]
+    flags = 16 * len(sizes)
+    failed = [index for index, operation in enumerate(program.operations) if operation["do"] == "fail"]
+    for moment, (payload, dense) in results[0]["sent"].items():
+        # What a pass that failed announced travels with the pass after it.
+        if any(index < int(moment.split(".")[0]) for index in failed):
+            return
+        policy = policy_of(results[0]["policies"][moment])
+        used = set().union(*(result["used"][moment] for result in results))
+        used_bytes = sum(sizes[name] for name in used)
+        allowed = used_bytes * (1 + policy.gap_fraction) if policy.graph else max(dense, used_bytes)
+        if policy.values == "on" and not policy.graph:
+            allowed = dense * (1 + policy.gap_fraction)
+        if payload > allowed + flags:
+            yield (
+                f"after {moment}: {payload} bytes were sent, of {dense} that plain DDP sends, and of {used_bytes} that "
+                "any rank used"
+            )
+
+
+@dataclass
+class Tally:
+    """How many programs came to what."""
+
+    programs: int = 0
+    differ: int = 0
+    hang: int = 0
+    fail: int = 0
+
+    def count(self, verdict: Verdict) -> None:
+        self.programs += 1
+        self.differ += verdict.kind == "differs"
+        self.hang += verdict.kind == "hangs"
+        self.fail += verdict.kind in ("fails", "oracle fails")
+
+    @property
+    def bad(self) -> int:
+        return self.differ + self.hang + self.fail
+
+    def __str__(self) -> str:
+        return f"{self.programs} programs, {self.differ} differ, {self.hang} hang, {self.fail} raise"
+
+
+def run_many(
+    programs: Iterable[Program],
+    *,
+    until: float | None = None,
+    register: Register | None = None,
+    on_failure: Callable[[Program, Verdict], None],
+    on_progress: Callable[[Tally], None] = lambda tally: None,
+) -> Tally:
+    """Judge one program after another, until there are no more or the time (as of time.monotonic) has come."""
+    tally = Tally()
+    for program in programs:
+        if until is not None and time.monotonic() >= until:
+            break
+        verdict = judge(program, register)
+        tally.count(verdict)
+        if verdict.kind != "same":
+            on_failure(program, verdict)
+        on_progress(tally)
+    return tally
