@@ -39,11 +39,10 @@ def judge(program: Program, register: Register | None = None) -> Verdict:
         )
     except RankFailure as failure:
         report = str(failure)
+        if "OracleFailed" in report:
+            return Verdict("oracle fails", report)
         # A rank that only waited for another that raised hangs, too.
         return Verdict("fails" if " failed:" in report else "hangs", report)
-    reasons = [f"rank {rank}: {result['oracle failed']}" for rank, result in enumerate(results) if len(result) == 1]
-    if reasons:
-        return Verdict("oracle fails", "\n".join(reasons))
     found = list(_differences(program, results))
     return Verdict("differs", "\n".join(found[:12])) if found else Verdict("same")
 

@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import pickle
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,14 +48,17 @@ class Trace:
     differences: list[str] = field(default_factory=list)
 
 
+class OracleFailed(Exception):
+    """Plain DDP could not run the program, so it is no program to compare with."""
+
+
 def run_program(rank: int, text: str, register: Register = register_hook) -> dict[str, Any]:
     """Run a program on this rank, and return what the ranks have to compare among each other."""
     program = Program.from_json(text)
     try:
         plain = _Run(program, rank, None, register).run()
-    except Exception:
-        # Then it is no program to compare with.
-        return {"oracle failed": traceback.format_exc()}
+    except Exception as error:
+        raise OracleFailed(str(error)) from error
     if dist.get_world_size() > 2:
         _share_scales(plain)
     ours = _Run(program, rank, plain, register).run()

@@ -43,6 +43,7 @@ class _Generator:
         self.batches = seed % 1000 * 100
         self.declares = False
         self.freezes = False
+        self.needs_graph = False
         self.hooks_tensors = False
         self.always: list[int] = []
         self.static_use: list[list[int]] = []
@@ -115,6 +116,8 @@ class _Generator:
         options.static_graph = flavour == "static"
         self.declares = flavour == "declared"
         self.freezes = self.chance(0.5)
+        # A policy without the graph detector says of itself that it writes the .grad of what is frozen or declared.
+        self.needs_graph = flavour != "search" and (self.declares or self.freezes) or self.chance(0.5)
         options.gradient_as_bucket_view = self.chance(0.4)
         options.broadcast_buffers = self.chance(0.7)
         options.bucket_cap_mb = self.random.choice([1e-5, 1e-4, 1e-3, 1e-2, 1, 25])
@@ -148,13 +151,14 @@ class _Generator:
     def _policy(self) -> str | dict[str, Any]:
         choice = self.random.randint(0, 9)
         if choice < 6:
-            return self.random.choice(["allreduce", "skip_unused", "skip_unused", "skip_zeros", "auto"])
+            presets = ["skip_unused", "skip_unused", "skip_zeros", "auto"]
+            return self.random.choice(presets if self.needs_graph else ["allreduce", *presets])
         eager = {"values": "adaptive", "first_pause_steps": 1, "longest_pause_steps": 2, "hold_steps": 1}
         if choice == 6:
             return {"name": "eager_auto", **eager}
         policy = {
             "name": "random",
-            "graph": self.chance(0.8),
+            "graph": self.needs_graph or self.chance(0.6),
             "in_place_bytes": self.random.choice([0, 64, 1024, 1 << 20]),
             "pack_bytes": self.random.choice([0, 256, 4096, 4 << 20]),
             "gap_fraction": self.random.choice([0.0, 1 / 128, 0.5, 1.0]),
@@ -231,7 +235,8 @@ class _Generator:
         for _ in range(micro_steps):
             self._pass(sync=False)
             if self.chance(0.1):
-                self._freeze_or_thaw()
+                # Plain DDP does not take it when an accumulated gradient is dropped.
+                self._freeze_or_thaw(keep=True)
         if self._may_fail() and self.chance(0.08):
             self._add("fail", at=self.random.choice(["loss", "outputs"]))
         self._pass(sync=True)
@@ -283,7 +288,7 @@ class _Generator:
         }[kind]
         return f"{pattern}.{self.random.choice(inside)}"
 
-    def _freeze_or_thaw(self) -> None:
+    def _freeze_or_thaw(self, keep: bool = False) -> None:
         if not self.freezes:
             return
         alike = self.options.static_graph or self.chance(0.6)
@@ -291,7 +296,7 @@ class _Generator:
         what = [per_rank[0]] * self.ranks if alike else per_rank
         how = self.random.choice(["flag", "package"])
         if self.chance(0.55):
-            self._add("freeze", what=what, how=how, keep=self.chance(0.3))
+            self._add("freeze", what=what, how=how, keep=self.chance(0.3) or keep)
         else:
             self._add("thaw", what=what, how=how)
 
@@ -306,7 +311,7 @@ class _Generator:
             self._add(do, policy=self._policy())
         elif do == "rebuild":
             if self._may_rebuild():
-                search = None if self.options.static_graph else self.random.choice([None, None, True, False])
+                search = None if self.options.static_graph else self.random.choice([None, True, False if self.needs_graph else None])
                 self._add(do, search=search)
                 # A new Reducer learns a static graph anew, and cannot under no_sync.
                 self.reduced = 0
