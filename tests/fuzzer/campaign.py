@@ -84,11 +84,12 @@ def _bytes(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
         if any(index < int(moment.split(".")[0]) for index in failed):
             return
         policy = policy_of(results[0]["policies"][moment])
-        used = set().union(*(result["used"][moment] for result in results))
+        # What is late travels whenever it is trained, with a flag for each.
+        late = set().union(*(result["late"][moment] for result in results))
+        used = set().union(*(result["used"][moment] for result in results)) - late
         used_bytes = sum(sizes[name] for name in used)
-        allowed = used_bytes * (1 + policy.gap_fraction) if policy.graph else max(dense, used_bytes)
-        if policy.values == "on" and not policy.graph:
-            allowed = dense * (1 + policy.gap_fraction)
+        # Only the graph detector knows for certain what was not used; zeros may be sent or not.
+        allowed = (used_bytes if policy.graph else dense) * (1 + policy.gap_fraction) + sum(sizes[x] for x in late)
         if payload > allowed + flags:
             yield (
                 f"after {moment}: {payload} bytes were sent, of {dense} that plain DDP sends, and of {used_bytes} that "

@@ -44,6 +44,9 @@ class Trace:
     # With the hook: bytes of that pass (payload, dense), and the policy in force.
     sent: dict[str, tuple[int, int]] = field(default_factory=dict)
     policies: dict[str, str | dict[str, Any]] = field(default_factory=dict)
+    # The parameters that DDP did not know in that pass and that were trained all the same.
+    late: dict[str, list[str]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
 
@@ -70,8 +73,9 @@ def run_program(rank: int, text: str, register: Register = register_hook) -> dic
         "used": plain.used,
         "sent": ours.sent,
         "policies": ours.policies,
+        "late": ours.late,
         "counters": ours.counters,
-        "sizes": ours.sizes,  # type: ignore[attr-defined]
+        "sizes": ours.sizes,
     }
 
 
@@ -99,7 +103,7 @@ class _Run:
         torch.manual_seed(program.seed)
         self.model = Model(program.layers, self.options.output)
         self.named = dict(self.model.named_parameters())
-        self.trace.sizes = {name: p.numel() * p.element_size() for name, p in self.named.items()}  # type: ignore[attr-defined]
+        self.trace.sizes = {name: p.numel() * p.element_size() for name, p in self.named.items()}
         self.largest: dict[str, float] = {}
         self.used: set[str] = set()
         self.policy = self.options.policy
@@ -164,6 +168,7 @@ class _Run:
 
     def _do_pass(self, operation: Operation, moment: str) -> None:
         before = None if self.state is None else self.state.stats()
+        late = self._late()
         with contextlib.nullcontext() if operation["sync"] else self.ddp.no_sync():
             self._loss(operation).backward()
         if not operation["sync"]:
@@ -175,9 +180,14 @@ class _Run:
                 after.dense_bytes - before.dense_bytes,
             )
             self.trace.policies[moment] = self.policy
+            self.trace.late[moment] = late
         self.trace.used[moment] = sorted(self.used)
         self.used.clear()
         self._look(moment)
+
+    def _late(self) -> list[str]:
+        known = {id(p) for p in ddp_hooks._C.reducer_parameters(self.ddp.reducer)}
+        return [name for name, p in self.named.items() if id(p) not in known and p.requires_grad]
 
     def _loss(self, operation: Operation) -> torch.Tensor:
         loss = torch.zeros(())
@@ -233,7 +243,7 @@ class _Run:
 
     def _do_fail(self, operation: Operation, moment: str) -> None:
         """Fail, as the next pass that is reduced, so that it is run again as it was."""
-        later = self.program.operations[self.program.operations.index(operation) :]
+        later = self.program.operations[int(moment.split(".")[0]) :]
         attempt = next((other for other in later if other["do"] == "pass" and other["sync"]), None)
         if attempt is None:
             return

@@ -136,7 +136,9 @@ class _Generator:
             self.hooks_tensors = self.hooks_tensors and not (self.declares or self.freezes)
         patterns = [f"layers.{layer['kind']}{layer['id']}" for layer in layers if not layer.get("sparse")]
         self.freezable = [*patterns, "head.bias"]
-        if self.freezes and flavour != "static" and self.chance(0.4):
+        # While a rank has joined, plain DDP makes a .grad of zeros for whatever that rank used last. The hook does the
+        # same for what DDP knows, and not for what is late, so there the oracle says nothing.
+        if self.freezes and flavour != "static" and options.join is None and self.chance(0.4):
             candidates = [pattern for pattern in patterns if self._may_be_late(pattern)]
             options.frozen_when_wrapped = self.random.sample(candidates, min(len(candidates), self.random.randint(1, 2)))
         if flavour == "static":
@@ -213,7 +215,8 @@ class _Generator:
             operation["idle"] = True
         if not options.static_graph and self.chance(0.1):
             operation["penalty"] = True
-        if not options.static_graph and self.chance(0.08):
+        # Each forward tells the ranks that have joined of one more pass.
+        if not options.static_graph and options.join is None and self.chance(0.08):
             operation["forwards"] = 2
             operation["used"] = [used[0]] * self.ranks
         self.program.operations.append(operation)
