@@ -100,7 +100,9 @@ def _show_small(program: Program, verdict: Verdict, options: argparse.Namespace)
     print(f"\nmade small:\n{small}\n{small_verdict.kind}: {small_verdict.report.strip()[-4000:]}")
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
-        (options.keep / f"{verdict.kind.replace(' ', '_')}_{program.seed}_{program.ranks}.json").write_text(small.to_json())
+        (options.keep / f"{verdict.kind.replace(' ', '_')}_{program.seed}_{program.ranks}.json").write_text(
+            small.to_json()
+        )
     print(f"again, in full: python tests/fuzz.py --seed {program.seed} --ranks {program.ranks}")
     print(f"again, small: echo '{small.to_json()}' | python tests/fuzz.py --program -", flush=True)
 

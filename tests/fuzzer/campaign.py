@@ -78,6 +78,11 @@ def _bytes(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
         return
     sizes = results[0]["sizes"]
     flags = 16 * len(sizes)
+    # Without a search, a .grad from an earlier step may pass for one that was accumulated under no_sync.
+    searches = program.options.find_unused_parameters and not any(
+        operation.get("search") is False for operation in program.operations
+    )
+    certain = searches or all(operation.get("sync", True) for operation in program.operations)
     failed = [index for index, operation in enumerate(program.operations) if operation["do"] == "fail"]
     for moment, (payload, dense) in results[0]["sent"].items():
         # What a pass that failed announced travels with the pass after it.
@@ -89,7 +94,8 @@ def _bytes(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
         used = set().union(*(result["used"][moment] for result in results)) - late
         used_bytes = sum(sizes[name] for name in used)
         # Only the graph detector knows for certain what was not used; zeros may be sent or not.
-        allowed = (used_bytes if policy.graph else dense) * (1 + policy.gap_fraction) + sum(sizes[x] for x in late)
+        known = policy.graph and certain
+        allowed = (used_bytes if known else dense) * (1 + policy.gap_fraction) + sum(sizes[name] for name in late)
         if payload > allowed + flags:
             yield (
                 f"after {moment}: {payload} bytes were sent, of {dense} that plain DDP sends, and of {used_bytes} that "

@@ -196,7 +196,7 @@ class _Run:
         used = self._used_parameters(operation)
         if operation.get("penalty"):
             loss = loss + 0.01 * sum(_total(p.abs().square()) for p in used if self._dense(p))
-        if (operation.get("idle") and self.idles):
+        if operation.get("idle") and self.idles:
             loss = loss + 0 * sum(_total(p) for p in self.model.parameters() if self._dense(p))
         return loss
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from .program import Layer, Operation, Options, Program
+from .program import Layer, Operation, Program
 
 # Defects that are known and not mended yet: programs that would show them are not made. Empty is what it should be.
 KNOWN_DEFECTS: frozenset[str] = frozenset(
@@ -117,7 +117,7 @@ class _Generator:
         self.declares = flavour == "declared"
         self.freezes = self.chance(0.5)
         # A policy without the graph detector says of itself that it writes the .grad of what is frozen or declared.
-        self.needs_graph = flavour != "search" and (self.declares or self.freezes) or self.chance(0.5)
+        self.needs_graph = (flavour != "search" and (self.declares or self.freezes)) or self.chance(0.5)
         options.gradient_as_bucket_view = self.chance(0.4)
         options.broadcast_buffers = self.chance(0.7)
         options.bucket_cap_mb = self.random.choice([1e-5, 1e-4, 1e-3, 1e-2, 1, 25])
@@ -127,7 +127,9 @@ class _Generator:
         options.output = self.random.choice(["tensor", "tensor", "tuple", "dict"])
         if options.broadcast_buffers and self.chance(0.2):
             options.buffer_sync = self.random.choice(["broadcast", "changed", "average", "before_eval"])
-        may_join = flavour == "search" or not (self.declares or self.freezes) or "joined_without_search" not in self.known
+        may_join = (
+            flavour == "search" or not (self.declares or self.freezes) or "joined_without_search" not in self.known
+        )
         if flavour != "static" and not sparse and may_join and self.chance(0.1):
             options.join = [self.random.randint(1, 6) for _ in range(self.ranks)]
             options.divide_by_initial_world_size = self.chance(0.6)
@@ -140,7 +142,9 @@ class _Generator:
         # same for what DDP knows, and not for what is late, so there the oracle says nothing.
         if self.freezes and flavour != "static" and options.join is None and self.chance(0.4):
             candidates = [pattern for pattern in patterns if self._may_be_late(pattern)]
-            options.frozen_when_wrapped = self.random.sample(candidates, min(len(candidates), self.random.randint(1, 2)))
+            options.frozen_when_wrapped = self.random.sample(
+                candidates, min(len(candidates), self.random.randint(1, 2))
+            )
         if flavour == "static":
             self.static_use = [self._some_layers() for _ in range(self.ranks)]
 
@@ -314,7 +318,11 @@ class _Generator:
             self._add(do, policy=self._policy())
         elif do == "rebuild":
             if self._may_rebuild():
-                search = None if self.options.static_graph else self.random.choice([None, True, False if self.needs_graph else None])
+                search = (
+                    None
+                    if self.options.static_graph
+                    else self.random.choice([None, True, False if self.needs_graph else None])
+                )
                 self._add(do, search=search)
                 # A new Reducer learns a static graph anew, and cannot under no_sync.
                 self.reduced = 0
