@@ -1,5 +1,6 @@
 # make demo   train a real model with plain DDP and with ddp_hooks, side by side
 # make test   build and run every test
+# make fuzz   an hour of random programs, with plain DDP and with the hook; FUZZ_OPTIONS='--seeds 0:5000' or others
 # make check  the linters
 # make cuda-compile  compile the CUDA kernels alone: no GPU and no torch with CUDA needed, only nvcc
 # make clean  remove what was built
@@ -15,7 +16,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check format build wheel install-wheel cuda-compile clean
+.PHONY: demo test fuzz check format build wheel install-wheel cuda-compile clean
 
 demo: build
 	$(BIN)/python -m ddp_hooks demo $(DEMO_OPTIONS)
@@ -24,6 +25,10 @@ demo: build
 INSTALL ?= build
 test: $(INSTALL)
 	cd tests && $(abspath $(BIN))/python -m pytest $(TEST_OPTIONS)
+
+FUZZ_OPTIONS ?= --minutes 60
+fuzz: build
+	$(BIN)/python tests/fuzz.py $(FUZZ_OPTIONS)
 
 # --inplace builds are incremental; pip is asked only once, to make the package importable from everywhere.
 build: $(STAMP)

@@ -150,12 +150,9 @@ class Model(nn.Module):
             if index not in self.names:
                 continue
             layer = self.layers[self.names[index]]
-            if index in factors:
-                # What comes before must not be spoilt.
-                out = _Factor.apply(layer(x.detach(), tokens), factors[index])
-            else:
-                out = layer(x, tokens)
-            x = torch.tanh(x + out)
+            # A factor must not spoil what comes before.
+            out = layer(x.detach() if index in factors else x, tokens)
+            x = torch.tanh(x + (_Factor.apply(out, factors[index]) if index in factors else out))
         x = self.head(x)
         if self.output == "tuple":
             return (x[:1], x[1:])

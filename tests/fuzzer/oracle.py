@@ -6,8 +6,8 @@ built. There the oracle is another plain DDP: `find_unused_parameters=True`, eve
 frozen right after. It gives what the program's own DDP ought to give, because
 
 - what a parameter's gradient is averaged to depends on what each rank accumulated for it, on which ranks did, and on
-  the divisor. It does not depend on the buckets, so not on what else is in them. (The order of the sum may depend on the
-  place in a bucket; a sum of two does not.)
+  the divisor. It does not depend on the buckets, so not on what else is in them. (The order of the sum may depend on
+  the place in a bucket; a sum of two does not.)
 - a search finds unused exactly what was left out or frozen, which is what a program without a search declares or
   freezes; and a search leaves `.grad` alone of what no rank used, as DDP does with parameters that it does not know,
   and as the hook promises for what is frozen or declared.
