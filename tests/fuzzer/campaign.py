@@ -9,12 +9,16 @@ from typing import Any
 
 from spawn import RankFailure, run_ranks
 
-from .execute import Register, run_program
+from .execute import Register, run_program, warm_up
 from .program import Program, policy_of
 
 # Seconds. A program takes a fraction of one; a rank whose partner raised is let go by its group.
 PROGRAM_TIMEOUT = 40.0
 COLLECTIVE_TIMEOUT = 15.0
+# What starts and imports does not count as a hang, however busy the machine.
+START_TIMEOUT = 300.0
+# The numbers of ranks for which there are processes that have imported everything.
+_warm: set[int] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,17 @@ class Verdict:
 
 def judge(program: Program, register: Register | None = None) -> Verdict:
     """Run a program and say whether the hook did as plain DDP."""
+    if program.ranks not in _warm:
+        run_ranks(program.ranks, warm_up, timeout=START_TIMEOUT)
+        _warm.add(program.ranks)
     arguments: list[Any] = [program.to_json(), *([register] if register is not None else [])]
     try:
         results = run_ranks(
             program.ranks, run_program, *arguments, timeout=PROGRAM_TIMEOUT, collective_timeout=COLLECTIVE_TIMEOUT
         )
     except RankFailure as failure:
+        # The processes are gone with it.
+        _warm.discard(program.ranks)
         report = str(failure)
         if "OracleFailed" in report:
             return Verdict("oracle fails", report)
