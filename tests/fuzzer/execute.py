@@ -92,8 +92,10 @@ def _share_scales(plain: Trace) -> None:
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, plain.scales)
     for moment, scales in plain.scales.items():
-        for name in scales:
-            scales[name] = max(theirs.get(moment, {}).get(name, 0.0) for theirs in everybody)
+        for theirs in everybody:
+            # A rank that has joined is not there any more; what it put in before is in its last scales.
+            for name, scale in theirs.get(moment, {}).items():
+                scales[name] = max(scale, scales.get(name, 0.0))
 
 
 class _Run:
