@@ -98,7 +98,7 @@ def _bytes(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
         if any(index < int(moment.split(".")[0]) for index in failed):
             return
         policy = policy_of(results[0]["policies"][moment])
-        # What is late travels whenever it is trained, with a flag for each.
+        # What is late may travel whether or not it was used, with a flag for each.
         late = set().union(*(result["late"][moment] for result in results))
         used = set().union(*(result["used"][moment] for result in results)) - late
         used_bytes = sum(sizes[name] for name in used)

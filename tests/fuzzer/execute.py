@@ -44,7 +44,7 @@ class Trace:
     # With the hook: bytes of that pass (payload, dense), and the policy in force.
     sent: dict[str, tuple[int, int]] = field(default_factory=dict)
     policies: dict[str, str | dict[str, Any]] = field(default_factory=dict)
-    # The parameters that DDP did not know in that pass and that were trained all the same.
+    # The parameters that DDP did not know in that pass, and that may have travelled all the same.
     late: dict[str, list[str]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class _Run:
 
     def _late(self) -> list[str]:
         known = {id(p) for p in ddp_hooks._C.reducer_parameters(self.ddp.reducer)}
-        return [name for name, p in self.named.items() if id(p) not in known and p.requires_grad]
+        return [name for name, p in self.named.items() if id(p) not in known]
 
     def _loss(self, operation: Operation) -> torch.Tensor:
         loss = torch.zeros(())
