@@ -1,6 +1,7 @@
 # make demo   train a real model with plain DDP and with ddp_hooks, side by side
 # make test   build and run every test
 # make test-asan, make test-tsan  build with sanitizers, elsewhere, and run every test on that build
+# make fuzz   an hour of random programs, with plain DDP and with the hook; FUZZ_OPTIONS='--seeds 0:5000' or others
 # make check  the linters
 # make cuda-compile  compile the CUDA kernels alone: no GPU and no torch with CUDA needed, only nvcc
 # make clean  remove what was built
@@ -16,7 +17,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-asan test-tsan check format build wheel install-wheel cuda-compile clean
+.PHONY: demo test test-asan test-tsan fuzz check format build wheel install-wheel cuda-compile clean
 
 demo: build
 	$(BIN)/python -m ddp_hooks demo $(DEMO_OPTIONS)
@@ -34,6 +35,10 @@ test-asan test-tsan: test-%: $(STAMP)
 	DDP_HOOKS_SANITIZE=$(SANITIZERS) DDP_HOOKS_CUDA=0 DDP_HOOKS_WERROR=0 \
 	  $(BIN)/python setup.py --quiet build --build-base build/$* --build-lib build/$*/lib
 	$(BIN)/python tests/sanitized.py $* $(TEST_OPTIONS)
+
+FUZZ_OPTIONS ?= --minutes 60
+fuzz: build
+	$(BIN)/python tests/fuzz.py $(FUZZ_OPTIONS)
 
 # --inplace builds are incremental; pip is asked only once, to make the package importable from everywhere.
 build: $(STAMP)

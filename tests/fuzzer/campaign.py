@@ -1,0 +1,156 @@
+"""Runs programs in rank processes that are kept from one to the next, and judges what comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from spawn import RankFailure, run_ranks
+
+from .execute import Register, run_program, warm_up
+from .program import Program, policy_of
+
+# Seconds. A program takes a fraction of one; a rank whose partner raised is let go by its group.
+PROGRAM_TIMEOUT = 40.0
+COLLECTIVE_TIMEOUT = 15.0
+# What starts and imports does not count as a hang, however busy the machine.
+START_TIMEOUT = 300.0
+# The numbers of ranks for which there are processes that have imported everything.
+_warm: set[int] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a program.
+
+    Attributes:
+        kind: "same", "differs", "fails" (an exception with the hook), "hangs", or "oracle fails".
+        report: what differs first, or the tracebacks and stacks of all ranks.
+    """
+
+    kind: str
+    report: str = ""
+
+
+def judge(program: Program, register: Register | None = None) -> Verdict:
+    """Run a program and say whether the hook did as plain DDP."""
+    if program.ranks not in _warm:
+        run_ranks(program.ranks, warm_up, timeout=START_TIMEOUT)
+        _warm.add(program.ranks)
+    arguments: list[Any] = [program.to_json(), *([register] if register is not None else [])]
+    try:
+        results = run_ranks(
+            program.ranks, run_program, *arguments, timeout=PROGRAM_TIMEOUT, collective_timeout=COLLECTIVE_TIMEOUT
+        )
+    except RankFailure as failure:
+        # The processes are gone with it.
+        _warm.discard(program.ranks)
+        report = str(failure)
+        if "OracleFailed" in report:
+            return Verdict("oracle fails", report)
+        # A rank that only waited for another that raised hangs, too.
+        return Verdict("fails" if " failed:" in report else "hangs", report)
+    found = list(_differences(program, results))
+    return Verdict("differs", "\n".join(found[:12])) if found else Verdict("same")
+
+
+def _differences(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
+    yield from (found for result in results for found in result["differences"][:3])
+    yield from _between_ranks(results)
+    sparse = any(layer.get("sparse") for layer in program.layers)
+    if not sparse:
+        yield from _bytes(program, results)
+
+
+def _between_ranks(results: list[dict[str, Any]]) -> Iterable[str]:
+    """Find what is the same on every rank with plain DDP, and not with the hook."""
+    first = results[0]
+    for moment, plain in first["plain"].items():
+        if any(moment not in result["plain"] for result in results):
+            continue
+        for what, bits in plain.items():
+            alike = all(result["plain"][moment].get(what) == bits for result in results)
+            ours = [result["ours"][moment].get(what) for result in results]
+            if alike and len(set(ours)) > 1:
+                yield f"after {moment}: {what} is not the same on every rank, as it is with plain DDP"
+
+
+def _bytes(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
+    if program.options.join is None:
+        for name in results[0]["counters"]:
+            values = [result["counters"][name] for result in results]
+            if len(set(values)) > 1:
+                yield f"at the end: {name} is {values}, by rank"
+    if program.options.join is not None or program.ranks == 1:
+        return
+    sizes = results[0]["sizes"]
+    flags = 16 * len(sizes)
+    # Without a search, a .grad from an earlier step may pass for one that was accumulated under no_sync.
+    searches = program.options.find_unused_parameters and not any(
+        operation.get("search") is False for operation in program.operations
+    )
+    certain = searches or all(operation.get("sync", True) for operation in program.operations)
+    failed = [index for index, operation in enumerate(program.operations) if operation["do"] == "fail"]
+    for moment, (payload, dense) in results[0]["sent"].items():
+        # What a pass that failed announced travels with the pass after it.
+        if any(index < int(moment.split(".")[0]) for index in failed):
+            return
+        policy = policy_of(results[0]["policies"][moment])
+        # What is late may travel whether or not it was used, with a flag for each.
+        late = set().union(*(result["late"][moment] for result in results))
+        used = set().union(*(result["used"][moment] for result in results)) - late
+        used_bytes = sum(sizes[name] for name in used)
+        # Only the graph detector knows for certain what was not used; zeros may be sent or not.
+        known = policy.graph and certain
+        allowed = (used_bytes if known else dense) * (1 + policy.gap_fraction) + sum(sizes[name] for name in late)
+        if payload > allowed + flags:
+            yield (
+                f"after {moment}: {payload} bytes were sent, of {dense} that plain DDP sends, and of {used_bytes} that "
+                "any rank used"
+            )
+
+
+@dataclass
+class Tally:
+    """How many programs came to what."""
+
+    programs: int = 0
+    differ: int = 0
+    hang: int = 0
+    fail: int = 0
+
+    def count(self, verdict: Verdict) -> None:
+        self.programs += 1
+        self.differ += verdict.kind == "differs"
+        self.hang += verdict.kind == "hangs"
+        self.fail += verdict.kind in ("fails", "oracle fails")
+
+    @property
+    def bad(self) -> int:
+        return self.differ + self.hang + self.fail
+
+    def __str__(self) -> str:
+        return f"{self.programs} programs, {self.differ} differ, {self.hang} hang, {self.fail} raise"
+
+
+def run_many(
+    programs: Iterable[Program],
+    *,
+    until: float | None = None,
+    register: Register | None = None,
+    on_failure: Callable[[Program, Verdict], None],
+    on_progress: Callable[[Tally], None] = lambda tally: None,
+) -> Tally:
+    """Judge one program after another, until there are no more or the time (as of time.monotonic) has come."""
+    tally = Tally()
+    for program in programs:
+        if until is not None and time.monotonic() >= until:
+            break
+        verdict = judge(program, register)
+        tally.count(verdict)
+        if verdict.kind != "same":
+            on_failure(program, verdict)
+        on_progress(tally)
+    return tally

@@ -1,0 +1,77 @@
+"""What it means that two runs give the same.
+
+On two ranks: the same bits. Three exceptions. A NaN is a NaN: which of two NaNs a sum takes its payload from depends on
+the order of its operands. A gradient that is zero in all its elements may have zeros of either sign, which is all that
+DESIGN and README except. And the sign of a zero among a weight's or a buffer's elements, which follows from it.
+
+On three ranks and more the order of a sum may differ. What was added is known up to its size, so the tolerance is a
+few roundings of the largest gradient that any rank put in; the hook's gradients are then replaced by the oracle's, so
+that nothing adds up.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+_ROUNDINGS = 16
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense, contiguous, real copy."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.contiguous().clone()
+
+
+def digest(tensor: torch.Tensor | None) -> int:
+    """Return a number that stands for a plain copy's bits."""
+    return -1 if tensor is None else zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def difference(
+    ours: torch.Tensor | None, plain: torch.Tensor | None, *, scale: float | None, zero_signs: bool
+) -> str | None:
+    """Say how two plain copies differ.
+
+    Args:
+        ours: with the hook.
+        plain: without it.
+        scale: the size of what was added, where the order of the sum is free; None for the same bits.
+        zero_signs: whether zeros may have either sign anywhere, and not only where all elements are zero.
+    """
+    if ours is None or plain is None:
+        same = ours is None and plain is None
+        return None if same else f"is {_shown(ours)} with the hook, and {_shown(plain)} with plain DDP"
+    if ours.dtype != plain.dtype or ours.shape != plain.shape:
+        return f"is {ours.dtype} {list(ours.shape)} with the hook, and {plain.dtype} {list(plain.shape)} without"
+    integers = _INTEGERS[ours.element_size()]
+    same = ours.reshape(-1).view(integers) == plain.reshape(-1).view(integers)
+    ours, plain = ours.reshape(-1), plain.reshape(-1)
+    if ours.is_floating_point():
+        same |= ours.isnan() & plain.isnan()
+        zeros = (ours == 0) & (plain == 0)
+        if zero_signs or bool(zeros.all()):
+            same |= zeros
+        if scale is not None:
+            info = torch.finfo(ours.dtype)
+            tolerance = _ROUNDINGS * (info.eps * scale + info.smallest_normal * info.eps)
+            same |= (ours.double() - plain.double()).abs() <= tolerance
+    if bool(same.all()):
+        return None
+    at = int((~same).nonzero()[0])
+    return (
+        f"differs in {int((~same).sum())} of {same.numel()} elements, first at {at}: {ours[at].item()!r} with the "
+        f"hook, {plain[at].item()!r} with plain DDP"
+    )
+
+
+def _shown(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    return "all zeros" if not bool(tensor.count_nonzero()) else f"a tensor with {tensor.reshape(-1)[:3].tolist()}..."

@@ -1,0 +1,341 @@
+"""A random program from a seed; the same one from the same seed, for any number of ranks its own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from .program import Layer, Operation, Program
+
+# Defects that are known and not mended yet: programs that would show them are not made. Empty is what it should be.
+KNOWN_DEFECTS: frozenset[str] = frozenset(
+    {
+        # Thawing a bfloat16 or float16 parameter that was frozen when DDP was built raises.
+        "late_half_precision",
+        # A declaration of a parameter that is used after all.
+        "wrong_declarations",
+        # Declaring a parameter unused deletes the user's hooks on it.
+        "tensor_hooks_with_declarations",
+        # A backward that failed before its first gradient cannot be run again where something is frozen or declared.
+        "failed_pass_without_search",
+        # Without a search, what is frozen or declared on all ranks gets a .grad of zeros while a rank has joined.
+        "joined_without_search",
+    }
+)
+
+_HALF = ("bfloat16", "float16")
+# Only one rank's, or nobody's, gradients are special: that is where something might be skipped.
+_FACTORS = ("nan", "inf", "-inf", "0.0", "-0.0", "1e-40", "-1e-42", "1e-3", "2.0")
+_MAY_SPOIL_WEIGHTS = ("nan", "inf", "-inf")
+
+
+def generate(seed: int, ranks: int, known: frozenset[str] = KNOWN_DEFECTS) -> Program:
+    """Return the program of that seed."""
+    return _Generator(seed, ranks, known).generate()
+
+
+class _Generator:
+    def __init__(self, seed: int, ranks: int, known: frozenset[str]) -> None:
+        self.random = random.Random(f"{seed} on {ranks}")
+        self.ranks, self.known = ranks, known
+        self.program = Program(seed, ranks)
+        self.options = self.program.options
+        self.batches = seed % 1000 * 100
+        self.declares = False
+        self.freezes = False
+        self.needs_graph = False
+        self.hooks_tensors = False
+        self.always: list[int] = []
+        self.static_use: list[list[int]] = []
+        self.reduced = 0
+        # Whether there are parameters that plain DDP does not know, or may come to be.
+        self.may_be_late = False
+        self.freezable: list[str] = []
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def generate(self) -> Program:
+        self._make_layers()
+        self._make_options()
+        for _ in range(self.random.randint(2, 6)):
+            self._make_round()
+        return self.program
+
+    # --- the model
+
+    def _make_layers(self) -> None:
+        layers = self.program.layers
+        for number in range(self.random.randint(1, 7)):
+            kind = self.random.choices(
+                ["linear", "square", "embedding", "convolution", "norm", "loose", "checkpointed"],
+                [6, 3, 2, 2, 2, 3, 1],
+            )[0]
+            layers.append({"id": number, "kind": kind, **getattr(self, f"_{kind}")(layers)})
+        self.always = [layer["id"] for layer in layers if layer.get("sparse")]
+
+    def _dtype(self, *, halves: bool = True) -> str:
+        return self.random.choices(
+            ["float32", "float64", "bfloat16", "float16"], [6, 2, 1 if halves else 0, 1 if halves else 0]
+        )[0]
+
+    def _linear(self, layers: list[Layer]) -> dict[str, Any]:
+        dtype = "complex64" if self.chance(0.08) else self._dtype()
+        return {"dtype": dtype, "width": self.random.choice([1, 3, 8, 17, 64, 500]), "bias": self.chance(0.7)}
+
+    _checkpointed = _linear
+
+    def _square(self, layers: list[Layer]) -> dict[str, Any]:
+        others = [layer for layer in layers if layer["kind"] == "square"]
+        if others and self.chance(0.5):
+            other = self.random.choice(others)
+            return {"dtype": other["dtype"], "tied_to": other["id"], "bias": self.chance(0.5)}
+        return {"dtype": self._dtype(), "bias": self.chance(0.7)}
+
+    def _embedding(self, layers: list[Layer]) -> dict[str, Any]:
+        sparse = self.chance(0.3)
+        return {"dtype": "float32" if sparse else self._dtype(), "sparse": sparse}
+
+    def _convolution(self, layers: list[Layer]) -> dict[str, Any]:
+        return {"dtype": self._dtype(halves=False), "channels_last": self.chance(0.5)}
+
+    def _norm(self, layers: list[Layer]) -> dict[str, Any]:
+        return {"dtype": "float32", "batch": self.chance(0.7), "affine": self.chance(0.8)}
+
+    def _loose(self, layers: list[Layer]) -> dict[str, Any]:
+        shape = self.random.choices([[], [0, 4], [1], [5], [1000], [300_000]], [3, 2, 1, 2, 2, 0.5])[0]
+        return {"dtype": self._dtype(), "shape": shape}
+
+    # --- the options
+
+    def _make_options(self) -> None:
+        options, layers = self.options, self.program.layers
+        sparse = any(layer.get("sparse") for layer in layers)
+        flavour = self.random.choices(["search", "declared", "all used", "static"], [45, 20, 20, 15])[0]
+        options.find_unused_parameters = flavour == "search"
+        options.static_graph = flavour == "static"
+        self.declares = flavour == "declared"
+        self.freezes = self.chance(0.5)
+        # A policy without the graph detector says of itself that it writes the .grad of what is frozen or declared.
+        self.needs_graph = (flavour != "search" and (self.declares or self.freezes)) or self.chance(0.5)
+        options.gradient_as_bucket_view = self.chance(0.4)
+        options.broadcast_buffers = self.chance(0.7)
+        options.bucket_cap_mb = self.random.choice([1e-5, 1e-4, 1e-3, 1e-2, 1, 25])
+        options.native = self.chance(0.6)
+        options.policy = self._policy()
+        options.optimizer = "sgd" if sparse else self.random.choice(["sgd", "momentum", "adamw"])
+        options.output = self.random.choice(["tensor", "tensor", "tuple", "dict"])
+        if options.broadcast_buffers and self.chance(0.2):
+            options.buffer_sync = self.random.choice(["broadcast", "changed", "average", "before_eval"])
+        may_join = (
+            flavour == "search" or not (self.declares or self.freezes) or "joined_without_search" not in self.known
+        )
+        if flavour != "static" and not sparse and may_join and self.chance(0.1):
+            options.join = [self.random.randint(1, 6) for _ in range(self.ranks)]
+            options.divide_by_initial_world_size = self.chance(0.6)
+        self.hooks_tensors = self.chance(0.3)
+        if "tensor_hooks_with_declarations" in self.known and not options.find_unused_parameters:
+            self.hooks_tensors = self.hooks_tensors and not (self.declares or self.freezes)
+        patterns = [f"layers.{layer['kind']}{layer['id']}" for layer in layers if not layer.get("sparse")]
+        self.freezable = [*patterns, "head.bias"]
+        # While a rank has joined, plain DDP makes a .grad of zeros for whatever that rank used last. The hook does the
+        # same for what DDP knows, and not for what is late, so there the oracle says nothing.
+        if self.freezes and flavour != "static" and options.join is None and self.chance(0.4):
+            candidates = [pattern for pattern in patterns if self._may_be_late(pattern)]
+            options.frozen_when_wrapped = self.random.sample(
+                candidates, min(len(candidates), self.random.randint(1, 2))
+            )
+        if flavour == "static":
+            self.static_use = [self._some_layers() for _ in range(self.ranks)]
+
+    def _may_be_late(self, pattern: str) -> bool:
+        if "late_half_precision" not in self.known:
+            return True
+        layer = next((x for x in self.program.layers if pattern == f"layers.{x['kind']}{x['id']}"), None)
+        return layer is None or layer["dtype"] not in _HALF
+
+    def _policy(self) -> str | dict[str, Any]:
+        choice = self.random.randint(0, 9)
+        if choice < 6:
+            presets = ["skip_unused", "skip_unused", "skip_zeros", "auto"]
+            return self.random.choice(presets if self.needs_graph else ["allreduce", *presets])
+        eager = {"values": "adaptive", "first_pause_steps": 1, "longest_pause_steps": 2, "hold_steps": 1}
+        if choice == 6:
+            return {"name": "eager_auto", **eager}
+        policy = {
+            "name": "random",
+            "graph": self.needs_graph or self.chance(0.6),
+            "in_place_bytes": self.random.choice([0, 64, 1024, 1 << 20]),
+            "pack_bytes": self.random.choice([0, 256, 4096, 4 << 20]),
+            "gap_fraction": self.random.choice([0.0, 1 / 128, 0.5, 1.0]),
+            "values": self.random.choice(["off", "on"]),
+            # Half precision that may become late is excluded above only for what is frozen when DDP is built.
+            "rebuild_after": self.random.choice([0, 0, 1, 2]) if self._may_rebuild() else 0,
+        }
+        return {**policy, **(eager if self.chance(0.3) else {})}
+
+    def _may_rebuild(self) -> bool:
+        halves = any(layer["dtype"] in _HALF for layer in self.program.layers)
+        return not (halves and "late_half_precision" in self.known)
+
+    # --- what is done
+
+    def _add(self, do: str, **values: Any) -> None:
+        self.program.operations.append({"do": do, **values})
+
+    def _some_layers(self) -> list[int]:
+        share = self.random.choice([0.3, 0.6, 0.9])
+        used = [layer["id"] for layer in self.program.layers if layer["id"] in self.always or self.chance(share)]
+        if self.chance(0.3):
+            self.random.shuffle(used)
+        if used and self.chance(0.15):
+            used.append(self.random.choice([i for i in used if i not in self.always] or used))
+        return used
+
+    def _use(self) -> list[list[int]]:
+        if self.options.static_graph:
+            return self.static_use
+        everything = [layer["id"] for layer in self.program.layers]
+        if not (self.options.find_unused_parameters or self.declares):
+            return [everything] * self.ranks
+        if self.chance(0.3):
+            return [self._some_layers()] * self.ranks
+        return [self._some_layers() for _ in range(self.ranks)]
+
+    def _pass(self, sync: bool) -> None:
+        options = self.options
+        used = self._use()
+        self.batches += 2
+        operation: Operation = {"do": "pass", "sync": sync, "used": used, "batch": self.batches}
+        if self.declares or self.chance(0.1):
+            operation["declare"] = self.random.choice(["block", "once"])
+            if options.find_unused_parameters and "wrong_declarations" not in self.known:
+                operation["declare_used"] = self.chance(0.3)
+        if self.chance(0.25) and self.program.layers:
+            candidates = [layer["id"] for layer in self.program.layers if not layer.get("sparse")]
+            chosen = self.random.sample(candidates, min(len(candidates), self.random.randint(1, 2)))
+            operation["factors"] = {str(index): self._factor() for index in chosen}
+        if not options.find_unused_parameters and self.chance(0.15):
+            operation["idle"] = True
+        if not options.static_graph and self.chance(0.1):
+            operation["penalty"] = True
+        # Each forward tells the ranks that have joined of one more pass.
+        if not options.static_graph and options.join is None and self.chance(0.08):
+            operation["forwards"] = 2
+            operation["used"] = [used[0]] * self.ranks
+        self.program.operations.append(operation)
+
+    def _factor(self) -> list[str]:
+        if self.chance(0.4):
+            return [self.random.choice(["0.0", "-0.0"]) for _ in range(self.ranks)]
+        special = [self.random.choice(_FACTORS) for _ in range(self.ranks)]
+        ordinary = self.random.choice(["1.0", "0.0"])
+        return [factor if self.chance(0.5) else ordinary for factor in special]
+
+    def _make_round(self) -> None:
+        """Some passes that are accumulated, one that is reduced, and an update."""
+        first = len(self.program.operations)
+        self._between_steps()
+        micro_steps = self.random.choice([0, 0, 0, 1, 2])
+        if self.options.static_graph and self.reduced == 0:
+            micro_steps = 0
+        for _ in range(micro_steps):
+            self._pass(sync=False)
+            if self.chance(0.1):
+                # Plain DDP does not take it when an accumulated gradient is dropped.
+                self._freeze_or_thaw(keep=True)
+        if self._may_fail() and self.chance(0.08):
+            self._add("fail", at=self.random.choice(["loss", "outputs"]))
+        self._pass(sync=True)
+        self.reduced += 1
+        factors = [
+            factor
+            for operation in self.program.operations[first:]
+            for by_rank in operation.get("factors", {}).values()
+            for factor in by_rank
+        ]
+        spoilt = any(factor in _MAY_SPOIL_WEIGHTS for factor in factors)
+        zero = self.random.choices(["none", "zeros", "keep"], [5, 3, 0 if spoilt else 1])[0]
+        if spoilt and zero == "keep":
+            zero = "none"
+        sparse = any(layer.get("sparse") for layer in self.program.layers)
+        clip = 1.0 if not spoilt and not sparse and self.chance(0.2) else None
+        self._add("update", clip=clip, skip=spoilt, zero=zero)
+
+    def _may_fail(self) -> bool:
+        options = self.options
+        if options.static_graph or options.join is not None:
+            return False
+        if options.find_unused_parameters or "failed_pass_without_search" not in self.known:
+            return True
+        return not (self.freezes or self.declares)
+
+    def _between_steps(self) -> None:
+        if self.freezes and self.chance(0.5) and not (self.options.static_graph and self.reduced == 0):
+            self._freeze_or_thaw()
+        if self.hooks_tensors and self.chance(0.4):
+            kind = self.random.choice(["tensor", "accumulate", "forward"])
+            candidates = [p for p in self.freezable if not p.startswith("layers.norm")]
+            on = f"{self.random.choice(candidates)}".replace("head.bias", "head")
+            self._add("hook", kind=kind, on=self._parameter_in(on), factor=self.random.choice([0.5, 0.0, -2.0]))
+        if self.options.join is None and self.chance(0.4):
+            self._collective()
+
+    def _parameter_in(self, pattern: str) -> str:
+        if pattern == "head":
+            return "head.weight"
+        kind = pattern.removeprefix("layers.").rstrip("0123456789")
+        inside = {
+            "linear": ["inside.weight", "inside.bias", "outside.weight"],
+            "checkpointed": ["block.inside.weight", "block.outside.weight"],
+            "square": ["matrix.weight", "matrix.bias"],
+            "embedding": ["table.weight"],
+            "convolution": ["convolution.weight", "convolution.bias"],
+            "loose": ["value"],
+        }[kind]
+        return f"{pattern}.{self.random.choice(inside)}"
+
+    def _freeze_or_thaw(self, keep: bool = False) -> None:
+        if not self.freezes:
+            return
+        alike = self.options.static_graph or self.chance(0.6)
+        per_rank = [self._patterns() for _ in range(self.ranks)]
+        what = [per_rank[0]] * self.ranks if alike else per_rank
+        how = self.random.choice(["flag", "package"])
+        if self.chance(0.55):
+            self._add("freeze", what=what, how=how, keep=self.chance(0.3) or keep)
+        else:
+            self._add("thaw", what=what, how=how)
+
+    def _patterns(self) -> list[str]:
+        if self.chance(0.15):
+            return list(self.freezable)
+        return self.random.sample(self.freezable, self.random.randint(1, min(3, len(self.freezable))))
+
+    def _collective(self) -> None:
+        do = self.random.choice(["policy", "rebuild", "broadcast", "average", "verify", "checkpoint", "evaluate"])
+        if do == "policy":
+            self._add(do, policy=self._policy())
+        elif do == "rebuild":
+            if self._may_rebuild():
+                search = (
+                    None
+                    if self.options.static_graph
+                    else self.random.choice([None, True, False if self.needs_graph else None])
+                )
+                self._add(do, search=search)
+                # A new Reducer learns a static graph anew, and cannot under no_sync.
+                self.reduced = 0
+        elif do == "broadcast":
+            self._add(do, src=self.random.randrange(self.ranks))
+        elif do == "average":
+            weights = [self.random.randint(0, 3) + (rank == 0) for rank in range(self.ranks)]
+            buffers = self.random.choice(["average", "broadcast", "ignore"])
+            self._add(do, weights=self.random.choice([None, weights]), buffers=buffers)
+        elif do == "verify":
+            self._add(do, optimizer=self.chance(0.5))
+        elif do == "checkpoint":
+            self._add(do, how=self.random.choice(["pickle", "dict"]))
+        else:
+            self.batches += 2
+            self._add(do, batch=self.batches)

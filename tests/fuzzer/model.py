@@ -1,0 +1,172 @@
+"""The module that a program describes: layers that may be used in any number, any order, or not at all.
+
+Every layer maps a batch of `WIDTH` float32 numbers to the same and is added to what goes past it, so that leaving one
+out, or cutting the graph in front of one, never cuts others off from the loss. The head is always used, on every rank:
+a rank that reaches no parameter does not reduce, and plain DDP waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .program import Layer
+
+WIDTH = 8
+ROWS = 3
+TOKENS = 11
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "complex64": torch.complex64,
+}
+
+
+class _Factor(torch.autograd.Function):
+    """The identity, whose gradient is multiplied with a factor: NaN, say, where nothing else becomes one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+class Linear(nn.Module):
+    """Two matrices with any width between them."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.dtype = DTYPES[layer["dtype"]]
+        self.inside = nn.Linear(WIDTH, layer["width"], bias=layer.get("bias", True), dtype=self.dtype)
+        self.outside = nn.Linear(layer["width"], WIDTH, bias=False, dtype=self.dtype)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        out = self.outside(self.inside(x.to(self.dtype)))
+        return (out.real if out.is_complex() else out).float()
+
+
+class Square(nn.Module):
+    """One square matrix, perhaps that of another layer."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.dtype = DTYPES[layer["dtype"]]
+        self.matrix = nn.Linear(WIDTH, WIDTH, bias=layer.get("bias", True), dtype=self.dtype)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.matrix(x.to(self.dtype)).float()
+
+
+class Embedding(nn.Module):
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, WIDTH, sparse=layer.get("sparse", False), dtype=DTYPES[layer["dtype"]])
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens).float().mean(1)
+
+
+class Convolution(nn.Module):
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 2, 3, padding=1, dtype=DTYPES[layer["dtype"]])
+        if layer.get("channels_last"):
+            self.convolution.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        picture = x.view(-1, 2, 2, 2).to(self.convolution.weight.dtype)
+        return self.convolution(picture).float().reshape(-1, WIDTH)
+
+
+class Norm(nn.Module):
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        affine = layer.get("affine", True)
+        self.norm: nn.Module = (
+            nn.BatchNorm1d(WIDTH, affine=affine) if layer["batch"] else nn.LayerNorm(WIDTH, elementwise_affine=affine)
+        )
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+class Loose(nn.Module):
+    """One parameter of any length: a scalar, none at all, a long one."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        shape = layer["shape"]
+        self.value = nn.Parameter(torch.randn(shape, dtype=DTYPES[layer["dtype"]]) * 0.1 + 0.01)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return x * self.value.sin().sum().float() * (1.0 / max(1, self.value.numel()))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.block = Linear(layer)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, tokens, use_reentrant=False)
+
+
+KINDS: dict[str, type[nn.Module]] = {
+    "linear": Linear,
+    "square": Square,
+    "embedding": Embedding,
+    "convolution": Convolution,
+    "norm": Norm,
+    "loose": Loose,
+    "checkpointed": Checkpointed,
+}
+
+
+class Model(nn.Module):
+    def __init__(self, layers: list[Layer], output: str) -> None:
+        super().__init__()
+        self.output = output
+        # By name, so that a layer's parameters keep their names when other layers are taken away.
+        self.layers = nn.ModuleDict({name_of(layer): KINDS[layer["kind"]](layer) for layer in layers})
+        self.names = {layer["id"]: name_of(layer) for layer in layers}
+        self.head = nn.Linear(WIDTH, 3)
+        for layer in layers:
+            other = next((other for other in layers if other["id"] == layer.get("tied_to")), None)
+            if other is not None and (other["kind"], other["dtype"]) == ("square", layer["dtype"]):
+                self.layers[name_of(layer)].matrix.weight = self.layers[name_of(other)].matrix.weight
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor, used: list[int], factors: dict[int, float]) -> Any:
+        for index in used:
+            if index not in self.names:
+                continue
+            layer = self.layers[self.names[index]]
+            # A factor must not spoil what comes before.
+            out = layer(x.detach() if index in factors else x, tokens)
+            x = torch.tanh(x + (_Factor.apply(out, factors[index]) if index in factors else out))
+        x = self.head(x)
+        if self.output == "tuple":
+            return (x[:1], x[1:])
+        return {"a": x[:1], "rest": [x[1:]]} if self.output == "dict" else x
+
+
+def name_of(layer: Layer) -> str:
+    return f"{layer['kind']}{layer['id']}"
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Return a number that depends on all of a module's output."""
+    if isinstance(output, dict):
+        output = (output["a"], *output["rest"])
+    if isinstance(output, tuple):
+        return sum((part.square().sum() for part in output), torch.zeros(()))
+    return output.square().sum()

@@ -1,0 +1,140 @@
+"""A minute of the fuzzer, and proof that it finds what is wrong. An hour of it is `make fuzz`."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fuzzer.campaign import Verdict, judge, run_many
+from fuzzer.generate import generate
+from fuzzer.program import Program
+from fuzzer.shrink import shrink
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_hooks
+
+# Those that every run runs, and for how long it goes on with the ones that follow. Seconds.
+FIXED = {2: 40, 3: 8}
+MORE_SECONDS = 15.0
+
+
+def assert_same(program: Program, verdict: Verdict) -> None:
+    pytest.fail(
+        f"{program}\n{verdict.kind}: {verdict.report}\n"
+        f"make it small with: python tests/fuzz.py --seed {program.seed} --ranks {program.ranks}"
+    )
+
+
+@pytest.mark.parametrize("ranks", list(FIXED))
+def test_same_as_plain_ddp(ranks: int) -> None:
+    tally = run_many((generate(seed, ranks) for seed in range(FIXED[ranks])), on_failure=assert_same)
+    assert (tally.programs, tally.bad) == (FIXED[ranks], 0)
+
+
+def test_more() -> None:
+    until = time.monotonic() + MORE_SECONDS
+    programs = (generate(seed, 2) for seed in range(FIXED[2], FIXED[2] + 1000))
+    assert run_many(programs, until=until, on_failure=assert_same).bad == 0
+
+
+def test_programs_are_data() -> None:
+    """A seed makes the same program each time, and JSON keeps it."""
+    for seed in range(200):
+        program = generate(seed, 2)
+        assert program == generate(seed, 2)
+        assert Program.from_json(program.to_json()) == program
+        assert str(program).count("\n") >= len(program.operations) + len(program.layers)
+    assert len({generate(seed, 2).to_json() for seed in range(200)}) == 200
+
+
+def test_everything_is_generated() -> None:
+    """No operation, layer or option is lost from what programs are made of."""
+    programs = [generate(seed, 2) for seed in range(1500)]
+    done = {operation["do"] for program in programs for operation in program.operations}
+    assert done == {
+        *("pass", "fail", "update", "freeze", "thaw", "hook", "policy", "rebuild"),
+        *("broadcast", "average", "verify", "checkpoint", "evaluate"),
+    }
+    kinds = {layer["kind"] for program in programs for layer in program.layers}
+    assert kinds == {"linear", "square", "embedding", "convolution", "norm", "loose", "checkpointed"}
+    text = "\n".join(program.to_json() for program in programs)
+    for value in (
+        *('"sparse":true', '"tied_to":0', '"channels_last":true', '"shape":[]', '"shape":[0,4]', '"dtype":"complex64"'),
+        *('"dtype":"bfloat16"', '"dtype":"float16"', '"dtype":"float64"', '"sync":false', '"forwards":2', '"nan"'),
+        *('"idle":true', '"penalty":true', '"1e-40"', '"-0.0"', '"static_graph":true', '"native":false', '"join":[3'),
+        *('"gradient_as_bucket_view":true', '"zero":"keep"', '"zero":"zeros"', '"optimizer":"adamw"', '"clip":1.0'),
+        *('"policy":"auto"', '"values":"adaptive"', '"rebuild_after":2', '"buffer_sync":"changed"', '"at":"outputs"'),
+        *('"declare":"once"', '"declare":"block"', '"how":"package"', '"kind":"tensor"', '"kind":"accumulate"'),
+    ):
+        assert value in text, value
+
+
+# --- hooks that are wrong
+
+
+def _broken(ddp: DistributedDataParallel, policy: ddp_hooks.Policy, hook: Any) -> ddp_hooks.SkipUnusedState:
+    state = ddp_hooks.SkipUnusedState(ddp, policy)
+    ddp.register_comm_hook(state, hook)
+    return state
+
+
+def drops_a_gradient(ddp: DistributedDataParallel, policy: ddp_hooks.Policy, native: bool) -> Any:
+    """Register a hook that loses the last gradient of each bucket that has two."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations as objects
+        def drop(future: Any) -> torch.Tensor:
+            if len(bucket.gradients()) > 1 and not future.value().is_sparse:
+                bucket.gradients()[-1].zero_()
+            return future.value()
+
+        return ddp_hooks.skip_unused_hook(state, bucket).then(drop)
+
+    return _broken(ddp, policy, hook)
+
+
+def skips_what_one_rank_uses(ddp: DistributedDataParallel, policy: ddp_hooks.Policy, native: bool) -> Any:
+    """Register a hook that believes rank 0 alone about what is used."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations as objects
+        unused: list[Any] = [[not bool(gradient.count_nonzero()) for gradient in bucket.gradients()]]
+        if bucket.buffer().is_sparse:
+            return ddp_hooks.skip_unused_hook(state, bucket)
+        dist.broadcast_object_list(unused, src=0)
+
+        def skip(future: Any) -> torch.Tensor:
+            for gradient, is_unused in zip(bucket.gradients(), unused[0], strict=True):
+                if is_unused:
+                    gradient.zero_()
+            return future.value()
+
+        return ddp_hooks.skip_unused_hook(state, bucket).then(skip)
+
+    return _broken(ddp, policy, hook)
+
+
+def without_rebuilding(program: Program) -> Program:
+    """Take out what asks for the hook of this package itself."""
+    program.operations = [one for one in program.operations if one["do"] not in ("rebuild", "policy")]
+    program.options.policy = "skip_unused"
+    return program
+
+
+@pytest.mark.parametrize("register", [drops_a_gradient, skips_what_one_rank_uses], ids=lambda f: f.__name__)
+def test_finds_and_shrinks(register: Any) -> None:
+    for seed in range(20):
+        program = without_rebuilding(generate(seed, 2))
+        verdict = judge(program, register)
+        if verdict.kind == "differs":
+            break
+    else:
+        pytest.fail("20 programs did not show a hook that is wrong")
+    assert "gradient of" in verdict.report
+    small, small_verdict = shrink(program, verdict, seconds=10, register=register)
+    assert small_verdict.kind == "differs"
+    assert len(small.to_json()) < len(program.to_json())
+    assert len(small.operations) <= 3, small
+    assert judge(Program.from_json(json.dumps(json.loads(small.to_json())))).kind == "same"
