@@ -99,8 +99,8 @@ void BucketSlots::note_gradients() {
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (!parameters[i].is_cpu()) continue;
     const at::Tensor& gradient = parameters[i].grad();
-    entries_[i].gradient_in_bucket =
-        gradient.defined() && gradient.is_alias_of(is_vacant(i) ? entries_[i].view : reducer_.slot(i).view);
+    entries_[i].gradient_in_bucket = gradient.defined() && gradient.layout() == at::kStrided &&
+                                     gradient.is_alias_of(is_vacant(i) ? entries_[i].view : reducer_.slot(i).view);
   }
 }
 

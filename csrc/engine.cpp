@@ -187,8 +187,9 @@ void Engine::fill_slots(uint32_t bucket) {
   const Step& step = *step_;
   // Alone nothing is sent, and the Reducer copies what it finds in the bucket.
   const bool all_used = data_group_->getSize() == 1;
-  // A rank that has joined tells the Reducer about old uses, and the Reducer makes gradients of them.
-  const bool unused_too = step.agreed.test(agreement_->joined_bit());
+  // A rank that has joined tells the Reducer about old uses, and the Reducer makes gradients of them; without a search
+  // it asks nobody, and would make gradients of everything.
+  const bool unused_too = step.agreed.test(agreement_->joined_bit()) && reducer_.searches_graph();
   for (const ParameterSlice& slice : layout_.buckets[bucket].slices) {
     if (!slots_.is_vacant(slice.parameter)) continue;
     reducer_.forget_use_without_gradient(slice.parameter);

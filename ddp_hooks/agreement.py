@@ -165,6 +165,12 @@ def exchange_records(
     # From here on every rank knows that something is wrong, so a larger exchange is safe.
     reason = None if refusal is None else f"{type(refusal).__name__}: {refusal}"[:_LONGEST_REASON]
     everything = gather_objects(group, (call, reason, dict(layout)))
+    for rank, received in enumerate(everything):
+        if not _is_description(received):
+            raise RanksDisagreeError(
+                f"{function}: expected a description of the call from every rank, received {short(received)} from rank "
+                f"{rank}, which may run another version of ddp_hooks. Install the same one on every rank"
+            )
     calls, reasons, layouts = zip(*everything, strict=True)
     if refusal is not None:
         raise refusal
@@ -174,6 +180,20 @@ def exchange_records(
     if any(other != calls[0] for other in calls):
         raise RanksDisagreeError(_message(function, [f"{ranks} called {call}" for call, ranks in _by_value(calls)]))
     return Agreement(own_words, layouts)
+
+
+def _is_description(received: object) -> bool:
+    if not isinstance(received, (tuple, list)) or len(received) != 3:
+        return False
+    call, reason, layout = received
+    return (
+        isinstance(call, (tuple, list))
+        and len(call) > 0
+        and all(isinstance(part, str) for part in call)
+        and (reason is None or isinstance(reason, str))
+        and isinstance(layout, dict)
+        and all(isinstance(text, str) for item in layout.items() for text in item)
+    )
 
 
 def agree(
@@ -214,7 +234,9 @@ def describe_differences(layouts: Sequence[Mapping[str, str]]) -> list[str]:
             lines.append(f"{label} is " + ", ".join(f"{value} on {ranks}" for value, ranks in _by_value(descriptions)))
     if not lines:
         orders = [tuple(layout) for layout in layouts]
-        first = next(i for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
+        first = next((i for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1), None)
+        if first is None:
+            return ["the digests of the ranks' tensors differ, and their descriptions do not: a message was damaged"]
         lines.append(
             f"the tensors stand in different orders: at position {first} "
             + ", ".join(f"{name} on {ranks}" for name, ranks in _by_value([order[first] for order in orders]))

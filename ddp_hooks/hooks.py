@@ -244,12 +244,10 @@ class SkipUnusedState:
     def _agree_between_steps(self, function: str, mine: Proposal, error: Exception | None = None) -> list[Any]:
         """Like :func:`agree`, and bring the control groups to the same point: a failed pass may have used them here."""
         ddp = self._require_module()
-        answers = gather(ddp, function, (mine, self._engine.has_early_exchange()))
+        answers = gather(ddp, function, (mine.to_dict(), self._engine.has_early_exchange()))
         if any(pending for _, pending in answers):
             self._engine.finish_early_exchange()
-        proposals = [proposal for proposal, _ in answers]
-        check(function, proposals, error)
-        return [proposal.own for proposal in proposals]
+        return check(function, [proposal for proposal, _ in answers], error)
 
     def _rebuild(self) -> None:
         from .freezing import rebuild
@@ -542,7 +540,7 @@ def _decode(state_dict: dict[str, Any]) -> tuple[Policy, Statistics]:
     """Read what :meth:`SkipUnusedState.state_dict` returned; raise a TypeError or ValueError if it is anything else."""
     fields = ("version", "policy", "statistics")
     check_fields("SkipUnusedState.load_state_dict", state_dict, fields, fields)
-    if state_dict["version"] != 1:
+    if type(state_dict["version"]) is not int or state_dict["version"] != 1:
         raise ValueError(
             f"SkipUnusedState: expected a state_dict of version 1, received version {short(state_dict['version'])}; it "
             "is of another version of ddp_hooks"

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _extension, agreement
 from ._version import __version__
 from .policies import Policy
+from .wording import short
 
 _C = _extension.load()
 
@@ -208,6 +209,27 @@ class Proposal:
     problem: str | None
     own: Any = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, which other versions of this package can read, too."""
+        return {"description": dict(self.description), "problem": self.problem, "own": self.own}
+
+    @classmethod
+    def read(cls, function: str, rank: int, received: Any) -> Proposal:
+        """Read what a rank sent.
+
+        Raises:
+            RuntimeError: it is something else.
+        """
+        if isinstance(received, dict) and set(received) == {"description", "problem", "own"}:
+            described, problem = received["description"], received["problem"]
+            texts = isinstance(described, dict) and all(isinstance(t, str) for item in described.items() for t in item)
+            if texts and (problem is None or isinstance(problem, str)):
+                return cls(**received)
+        raise RuntimeError(
+            f"{function}: expected a description of the module from every rank, received {short(received)} from rank "
+            f"{rank}, which may run another version of ddp_hooks. Install the same one on every rank"
+        )
+
 
 def agree(ddp: DistributedDataParallel, function: str, proposal: Proposal, error: Exception | None = None) -> list[Any]:
     """Exchange proposals; raise on every rank if any rank has a problem or describes itself differently.
@@ -221,13 +243,21 @@ def agree(ddp: DistributedDataParallel, function: str, proposal: Proposal, error
     Returns:
         What each rank brought of its own, by rank.
     """
-    proposals: list[Proposal] = gather(ddp, function, proposal)
-    check(function, proposals, error)
-    return [each.own for each in proposals]
+    return check(function, gather(ddp, function, proposal.to_dict()), error)
 
 
-def check(function: str, proposals: Sequence[Proposal], error: Exception | None = None) -> None:
-    """Raise if any of the proposals has a problem or describes itself differently; the same on every rank."""
+def check(function: str, received: Sequence[Any], error: Exception | None = None) -> list[Any]:
+    """Raise if any rank's proposal has a problem or describes itself differently; the same on every rank.
+
+    Args:
+        function: what every rank calls.
+        received: each rank's :meth:`Proposal.to_dict`.
+        error: as for :func:`agree`.
+
+    Returns:
+        What each rank brought of its own, by rank.
+    """
+    proposals = [Proposal.read(function, rank, each) for rank, each in enumerate(received)]
     ranks_by_problem: dict[str, list[int]] = {}
     for rank, each in enumerate(proposals):
         if each.problem is not None:
@@ -241,13 +271,14 @@ def check(function: str, proposals: Sequence[Proposal], error: Exception | None 
         ]
         raise RuntimeError(f"{function}: refused on every rank. {'; '.join(problems)}")
     differences = []
-    for key, expected in proposals[0].description.items():
+    for key in dict.fromkeys(key for each in proposals for key in each.description):
+        expected = proposals[0].description.get(key, "nothing")
         for rank, each in enumerate(proposals):
-            if each.description[key] != expected:
-                differences.append(
-                    f"{key}: expected {expected} as on rank 0, received {each.description[key]} on rank {rank}"
-                )
+            received_there = each.description.get(key, "nothing")
+            if received_there != expected:
+                differences.append(f"{key}: expected {expected} as on rank 0, received {received_there} on rank {rank}")
     if differences:
         raise RuntimeError(
             f"{function}: the ranks disagree: {'; '.join(differences)}. Pass the same module and policy on every rank"
         )
+    return [each.own for each in proposals]

@@ -624,19 +624,58 @@ def _hook_mistakes(rank: int) -> None:
     both = ["expected Policy(name='mine', values='on') as on rank 0, received Policy(name='auto', values='adaptive')"]
     assert_fails(Mistake(lambda: ddp_hooks.register(ddp, mine), RuntimeError, both))
     assert_fails(
-        Mistake(lambda: ddp_hooks.rebuild(ddp), RuntimeError, ["with a hook of this package", "register first"])
+        Mistake(
+            lambda: ddp_hooks.rebuild(ddp),
+            RuntimeError,
+            ["with a hook of this package", "ddp_hooks.register(ddp) first"],
+        )
     )
 
     state = ddp_hooks.register(ddp)
-    twice = Mistake(lambda: ddp_hooks.register(ddp), RuntimeError, ["hook is registered already", "DDP takes one"])
-    assert_fails(twice)
-    assert_fails(
-        Mistake(lambda: state.bind(ddp), RuntimeError, ["one that already serves", "one state for each module"])
-    )
+    assert ddp_hooks.register(ddp) is state
+    assert ddp_hooks.register(torch.compile(ddp, backend="eager")) is state
+    again = [
+        "policy that the module's hook has already ('auto')",
+        "received 'skip_zeros'",
+        "set_policy",
+        "state.close()",
+    ]
+    assert_fails(Mistake(lambda: ddp_hooks.register(ddp, "skip_zeros"), RuntimeError, again))
+    one_of_two = Mistake(lambda: ddp_hooks.register(ddp, "skip_zeros" if rank else "auto"), RuntimeError, again[:2])
+    assert_fails(one_of_two)
+    twice = ["hook is registered already", "DDP takes one"]
+    assert_fails(Mistake(lambda: ddp_hooks.SkipUnusedState(ddp), RuntimeError, twice))
+    assert_fails(Mistake(lambda: state.bind(ddp), RuntimeError, ["already serves", "one state for each module"]))
+    flag = Mistake(lambda: ddp_hooks.rebuild(ddp, find_unused_parameters="no"), TypeError, ["received 'no'"])
+    assert_fails(flag)
+    output = ddp(torch.randn(4, 4))
+    waits = ["a forward pass waits for its backward pass", "torch.no_grad()"]
+    assert_fails(Mistake(lambda: ddp_hooks.rebuild(ddp), RuntimeError, waits))
+    del output
+    assert not ddp_hooks.rebuild(ddp)
+    good = state.state_dict()
+    checkpoints = [
+        (None, TypeError, ["expected a dictionary with the fields", "received None"]),
+        (CHECKPOINT, ValueError, ["expected a dictionary with the fields", "without version"]),
+        ({**good, "version": 2}, ValueError, ["version 1", "received version 2"]),
+        ({**good, "policy": {**good["policy"], "speed": 3}}, ValueError, ["unknown speed"]),
+        ({**good, "statistics": {**good["statistics"], "steps": -5}}, ValueError, ["received -5"]),
+    ]
+    for checkpoint, kind, texts in checkpoints:
+        assert_fails(Mistake(lambda bad=checkpoint: state.load_state_dict(bad), kind, texts))
+        assert state.state_dict() == good
+    # A bad one on one rank is every rank's error.
+    if rank == 0:
+        assert_fails(Mistake(lambda: state.load_state_dict({}), ValueError, ["expected a dictionary"]))
+    else:
+        told = ["load_state_dict: refused on every rank", "rank 0: ", "expected a dictionary"]
+        assert_fails(Mistake(lambda: state.load_state_dict(good), RuntimeError, told))
+    assert state.state_dict() == good
     assert_fails(Mistake(lambda: state.set_policy("Auto"), ValueError, ["expected one of", "received 'Auto'"]))
     assert_fails(Mistake(lambda: state.set_policy(3), TypeError, ["the name of a preset, received 3"]))
     assert_fails(Mistake(lambda: state.set_policy(mine), RuntimeError, both))
     for declare in (state.declare_unused, lambda *what: state.unused(*what).__enter__()):
+        assert_fails(Mistake(lambda declare=declare: declare(), ValueError, ["received none; '*' means all of them"]))
         assert_fails(Mistake(lambda declare=declare: declare("hed"), ValueError, [NAMES, "did you mean 'head'?"]))
         assert_fails(Mistake(lambda declare=declare: declare(["head"]), TypeError, [SELECTORS, "one by one"]))
         assert_fails(Mistake(lambda declare=declare: declare(None), TypeError, [SELECTORS + "None"]))
@@ -644,7 +683,7 @@ def _hook_mistakes(rank: int) -> None:
     assert state.policy.name == "auto"
 
     unbound = pickle.loads(pickle.dumps(state))
-    serves = ["expected a state that serves a module, received one without; call state.bind(ddp) on every rank"]
+    serves = ["expected a state that serves a module, received one", "call state.bind(ddp) on every rank"]
     for call in (
         unbound.usage,
         lambda: unbound.set_policy("auto"),
@@ -652,7 +691,9 @@ def _hook_mistakes(rank: int) -> None:
         lambda: unbound.unused("head").__enter__(),
     ):
         assert_fails(Mistake(call, RuntimeError, serves))
-    assert_fails(Mistake(lambda: unbound.bind(make_model()), TypeError, ["received Sequential; wrap the model first"]))
+    assert_fails(
+        Mistake(lambda: unbound.bind(make_model()), TypeError, ["received Sequential", "wrap the model first"])
+    )
     future = ddp_hooks.skip_unused_hook
     other = DistributedDataParallel(make_model(), find_unused_parameters=True)
     other.register_comm_hook(unbound, future)

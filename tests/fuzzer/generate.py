@@ -8,20 +8,7 @@ from typing import Any
 from .program import Layer, Operation, Program
 
 # Defects that are known and not mended yet: programs that would show them are not made. Empty is what it should be.
-KNOWN_DEFECTS: frozenset[str] = frozenset(
-    {
-        # Thawing a bfloat16 or float16 parameter that was frozen when DDP was built raises.
-        "late_half_precision",
-        # A declaration of a parameter that is used after all.
-        "wrong_declarations",
-        # Declaring a parameter unused deletes the user's hooks on it.
-        "tensor_hooks_with_declarations",
-        # A backward that failed before its first gradient cannot be run again where something is frozen or declared.
-        "failed_pass_without_search",
-        # Without a search, what is frozen or declared on all ranks gets a .grad of zeros while a rank has joined.
-        "joined_without_search",
-    }
-)
+KNOWN_DEFECTS: frozenset[str] = frozenset()
 
 _HALF = ("bfloat16", "float16")
 # Only one rank's, or nobody's, gradients are special: that is where something might be skipped.
