@@ -7,24 +7,20 @@ from typing import Any
 
 from .program import Layer, Operation, Program
 
-# Defects that are known and not mended yet: programs that would show them are not made. Empty is what it should be.
-KNOWN_DEFECTS: frozenset[str] = frozenset()
-
-_HALF = ("bfloat16", "float16")
 # Only one rank's, or nobody's, gradients are special: that is where something might be skipped.
 _FACTORS = ("nan", "inf", "-inf", "0.0", "-0.0", "1e-40", "-1e-42", "1e-3", "2.0")
 _MAY_SPOIL_WEIGHTS = ("nan", "inf", "-inf")
 
 
-def generate(seed: int, ranks: int, known: frozenset[str] = KNOWN_DEFECTS) -> Program:
+def generate(seed: int, ranks: int) -> Program:
     """Return the program of that seed."""
-    return _Generator(seed, ranks, known).generate()
+    return _Generator(seed, ranks).generate()
 
 
 class _Generator:
-    def __init__(self, seed: int, ranks: int, known: frozenset[str]) -> None:
+    def __init__(self, seed: int, ranks: int) -> None:
         self.random = random.Random(f"{seed} on {ranks}")
-        self.ranks, self.known = ranks, known
+        self.ranks = ranks
         self.program = Program(seed, ranks)
         self.options = self.program.options
         self.batches = seed % 1000 * 100
@@ -114,32 +110,20 @@ class _Generator:
         options.output = self.random.choice(["tensor", "tensor", "tuple", "dict"])
         if options.broadcast_buffers and self.chance(0.2):
             options.buffer_sync = self.random.choice(["broadcast", "changed", "average", "before_eval"])
-        may_join = (
-            flavour == "search" or not (self.declares or self.freezes) or "joined_without_search" not in self.known
-        )
+        # The same without a search, where it is the oracle alone that searches: the hook leaves what nobody uses alone.
+        may_join = flavour == "search" or not (self.declares or self.freezes)
         if flavour != "static" and not sparse and may_join and self.chance(0.1):
             options.join = [self.random.randint(1, 6) for _ in range(self.ranks)]
             options.divide_by_initial_world_size = self.chance(0.6)
         self.hooks_tensors = self.chance(0.3)
-        if "tensor_hooks_with_declarations" in self.known and not options.find_unused_parameters:
-            self.hooks_tensors = self.hooks_tensors and not (self.declares or self.freezes)
         patterns = [f"layers.{layer['kind']}{layer['id']}" for layer in layers if not layer.get("sparse")]
         self.freezable = [*patterns, "head.bias"]
         # While a rank has joined, plain DDP makes a .grad of zeros for whatever that rank used last. The hook does the
         # same for what DDP knows, and not for what is late, so there the oracle says nothing.
         if self.freezes and flavour != "static" and options.join is None and self.chance(0.4):
-            candidates = [pattern for pattern in patterns if self._may_be_late(pattern)]
-            options.frozen_when_wrapped = self.random.sample(
-                candidates, min(len(candidates), self.random.randint(1, 2))
-            )
+            options.frozen_when_wrapped = self.random.sample(patterns, min(len(patterns), self.random.randint(1, 2)))
         if flavour == "static":
             self.static_use = [self._some_layers() for _ in range(self.ranks)]
-
-    def _may_be_late(self, pattern: str) -> bool:
-        if "late_half_precision" not in self.known:
-            return True
-        layer = next((x for x in self.program.layers if pattern == f"layers.{x['kind']}{x['id']}"), None)
-        return layer is None or layer["dtype"] not in _HALF
 
     def _policy(self) -> str | dict[str, Any]:
         choice = self.random.randint(0, 9)
@@ -157,13 +141,9 @@ class _Generator:
             "gap_fraction": self.random.choice([0.0, 1 / 128, 0.5, 1.0]),
             "values": self.random.choice(["off", "on"]),
             # Half precision that may become late is excluded above only for what is frozen when DDP is built.
-            "rebuild_after": self.random.choice([0, 0, 1, 2]) if self._may_rebuild() else 0,
+            "rebuild_after": self.random.choice([0, 0, 1, 2]),
         }
         return {**policy, **(eager if self.chance(0.3) else {})}
-
-    def _may_rebuild(self) -> bool:
-        halves = any(layer["dtype"] in _HALF for layer in self.program.layers)
-        return not (halves and "late_half_precision" in self.known)
 
     # --- what is done
 
@@ -196,8 +176,7 @@ class _Generator:
         operation: Operation = {"do": "pass", "sync": sync, "used": used, "batch": self.batches}
         if self.declares or self.chance(0.1):
             operation["declare"] = self.random.choice(["block", "once"])
-            if options.find_unused_parameters and "wrong_declarations" not in self.known:
-                operation["declare_used"] = self.chance(0.3)
+            operation["declare_used"] = self.chance(0.3)
         if self.chance(0.25) and self.program.layers:
             candidates = [layer["id"] for layer in self.program.layers if not layer.get("sparse")]
             chosen = self.random.sample(candidates, min(len(candidates), self.random.randint(1, 2)))
@@ -251,11 +230,7 @@ class _Generator:
 
     def _may_fail(self) -> bool:
         options = self.options
-        if options.static_graph or options.join is not None:
-            return False
-        if options.find_unused_parameters or "failed_pass_without_search" not in self.known:
-            return True
-        return not (self.freezes or self.declares)
+        return not (options.static_graph or options.join is not None)
 
     def _between_steps(self) -> None:
         if self.freezes and self.chance(0.5) and not (self.options.static_graph and self.reduced == 0):
@@ -304,15 +279,10 @@ class _Generator:
         if do == "policy":
             self._add(do, policy=self._policy())
         elif do == "rebuild":
-            if self._may_rebuild():
-                search = (
-                    None
-                    if self.options.static_graph
-                    else self.random.choice([None, True, False if self.needs_graph else None])
-                )
-                self._add(do, search=search)
-                # A new Reducer learns a static graph anew, and cannot under no_sync.
-                self.reduced = 0
+            search = self.random.choice([None, True, False if self.needs_graph else None])
+            self._add(do, search=None if self.options.static_graph else search)
+            # A new Reducer learns a static graph anew, and cannot under no_sync.
+            self.reduced = 0
         elif do == "broadcast":
             self._add(do, src=self.random.randrange(self.ranks))
         elif do == "average":
