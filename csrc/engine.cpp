@@ -335,7 +335,8 @@ void Engine::close_step() {
 }
 
 bool Engine::is_time_to_rebuild(const Step& step) {
-  if (settings_.rebuild_after_steps == 0) return false;
+  // A new Reducer would learn a static graph anew, in whatever pass comes next; under no_sync() torch cannot.
+  if (settings_.rebuild_after_steps == 0 || reducer_.has_static_graph()) return false;
   bool differs = !step.late.empty();
   for (size_t i = 0; i < reduced_count_ && !differs; ++i) differs = !step.used.test(i);
   // A joined rank runs no backward pass at the end of which it could rebuild.

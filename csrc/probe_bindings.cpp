@@ -23,14 +23,16 @@ struct Probe : c10d::Reducer {
         .get();
   }
 
-  // For each parameter: the node's name, and whether it is the one that accumulates into the parameter's .grad.
+  // For each parameter: the node's name, whether it is the one that accumulates into the parameter's .grad, and how often
+  // it is held.
   static py::list accumulators(c10d::Reducer& r) {
     py::list result;
     const auto& parameters = r.*(&Probe::params_);
     const auto& nodes = r.*(&Probe::grad_accumulators_);
     for (size_t i = 0; i < nodes.size(); ++i) {
+      const auto holders = static_cast<int64_t>(nodes[i].use_count());
       const auto own = torch::autograd::impl::grad_accumulator(parameters.at(i));
-      result.append(py::make_tuple(nodes[i]->name(), nodes[i].get() == own.get()));
+      result.append(py::make_tuple(nodes[i]->name(), nodes[i].get() == own.get(), holders));
     }
     return result;
   }

@@ -134,6 +134,10 @@ Slot ReducerView::slot(size_t parameter) const {
   return Members::slot(*get(), parameter);
 }
 
+bool ReducerView::has_static_graph() const {
+  return Members::static_graph(*get());
+}
+
 bool ReducerView::learns_static_graph() const {
   auto reducer = get();
   if (!Members::static_graph(*reducer)) return false;

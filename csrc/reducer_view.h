@@ -72,6 +72,7 @@ class ReducerView {
   // Some parameter has been marked ready in the running backward pass. False in the shadow pass of a rank that has
   // joined (`ddp.join()`), which runs hooks without any backward pass.
   bool in_backward() const;
+  bool has_static_graph() const;
   // static_graph=True before the unused parameters are known: they are found in the first backward pass, after all
   // gradients.
   bool learns_static_graph() const;

@@ -53,7 +53,7 @@ class Policy:
         first_pause_steps: adaptive only: steps before the first probe; the pause doubles while probes find nothing.
         longest_pause_steps: adaptive only: the longest pause between two probes.
         rebuild_after: call :func:`ddp_hooks.rebuild` by itself once the same parameters have been unused for this many
-            steps in a row; it does nothing unless they are frozen. 0 for never. Steps.
+            steps in a row; it does nothing unless they are frozen, nor with ``static_graph=True``. 0 for never. Steps.
 
     Raises:
         TypeError: a setting is of the wrong type.

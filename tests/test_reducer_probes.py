@@ -23,6 +23,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+import ddp_hooks
 from ddp_hooks import _extension
 
 _C = _extension.load()
@@ -98,10 +99,26 @@ def params_(rank: int) -> None:
 
 
 def grad_accumulators_(rank: int) -> None:
-    watched = Watched()
+    watched = Watched(find_unused_parameters=True)
     found = watched.now["grad_accumulators_"]
     assert len(found) == 4
-    assert all("AccumulateGrad" in name and own for name, own in found)
+    assert all("AccumulateGrad" in name and own for name, own, _ in found)
+
+    def holders() -> list[int]:
+        return [count for _, _, count in watched.now["grad_accumulators_"]]
+
+    # By the Reducer itself and with its hook; and by whatever graph leads to the parameter, for as long as it lives.
+    assert holders() == [2, 2, 2, 2]
+    output = watched.forward()
+    assert [count > 2 for count in holders()] == [index in FIRST for index in range(4)]
+    output.sum().backward()
+    del output
+    assert holders() == [2, 2, 2, 2]
+    # Two graphs, and one that was not made by the module.
+    kept = [watched.ddp(torch.ones(2, 4)), watched.ddp.module.second.weight * 2]
+    assert [count > 2 for count in holders()] == [True, True, True, False]
+    kept.clear()
+    assert holders() == [2, 2, 2, 2]
 
 
 def process_group_(rank: int) -> None:
@@ -393,6 +410,14 @@ REDUCER_PROBES: dict[str, tuple[int, Callable[[int], None]]] = {
 }
 
 
+def get_group_store(rank: int) -> None:
+    """Ranks of a group find each other there, and no other group does."""
+    group = dist.new_group([0])
+    group.get_group_store().set("a", "1")
+    assert group.get_group_store().get("a") == b"1"
+    assert not dist.group.WORLD.get_group_store().check(["a"])
+
+
 def _comm_hooks(rank: int) -> None:
     ddp = DistributedDataParallel(Branches())
     assert ddp._comm_hooks == []
@@ -559,6 +584,7 @@ PYTHON_PROBES: dict[str, tuple[int, Callable[[int], None]]] = {
         (1, _build_debug_param_to_name_mapping),
         (2, _ddp_init_helper),
         (1, _has_rebuilt_buckets),
+        (1, get_group_store),
         (1, _static_graph_delay_allreduce_enqueued),
         (1, _set_static_graph),
         (1, _set_comm_hook_name),
@@ -585,6 +611,23 @@ def test_member_of_the_reducer(member: str) -> None:
 def test_name_in_ddp(name: str) -> None:
     ranks, probe = PYTHON_PROBES[name]
     run_ranks(ranks, probe)
+
+
+def comm_hook_(rank: int) -> None:
+    """A private member: the hook, of whatever kind, until it is taken out."""
+    built_in, native, python = (DistributedDataParallel(nn.Linear(4, 4)) for _ in range(3))
+    assert not any(_C.reducer_has_hook(ddp.reducer) for ddp in (built_in, native, python))
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    state = ddp_hooks.register(native)
+    python.register_comm_hook(None, allreduce_hook)
+    assert all(_C.reducer_has_hook(ddp.reducer) for ddp in (built_in, native, python))
+    state.close()
+    assert not _C.reducer_has_hook(native.reducer)
+    native.register_comm_hook(None, allreduce_hook)
+
+
+def test_private_hook() -> None:
+    run_ranks(1, comm_hook_)
 
 
 def listed_under(heading: str) -> set[str]:

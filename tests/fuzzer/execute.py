@@ -115,6 +115,7 @@ class _Run:
         self.used: set[str] = set()
         self.policy = self.options.policy
         self.state: ddp_hooks.SkipUnusedState | None = None
+        self.watching: list[Any] = []
         if plain is None:
             self._watch()
         frozen = self._select(self.options.frozen_when_wrapped)
@@ -158,6 +159,8 @@ class _Run:
             self._check_statistics(self.state)
         if self.buffer_sync is not None:
             self.buffer_sync.remove()
+        for handle in self.watching:
+            handle.remove()
         return self.trace
 
     def _operate(self) -> None:
@@ -348,8 +351,11 @@ class _Run:
                 largest = float(values[values.isfinite()].max()) if bool(values.isfinite().any()) else 0.0
                 self.largest[name] = max(largest, self.largest.get(name, 0.0))
 
-        for name, parameter in self.named.items():
+        # To be removed: Python's collector does not see cycles that lead through such hooks.
+        self.watching = [
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: note(name, p))
+            for name, parameter in self.named.items()
+        ]
 
     def _look(self, moment: str) -> None:
         tensors: Tensors = {}

@@ -1,0 +1,308 @@
+"""The groups that a state opens: named so that ranks meet, closed when they are not needed, and never in the way."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import RankFailure, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import register
+
+import ddp_hooks
+from ddp_hooks import _C, registration
+
+
+def wrap(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Linear(4, 4), **{"find_unused_parameters": True, **options})
+
+
+def reduced(ddp: DistributedDataParallel, rank: int) -> float:
+    ddp.zero_grad()
+    ddp(torch.ones(2, 4) * (rank + 1)).sum().backward()
+    return float(ddp.module.weight.grad[0, 0])
+
+
+# --- names
+
+
+def in_unequal_numbers_of_groups(rank: int, native: bool) -> None:
+    dist.new_group([0])  # every rank calls it, and rank 0 alone is a member
+    ddp = wrap()
+    register(ddp, "skip_unused", native)
+    assert reduced(ddp, rank) == 3
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_in_unequal_numbers_of_groups(native: bool) -> None:
+    run_ranks(2, in_unequal_numbers_of_groups, native)
+
+
+def on_overlapping_subgroups(rank: int) -> None:
+    groups = {(0, 1): dist.new_group([0, 1]), (1, 2): dist.new_group([1, 2])}
+    for ranks, group in groups.items():
+        if rank in ranks:
+            ddp = wrap(process_group=group)
+            ddp_hooks.register(ddp)
+            assert reduced(ddp, rank) == 2 * sum(r + 1 for r in ranks) / 2
+    # What torch makes afterwards has the names that it would have had.
+    assert dist.new_group([0, 1, 2]) is not None
+
+
+def test_on_overlapping_subgroups() -> None:
+    run_ranks(3, on_overlapping_subgroups)
+
+
+def after_a_group_was_destroyed(rank: int) -> None:
+    first = wrap()
+    ddp_hooks.register(first)
+    group = dist.new_group([0, 1])
+    second = wrap()
+    ddp_hooks.register(second)
+    dist.destroy_process_group(group)
+    third = wrap()
+    ddp_hooks.register(third)
+    assert [reduced(ddp, rank) for ddp in (first, second, third)] == [3, 3, 3]
+
+
+def test_after_a_group_was_destroyed() -> None:
+    run_ranks(2, after_a_group_was_destroyed)
+
+
+# --- what is left
+
+
+def resources() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def wait_for(expected: tuple[int, int], seconds: float = 5.0) -> tuple[int, int]:
+    """Wait until no more than ``expected`` is open; return what is."""
+    deadline = time.monotonic() + seconds
+    while (found := resources()) > expected and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    return found
+
+
+def wrapped_again_and_again(rank: int, native: bool) -> None:
+    # Threads that torch starts once, on the first pass, are no leak.
+    reduced(wrap(), rank)
+    gc.collect()
+    before = resources()
+    model = nn.Linear(4, 4)
+    for _ in range(40):
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        state = register(ddp, "skip_unused", native)
+        reduced(ddp, rank)
+        del ddp, state
+    assert wait_for(before) <= before
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_wrapped_again_and_again(native: bool) -> None:
+    run_ranks(2, wrapped_again_and_again, native)
+
+
+def closes_with_the_module(rank: int) -> None:
+    reduced(wrap(), rank)
+    gc.collect()
+    before = resources()
+    ddp = wrap()
+    state = ddp_hooks.register(ddp, "skip_unused")
+    reduced(ddp, rank)
+    assert resources() > before
+    del ddp
+    assert wait_for(before) <= before
+    assert state.stats().steps == 1
+    with pytest.raises(RuntimeError, match="module is gone"):
+        state.usage()
+
+
+def test_closes_with_the_module() -> None:
+    run_ranks(2, closes_with_the_module)
+
+
+def shared_by_wrappers_of_one_model(rank: int) -> None:
+    model = nn.Linear(4, 4)
+    first = DistributedDataParallel(model, find_unused_parameters=True)
+    state = ddp_hooks.register(first)
+    open_before = resources()[0]
+    second = DistributedDataParallel(model, find_unused_parameters=True)
+    other = ddp_hooks.register(second)
+    assert resources()[0] == open_before
+    # In turn, and with the first one gone.
+    for step in range(4):
+        assert reduced((first, second)[step % 2], rank) == 3
+    state.close()
+    assert reduced(second, rank) == 3
+    assert other.stats().steps == 3
+    # On one rank alone there is nothing to share.
+    lone = nn.Linear(4, 4)
+    kept = [DistributedDataParallel(lone, find_unused_parameters=True)]
+    states = [ddp_hooks.register(kept[0])]
+    if rank == 0:
+        states[0] = kept[0] = None  # type: ignore[call-overload]
+        gc.collect()
+    third = DistributedDataParallel(lone, find_unused_parameters=True)
+    ddp_hooks.register(third)
+    assert reduced(third, rank) == 3
+
+
+def test_shared_by_wrappers_of_one_model() -> None:
+    run_ranks(2, shared_by_wrappers_of_one_model)
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise FloatingPointError("nan in a gradient")
+
+
+class FailsOnDemand(nn.Linear):
+    """Its backward pass fails between its output and its first gradient, if it is to."""
+
+    fails = False
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        output = super().forward(batch)
+        if self.fails:
+            output.register_hook(fail)
+        return output * 1
+
+
+def dropped_by_its_own_worker(rank: int) -> None:
+    """A completion holds the last reference to the group in whose worker it runs."""
+    registration.LARGEST_AXIS = 2
+    ddp = DistributedDataParallel(FailsOnDemand(4, 4), find_unused_parameters=True)
+    state = ddp_hooks.register(ddp)
+    reduced(ddp, rank)
+    if rank == 0:
+        ddp.module.fails = True
+        with pytest.raises(FloatingPointError):
+            reduced(ddp, rank)
+        assert state._engine.has_early_exchange()
+        del ddp, state
+        gc.collect()
+    dist.barrier()
+    if rank > 0:
+        state._engine.finish_early_exchange()
+    # A worker that joins itself takes the process with it, a moment later.
+    time.sleep(1)
+    dist.barrier()
+    registration.LARGEST_AXIS = 4
+
+
+def test_dropped_by_its_own_worker() -> None:
+    run_ranks(4, dropped_by_its_own_worker)
+
+
+# --- closing
+
+
+def closed(rank: int, native: bool) -> None:
+    """The module trains on as plain DDP, with everything that the user has set on it."""
+    seen: list[str] = []
+    ddp = wrap(bucket_cap_mb=0.001)
+    ddp.module.weight.register_hook(lambda gradient: seen.append("tensor"))
+    ddp.module.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+    before = resources()
+    state = register(ddp, "skip_unused", native)
+    assert reduced(ddp, rank) == 3
+    sent = state.stats()
+    state.close()
+    state.close()  # does nothing
+    assert wait_for(before) <= before
+    assert not _C.reducer_has_hook(ddp.reducer)
+    assert ddp._comm_hooks == []
+    assert not ddp._forward_hooks
+    assert not ddp._forward_pre_hooks
+    for _ in range(2):
+        assert reduced(ddp, rank) == 3
+    assert seen == ["tensor", "accumulated"] * 3
+    assert state.stats() == sent
+    # Bound to a module again, or made anew.
+    again = register(ddp, "auto", native)
+    assert again is not state
+    assert reduced(ddp, rank) == 3
+    assert again.stats().steps == 1
+    again.close()
+    state.bind(ddp)
+    ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    assert reduced(ddp, rank) == 3
+    assert state.stats().steps == sent.steps + 1
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_closed(native: bool) -> None:
+    run_ranks(2, closed, native)
+
+
+def closed_within_backward(rank: int) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), bucket_cap_mb=1e-5)
+    state = ddp_hooks.register(ddp)
+    refused: list[str] = []
+
+    def close(gradient: torch.Tensor) -> None:
+        try:
+            state.close()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    ddp.module[0].weight.register_hook(close)
+    for _ in range(2):
+        ddp(torch.ones(2, 4)).sum().backward()
+    assert len(refused) == 2
+    assert all("received a call during a backward pass" in text for text in refused)
+    assert state.stats().steps == 2
+
+
+def test_closed_within_backward() -> None:
+    run_ranks(2, closed_within_backward)
+
+
+def on_one_rank_only(rank: int) -> None:
+    ddp = wrap()
+    if rank == 0:
+        with pytest.raises(ddp_hooks.RanksAbsentError, match=r"register: waited .* for rank 1, which did not call it"):
+            ddp_hooks.register(ddp)
+    else:
+        time.sleep(6)
+
+
+def test_on_one_rank_only() -> None:
+    with pytest.raises(RankFailure) as caught:  # the barrier at the end of each test finds a broken group
+        run_ranks(2, on_one_rank_only, collective_timeout=2.0)
+    assert "DID NOT RAISE" not in str(caught.value)
+    assert "AssertionError" not in str(caught.value)
+    assert "on_one_rank_only" not in str(caught.value)
+
+
+def in_different_functions(rank: int) -> None:
+    ddp = wrap()
+    ddp_hooks.register(ddp)
+    for ours, theirs in (("rebuild", "set_policy"), ("rebuild", "average_parameters"), ("set_policy", "register")):
+        calls = {
+            "rebuild": lambda: ddp_hooks.rebuild(ddp),
+            "set_policy": lambda: state(ddp).set_policy("auto"),
+            "average_parameters": lambda: ddp_hooks.average_parameters(ddp),
+            "register": lambda: ddp_hooks.register(ddp),
+        }
+        with pytest.raises(ddp_hooks.RanksDisagreeError, match="expected the same call") as caught:
+            calls[ours if rank == 0 else theirs]()
+        assert ours in str(caught.value)
+        assert theirs in str(caught.value)
+    assert reduced(ddp, rank) == 3
+
+
+def state(ddp: DistributedDataParallel) -> ddp_hooks.SkipUnusedState:
+    return ddp._comm_hooks[0][1]  # type: ignore[no-any-return]
+
+
+def test_in_different_functions() -> None:
+    run_ranks(2, in_different_functions)
