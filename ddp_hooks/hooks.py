@@ -384,8 +384,6 @@ class SkipUnusedState:
     def _names_of(self, what: tuple[Selector, ...]) -> set[str]:
         self._require_module()
         assert self._index is not None
-        if not what:
-            raise ValueError("expected patterns, modules or parameters, received none; '*' means all of them")
         return set(self._index.select(*what))
 
     def _declare(self) -> None:

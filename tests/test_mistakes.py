@@ -675,7 +675,6 @@ def _hook_mistakes(rank: int) -> None:
     assert_fails(Mistake(lambda: state.set_policy(3), TypeError, ["the name of a preset, received 3"]))
     assert_fails(Mistake(lambda: state.set_policy(mine), RuntimeError, both))
     for declare in (state.declare_unused, lambda *what: state.unused(*what).__enter__()):
-        assert_fails(Mistake(lambda declare=declare: declare(), ValueError, ["received none; '*' means all of them"]))
         assert_fails(Mistake(lambda declare=declare: declare("hed"), ValueError, [NAMES, "did you mean 'head'?"]))
         assert_fails(Mistake(lambda declare=declare: declare(["head"]), TypeError, [SELECTORS, "one by one"]))
         assert_fails(Mistake(lambda declare=declare: declare(None), TypeError, [SELECTORS + "None"]))

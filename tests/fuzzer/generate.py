@@ -265,6 +265,9 @@ class _Generator:
         what = [per_rank[0]] * self.ranks if alike else per_rank
         how = self.random.choice(["flag", "package"])
         if self.chance(0.55):
+            # Where gradients are views of buckets, plain DDP averages those that nobody used, too. It shows where ranks
+            # dropped different ones; the hook leaves them alone.
+            keep = keep or self.options.gradient_as_bucket_view
             self._add("freeze", what=what, how=how, keep=self.chance(0.3) or keep)
         else:
             self._add("thaw", what=what, how=how)
