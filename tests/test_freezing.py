@@ -706,3 +706,156 @@ def rebuild_errors(rank: int) -> None:
 
 def test_rebuild_errors() -> None:
     run_ranks(2, rebuild_errors)
+
+
+# --- what a declaration, a failed pass or a late thaw must not break
+
+
+class TwoHeads(nn.Module):
+    """Fails on demand: in its forward pass, or in its backward pass before the first gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, batch: torch.Tensor, head: str, fails: str = "") -> torch.Tensor:
+        if fails == "forward":
+            raise FloatingPointError("a bad batch")
+        output = getattr(self, head)(torch.tanh(self.trunk(batch)))
+        if fails == "backward":
+            output.register_hook(raise_error)
+        return output * 1
+
+
+def raise_error(gradient: torch.Tensor) -> None:
+    raise FloatingPointError("nan in a gradient")
+
+
+def two_heads(native: bool) -> tuple[DistributedDataParallel, DistributedDataParallel, ddp_hooks.SkipUnusedState]:
+    """Return plain DDP with a search, the same model with the hook and without one, and the state."""
+    torch.manual_seed(0)
+    plain = wrap(TwoHeads(), find_unused_parameters=True)
+    ddp = wrap(TwoHeads(), find_unused_parameters=False)
+    ddp.load_state_dict(plain.state_dict())
+    return plain, ddp, register(ddp, "skip_unused", native)
+
+
+def assert_same_gradients(ddp: DistributedDataParallel, plain: DistributedDataParallel) -> None:
+    for (name, ours), theirs in zip(ddp.named_parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
+
+
+def hooks_of_the_user_stay(rank: int, native: bool) -> None:
+    plain, ddp, state = two_heads(native)
+    seen: dict[DistributedDataParallel, list[str]] = {plain: [], ddp: []}
+    for module, events in seen.items():
+        weight = module.module.a.weight
+        weight.register_hook(lambda gradient, events=events: events.append("first") or gradient * 2)
+        weight.register_hook(lambda gradient, events=events: events.append("second") or gradient + 1)
+        weight.register_post_accumulate_grad_hook(lambda parameter, events=events: events.append("accumulated"))
+    for step in range(6):
+        head = "ab"[step % 2]
+        for module in (plain, ddp):
+            module.zero_grad()
+            with state.unused("ba"[step % 2]) if module is ddp else nullcontext():
+                loss = module(torch.ones(2, 8) * (rank + 1), head).sum()
+            loss.backward()
+        assert_same_gradients(ddp, plain)
+    assert seen[ddp] == seen[plain] == ["first", "second", "accumulated"] * 3
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_hooks_of_the_user_stay(native: bool) -> None:
+    run_ranks(2, hooks_of_the_user_stay, native)
+
+
+def failed_and_run_again(rank: int, native: bool, fails: str, where: tuple[int, ...]) -> None:
+    """A batch that failed on every rank is skipped; one whose backward failed on one rank is run again there."""
+    plain, ddp, state = two_heads(native)
+    ddp_hooks.freeze(plain, "trunk.bias")
+    ddp_hooks.freeze(ddp, "trunk.bias")
+    for step in range(6):
+        head, other = ("a", "b") if step % 2 else ("b", "a")
+        for module in (plain, ddp):
+            module.zero_grad()
+            if step > 1 and rank in where:
+                if module is ddp:
+                    # Of the batch that failed, not of the next one.
+                    state.declare_unused(head if fails == "forward" else other)
+                with pytest.raises(FloatingPointError):
+                    module(torch.ones(2, 8), head, fails).sum().backward()
+            if module is ddp:
+                state.declare_unused(other)
+            module(torch.ones(2, 8) * (rank + 1 + step), head).sum().backward()
+        assert_same_gradients(ddp, plain)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(("fails", "where"), [("forward", (0, 1)), ("forward", (1,)), ("backward", (0, 1))])
+def test_failed_and_run_again(native: bool, fails: str, where: tuple[int, ...]) -> None:
+    run_ranks(2, failed_and_run_again, native, fails, where)
+
+
+def late_in_every_dtype(rank: int, native: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    early, late = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(dtype) for _ in range(2))
+    late.load_state_dict(early.state_dict())
+    plain = wrap(early, find_unused_parameters=True)
+    late[0].requires_grad_(False)
+    ddp = wrap(late, find_unused_parameters=True)
+    state = register(ddp, "skip_unused", native)
+    ddp_hooks.unfreeze(ddp, "0")
+    for step in range(2):
+        for module in (plain, ddp):
+            module.zero_grad()
+            output = module((torch.ones(2, 8) * (rank + 1 + step)).to(dtype))
+            (output.abs() if dtype.is_complex else output).sum().backward()
+        assert_same_gradients(ddp, plain)
+    # What plain DDP would have sent, and the masks.
+    stats = state.stats()
+    assert stats.dense_bytes == 2 * sum(p.numel() * p.element_size() for p in late.parameters())
+    assert stats.payload_bytes == stats.dense_bytes
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str
+)
+def test_late_in_every_dtype(native: bool, dtype: torch.dtype) -> None:
+    run_ranks(2, late_in_every_dtype, native, dtype)
+
+
+def changed_between_forward_and_backward(rank: int, native: bool) -> None:
+    """A policy may change there, and a checkpoint may be loaded; a rebuild is refused on every rank."""
+    plain, ddp, state = two_heads(native)
+    saved = state.state_dict()
+    changes = [
+        lambda: state.set_policy("skip_zeros"),
+        lambda: state.load_state_dict(saved),
+        lambda: state.set_policy("auto"),
+        lambda: refused(lambda: ddp_hooks.rebuild(ddp), RuntimeError, "waits for its backward pass"),
+    ]
+    for step, change in enumerate(changes * 2):
+        batch = torch.ones(2, 8) * (rank + 1 + step)
+        for module in (plain, ddp):
+            module.zero_grad()
+            with state.unused("b") if module is ddp else nullcontext():
+                output = module(batch, "a")
+            if module is ddp:
+                if step == 3:
+                    ddp_hooks.freeze(ddp, "a.bias")
+                change()
+                ddp_hooks.unfreeze(ddp, "a.bias")
+            output.sum().backward()
+        assert_same_gradients(ddp, plain)
+    # On one rank alone it is every rank's error.
+    output = ddp(batch, "a") if rank == 0 else None
+    refused(lambda: ddp_hooks.rebuild(ddp), RuntimeError, r"refused on every rank\. rank 0: a forward pass waits")
+    del output
+    assert ddp_hooks.rebuild(ddp, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_changed_between_forward_and_backward(native: bool) -> None:
+    run_ranks(2, changed_between_forward_and_backward, native)
