@@ -23,8 +23,8 @@ struct Probe : c10d::Reducer {
         .get();
   }
 
-  // For each parameter: the node's name, whether it is the one that accumulates into the parameter's .grad, and how often
-  // it is held.
+  // For each parameter: the node's name, whether it is the one that accumulates into the parameter's .grad, and how
+  // often it is held.
   static py::list accumulators(c10d::Reducer& r) {
     py::list result;
     const auto& parameters = r.*(&Probe::params_);
