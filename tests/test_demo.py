@@ -253,11 +253,11 @@ def test_traceback_of_a_failing_rank_comes_home() -> None:
 def test_hang_is_killed_with_its_stack() -> None:
     messages: list[str] = []
     start = time.monotonic()
-    with pytest.raises(ranks.RankFailure, match="No step finished within 15 seconds") as failure:
-        ranks.run_ranks(hang_on_rank_one, (), world_size=2, timeout_seconds=15, show_progress=messages.append)
+    with pytest.raises(ranks.RankFailure, match="No step finished within 40 seconds") as failure:
+        ranks.run_ranks(hang_on_rank_one, (), world_size=2, timeout_seconds=40, show_progress=messages.append)
     assert "in hang_on_rank_one" in str(failure.value)
     assert messages == ["before the hang"]
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 120
 
 
 def test_death_of_a_rank_is_told() -> None:
