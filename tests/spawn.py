@@ -117,7 +117,7 @@ class RankPool:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
                     outcomes[rank] = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     self._processes[rank].join(1)
                     outcomes[rank] = ("error", f"died with exit code {self._processes[rank].exitcode}")
                 if outcomes[rank][0] == "error":
