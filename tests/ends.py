@@ -9,7 +9,8 @@ what goes wrong and how the process ends. Run number i has the seed `--seed` + i
 
 A run *hung* if a rank has not ended in time, *crashed* if a signal ended one that nobody sent, and has a *wrong exit
 code* if a rank ended with another one than the program says. What went wrong with the hook is run again with plain DDP,
-several times: where that goes wrong too, it is counted as torch's. `--registration plain` says how often that is.
+several times: where that goes wrong too, it is counted as torch's, and so is what ends in torch's code with the hook
+nowhere on the stack (see forked.py). `--registration plain` says how often that is.
 
 The processes are forked, but they are not spared anything: a rank returns out of the main function below, and ends as
 any program does, with atexit functions, threads that are joined and Py_Finalize.
@@ -35,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from forked import Rank, fork_rank, prepare_parent, wait
+from forked import Rank, fork_rank, prepare_parent, print_stacks_on_crash, wait
 
 # Where a rank waits for one that is gone, this is how long it may take; and some of them wait twice.
 COLLECTIVE_TIMEOUT_SECONDS = 4.0
@@ -350,6 +351,7 @@ def clear_later(box: list[Any]) -> None:
 
 def run_rank(program: Program, registration: str, rank: int, ranks: int, store: str) -> int | None:
     """What a rank does; what it returns or raises ends its process."""
+    print_stacks_on_crash()
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -408,8 +410,10 @@ class Verdict:
         return list(dict.fromkeys(place for rank in self.ranks for place in rank.hangs_in()))
 
     def is_torch_alone(self) -> bool:
-        hanging = [rank for rank in self.ranks if rank.hung]
-        return bool(hanging) and all(rank.hangs_in_torch_alone() for rank in hanging)
+        if self.kind == "hung":
+            return all(rank.hangs_in_torch_alone() for rank in self.ranks if rank.hung)
+        wrong = [rank for rank in self.ranks if rank.code not in self.program.allowed_codes(rank.rank)]
+        return self.kind == "crashed" and all(rank.crashes_in_torch_alone() for rank in wrong)
 
     def describe(self, with_stacks: bool) -> str:
         lines = [f"{self.registration}: seed {self.program.seed}: {self.kind} after {self.seconds:.1f} s"]
@@ -421,7 +425,7 @@ class Verdict:
             lines.append(f"--- rank {rank.rank}: {code}, expected {sorted(self.program.allowed_codes(rank.rank))}")
             lines += rank.output().rstrip().splitlines()[-12:]
             if with_stacks:
-                lines.append(rank.stacks or rank.python_stacks())
+                lines.append(rank.stacks or rank.crashing_stack() or rank.python_stacks())
         return "\n".join(lines)
 
 
@@ -497,7 +501,7 @@ class Runner:
         if verdict.kind == "ok" or registration == "plain" or self.options.no_comparison:
             return verdict, verdict.kind
         if verdict.is_torch_alone():
-            print("    as plain DDP: torch's own destructor\n", flush=True)
+            print("    as plain DDP: the hook is not on the stack\n", flush=True)
             return verdict, AS_PLAIN
         for _ in range(COMPARISONS):
             plain = self.run(program, "plain")

@@ -85,6 +85,22 @@ class Rank:
         """Whether torch's destructor waits for threads of the group, with the hook nowhere near; plain DDP does so."""
         return self.hung and self.hangs_in() == ["c10d::Reducer::~Reducer"]
 
+    def crashing_stack(self) -> str:
+        """The native stack of the thread that ended the rank, where :func:`print_stacks_on_crash` was called in it."""
+        stacks = re.split(r"^SIG\w+\(\d+\), PID: ", self.output(), flags=re.MULTILINE)[1:]
+        return next((stack for stack in stacks if "::fatalSignalHandler(" in stack), "")
+
+    def crashes_in_torch_alone(self) -> bool:
+        """Whether a thread that torch started came for the GIL when the interpreter was gone.
+
+        Python up to 3.13 then ends the thread by unwinding its stack, and C++ ends the process at the first function
+        that throws nothing. A process group's thread does so that lets go of a work's tensors, or calls a future's
+        callbacks, while the program ends: plain DDP's programs end so as well, which is a matter of milliseconds.
+        """
+        stack = self.crashing_stack()
+        is_unwound = "_Unwind_ForcedUnwind" in stack and "pthread_exit" in stack
+        return is_unwound and "ProcessGroup" in stack and not re.search(r"ddp_hooks::|ddp_hooks/_C\b", stack)
+
     def output(self) -> str:
         return self._read("output")
 
@@ -115,6 +131,16 @@ def fork_rank(rank: int, directory: Path) -> Rank | None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks, all_threads=True)
     return None
+
+
+def print_stacks_on_crash() -> None:
+    """In a rank: print the native stacks of all threads when a signal is about to end the process.
+
+    To be called before handlers of the program's own are set: it takes SIGINT as well.
+    """
+    import torch
+
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
 
 
 def poll(ranks: Sequence[Rank]) -> bool:
