@@ -135,7 +135,7 @@ class SkipUnusedState:
         sharable = _groups_to_share(ddp)
         offers = agree(ddp, function, Proposal(description, problem, (new_name(), tuple(sharable))), bad_policy)
         shared = set(sharable).intersection(*(names for _, names in offers))
-        groups = sharable[min(shared)] if shared else open_control_groups(ddp, offers[0][0])
+        groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
         before = _serving.get(ddp)
         if before is not None and (other := before()) is not None:
             other.close()

@@ -109,13 +109,29 @@ def new_name() -> str:
     return f"ddp_hooks/{uuid.uuid4().hex}"
 
 
-def open_control_groups(ddp: DistributedDataParallel, name: str) -> ControlGroups:
+def open_control_groups(ddp: DistributedDataParallel, function: str, name: str) -> ControlGroups:
     """Open the groups for the mask exchange; collective over the module's process group.
 
     Args:
         ddp: the module.
+        function: what every rank calls.
         name: the same on every rank, and new. The ranks find each other under it, in the store of the module's group.
+
+    Raises:
+        RuntimeError: some rank could not open them; the same on every rank.
     """
+    try:
+        groups, error = _open_groups(ddp, name), None
+    except RuntimeError as caught:
+        groups, error = None, caught
+    # Also so that nobody leaves, or closes them, before the last rank has connected.
+    problem = None if error is None else f"could not open the groups for the mask exchange: {error}"
+    agree(ddp, function, Proposal({}, problem), error)
+    assert groups is not None  # a rank with an error has raised it
+    return groups
+
+
+def _open_groups(ddp: DistributedDataParallel, name: str) -> ControlGroups:
     group = ddp.process_group
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:

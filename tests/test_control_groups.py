@@ -30,6 +30,32 @@ def reduced(ddp: DistributedDataParallel, rank: int) -> float:
     return float(ddp.module.weight.grad[0, 0])
 
 
+# --- opening
+
+
+def opened_by_others_only(rank: int) -> None:
+    ddp = wrap()
+    really_open = registration._open_group
+
+    def fail(*args: Any) -> None:
+        really_open(*args)
+        raise RuntimeError("no file left")
+
+    if rank == 1:
+        registration._open_group = fail
+    pattern = "no file left" if rank == 1 else "refused on every rank. rank 1: could not open .*: no file left"
+    with pytest.raises(RuntimeError, match=pattern):
+        ddp_hooks.register(ddp)
+    registration._open_group = really_open
+    assert reduced(ddp, rank) == 3  # as plain DDP
+    ddp_hooks.register(ddp)
+    assert reduced(ddp, rank) == 3
+
+
+def test_opened_by_others_only() -> None:
+    run_ranks(2, opened_by_others_only)
+
+
 # --- names
 
 
