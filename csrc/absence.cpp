@@ -34,7 +34,7 @@ void Absence::synchronising_forward_done(int64_t number) {
 }
 
 void Absence::accumulating_forward_done() {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
+  for (size_t i = reduced_count_; i < parameters_.size(); ++i) {
     if (parameters_[i].requires_grad()) accumulated_.set(i);
   }
   pass_ended();

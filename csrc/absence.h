@@ -35,9 +35,11 @@ class Absence {
   // What forward passes from now on do not use, whether it is frozen or not.
   void declare(const std::vector<size_t>& parameters);
 
-  // At the end of a forward pass in grad mode, the `number`th that Reducer has seen; the second under no_sync().
+  // At the end of a forward pass in grad mode, the `number`th that the Reducer has seen; the second under no_sync().
   void synchronising_forward_done(int64_t number);
   void accumulating_forward_done();
+  // A gradient of one of the Reducer's parameters has come in a pass that the Reducer does not reduce.
+  void accumulated(size_t parameter) { accumulated_.set(parameter); }
   // To be called before any of the questions below, with the number of the last forward pass.
   void forget_unless_of(int64_t number);
   // To be called when backward begins, before any of the questions below: takes wrong declarations back. `reports` says
@@ -66,7 +68,7 @@ class Absence {
   const std::vector<std::string>& names_;
   UsageMask declared_;
   UsageMask absent_;
-  UsageMask accumulated_;  // may have got a gradient under no_sync() since the last step
+  UsageMask accumulated_;  // got a gradient under no_sync() since the last step; the late ones, which nobody reports, may
   int64_t forward_number_ = 0;
   bool checked_ = false;
   bool taken_ = false;

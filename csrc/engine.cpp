@@ -392,11 +392,17 @@ void Engine::watch_gradients() {
 
 void Engine::gradient_reported(size_t index) {
   if (has_to_mark_.load(std::memory_order_relaxed)) mark_absent();
-  // On a device a launch for each parameter would cost more than its cache saves. The model may be trained on without
-  // its wrapper.
-  if (!takes_gradients_ || reducer_.is_gone() || !parameter(index).is_cpu()) return;
+  // The model may be trained on without its wrapper.
+  if (reducer_.is_gone()) return;
+  // On a device a launch for each parameter would cost more than its cache saves.
+  const bool brings = takes_gradients_ && parameter(index).is_cpu();
+  // Where the Reducer searches the graph, it notes itself what was accumulated.
+  if (!brings && reducer_.searches_graph()) return;
   auto reducer_lock = reducer_.lock();
   std::lock_guard lock(mutex_);
+  if (closed_) return;
+  if (!reducer_.expects_backward()) return absence_->accumulated(index);
+  if (!brings) return;
   // Before the step opens, nobody knows how a gradient will travel.
   if (!step_ || step_->error || !reducer_.is_final(index)) return;
   const Stopwatch stopwatch;

@@ -143,6 +143,36 @@ def test_random_freezing_on_three_ranks(find_unused: bool) -> None:
     run_ranks(3, random_freezing, find_unused, False, "sgd", "skip_unused", True, 100)
 
 
+def stale_gradient_of_frozen(rank: int, native: bool) -> None:
+    """A gradient that was there before stays, although others were accumulated under no_sync()."""
+    model, twin = make_model(), make_model()
+    ddp = wrap(model)
+    state = register(ddp, "skip_unused", native)
+    oracle = Oracle(twin)
+    batch = torch.ones(4, 8) * (rank + 1)
+    with ddp.no_sync():
+        ddp(batch)  # only to look at
+    for module in (model, twin):
+        for parameter in linears(module)[1].parameters():
+            parameter.requires_grad_(False)
+            parameter.grad = torch.full_like(parameter, rank + 1.0)
+    with ddp.no_sync():
+        ddp(batch).square().mean().backward()
+    twin(batch).square().mean().backward()
+    for module in (model, twin):
+        linears(module)[2].requires_grad_(False)  # after it accumulated something
+    ddp(batch).square().mean().backward()
+    twin(batch).square().mean().backward()
+    oracle.reduce()
+    assert_alike(model, twin, "with a stale gradient")
+    assert not state.usage()["2.weight"].used_anywhere
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_stale_gradient_of_what_is_frozen_stays(native: bool) -> None:
+    run_ranks(2, stale_gradient_of_frozen, native)
+
+
 def train_fresh(frozen: list[int], steps: int, find_unused: bool, rebuild: bool | None) -> tuple[nn.Module, Any]:
     """Train with layers frozen: before wrapping (`rebuild=None`), or after, with or without a new Reducer."""
     model = make_model()
