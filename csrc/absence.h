@@ -68,7 +68,8 @@ class Absence {
   const std::vector<std::string>& names_;
   UsageMask declared_;
   UsageMask absent_;
-  UsageMask accumulated_;  // got a gradient under no_sync() since the last step; the late ones, which nobody reports, may
+  // Got a gradient under no_sync() since the last step; of the late ones, which nobody reports, those that may have.
+  UsageMask accumulated_;
   int64_t forward_number_ = 0;
   bool checked_ = false;
   bool taken_ = false;
