@@ -76,7 +76,7 @@ NVCC_FLAGS := -std=c++20 -O3 -Icsrc -arch=$(CUDA_ARCH) -Werror all-warnings -Xpt
   -Xcompiler -Wall,-Wextra,-Werror
 cuda-compile:
 	@if command -v $(NVCC) >/dev/null; then \
-	  for file in csrc/cuda/*.cu; do \
+	  for file in csrc/kernels/cuda/*.cu; do \
 	    echo "$(NVCC) $$file"; $(NVCC) $(NVCC_FLAGS) -c "$$file" -o /dev/null || exit 1; \
 	  done; \
 	else \

@@ -126,9 +126,8 @@ def planted_defects() -> list[setuptools.Extension]:
 
 def extension() -> setuptools.Extension:
     """Describe the extension `ddp_hooks._C`."""
-    # csrc/cuda/*.cpp runs the kernels' indexing on the host, for tests; it needs no CUDA.
-    patterns = ["*.cpp", "cpu/*.cpp", "cuda/*.cpp"] + (["cuda/*.cu"] if WITH_CUDA else [])
-    sources = sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / "csrc").glob(pattern))
+    suffixes = [".cpp", *([".cu"] if WITH_CUDA else [])]
+    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
     warnings_are_errors = os.environ.get("DDP_HOOKS_WERROR") == "1"
     cxx = ["-std=c++20", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"]
     nvcc = ["-std=c++20", "-O3", "-Xcompiler", "-fvisibility=hidden,-Wall,-Wextra"]

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "../csrc/hash.h"
-#include "../csrc/usage_mask.h"
-#include "../csrc/wire_plan.h"
+#include "../csrc/layout/hash.h"
+#include "../csrc/layout/usage_mask.h"
+#include "../csrc/wire/wire_plan.h"
 
 using namespace ddp_hooks;
 

@@ -181,6 +181,11 @@ class _Generator:
             candidates = [layer["id"] for layer in self.program.layers if not layer.get("sparse")]
             chosen = self.random.sample(candidates, min(len(candidates), self.random.randint(1, 2)))
             operation["factors"] = {str(index): self._factor() for index in chosen}
+            # Plain DDP's product of an infinite complex number and 1/n is NaN; see docs/architecture.md, Rounding.
+            for layer in self.program.layers:
+                if str(layer.get("dtype")).startswith("complex") and str(layer["id"]) in operation["factors"]:
+                    values = operation["factors"][str(layer["id"])]
+                    operation["factors"][str(layer["id"])] = ["2.0" if "inf" in value else value for value in values]
         if not options.find_unused_parameters and self.chance(0.15):
             operation["idle"] = True
         if not options.static_graph and self.chance(0.1):
@@ -221,9 +226,12 @@ class _Generator:
             for factor in by_rank
         ]
         spoilt = any(factor in _MAY_SPOIL_WEIGHTS for factor in factors)
-        zero = self.random.choices(["none", "zeros", "keep"], [5, 3, 0 if spoilt else 1])[0]
-        if spoilt and zero == "keep":
-            zero = "none"
+        # Plain DDP averages gradients that nobody used in this step, and the hook leaves them alone. One sees it while
+        # a rank has joined, which brings zeros, and where the gradient is a view of its bucket and so small that
+        # halving it rounds.
+        halves = any(layer.get("dtype") == "float16" for layer in self.program.layers)
+        averaged = self.options.join is not None or (halves and self.options.gradient_as_bucket_view)
+        zero = self.random.choices(["none", "zeros", "keep"], [5, 3, 0 if spoilt or averaged else 1])[0]
         sparse = any(layer.get("sparse") for layer in self.program.layers)
         clip = 1.0 if not spoilt and not sparse and self.chance(0.2) else None
         self._add("update", clip=clip, skip=spoilt, zero=zero)

@@ -1,0 +1,197 @@
+#include "agreement/mask_exchange.h"
+
+#include <ATen/ATen.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <iterator>
+#include <mutex>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "layout/hash.h"
+
+namespace ddp_hooks {
+namespace {
+
+// Sequence, identity and mask hash, each with its complement.
+constexpr size_t kHeaderWords = 6;
+
+bool same_everywhere(const uint64_t* word_and_complement) {
+  return (word_and_complement[0] & word_and_complement[1]) == 0;
+}
+
+uint64_t hash_of(const ExchangeContext& context) {
+  Hash hash;
+  hash.add(context.configuration);
+  hash.add(context.layout);
+  hash.add(context.phase);
+  return hash.value();
+}
+
+void merge_gathered(MaskInTransit& transit) {
+  const int64_t words = transit.message.numel();
+  const auto* received = reinterpret_cast<const uint64_t*>(transit.gathered.const_data_ptr<int64_t>());
+  auto* merged = reinterpret_cast<uint64_t*>(transit.message.mutable_data_ptr<int64_t>());
+  for (const auto* end = received + transit.gathered.numel(); received != end; received += words) {
+    for (int64_t i = 0; i < words; ++i) merged[i] |= received[i];
+  }
+}
+
+}  // namespace
+
+// The exchanges under way, in the order in which they were started.
+class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
+ public:
+  explicit ExchangeLine(std::shared_ptr<const ControlGroups> groups) : groups_(std::move(groups)) {}
+
+  const ControlGroups& groups() const { return *groups_; }
+
+  void start(const std::shared_ptr<MaskInTransit>& transit) {
+    std::lock_guard lock(mutex_);
+    if (!is_one_gather()) line_.push_back(transit);
+    gather(transit);
+  }
+
+  void wait(MaskInTransit& transit) {
+    if (is_one_gather()) {
+      transit.work->wait();
+      merge_gathered(transit);
+      return;
+    }
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return is_through(transit); });
+    if (transit.error) std::rethrow_exception(transit.error);
+  }
+
+ private:
+  bool is_one_gather() const { return groups_->axis_count() == 1; }
+  bool is_through(const MaskInTransit& transit) const {
+    return transit.error != nullptr || transit.axis == groups_->axis_count();
+  }
+
+  void gather(const std::shared_ptr<MaskInTransit>& transit) {
+    c10d::Backend& axis = groups_->axis(transit->axis);
+    transit->gathered = at::empty({axis.getSize(), transit->message.numel()}, at::kLong);
+    std::vector<std::vector<at::Tensor>> outputs{transit->gathered.unbind(0)};
+    std::vector<at::Tensor> inputs{transit->message};
+    transit->work = axis.allgather(outputs, inputs);
+    if (is_one_gather()) return;
+    transit->work->getFuture()->addCallback([line = shared_from_this(), transit](c10::ivalue::Future& future) {
+      line->arrive(*transit, future.hasError() ? future.exception_ptr() : nullptr);
+    });
+  }
+
+  void arrive(MaskInTransit& transit, const std::exception_ptr& error) {
+    std::lock_guard lock(mutex_);
+    transit.error = error;
+    transit.arrived = true;
+    // A gather may be back before its callback is set, which then runs in the middle of this.
+    if (advancing_) return;
+    advancing_ = true;
+    while (advance()) {
+    }
+    advancing_ = false;
+    while (!line_.empty() && is_through(*line_.front())) line_.pop_front();
+    changed_.notify_all();
+  }
+
+  // Sends the first that may go on its way along the next axis; false if none may.
+  bool advance() {
+    const MaskInTransit* ahead = nullptr;
+    for (const std::shared_ptr<MaskInTransit>& transit : line_) {
+      const bool free = ahead == nullptr || is_through(*ahead) || ahead->axis > transit->axis;
+      ahead = transit.get();
+      if (!transit->arrived || is_through(*transit) || !free) continue;
+      transit->arrived = false;
+      merge_gathered(*transit);
+      if (++transit->axis < groups_->axis_count()) {
+        try {
+          gather(transit);
+        } catch (...) {
+          transit->error = std::current_exception();
+        }
+      }
+      return true;
+    }
+    return false;
+  }
+
+  // Completions hold the line, and so the groups: a worker may drop the last reference.
+  const std::shared_ptr<const ControlGroups> groups_;
+  // Recursive, because a callback may run at once, in the thread that sets it.
+  std::recursive_mutex mutex_;
+  std::condition_variable_any changed_;
+  std::deque<std::shared_ptr<MaskInTransit>> line_;
+  bool advancing_ = false;
+};
+
+MaskExchange::MaskExchange(std::shared_ptr<const ControlGroups> groups)
+    : line_(std::make_shared<ExchangeLine>(std::move(groups))) {}
+
+int MaskExchange::world_size() const {
+  return line_->groups().world_size();
+}
+
+std::unique_ptr<PendingExchange> MaskExchange::start(const UsageMask& local, const ExchangeContext& context) {
+  auto pending = std::make_unique<PendingExchange>();
+  pending->line_ = line_;
+  pending->transit_ = std::make_shared<MaskInTransit>();
+  pending->mask_size_ = local.size();
+  pending->sequence_ = started_++;
+  pending->context_ = context;
+
+  const std::vector<uint64_t>& words = local.words();
+  at::Tensor& tensor = pending->transit_->message;
+  tensor = at::empty({static_cast<int64_t>(kHeaderWords + words.size())}, at::kLong);
+  auto* message = reinterpret_cast<uint64_t*>(tensor.mutable_data_ptr<int64_t>());
+  const uint64_t header[] = {pending->sequence_, hash_of(context), local.hash()};
+  for (size_t i = 0; i < std::size(header); ++i) {
+    message[2 * i] = header[i];
+    message[2 * i + 1] = ~header[i];
+  }
+  if (!words.empty()) std::memcpy(message + kHeaderWords, words.data(), words.size() * sizeof(uint64_t));
+  line_->start(pending->transit_);
+  return pending;
+}
+
+int64_t PendingExchange::payload_bytes() const {
+  return static_cast<int64_t>(transit_->message.nbytes() * line_->groups().axis_count());
+}
+
+UsageMask PendingExchange::wait() {
+  line_->wait(*transit_);
+  const at::Tensor& merged = transit_->message;
+  const auto* message = reinterpret_cast<const uint64_t*>(merged.const_data_ptr<int64_t>());
+  TORCH_CHECK(same_everywhere(message) && same_everywhere(message + 2), describe_drift());
+  identical_ = same_everywhere(message + 4);
+  std::vector<uint64_t> words(message + kHeaderWords, message + merged.numel());
+  return UsageMask(mask_size_, std::move(words));
+}
+
+// Every rank saw the same mismatch, so every rank comes here, and one more collective can name the difference.
+std::string PendingExchange::describe_drift() const {
+  const auto word = [](uint64_t value) { return static_cast<int64_t>(value); };
+  std::vector<at::Tensor> mine{at::tensor(
+      {word(sequence_), word(context_.configuration), word(context_.layout), word(context_.phase)}, at::kLong)};
+  std::vector<std::vector<at::Tensor>> all(1);
+  for (int rank = 0; rank < line_->groups().world_size(); ++rank) all[0].push_back(at::empty({4}, at::kLong));
+  line_->groups().all().allgather(all, mine)->wait();
+
+  std::ostringstream text;
+  text << "ddp_hooks: the ranks drifted apart: expected every rank at the same mask exchange with the same "
+          "configuration and bucket layout, received";
+  for (size_t rank = 0; rank < all[0].size(); ++rank) {
+    const int64_t* values = all[0][rank].const_data_ptr<int64_t>();
+    text << (rank ? "; " : " ") << "rank " << rank << ": exchange " << values[0] << ", configuration " << std::hex
+         << values[1] << ", layout " << values[2] << std::dec;
+    if (values[3] != 0) text << ", values of bucket " << values[3] - 1;
+  }
+  text << ". Every rank must run the same number of synchronised backward passes with the same policy; restart from a "
+          "checkpoint with the same settings on every rank.";
+  return text.str();
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,105 @@
+#include "agreement/usage_agreement.h"
+
+#include <ATen/record_function.h>
+
+#include <utility>
+
+#include "agreement/stopwatch.h"
+
+namespace ddp_hooks {
+
+UsageAgreement::UsageAgreement(const ReducerView& reducer, const Absence& absence,
+                               const std::vector<std::string>& names, std::shared_ptr<const ControlGroups> groups,
+                               const AgreementSettings& settings, ExchangeStatistics& statistics)
+    : reducer_(reducer),
+      absence_(absence),
+      names_(names),
+      settings_(settings),
+      statistics_(statistics),
+      reduced_count_(reducer.parameters().size()),
+      joined_bit_(names.size()),
+      exchange_(std::move(groups)) {}
+
+bool UsageAgreement::exchanges() const {
+  const bool knows_late_parameters = joined_bit_ > reduced_count_;
+  return exchange_.world_size() > 1 && (settings_.graph_detector || knows_late_parameters);
+}
+
+UsageMask UsageAgreement::everything() const {
+  UsageMask usage = nothing();
+  for (size_t i = 0; i < reduced_count_; ++i) usage.set(i);
+  return usage;
+}
+
+UsageMask UsageAgreement::local_usage() const {
+  UsageMask usage = everything();
+  if (settings_.graph_detector) reducer_.clear_unused(usage);
+  // Where the Reducer searches the graph, it knows better than what was frozen or declared.
+  if (settings_.graph_detector && !reducer_.searches_graph()) {
+    for (size_t i = 0; i < reduced_count_; ++i) {
+      if (absence_.has_nothing_to_send(i)) usage.clear(i);
+    }
+  }
+  for (size_t i = reduced_count_; i < joined_bit_; ++i) {
+    if (!absence_.has_nothing_to_send(i)) usage.set(i);
+  }
+  return usage;
+}
+
+void UsageAgreement::start(uint64_t layout) {
+  early_ = start_exchange(local_usage(), layout, 0);
+}
+
+void UsageAgreement::finish(uint64_t layout) {
+  if (early_error_) std::rethrow_exception(std::exchange(early_error_, nullptr));
+  if (!early_) early_ = start_exchange(nothing(), layout, 0);
+  std::unique_ptr<PendingExchange>(std::move(early_))->wait();
+}
+
+AgreedUsage UsageAgreement::agree(bool shadow, uint64_t layout) {
+  std::unique_ptr<PendingExchange> exchange = std::move(early_);
+  if (early_error_) std::rethrow_exception(std::exchange(early_error_, nullptr));
+  AgreedUsage usage;
+  if (shadow) {
+    usage.here = nothing();
+    usage.here.set(joined_bit_);
+  } else {
+    usage.here = local_usage();
+  }
+  if (!exchanges()) {
+    // A joined rank takes part in what the others send, and they then send everything.
+    usage.anywhere = shadow ? everything() : usage.here;
+    usage.same_everywhere = !reducer_.searches_graph();
+    usage.nobody_joined = exchange_.world_size() == 1;
+    return usage;
+  }
+  if (!exchange) exchange = start_exchange(usage.here, layout, 0);
+  usage.anywhere = wait(*exchange);
+  usage.same_everywhere = exchange->masks_were_identical();
+  usage.nobody_joined = !usage.anywhere.test(joined_bit_);
+  for (size_t i = 0; !shadow && i < joined_bit_; ++i) {
+    TORCH_CHECK(!usage.here.test(i) || usage.anywhere.test(i), "ddp_hooks: parameter '", names_[i],
+                "' was unused when the mask exchange began and has a gradient now: expected what is used to stand when "
+                "backward reaches the module's outputs. An earlier backward pass that failed half-way, or a gradient "
+                "made by hand during this one, can be the cause");
+  }
+  return usage;
+}
+
+std::unique_ptr<PendingExchange> UsageAgreement::start_exchange(const UsageMask& mask, uint64_t layout,
+                                                                uint64_t phase) {
+  auto exchange = exchange_.start(mask, {settings_.configuration, layout, phase});
+  statistics_.exchanges += 1;
+  statistics_.mask_bytes += exchange->payload_bytes();
+  return exchange;
+}
+
+UsageMask UsageAgreement::wait(PendingExchange& exchange) {
+  RECORD_FUNCTION("ddp_hooks::wait_for_masks", std::vector<c10::IValue>());
+  const Stopwatch stopwatch;
+  UsageMask agreed = exchange.wait();
+  statistics_.wait_seconds += stopwatch.seconds();
+  return agreed;
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,91 @@
+// Which parameters this rank has gradients for, as the graph detector sees it, and which any rank has.
+//
+// Every synchronised backward pass takes one mask exchange. It is started when the pass is known to reach the Reducer,
+// and its result is asked for by the first bucket. Masks have a bit for each of the Reducer's parameters, for each late
+// one, and one that says "this rank has joined".
+//
+// Always holds: at most one exchange is under way that no step has taken up.
+// Thread-safety: none; the engine locks, and the Reducer's mutex is held. Every rank must agree on: the settings, the
+// number of parameters, the layout of the buckets.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "agreement/mask_exchange.h"
+#include "layout/usage_mask.h"
+#include "reducer/absence.h"
+#include "reducer/reducer_view.h"
+
+namespace ddp_hooks {
+
+struct AgreementSettings {
+  // Whether what the autograd graph left out counts as unused.
+  bool graph_detector = true;
+  // Identifies policy, world and model; ranks with different ones must not exchange masks.
+  uint64_t configuration = 0;
+};
+
+// Since the last reset; all but the seconds are the same on every rank.
+struct ExchangeStatistics {
+  int64_t exchanges = 0;
+  int64_t mask_bytes = 0;
+  double wait_seconds = 0;  // the backward pass stood still for the agreed mask
+};
+
+struct AgreedUsage {
+  UsageMask here;
+  UsageMask anywhere;
+  bool same_everywhere = true;  // every rank's mask is the same
+  bool nobody_joined = false;   // as far as it was agreed; without an exchange nobody knows
+};
+
+class UsageAgreement {
+ public:
+  // `names` are those of the Reducer's parameters and then of the late ones, for messages.
+  UsageAgreement(const ReducerView& reducer, const Absence& absence, const std::vector<std::string>& names,
+                 std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
+                 ExchangeStatistics& statistics);
+
+  size_t joined_bit() const { return joined_bit_; }
+  UsageMask nothing() const { return UsageMask(joined_bit_ + 1); }
+
+  // Whether an exchange is needed and none is under way. One may be: another output of the same pass started it, or a
+  // pass that failed before its first bucket did, and then the other ranks count on that exchange.
+  bool awaits_start() const { return exchanges() && !early_; }
+  void start(uint64_t layout);
+  // What kept an exchange from being started; thrown when its result is asked for.
+  void fail(std::exception_ptr error) { early_error_ = std::move(error); }
+  bool is_under_way() const { return early_ != nullptr; }
+  // Takes part in an exchange that another rank may have started, without any usage, and drops the result.
+  void finish(uint64_t layout);
+
+  // Waits for the exchange. `shadow`: this rank has joined and has nothing to contribute.
+  AgreedUsage agree(bool shadow, uint64_t layout);
+
+  // The pieces of it, for the values detector's exchanges.
+  std::unique_ptr<PendingExchange> start_exchange(const UsageMask& mask, uint64_t layout, uint64_t phase);
+  UsageMask wait(PendingExchange& exchange);
+
+ private:
+  bool exchanges() const;
+  UsageMask everything() const;
+  UsageMask local_usage() const;
+
+  const ReducerView& reducer_;
+  const Absence& absence_;
+  const std::vector<std::string>& names_;
+  const AgreementSettings& settings_;
+  ExchangeStatistics& statistics_;
+  const size_t reduced_count_;
+  const size_t joined_bit_;
+  MaskExchange exchange_;
+
+  std::unique_ptr<PendingExchange> early_;
+  std::exception_ptr early_error_;
+};
+
+}  // namespace ddp_hooks

@@ -1,0 +1,145 @@
+#include "engine/engine.h"
+
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "agreement/control_groups.h"
+#include "bindings/rooms.h"
+#include "engine/statistics.h"
+
+namespace py = pybind11;
+
+namespace ddp_hooks {
+namespace {
+
+using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;
+
+// What DDP takes from a hook that it calls through Python: a Python object, here always a tensor. (The holder that
+// torch has for this links to symbols that its libraries do not export.)
+class TensorObject : public c10::ivalue::PyObjectHolder {
+ public:
+  explicit TensorObject(at::Tensor tensor) : tensor_(std::move(tensor)) {
+    py::gil_scoped_acquire gil;
+    object_ = py::cast(tensor_).release().ptr();
+  }
+  ~TensorObject() override {
+    py::gil_scoped_acquire gil;
+    Py_DECREF(object_);
+  }
+  PyObject* getPyObject() override { return object_; }
+  c10::InferredType tryToInferType() override { return c10::InferredType(c10::TensorType::get()); }
+  c10::IValue toIValue(const c10::TypePtr&, std::optional<int32_t>) override { return tensor_; }
+  std::string toStr() override { return "a bucket of averaged gradients"; }
+  std::vector<at::Tensor> extractTensors() override { return {tensor_}; }
+
+ private:
+  at::Tensor tensor_;
+  PyObject* object_;
+};
+
+PythonFuture to_python(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
+  return std::make_shared<torch::jit::PythonFutureWrapper>(future->then(
+      [](c10::ivalue::Future& done) -> c10::IValue {
+        return c10::IValue(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
+            c10::make_intrusive<TensorObject>(done.value().toTensor())));
+      },
+      c10::PyObjectType::get()));
+}
+
+// A failed future is how a hook reports an error; raising would leave the Reducer unusable.
+PythonFuture failed_future(const std::string& message) {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  future->setError(std::make_exception_ptr(std::runtime_error(message)));
+  return to_python(future);
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+  py::class_<EngineSettings>(m, "EngineSettings")
+      .def(py::init([](bool graph_detector, ValuesDetector values_detector, const PlanSettings& plan,
+                       const ProbeSettings& probe, int64_t rebuild_after_steps, uint64_t configuration) {
+             return EngineSettings{
+                 {graph_detector, configuration}, {values_detector, probe}, plan, rebuild_after_steps};
+           }),
+           py::kw_only(), py::arg("graph_detector"), py::arg("values_detector"), py::arg("plan"), py::arg("probe"),
+           py::arg("rebuild_after_steps"), py::arg("configuration"));
+
+  py::class_<Statistics>(m, "Statistics")
+      .def_readonly("steps", &Statistics::steps)
+      .def_readonly("values_steps", &Statistics::values_steps)
+      .def_property_readonly("buckets_whole", [](const Statistics& s) { return s.messages.buckets_whole; })
+      .def_property_readonly("buckets_packed", [](const Statistics& s) { return s.messages.buckets_packed; })
+      .def_property_readonly("buckets_skipped", [](const Statistics& s) { return s.messages.buckets_skipped; })
+      .def_property_readonly("messages", [](const Statistics& s) { return s.messages.messages; })
+      .def_readonly("dense_bytes", &Statistics::dense_bytes)
+      .def_property_readonly("payload_bytes", [](const Statistics& s) { return s.messages.payload_bytes; })
+      .def_property_readonly("mask_bytes", [](const Statistics& s) { return s.exchanges.mask_bytes; })
+      .def_property_readonly("exchanges", [](const Statistics& s) { return s.exchanges.exchanges; })
+      .def_readonly("plan_cache_hits", &Statistics::plan_cache_hits)
+      .def_readonly("plan_cache_misses", &Statistics::plan_cache_misses)
+      .def_property_readonly("exchange_wait_seconds", [](const Statistics& s) { return s.exchanges.wait_seconds; })
+      .def_readonly("hook_seconds", &Statistics::hook_seconds);
+
+  // Whatever locks the engine lets go of the GIL first: a bucket may complete, and take the GIL, with the engine
+  // locked.
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+      .def(py::init([](const py::object& reducer, std::shared_ptr<ControlGroups> control_groups,
+                       const EngineSettings& settings, std::vector<at::Tensor> late_parameters,
+                       std::vector<std::string> names) {
+             return Engine::make(reducer.cast<std::shared_ptr<c10d::Reducer>>(), std::move(control_groups), settings,
+                                 std::move(late_parameters), std::move(names));
+           }),
+           py::kw_only(), py::arg("reducer"), py::arg("control_groups"), py::arg("settings"),
+           py::arg("late_parameters"), py::arg("names"))
+      .def("configure", &Engine::configure, py::call_guard<py::gil_scoped_release>())
+      .def("run",
+           [](Engine& engine, const py::object& bucket) {
+             auto& grad_bucket = bucket.cast<c10d::GradBucket&>();
+             c10::intrusive_ptr<c10::ivalue::Future> future;
+             {
+               py::gil_scoped_release no_gil;
+               future = engine.run(grad_bucket);
+             }
+             return to_python(future);
+           })
+      .def("forward_done", &Engine::forward_done, py::call_guard<py::gil_scoped_release>())
+      .def("has_early_exchange", &Engine::has_early_exchange, py::call_guard<py::gil_scoped_release>())
+      .def("finish_early_exchange", &Engine::finish_early_exchange, py::call_guard<py::gil_scoped_release>())
+      .def("declare_unused", &Engine::declare_unused, py::call_guard<py::gil_scoped_release>())
+      .def("set_rebuild",
+           [](Engine& engine, py::function rebuild) {
+             // Shared, because a std::function is copied, and a Python object's count may not change without the GIL.
+             auto held =
+                 std::shared_ptr<py::function>(new py::function(std::move(rebuild)), [](py::function* function) {
+                   py::gil_scoped_acquire gil;
+                   delete function;
+                 });
+             engine.set_rebuild([held] {
+               py::gil_scoped_acquire gil;
+               (*held)();
+             });
+           })
+      .def("register_natively", &Engine::register_natively, py::call_guard<py::gil_scoped_release>())
+      .def("close", &Engine::close, py::kw_only(), py::arg("remove_hook"), py::arg("dying"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("awaits_backward", &Engine::awaits_backward, py::call_guard<py::gil_scoped_release>())
+      .def("statistics", &Engine::statistics, py::call_guard<py::gil_scoped_release>())
+      .def("reset_statistics", &Engine::reset_statistics, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "usage",
+          [](const Engine& engine) {
+            Usage usage = engine.usage();
+            return std::make_pair(std::move(usage.here), std::move(usage.anywhere));
+          },
+          py::call_guard<py::gil_scoped_release>());
+  m.def("failed_future", &failed_future);
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,152 @@
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/rooms.h"
+#include "kernels/cuda/emulation.h"
+#include "kernels/devices.h"
+#include "kernels/nonzero_scan.h"
+#include "kernels/slice_copy.h"
+#include "kernels/staging_copy.h"
+#include "kernels/tensor_hash.h"
+
+namespace py = pybind11;
+
+namespace ddp_hooks {
+namespace {
+
+void bind_slices(py::module_& m) {
+  const auto to_slices = [](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+    std::vector<SliceOfTensor> slices;
+    for (const auto& [offset, length] : ranges) slices.push_back({flat, offset, length});
+    return slices;
+  };
+  m.def("gather_scaled", [to_slices](const at::Tensor& message, const at::Tensor& flat,
+                                     const std::vector<std::pair<int64_t, int64_t>>& ranges,
+                                     double factor) { gather_scaled(message, to_slices(flat, ranges), factor); });
+  m.def("scatter", [to_slices](const at::Tensor& message, const at::Tensor& flat,
+                               const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+    scatter(message, to_slices(flat, ranges));
+  });
+
+  // For each slice: (any non-zero, any -0.0 if all are zero).
+  py::class_<PendingScan>(m, "PendingScan")
+      .def(
+          "wait",
+          [](PendingScan& scan) {
+            std::vector<std::pair<bool, bool>> results;
+            for (const ScanResult& result : scan.wait()) {
+              results.emplace_back(result.any_nonzero, result.any_negative_zero);
+            }
+            return results;
+          },
+          py::call_guard<py::gil_scoped_release>());
+  m.def("start_scan", [to_slices](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+    return start_scan(to_slices(flat, ranges));
+  });
+  m.def("nonzero_scan", [](const at::Tensor& flat) {
+    const ScanResult result = start_scan({{flat, 0, flat.numel()}}).wait().front();
+    return std::make_pair(result.any_nonzero, result.any_negative_zero);
+  });
+  m.def("has_cuda", &has_cuda);
+  m.def("is_capturing", [](const at::Tensor& tensor) { return is_capturing(tensor.device()); });
+}
+
+// The CUDA kernels' indexing on CPU tensors. Each function returns (launches, chunks, bytes of the widest access), the
+// scan its flags besides.
+void bind_emulation(py::module_& m) {
+  using Ranges = std::vector<std::pair<int64_t, int64_t>>;
+  const auto to_memory = [](const at::Tensor& flat, const Ranges& ranges) {
+    std::vector<cuda::SliceOfMemory> slices;
+    for (const auto& [offset, length] : ranges) {
+      check_range(flat, offset, length);
+      slices.push_back(
+          {static_cast<char*>(flat.data_ptr()) + offset * flat.element_size(), length * flat.element_size()});
+    }
+    return slices;
+  };
+  const auto summary = [](const cuda::EmulatedRun& run) {
+    return std::make_tuple(run.launches, run.chunks, run.widest_word_bytes);
+  };
+  m.def("emulate_gather_scaled",
+        [to_memory, summary](const at::Tensor& message, const at::Tensor& flat, const Ranges& ranges, double factor) {
+          return summary(cuda::emulate_gather_scaled(static_cast<char*>(message.data_ptr()), to_memory(flat, ranges),
+                                                     element_type_of(flat), factor));
+        });
+  m.def("emulate_scatter",
+        [to_memory, summary](const at::Tensor& message, const at::Tensor& flat, const Ranges& ranges) {
+          return summary(cuda::emulate_scatter(static_cast<char*>(message.data_ptr()), to_memory(flat, ranges)));
+        });
+  m.def("emulate_nonzero_scan", [to_memory, summary](const at::Tensor& flat, const Ranges& ranges) {
+    std::vector<uint32_t> flags;
+    const auto run = cuda::emulate_nonzero_scan(to_memory(flat, ranges), element_type_of(flat), flags);
+    return std::make_pair(summary(run), flags);
+  });
+  m.attr("SLICES_PER_LAUNCH") = cuda::kLargeTable;
+}
+
+// Hashes what a tensor says, not how it lies in memory: its elements in row-major order, so that a channels-last tensor
+// and a contiguous one with the same elements have the same digest.
+Digest digest_of(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.layout() == at::kStrided, "hash_tensors: expected strided tensors, received one with layout ",
+              tensor.layout());
+  const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
+  return hash_bytes(plain.const_data_ptr(), plain.nbytes());
+}
+
+void bind_tensor_hash(py::module_& m) {
+  py::enum_<HashKernel>(m, "HashKernel")
+      .value("FASTEST", HashKernel::kFastest)
+      .value("PORTABLE", HashKernel::kPortable)
+      .value("SSE2", HashKernel::kSse2)
+      .value("AVX2", HashKernel::kAvx2);
+
+  m.def("hash_kernel_is_supported", &is_supported);
+  m.def(
+      "hash_bytes",
+      [](const py::bytes& data, HashKernel kernel) {
+        TORCH_CHECK(is_supported(kernel), "hash_bytes: expected a kernel that this processor can run, received ",
+                    static_cast<int>(kernel));
+        const std::string_view view = data;
+        const Digest digest = hash_bytes(view.data(), view.size(), kernel);
+        return std::make_pair(digest.low, digest.high);
+      },
+      py::arg("data"), py::arg("kernel") = HashKernel::kFastest);
+  // One row of two int64 a tensor: the low and the high half of its digest.
+  m.def(
+      "hash_tensors",
+      [](const std::vector<at::Tensor>& tensors) {
+        at::Tensor digests = at::empty({static_cast<int64_t>(tensors.size()), 2}, at::kLong);
+        auto* words = digests.mutable_data_ptr<int64_t>();
+        for (const at::Tensor& tensor : tensors) {
+          const Digest digest = digest_of(tensor);
+          *words++ = static_cast<int64_t>(digest.low);
+          *words++ = static_cast<int64_t>(digest.high);
+        }
+        return digests;
+      },
+      py::arg("tensors"), py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_staging_copy(py::module_& m) {
+  m.def("gather_tensors", &gather_tensors, py::arg("staging"), py::arg("tensors"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("scatter_tensors", &scatter_tensors, py::arg("staging"), py::arg("tensors"), py::arg("divisor") = 1,
+        py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& m) {
+  bind_slices(m);
+  bind_emulation(m);
+  bind_tensor_hash(m);
+  bind_staging_copy(m);
+}
+
+}  // namespace ddp_hooks

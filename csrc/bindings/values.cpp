@@ -1,0 +1,27 @@
+#include "bindings/rooms.h"
+#include "values/values_probe.h"
+
+namespace py = pybind11;
+
+namespace ddp_hooks {
+
+void bind_values(py::module_& m) {
+  py::enum_<ValuesDetector>(m, "ValuesDetector")
+      .value("OFF", ValuesDetector::kOff)
+      .value("ON", ValuesDetector::kOn)
+      .value("ADAPTIVE", ValuesDetector::kAdaptive);
+
+  py::class_<ProbeSettings>(m, "ProbeSettings")
+      .def(py::init([](double min_zero_fraction, int64_t hold_steps, int64_t first_pause_steps,
+                       int64_t longest_pause_steps) {
+             return ProbeSettings{min_zero_fraction, hold_steps, first_pause_steps, longest_pause_steps};
+           }),
+           py::kw_only(), py::arg("min_zero_fraction"), py::arg("hold_steps"), py::arg("first_pause_steps"),
+           py::arg("longest_pause_steps"));
+  py::class_<ValuesProbe>(m, "ValuesProbe")
+      .def(py::init<const ProbeSettings&>())
+      .def("wants_values", &ValuesProbe::wants_values)
+      .def("observe", &ValuesProbe::observe);
+}
+
+}  // namespace ddp_hooks

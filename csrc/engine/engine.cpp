@@ -1,0 +1,456 @@
+#include "engine/engine.h"
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <functional>
+#include <stdexcept>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+
+#include "agreement/stopwatch.h"
+#include "engine/skip_unused_hook.h"
+#include "engine/step.h"
+#include "kernels/devices.h"
+#include "wire/late_gradients.h"
+
+namespace ddp_hooks {
+namespace {
+
+// Models that switch between a handful of branches on each of a few ranks need some dozens.
+constexpr size_t kCachedPlans = 64;
+
+bool uses_others_than_reduced(const Step& step, size_t reduced_count) {
+  if (!step.late.empty()) return true;
+  for (size_t i = 0; i < reduced_count; ++i) {
+    if (!step.used.test(i)) return true;
+  }
+  return false;
+}
+
+void refuse_capture(c10::Device device) {
+  TORCH_CHECK(
+      !is_capturing(device),
+      "ddp_hooks: expected a step that is run, received one that is captured into a CUDA graph: what is sent is "
+      "agreed on the host in each step, and a graph would replay one step's answer. Capture without this hook");
+}
+
+}  // namespace
+
+std::shared_ptr<Engine> Engine::make(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
+                                     const EngineSettings& settings, std::vector<at::Tensor> late_parameters,
+                                     std::vector<std::string> names) {
+  std::shared_ptr<Engine> engine(
+      new Engine(std::move(reducer), std::move(groups), settings, std::move(late_parameters), std::move(names)));
+  engine->watch_gradients();
+  return engine;
+}
+
+Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
+               const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names)
+    : reducer_(std::move(reducer)),
+      slots_(reducer_),
+      layout_(reducer_),
+      settings_(settings),
+      late_parameters_(std::move(late_parameters)),
+      names_(std::move(names)),
+      data_group_(reducer_.process_group()),
+      control_groups_(std::move(groups)),
+      probe_(settings.values.probe),
+      plans_(kCachedPlans),
+      sender_(*data_group_, slots_, statistics_.messages) {
+  const size_t parameters = reducer_.parameters().size() + late_parameters_.size();
+  TORCH_CHECK(names_.size() == parameters, "ddp_hooks: expected a name for each of the module's ", parameters,
+              " parameters, received ", names_.size());
+  prelude_ = std::make_unique<Prelude>(reducer_, slots_, layout_, late_parameters_, names_, control_groups_,
+                                       settings_.agreement, statistics_.exchanges);
+}
+
+Engine::~Engine() {
+  // Perhaps within the Reducer's own destructor, which drops the group after this; and perhaps with the GIL held.
+  data_group_.let_go_after(reducer_.lifetime());
+}
+
+void Engine::close(bool remove_hook, bool dying) {
+  // Declared before the locks: what this drops, other groups and hooks among it, goes when they are free again.
+  std::vector<GradientReport> reports;
+  std::unique_ptr<Prelude> prelude;
+  std::shared_ptr<const ControlGroups> control_groups;
+  std::function<void()> rebuild;
+  std::unique_ptr<c10d::CommHookInterface> hook;
+  const bool reducer_is_gone = reducer_.is_gone();
+  ReducerLock reducer_lock;
+  if (!reducer_is_gone) reducer_lock = reducer_.lock();
+  std::lock_guard lock(mutex_);
+  if (!prelude_) return;
+  if (!reducer_is_gone) {
+    TORCH_CHECK(dying || (!step_ && !reducer_.in_backward()),
+                "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass");
+    slots_.give_all_back();
+    if (remove_hook && !dying) hook = reducer_.take_hook();
+  }
+  step_.reset();
+  sender_.drop_staging();
+  reports.swap(reports_);
+  prelude.swap(prelude_);
+  control_groups.swap(control_groups_);
+  rebuild.swap(rebuild_);
+  if (dying || reducer_is_gone) {
+    data_group_.let_go_after(reducer_.lifetime());
+  } else {
+    data_group_.let_go();
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
+  const Stopwatch stopwatch;
+  // A joined rank runs the hook outside of any backward pass and does not hold the Reducer's mutex.
+  ReducerLock reducer_lock;
+  // With its device, a future carries the point on the stream at which its value is there.
+  std::vector<c10::Device> devices;
+  if (!bucket.getBuffer().is_cpu()) devices.push_back(bucket.getBuffer().device());
+  Future future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
+  try {
+    const bool shadow = !reducer_.in_backward();
+    if (shadow) reducer_lock = reducer_.lock();
+    std::lock_guard lock(mutex_);
+    TORCH_CHECK(prelude_, "ddp_hooks: expected a state that serves this module, received one that was closed; call ",
+                "ddp_hooks.register(ddp) on every rank");
+    const double waited_before = statistics_.exchanges.wait_seconds;
+    const at::NoGradGuard no_grad;
+    try {
+      take_bucket(bucket, shadow, future);
+    } catch (...) {
+      if (!step_) throw;
+      step_->fail(std::current_exception());
+      // Collectives that are still under way keep their own references.
+      sender_.drop_staging();
+    }
+    if (step_ && step_->buckets.size() >= layout_->buckets.size()) step_.reset();
+    statistics_.hook_seconds += stopwatch.seconds() - (statistics_.exchanges.wait_seconds - waited_before);
+  } catch (...) {
+    if (!future->completed()) future->setError(std::current_exception());
+  }
+  return future;
+}
+
+void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future) {
+  if (step_ && bucket.getIndex() == 0 && !reducer_.learns_static_graph()) {
+    // The pass before broke off between two buckets, and DDP was told to go on (`_update_process_group`).
+    step_->fail(std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was broken off")));
+    step_.reset();
+    sender_.drop_staging();
+  }
+  const bool first = !step_;
+  if (first) step_ = std::make_shared<Step>();
+  // Buckets are counted here, because in the first pass of a static graph the Reducer numbers every bucket 0.
+  const auto index = static_cast<uint32_t>(step_->buckets.size());
+  step_->buckets.emplace_back(bucket.getBuffer(), future);
+  if (first) {
+    TORCH_CHECK(bucket.getIndex() == 0, "ddp_hooks: expected the first bucket of a backward pass, received bucket ",
+                bucket.getIndex(), ": register the hook before backward() begins");
+    open_step(shadow);
+  }
+  if (step_->error) std::rethrow_exception(step_->error);
+
+  const BucketLayout& layout = layout_->buckets[index];
+  if (!layout.sparse) {
+    const int64_t received = step_->buckets[index].flat().numel();
+    TORCH_CHECK(received == layout.numel, "ddp_hooks: bucket ", index, ": expected ", layout.numel,
+                " elements of the module that the state was made for, received ", received,
+                ". A SkipUnusedState serves one DistributedDataParallel module; make one for each");
+  }
+  if (layout.sparse) statistics_.dense_bytes += payload_bytes(bucket.getBuffer());
+  if (!shadow) fill_slots(index);
+  if (step_->values) {
+    const bool scans = !layout.sparse && !shadow;  // a joined rank's buckets are all zeros
+    step_->values->bucket_ready(scans ? std::make_optional(step_->buckets[index].flat()) : std::nullopt, step_->local,
+                                step_->agreed, [&](uint32_t settled) {
+                                  sender_.send(step_, *layout_, settled,
+                                               step_->planner->add_bucket(settled, step_->agreed));
+                                });
+  } else {
+    sender_.send(step_, *layout_, index, step_->plan->buckets[index]);
+  }
+  if (index + 1 == layout_->buckets.size()) close_step();
+}
+
+void Engine::fill_slots(uint32_t bucket) {
+  const Step& step = *step_;
+  // Alone nothing is sent, and the Reducer copies what it finds in the bucket.
+  const bool all_used = data_group_->getSize() == 1;
+  // A rank that has joined tells the Reducer about old uses, and the Reducer makes gradients of them; without a search
+  // it asks nobody, and would make gradients of everything.
+  const bool unused_too = step.agreed.test(prelude_->agreement().joined_bit()) && reducer_.searches_graph();
+  for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
+    if (!slots_.is_vacant(slice.parameter)) continue;
+    reducer_.forget_use_without_gradient(slice.parameter);
+    // Empty parameters never travel, but where another rank used one, the Reducer has to make a .grad for it here.
+    const bool used = step.agreed.test(slice.parameter);
+    if (used ? all_used || slice.length == 0 : unused_too) slots_.fill(slice.parameter);
+  }
+}
+
+void Engine::open_step(bool shadow) {
+  refuse_capture(step_->buckets.front().buffer().device());
+  refresh_layout();
+  TORCH_CHECK(
+      reducer_.process_group().get() == data_group_.get(),
+      "ddp_hooks: the module's process group was replaced; wrap the module anew on every rank, and register again");
+  reducer_.unsettle_used_map();
+  const size_t reduced_count = reducer_.parameters().size();
+  const int64_t step_number = step_number_++;
+  statistics_.steps += 1;
+  for (const BucketLayout& bucket : layout_->buckets) statistics_.dense_bytes += bucket.bytes();
+
+  Step& step = *step_;
+  step.shadow = shadow;
+  step.divisor = reducer_.divisor();
+  step.brought = UsageMask(reduced_count);
+  AgreedUsage usage = prelude_->first_bucket_ready(shadow);
+  step.local = std::move(usage.here);
+  step.agreed = std::move(usage.anywhere);
+  step.used = step.agreed;
+  step.nobody_joined = usage.nobody_joined;
+  for (size_t i = 0; i < late_parameters_.size(); ++i) {
+    if (step.agreed.test(reduced_count + i)) step.late.push_back(i);
+  }
+  if (!shadow && !reducer_.searches_graph()) {
+    for (size_t i = 0; i < reduced_count; ++i) {
+      if (!step.agreed.test(i) && !slots_.is_vacant(i)) {
+        step.untouched.emplace_back(reducer_.parameters()[i], reducer_.parameters()[i].grad());
+      }
+    }
+  }
+
+  const bool alone = data_group_->getSize() == 1;
+  const ValuesDetector detector = settings_.values.detector;
+  const bool values =
+      detector == ValuesDetector::kOn || (detector == ValuesDetector::kAdaptive && probe_.wants_values(step_number));
+  if (values && !alone) {
+    statistics_.values_steps += 1;
+    step.planner.emplace(*layout_, settings_.plan);
+    step.values.emplace(*layout_, layout_.hash(), prelude_->agreement(), slots_, !usage.same_everywhere,
+                        !step.buckets.front().buffer().is_cpu());
+    return;
+  }
+  // Alone there is nobody to send to, whatever is used.
+  const UsageMask to_send = alone ? prelude_->agreement().nothing() : step.agreed;
+  step.plan = plans_.find(to_send);
+  (step.plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
+  if (!step.plan) {
+    RECORD_FUNCTION("ddp_hooks::plan", std::vector<c10::IValue>());
+    step.plan = std::make_shared<WirePlan>(make_wire_plan(*layout_, to_send, settings_.plan));
+    plans_.insert(to_send, step.plan);
+  }
+}
+
+void Engine::refresh_layout() {
+  if (!layout_.refresh()) return;
+  slots_.forget();
+  plans_.clear();
+  sender_.drop_staging();
+}
+
+void Engine::close_step() {
+  Step& step = *step_;
+  usage_ = {step.local, step.agreed};
+  if (step.values) probe_.observe(step_number_ - 1, step.values->used_bytes(), step.values->zero_bytes());
+  prelude_->step_closed();
+  // A new Reducer would learn a static graph anew, in whatever pass comes next; under no_sync() torch cannot.
+  if (settings_.rebuild_after_steps > 0 && !reducer_.has_static_graph()) {
+    // A joined rank runs no backward pass at the end of which it could rebuild.
+    const bool pays = uses_others_than_reduced(step, reducer_.parameters().size()) &&
+                      !step.used.test(prelude_->agreement().joined_bit());
+    step.rebuild = rebuild_timer_.step_closed(step.used.hash(), pays, settings_.rebuild_after_steps);
+  }
+  if (step.nobody_joined) reducer_.settle_used_map(step.used);
+  if (step.shadow) {
+    // No backward pass will end here, so it takes part at once. The control group keeps the order.
+    average_late(step, false);
+    return;
+  }
+  if (step.untouched.empty() && step.late.empty() && !step.rebuild && !reducer_.searches_graph()) return;
+  // The Reducer queues its own last act when this call returns; what is queued from within a callback comes after it.
+  auto& autograd = torch::autograd::Engine::get_default_engine();
+  autograd.queue_callback([&autograd, self = shared_from_this(), step = step_] {
+    autograd.queue_callback([self, step] { self->after_backward(step); });
+  });
+}
+
+void Engine::after_backward(const std::shared_ptr<Step>& step) {
+  for (const auto& [parameter, gradient] : step->untouched) parameter.mutable_grad() = gradient;
+  // Where the map of used parameters was settled, the Reducer has not waited for it, but whoever asks for it now
+  // expects the reduced one.
+  reducer_.wait_for_used_map();
+  average_late(*step, true);
+  if (step->rebuild && rebuild_) rebuild_();
+}
+
+void Engine::average_late(const Step& step, bool contribute) {
+  if (step.late.empty() || control_groups_->world_size() == 1) return;
+  std::vector<LateGradient> gradients;
+  {
+    std::lock_guard lock(mutex_);
+    if (!prelude_) return;
+    for (size_t i : step.late) {
+      gradients.push_back({late_parameters_[i], contribute && prelude_->late_has_gradient(i)});
+    }
+    if (contribute) prelude_->late_averaged();
+  }
+  // A rank that has joined does not need the result, and must go on: the others wait for it elsewhere first.
+  const LateMessages sent = average_late_gradients(control_groups_->all(), gradients, 1 / step.divisor, contribute);
+  std::lock_guard lock(mutex_);
+  statistics_.messages.messages += sent.messages;
+  statistics_.messages.payload_bytes += sent.gradient_bytes;
+  statistics_.exchanges.mask_bytes += sent.flag_bytes;
+  // Plain DDP, which does not know these, would have to send them, too.
+  statistics_.dense_bytes += sent.gradient_bytes;
+}
+
+void Engine::declare_unused(const std::vector<size_t>& parameters) {
+  std::lock_guard lock(mutex_);
+  if (prelude_) prelude_->declare_unused(parameters);
+}
+
+void Engine::register_natively() {
+  reducer_.register_hook(std::make_unique<SkipUnusedHook>(shared_from_this()));
+  takes_gradients_ = true;
+}
+
+void Engine::watch_gradients() {
+  for (size_t i = 0; i < reducer_.parameters().size(); ++i) {
+    reports_.emplace_back(reducer_.accumulators()[i], [engine = weak_from_this(), i] {
+      if (auto self = engine.lock()) self->gradient_reported(i);
+    });
+  }
+}
+
+void Engine::gradient_reported(size_t index) {
+  mark_absent();
+  // The model may be trained on without its wrapper.
+  if (reducer_.is_gone()) return;
+  // On a device a launch for each parameter would cost more than its cache saves.
+  const bool brings = takes_gradients_ && reducer_.parameters()[index].is_cpu();
+  // Where the Reducer searches the graph, it notes itself what was accumulated.
+  if (!brings && reducer_.searches_graph()) return;
+  auto reducer_lock = reducer_.lock();
+  std::lock_guard lock(mutex_);
+  if (!prelude_) return;
+  if (!reducer_.expects_backward()) return prelude_->gradient_accumulated(index);
+  if (!brings) return;
+  // Before the step opens, nobody knows how a gradient will travel.
+  if (!step_ || step_->error || !reducer_.is_final(index)) return;
+  const Stopwatch stopwatch;
+  const at::NoGradGuard no_grad;
+  sender_.bring_early(*step_, index);
+  statistics_.hook_seconds += stopwatch.seconds();
+}
+
+// Not before the first of the other parameters has reported: from the first mark on DDP requires the pass to be
+// finished, so that one that fails before has to leave none. And whatever waits for the agreed mask has gone on by
+// then.
+void Engine::mark_absent() {
+  std::vector<size_t> absent;
+  {
+    std::lock_guard lock(mutex_);
+    if (!prelude_ || reducer_.is_gone()) return;
+    absent = prelude_->take_marks();
+  }
+  // May run the hook, so no lock is held.
+  for (size_t index : absent) reducer_.mark_ready(index);
+}
+
+void Engine::late_gradient_reported(size_t index) {
+  std::lock_guard lock(mutex_);
+  if (prelude_) prelude_->gradient_accumulated(index);
+}
+
+void Engine::set_rebuild(std::function<void()> rebuild) {
+  rebuild_ = std::move(rebuild);
+}
+
+void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises) {
+  for (const at::Tensor& output : outputs) refuse_capture(output.device());
+  std::lock_guard lock(mutex_);
+  if (!prelude_) return;
+  const std::weak_ptr<Engine> engine = weak_from_this();
+  const auto reached = [engine] {
+    if (auto self = engine.lock()) self->outputs_reached();
+  };
+  const auto late_reported = [engine](size_t parameter) {
+    if (auto self = engine.lock()) self->late_gradient_reported(parameter);
+  };
+  prelude_->forward_done(outputs, synchronises, reached, late_reported);
+}
+
+void Engine::outputs_reached() {
+  {
+    auto reducer_lock = reducer_.lock();
+    std::lock_guard lock(mutex_);
+    if (!prelude_) return;
+    refresh_layout();
+    // With create_graph=True gradients are part of a graph, which the engine would cut; the Reducer refuses that
+    // itself.
+    if (!prelude_->outputs_reached(takes_gradients_ && !at::GradMode::is_enabled())) return;
+  }
+  // At the latest when all gradients have come; a declared parameter may be in a graph and get none.
+  torch::autograd::Engine::get_default_engine().queue_callback([engine = weak_from_this()] {
+    if (auto self = engine.lock()) self->gradients_done();
+  });
+}
+
+void Engine::gradients_done() {
+  mark_absent();
+  std::lock_guard lock(mutex_);
+  if (prelude_) prelude_->gradients_done();
+}
+
+bool Engine::awaits_backward() const {
+  auto reducer_lock = reducer_.lock();
+  std::lock_guard lock(mutex_);
+  return prelude_ && prelude_->awaits_backward();
+}
+
+bool Engine::has_early_exchange() const {
+  std::lock_guard lock(mutex_);
+  return prelude_ && prelude_->agreement().is_under_way();
+}
+
+void Engine::finish_early_exchange() {
+  std::lock_guard lock(mutex_);
+  if (!prelude_->agreement().is_under_way()) refresh_layout();
+  prelude_->agreement().finish(layout_.hash());
+}
+
+void Engine::configure(const EngineSettings& settings) {
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK(!step_ && !(prelude_ && prelude_->agreement().is_under_way()),
+              "ddp_hooks: expected a change of policy between two steps, received one during a backward pass");
+  settings_ = settings;
+  probe_ = ValuesProbe(settings.values.probe);
+  plans_.clear();
+  sender_.drop_staging();
+  step_number_ = 0;
+  rebuild_timer_.restart();
+}
+
+Statistics Engine::statistics() const {
+  std::lock_guard lock(mutex_);
+  return statistics_;
+}
+
+void Engine::reset_statistics() {
+  std::lock_guard lock(mutex_);
+  statistics_ = {};
+}
+
+Usage Engine::usage() const {
+  std::lock_guard lock(mutex_);
+  return usage_;
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,141 @@
+// From a bucket that is ready to a future of its averaged gradients, sending only what some rank needs.
+//
+// One engine serves one DDP module. A *step* is one synchronised backward pass: the Reducer hands over its buckets in
+// order, the first one opens the step and the last one closes it. Nothing waits in here except for mask exchanges, and
+// for what every rank has begun before one that is over; gradients travel as futures.
+//
+// Always holds: what is sent, in what order and in what shape depends on agreed masks, the bucket layout and the
+// settings only. Every bucket future handed out is completed or failed, whatever happens.
+// Thread-safety: the public functions lock; completions run in the process group's threads and touch only the step
+// they belong to. Lock order: the Reducer's mutex, then the engine's.
+// Every rank must agree on: EngineSettings, the Reducer's bucket layout, the number of steps.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <vector>
+
+#include "agreement/control_groups.h"
+#include "agreement/group_reference.h"
+#include "engine/engine_settings.h"
+#include "engine/prelude.h"
+#include "engine/rebuild_timer.h"
+#include "engine/statistics.h"
+#include "reducer/bucket_slots.h"
+#include "reducer/current_layout.h"
+#include "reducer/gradient_report.h"
+#include "reducer/reducer_view.h"
+#include "values/values_probe.h"
+#include "wire/message_sender.h"
+#include "wire/plan_cache.h"
+
+namespace ddp_hooks {
+
+struct Usage {
+  UsageMask here;      // this rank contributed a gradient in the last step
+  UsageMask anywhere;  // some rank did
+};
+
+struct Step;
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  // `late_parameters` are the module's parameters that the Reducer does not know, because they were frozen when it was
+  // made. `names` are those of the Reducer's parameters and then of the late ones, for messages.
+  static std::shared_ptr<Engine> make(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
+                                      const EngineSettings& settings, std::vector<at::Tensor> late_parameters,
+                                      std::vector<std::string> names);
+  ~Engine();
+
+  // The hook. Never throws: errors arrive through the future, because an exception would leave the Reducer unusable.
+  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
+
+  // To be called after each forward pass in grad mode, with the tensors among the module's outputs. Notes what is
+  // frozen, and arranges for a backward pass that reaches one of the outputs to start the mask exchange and to tell the
+  // Reducer about frozen parameters. `synchronises` is false under no_sync().
+  void forward_done(const std::vector<at::Tensor>& outputs, bool synchronises);
+
+  // Parameters (by index, the late ones after the Reducer's) that forward passes from now on do not use.
+  void declare_unused(const std::vector<size_t>& parameters);
+
+  // A backward pass that failed before its first bucket leaves its exchange under way on this rank alone. When any rank
+  // has one, all of them finish it before they use the control group for something else.
+  bool has_early_exchange() const;
+  void finish_early_exchange();
+
+  // Registers the engine as a hook that the Reducer calls natively. From then on nobody but the engine reads the
+  // Reducer's buckets, so gradients need not be in them before the hook is called. Not so where the hook is called
+  // through Python, because other hooks may be wrapped around it.
+  void register_natively();
+
+  // Takes back everything that was set on the module, the hook included if `remove_hook`, and lets go of the groups.
+  // From then on the module trains as plain DDP. Throws during a backward pass, unless the module is `dying`.
+  void close(bool remove_hook, bool dying);
+
+  // Whether a forward pass has been run whose backward pass may still come.
+  bool awaits_backward() const;
+
+  // Called at the end of a backward pass when EngineSettings::rebuild_after_steps have passed.
+  void set_rebuild(std::function<void()> rebuild);
+
+  // Other settings from the next step on; throws within a step.
+  void configure(const EngineSettings& settings);
+
+  Statistics statistics() const;
+  void reset_statistics();
+  // Empty masks before the first step.
+  Usage usage() const;
+
+ private:
+  using Future = c10::intrusive_ptr<c10::ivalue::Future>;
+
+  Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
+         const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names);
+  // The moments of a pass.
+  void outputs_reached();
+  void gradient_reported(size_t parameter);
+  void late_gradient_reported(size_t parameter);
+  void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
+  void open_step(bool shadow);
+  void close_step();
+  void gradients_done();
+  void after_backward(const std::shared_ptr<Step>& step);
+
+  void watch_gradients();
+  void mark_absent();
+  void refresh_layout();
+  void fill_slots(uint32_t bucket);
+  void average_late(const Step& step, bool contribute);
+
+  // Recursive, because buckets may complete while it is held, and what users have chained to their futures runs then
+  // and may ask for statistics.
+  mutable std::recursive_mutex mutex_;
+  const ReducerView reducer_;
+  BucketSlots slots_;
+  CurrentLayout layout_;
+  bool takes_gradients_ = false;
+  EngineSettings settings_;
+  const std::vector<at::Tensor> late_parameters_;
+  const std::vector<std::string> names_;
+  GroupReference<c10d::ProcessGroup> data_group_;
+  std::shared_ptr<const ControlGroups> control_groups_;
+  std::vector<GradientReport> reports_;
+  std::unique_ptr<Prelude> prelude_;  // null once this is closed
+
+  ValuesProbe probe_;
+  PlanCache plans_;
+  RebuildTimer rebuild_timer_;
+  std::function<void()> rebuild_;
+  int64_t step_number_ = 0;
+  std::shared_ptr<Step> step_;  // null between steps
+
+  Usage usage_;
+  Statistics statistics_;
+  MessageSender sender_;
+};
+
+}  // namespace ddp_hooks

@@ -1,0 +1,83 @@
+// A backward pass before its first bucket: from the forward pass that leads to it, to what the ranks agree that it
+// uses.
+//
+// The moments come in this order: a forward pass is done, backward reaches its outputs, gradients are accumulated, the
+// first bucket opens the step, the step closes, all gradients are done. Between the second and the fourth the mask
+// exchange is under way, and the Reducer's slots are vacant.
+//
+// Thread-safety: none; the engine locks, and the Reducer's mutex is held where a moment is part of a backward pass.
+// Every rank must agree on: the settings, the number of parameters. Which moments come may differ from rank to rank.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "agreement/usage_agreement.h"
+#include "engine/output_watch.h"
+#include "reducer/absence.h"
+#include "reducer/bucket_slots.h"
+#include "reducer/current_layout.h"
+#include "reducer/reducer_view.h"
+
+namespace ddp_hooks {
+
+class Prelude {
+ public:
+  // All references have to outlive it. `names` are those of the Reducer's parameters and then of the `late` ones.
+  Prelude(const ReducerView& reducer, BucketSlots& slots, const CurrentLayout& layout,
+          const std::vector<at::Tensor>& late, const std::vector<std::string>& names,
+          std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
+          ExchangeStatistics& statistics);
+
+  // What forward passes from now on do not use.
+  void declare_unused(const std::vector<size_t>& parameters) { absence_.declare(parameters); }
+
+  // In grad mode, with the tensors among the module's outputs. `reached` is called when backward comes to one of them,
+  // `late_reported` with each late parameter that gets a gradient.
+  void forward_done(const std::vector<at::Tensor>& outputs, bool synchronises, const std::function<void()>& reached,
+                    const std::function<void(size_t)>& late_reported);
+
+  // Starts the mask exchange and vacates the slots, where this pass will reach the Reducer. `takes_gradients`: nobody
+  // but the engine reads the slots. Returns whether it found parameters to be marked ready.
+  bool outputs_reached(bool takes_gradients);
+
+  // Of one of the Reducer's parameters in a pass that it does not reduce, of a late one in any.
+  void gradient_accumulated(size_t parameter) { absence_.accumulated(parameter); }
+  // Parameters that get no gradient in this pass and have not been marked ready yet, once. Without a graph search the
+  // Reducer waits for every parameter, and these will not report by themselves.
+  std::vector<size_t> take_marks();
+
+  // `shadow`: this rank has joined. Waits for the other ranks.
+  AgreedUsage first_bucket_ready(bool shadow);
+  void step_closed() { absence_.step_closed(); }
+
+  // Whether this rank has a gradient of the `index`th late parameter that no step has taken up.
+  bool late_has_gradient(size_t index) const { return absence_.has_accumulated(reducer_.parameters().size() + index); }
+  void late_averaged() { absence_.late_taken_up(); }
+  void gradients_done() { absence_.pass_ended(); }
+
+  // Whether a backward pass may still come out of the last forward pass.
+  bool awaits_backward() const;
+
+  UsageAgreement& agreement() { return agreement_; }
+  const UsageAgreement& agreement() const { return agreement_; }
+
+ private:
+  bool reaches_reducer() const;
+  void start_exchange();
+
+  const ReducerView& reducer_;
+  BucketSlots& slots_;
+  const CurrentLayout& layout_;
+  const std::vector<std::string>& names_;
+  Absence absence_;
+  UsageAgreement agreement_;
+  OutputWatch outputs_;
+};
+
+}  // namespace ddp_hooks

@@ -1,0 +1,23 @@
+// What the engine counts, and the rooms below it.
+#pragma once
+
+#include <cstdint>
+
+#include "agreement/usage_agreement.h"
+#include "wire/message_sender.h"
+
+namespace ddp_hooks {
+
+// Since the last reset. All but the seconds, and the bytes of sparse gradients, are the same on every rank.
+struct Statistics {
+  int64_t steps = 0;
+  int64_t values_steps = 0;
+  int64_t dense_bytes = 0;  // what plain DDP would have handed to its all-reduce
+  int64_t plan_cache_hits = 0;
+  int64_t plan_cache_misses = 0;
+  double hook_seconds = 0;  // spent in the hook, but for waiting for masks
+  ExchangeStatistics exchanges;
+  MessageStatistics messages;
+};
+
+}  // namespace ddp_hooks

@@ -1,0 +1,31 @@
+// One synchronised backward pass, from its first bucket on.
+//
+// Thread-safety: none; the engine locks. What others share of it stands in StepInFlight.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "layout/usage_mask.h"
+#include "values/values_of_step.h"
+#include "wire/step_in_flight.h"
+#include "wire/wire_plan.h"
+
+namespace ddp_hooks {
+
+struct Step : StepInFlight {
+  UsageMask local;
+  UsageMask used;  // as the graph detector agreed
+  // Parameters that no rank used, each with its .grad, which the Reducer is about to overwrite.
+  std::vector<std::pair<at::Tensor, at::Tensor>> untouched;
+  std::vector<size_t> late;  // of the late parameters, those that some rank may have a gradient for
+  // With the values detector: what it finds, and the plan that grows with it.
+  std::optional<ValuesOfStep> values;
+  std::optional<WirePlanner> planner;
+  bool rebuild = false;  // the Reducer is to be made anew after this backward pass
+};
+
+}  // namespace ddp_hooks

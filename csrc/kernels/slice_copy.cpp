@@ -1,0 +1,136 @@
+#include "kernels/slice_copy.h"
+
+#include <c10/util/Exception.h>
+
+#include "kernels/cpu/slice_copy.h"
+#include "kernels/devices.h"
+
+#ifdef DDP_HOOKS_WITH_CUDA
+#include <c10/core/DeviceGuard.h>
+
+#include "kernels/cuda/slice_copy.h"
+#endif
+
+namespace ddp_hooks {
+namespace {
+
+char* address(const at::Tensor& flat, int64_t element) {
+  return static_cast<char*>(flat.data_ptr()) + element * flat.element_size();
+}
+
+// Throws unless the slices are of the message's dtype, on its device, and fill exactly its elements.
+void check_fit(const at::Tensor& message, const std::vector<SliceOfTensor>& slices) {
+  check_device(message.device());
+  int64_t total = 0;
+  for (const SliceOfTensor& slice : slices) {
+    TORCH_CHECK(slice.flat.device() == message.device(), "ddp_hooks: expected slices on ", message.device(),
+                ", received ", slice.flat.device());
+    check_range(slice.flat, slice.offset, slice.length);
+    TORCH_CHECK(slice.flat.scalar_type() == message.scalar_type(), "ddp_hooks: expected slices of ",
+                message.scalar_type(), ", received ", slice.flat.scalar_type());
+    total += slice.length;
+  }
+  check_range(message, 0, message.numel());
+  TORCH_CHECK(total == message.numel(), "ddp_hooks: expected slices of ", message.numel(), " elements, received ",
+              total);
+}
+
+#ifdef DDP_HOOKS_WITH_CUDA
+
+std::vector<cuda::SliceOfMemory> addresses(const std::vector<SliceOfTensor>& slices) {
+  std::vector<cuda::SliceOfMemory> memory;
+  memory.reserve(slices.size());
+  for (const SliceOfTensor& slice : slices) {
+    check_aligned(slice.flat);
+    memory.push_back({address(slice.flat, slice.offset), slice.length * slice.flat.element_size()});
+  }
+  return memory;
+}
+
+#endif
+
+}  // namespace
+
+void check_range(const at::Tensor& flat, int64_t offset, int64_t length) {
+  TORCH_CHECK(flat.dim() == 1 && flat.is_contiguous(), "ddp_hooks: expected a flat, contiguous tensor, received sizes ",
+              flat.sizes(), " and strides ", flat.strides());
+  TORCH_CHECK(offset >= 0 && length >= 0 && offset + length <= flat.numel(), "ddp_hooks: expected a range within ",
+              flat.numel(), " elements, received offset ", offset, " and length ", length);
+}
+
+void check_aligned(const at::Tensor& flat) {
+  TORCH_CHECK(reinterpret_cast<uintptr_t>(flat.data_ptr()) % static_cast<uintptr_t>(flat.element_size()) == 0,
+              "ddp_hooks: expected elements of ", flat.element_size(), " bytes at multiples of that, received address ",
+              flat.data_ptr());
+}
+
+ElementType element_type_of(const at::Tensor& flat) {
+  switch (flat.scalar_type()) {
+    case at::kFloat:
+      return ElementType::kFloat32;
+    case at::kDouble:
+      return ElementType::kFloat64;
+    case at::kHalf:
+      return ElementType::kFloat16;
+    case at::kBFloat16:
+      return ElementType::kBFloat16;
+    default:
+      TORCH_CHECK(false, "ddp_hooks: expected gradients of float32, float64, float16 or bfloat16, received ",
+                  flat.scalar_type());
+  }
+}
+
+void gather_scaled(const at::Tensor& message, const std::vector<SliceOfTensor>& slices, double factor) {
+  check_fit(message, slices);
+  const ElementType type = element_type_of(message);
+#ifdef DDP_HOOKS_WITH_CUDA
+  if (message.is_cuda()) {
+    const c10::DeviceGuard guard(message.device());
+    check_aligned(message);
+    const std::vector<cuda::SliceOfMemory> memory = addresses(slices);
+    const char* error = cuda::gather_scaled(message.data_ptr(), memory.data(), memory.size(), type, factor,
+                                            current_stream_handle(message.device()));
+    TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not gather gradients: ", error);
+    return;
+  }
+#endif
+  int64_t position = 0;
+  for (const SliceOfTensor& slice : slices) {
+    cpu::copy_scaled(address(message, position), address(slice.flat, slice.offset), slice.length, type, factor);
+    position += slice.length;
+  }
+}
+
+void gather_divided(const at::Tensor& message, const std::vector<SliceOfTensor>& slices, double divisor) {
+  if (!message.is_cpu()) return gather_scaled(message, slices, 1 / divisor);
+  check_fit(message, slices);
+  const ElementType type = element_type_of(message);
+  int64_t position = 0;
+  for (const SliceOfTensor& slice : slices) {
+    cpu::copy_divided(address(message, position), address(slice.flat, slice.offset), slice.length, type, divisor);
+    position += slice.length;
+  }
+}
+
+void scatter(const at::Tensor& message, const std::vector<SliceOfTensor>& slices) {
+  check_fit(message, slices);
+  const ElementType type = element_type_of(message);
+#ifdef DDP_HOOKS_WITH_CUDA
+  if (message.is_cuda()) {
+    const c10::DeviceGuard guard(message.device());
+    check_aligned(message);
+    const std::vector<cuda::SliceOfMemory> memory = addresses(slices);
+    const char* error =
+        cuda::scatter(message.data_ptr(), memory.data(), memory.size(), current_stream_handle(message.device()));
+    TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not scatter gradients: ", error);
+    return;
+  }
+#endif
+  int64_t position = 0;
+  for (const SliceOfTensor& slice : slices) {
+    cpu::copy(address(slice.flat, slice.offset), address(message, position), slice.length, type);
+    position += slice.length;
+  }
+}
+
+}  // namespace ddp_hooks

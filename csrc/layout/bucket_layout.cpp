@@ -1,0 +1,36 @@
+#include "layout/bucket_layout.h"
+
+#include <algorithm>
+
+#include "layout/hash.h"
+
+namespace ddp_hooks {
+
+std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Slice& stretch) {
+  auto slice =
+      std::lower_bound(layout.slices.begin(), layout.slices.end(), stretch.offset,
+                       [](const ParameterSlice& candidate, int64_t offset) { return candidate.offset < offset; });
+  std::vector<ParameterSlice> found;
+  for (; slice != layout.slices.end() && slice->offset < stretch.offset + stretch.length; ++slice) {
+    if (slice->length > 0) found.push_back(*slice);
+  }
+  return found;
+}
+
+uint64_t LayoutOfBuckets::hash() const {
+  Hash hash;
+  hash.add(parameter_count);
+  for (const BucketLayout& bucket : buckets) {
+    hash.add(bucket.slices.size());
+    // Of the kind the dtype only: ranks may count their devices differently.
+    hash.add(bucket.kind >> kDtypeShift);
+    hash.add(static_cast<uint64_t>(bucket.element_bytes) * 2 + bucket.sparse);
+    for (const ParameterSlice& slice : bucket.slices) {
+      hash.add(slice.parameter);
+      hash.add(static_cast<uint64_t>(slice.length));
+    }
+  }
+  return hash.value();
+}
+
+}  // namespace ddp_hooks

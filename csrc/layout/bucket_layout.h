@@ -1,0 +1,50 @@
+// What lies where in DDP's buckets: what everything else counts in.
+//
+// Thread-safety: none; a layout is a value. Every rank must agree on all of it but for the devices; `hash` is how they
+// notice that they do not.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace ddp_hooks {
+
+struct ParameterSlice {
+  uint32_t parameter = 0;
+  int64_t offset = 0;  // elements
+  int64_t length = 0;  // elements; may be 0
+};
+
+// A bucket's kind holds its dtype from this bit on, its device below.
+constexpr int kDtypeShift = 32;
+
+struct BucketLayout {
+  std::vector<ParameterSlice> slices;  // in the order of their offsets, without gaps
+  int64_t numel = 0;
+  int64_t element_bytes = 0;
+  // Buckets of the same kind (dtype and device) may share a message.
+  uint64_t kind = 0;
+  // Sparse gradients have no slices to pick from; the bucket passes through whole.
+  bool sparse = false;
+
+  int64_t bytes() const { return numel * element_bytes; }
+};
+
+struct LayoutOfBuckets {
+  std::vector<BucketLayout> buckets;
+  size_t parameter_count = 0;
+  uint64_t hash() const;
+};
+
+// A stretch of a bucket.
+struct Slice {
+  uint32_t bucket = 0;
+  int64_t offset = 0;  // elements
+  int64_t length = 0;  // elements, > 0
+};
+
+// The parameters that lie within a stretch of a bucket, empty ones left out; a stretch ends where parameters do.
+std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Slice& stretch);
+
+}  // namespace ddp_hooks

@@ -1,0 +1,131 @@
+#include "reducer/absence.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+namespace ddp_hooks {
+
+Absence::Absence(const ReducerView& reducer, const std::vector<at::Tensor>& late, const std::vector<std::string>& names)
+    : reducer_(reducer),
+      reduced_count_(reducer.parameters().size()),
+      parameters_(reducer.parameters()),
+      names_(names),
+      armed_(std::make_shared<UsageMask>(reduced_count_)) {
+  parameters_.insert(parameters_.end(), late.begin(), late.end());
+  declared_ = absent_ = accumulated_ = UsageMask(parameters_.size());
+}
+
+void Absence::declare(const std::vector<size_t>& parameters) {
+  declared_ = UsageMask(parameters_.size());
+  for (size_t index : parameters) declared_.set(index);
+}
+
+void Absence::synchronising_forward_done(int64_t number) {
+  forward_number_ = number;
+  absent_ = declared_;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!parameters_[i].requires_grad()) absent_.set(i);
+  }
+  checked_ = false;
+  prepared_ = false;
+  marks_.clear();
+  pass_ended();
+}
+
+void Absence::accumulating_forward_done() {
+  marks_.clear();
+  pass_ended();
+}
+
+void Absence::watch_late(const std::function<void(size_t)>& report) {
+  for (size_t i = reduced_count_; i < parameters_.size(); ++i) {
+    if (!parameters_[i].requires_grad() || late_reports_.count(i) > 0) continue;
+    late_reports_.try_emplace(i, torch::autograd::impl::grad_accumulator(parameters_[i]), [report, i] { report(i); });
+  }
+}
+
+bool Absence::has_accumulated(size_t parameter) const {
+  // Nobody reports a late one after a forward pass that could not be watched.
+  const bool unreported = parameter >= reduced_count_ && late_reports_.count(parameter) == 0;
+  return (accumulated_.test(parameter) || unreported) && parameters_[parameter].grad().defined();
+}
+
+void Absence::late_taken_up() {
+  for (size_t i = reduced_count_; i < parameters_.size(); ++i) accumulated_.clear(i);
+}
+
+void Absence::forget_unless_of(int64_t number) {
+  if (forward_number_ != number) absent_ = UsageMask(parameters_.size());
+}
+
+void Absence::check_declarations(int64_t reports) {
+  if (checked_) return;
+  checked_ = true;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (absent_.test(i) && parameters_[i].requires_grad() && is_in_a_graph(i, reports)) absent_.clear(i);
+  }
+}
+
+bool Absence::is_in_a_graph(size_t parameter, int64_t reports) const {
+  if (parameter < reduced_count_) {
+    return reducer_.is_in_a_graph(parameter, reports + static_cast<int64_t>(guards_.count(parameter)));
+  }
+  // Nobody but graphs and the report holds the accumulator of a parameter that the Reducer does not know, and this.
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameters_[parameter]);
+  return accumulator && accumulator.use_count() > 1 + late_reports_.count(parameter);
+}
+
+bool Absence::has_nothing_to_send(size_t parameter) const {
+  return absent_.test(parameter) && !has_accumulated(parameter);
+}
+
+bool Absence::is_complete() const {
+  for (size_t i = 0; i < reduced_count_; ++i) {
+    if (!absent_.test(i)) return false;
+  }
+  return true;
+}
+
+bool Absence::prepare_marks() {
+  if (prepared_) return false;
+  prepared_ = true;
+  for (size_t i = 0; i < reduced_count_; ++i) {
+    if (!absent_.test(i)) continue;
+    marks_.push_back(i);
+    if (parameters_[i].requires_grad()) guard(i);
+  }
+  return !marks_.empty();
+}
+
+std::vector<size_t> Absence::take_marks(int64_t number) {
+  std::vector<size_t> taken;
+  taken.swap(marks_);
+  if (number != forward_number_) taken.clear();
+  return taken;
+}
+
+void Absence::guard(size_t parameter) {
+  armed_->set(parameter);
+  if (guards_.count(parameter) > 0) return;
+  guards_.try_emplace(parameter, reducer_.accumulators()[parameter],
+                      [armed = armed_, parameter, name = names_[parameter]] {
+                        TORCH_CHECK(!armed->test(parameter), "ddp_hooks: parameter '", name,
+                                    "' was declared unused and received a gradient: expected it not to take part in "
+                                    "the forward pass. Declare only what is left out, or wrap with "
+                                    "find_unused_parameters=True");
+                      });
+}
+
+void Absence::step_closed() {
+  absent_ = UsageMask(parameters_.size());
+  // Gradients of late parameters may come after the step has closed, and are averaged later still.
+  for (size_t i = 0; i < reduced_count_; ++i) accumulated_.clear(i);
+}
+
+void Absence::pass_ended() {
+  *armed_ = UsageMask(reduced_count_);
+}
+
+}  // namespace ddp_hooks

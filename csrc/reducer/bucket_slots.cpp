@@ -1,0 +1,125 @@
+#include "reducer/bucket_slots.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace ddp_hooks {
+namespace {
+
+// Whether the elements of `gradient` lie in memory as those of its slot do, one flat stretch each.
+bool lies_like(const at::Tensor& gradient, const at::Tensor& view) {
+  return gradient.layout() == at::kStrided && gradient.scalar_type() == view.scalar_type() &&
+         gradient.sizes() == view.sizes() && gradient.strides() == view.strides() &&
+         gradient.is_non_overlapping_and_dense() && !gradient.is_conj() && !gradient.is_neg();
+}
+
+at::Tensor flat_and_real(const at::Tensor& dense) {
+  const at::Tensor flat = dense.as_strided({dense.numel()}, {1});
+  return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat;
+}
+
+}  // namespace
+
+BucketSlots::BucketSlots(const ReducerView& reducer)
+    : reducer_(reducer), copies_in_batches_(reducer.copies_in_batches()) {
+  forget();
+}
+
+void BucketSlots::forget() {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (is_vacant(i) && !reducer_.slot(i).variable.is_same(reducer_.parameters()[i])) give_back(i);
+  }
+  entries_.assign(reducer_.parameters().size(), Entry{});
+}
+
+void BucketSlots::vacate(size_t parameter) {
+  Entry& entry = entries_[parameter];
+  if (entry.vacant) return;
+  if (!entry.variable.defined()) {
+    const Slot slot = reducer_.slot(parameter);
+    if (slot.sparse) return;
+    // A view of the bucket, because with gradient_as_bucket_view=True the Reducer insists that gradients alias it.
+    entry.view = slot.bucket.narrow(0, slot.offset, 0);
+    entry.variable = at::empty({0}, slot.bucket.options());
+    // Defined, because to the Reducer a parameter that reports without a gradient was not used.
+    entry.variable.mutable_grad() = reducer_.gradients_are_views() ? entry.view : at::empty_like(entry.view);
+  }
+  exchange(parameter);
+}
+
+bool BucketSlots::is_vacant(size_t parameter) const {
+  return entries_[parameter].vacant;
+}
+
+void BucketSlots::exchange(size_t parameter) {
+  Entry& entry = entries_[parameter];
+  const Slot slot = reducer_.slot(parameter);
+  std::swap(slot.variable, entry.variable);
+  std::swap(slot.view, entry.view);
+  entry.vacant = !entry.vacant;
+}
+
+void BucketSlots::give_back(size_t parameter) {
+  if (entries_[parameter].vacant) exchange(parameter);
+}
+
+void BucketSlots::vacate_all() {
+  note_gradients();
+  for (size_t i = 0; i < entries_.size(); ++i) vacate(i);
+}
+
+void BucketSlots::give_all_back() {
+  note_gradients();
+  for (size_t i = 0; i < entries_.size(); ++i) give_back(i);
+}
+
+void BucketSlots::fill(size_t parameter) {
+  give_back(parameter);
+  const Slot slot = reducer_.slot(parameter);
+  at::Tensor& gradient = slot.variable.mutable_grad();
+  if (!gradient.defined()) {
+    slot.view.zero_();
+  } else if (!gradient.is_alias_of(slot.view)) {
+    slot.view.copy_(gradient);
+    if (reducer_.gradients_are_views()) gradient = slot.view;
+  }
+}
+
+at::Tensor BucketSlots::find(size_t parameter) const {
+  const Entry& entry = entries_[parameter];
+  const at::Tensor& gradient = reducer_.parameters()[parameter].grad();
+  const bool lies_elsewhere = gradient.defined() && !reducer_.gradients_are_views() && lies_like(gradient, entry.view);
+  return entry.vacant && lies_elsewhere ? flat_and_real(gradient.detach()) : at::Tensor();
+}
+
+at::Tensor BucketSlots::find_or_fill(size_t parameter) {
+  at::Tensor gradient = find(parameter);
+  if (!gradient.defined()) fill(parameter);
+  return gradient;
+}
+
+at::Tensor BucketSlots::place(size_t parameter) const {
+  return flat_and_real(entries_[parameter].view);
+}
+
+void BucketSlots::note_gradients() {
+  if (!reducer_.gradients_are_views()) return;
+  const std::vector<at::Tensor>& parameters = reducer_.parameters();
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (!parameters[i].is_cpu()) continue;
+    const at::Tensor& gradient = parameters[i].grad();
+    entries_[i].gradient_in_bucket = gradient.defined() && gradient.layout() == at::kStrided &&
+                                     gradient.is_alias_of(is_vacant(i) ? entries_[i].view : reducer_.slot(i).view);
+  }
+}
+
+bool BucketSlots::is_divided(size_t parameter) const {
+  const at::Tensor& variable = reducer_.parameters()[parameter];
+  // On CUDA, and complex numbers anywhere, ATen divides by a number by multiplying with its reciprocal. Batches are
+  // divided as flat buckets of real numbers.
+  if (!variable.is_cpu()) return false;
+  return copies_in_batches_ || (entries_[parameter].gradient_in_bucket && !variable.is_complex());
+}
+
+}  // namespace ddp_hooks

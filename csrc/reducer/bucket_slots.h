@@ -1,0 +1,73 @@
+// The slots of the Reducer's buckets, taken out of its hands for one backward pass.
+//
+// The Reducer copies each gradient into its slot when the gradient arrives, fills the slot of an unused parameter with
+// zeros, and writes every slot back to .grad at the end. A *vacant* slot holds an empty placeholder instead of the
+// parameter, so the Reducer does all of this to nothing. What has to travel is put into its slot by the engine, when
+// the agreed mask is known: scaled in the same pass, or straight from the gradient into a message. What no rank used
+// stays vacant: its slot and its .grad are not touched at all.
+//
+// Always holds: the real parameter and view of a vacant slot are kept here, and a slot that is given back is as the
+// Reducer made it. A slot may stay vacant from one pass to the next, whoever opens a step then: the engine fills vacant
+// slots whenever it finds them.
+// Thread-safety: none; the engine locks, and the Reducer's mutex is held. Ranks may differ.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "reducer/reducer_view.h"
+
+namespace ddp_hooks {
+
+class BucketSlots {
+ public:
+  explicit BucketSlots(const ReducerView& reducer);
+
+  // The Reducer may have made new buckets, where the parameters stand in their slots. Where it has not, they are put
+  // back.
+  void forget();
+
+  // Slots of sparse gradients are never vacant.
+  void vacate(size_t parameter);
+  bool is_vacant(size_t parameter) const;
+  // Whether the parameter has a gradient, wherever that lies.
+  bool has_gradient(size_t parameter) const { return reducer_.has_gradient(parameter); }
+
+  // Gives a vacant slot back without its content.
+  void give_back(size_t parameter);
+
+  // All of them, when a backward pass is about to begin. Both note which gradients lie in the bucket already.
+  void vacate_all();
+  void give_all_back();
+  // Gives a vacant slot back with what the Reducer would have put there.
+  void fill(size_t parameter);
+  // The gradient whose elements belong into a vacant slot, flat and real, if there is one that lies elsewhere in the
+  // slot's own order of elements. Otherwise undefined.
+  at::Tensor find(size_t parameter) const;
+  // Likewise, but otherwise the slot is filled.
+  at::Tensor find_or_fill(size_t parameter);
+  // The part of the bucket that belongs to a vacant slot, flat and real.
+  at::Tensor place(size_t parameter) const;
+
+  // Whether plain DDP divides this gradient by n, which it does where it lies in the bucket already. While it copies,
+  // it multiplies with 1/n, which differs in the last bit unless n is a power of two. Where a pass was not announced,
+  // what was noted last counts.
+  bool is_divided(size_t parameter) const;
+
+ private:
+  struct Entry {
+    at::Tensor variable;  // the placeholder, or while it is in the slot, the parameter
+    at::Tensor view;      // likewise
+    bool vacant = false;
+    bool gradient_in_bucket = false;
+  };
+  void exchange(size_t parameter);
+  void note_gradients();
+
+  const ReducerView& reducer_;
+  const bool copies_in_batches_;
+  std::vector<Entry> entries_;
+};
+
+}  // namespace ddp_hooks

@@ -1,0 +1,64 @@
+// Decides in which steps an adaptive policy reads the gradients' values.
+//
+// Starts with the values detector off and probes it for one step now and then; the pause doubles while probes find
+// nothing. A step in which all-zero gradients made up at least `min_zero_fraction` of the bytes keeps the detector on
+// for another `hold_steps` steps.
+//
+// Every rank must agree on everything that goes in: the step number and bytes counted from agreed masks.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+namespace ddp_hooks {
+
+struct ProbeSettings {
+  double min_zero_fraction = 0;
+  int64_t hold_steps = 0;
+  int64_t first_pause_steps = 0;
+  int64_t longest_pause_steps = 0;
+};
+
+enum class ValuesDetector : uint8_t { kOff, kOn, kAdaptive };
+
+struct ValuesSettings {
+  ValuesDetector detector = ValuesDetector::kOff;
+  ProbeSettings probe;  // of the adaptive one
+};
+
+class ValuesProbe {
+ public:
+  explicit ValuesProbe(const ProbeSettings& settings)
+      : settings_(settings), pause_(settings.first_pause_steps), next_probe_(settings.first_pause_steps) {}
+
+  bool wants_values(int64_t step) const { return step < on_until_ || step >= next_probe_; }
+
+  // What a step with the values detector found: bytes that the graph detector would have sent, and how many of them
+  // belonged to gradients that were zero on every rank.
+  void observe(int64_t step, int64_t used_bytes, int64_t zero_bytes) {
+    const bool pays = zero_bytes > 0 &&
+                      static_cast<double>(zero_bytes) >= settings_.min_zero_fraction * static_cast<double>(used_bytes);
+    if (pays) {
+      on_until_ = saturating_sum(step + 1, settings_.hold_steps);
+      pause_ = settings_.first_pause_steps;
+    } else if (step >= on_until_) {
+      pause_ = std::min(saturating_sum(pause_, pause_), settings_.longest_pause_steps);
+    }
+    next_probe_ = saturating_sum(std::max(on_until_, step + 1), pause_);
+  }
+
+ private:
+  // A user may write "for ever" as a very large number of steps.
+  static int64_t saturating_sum(int64_t a, int64_t b) {
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+    return a > kMost - b ? kMost : a + b;
+  }
+
+  ProbeSettings settings_;
+  int64_t on_until_ = 0;  // the detector is on in steps below this one
+  int64_t pause_;
+  int64_t next_probe_;
+};
+
+}  // namespace ddp_hooks

@@ -1,0 +1,34 @@
+// Averages gradients that DDP's Reducer does not know: those of parameters that were frozen when the Reducer was made,
+// with the module or anew, and thawed later.
+//
+// The slow path, right in every case: after backward, one message for each dtype and device, nothing overlaps. Each
+// parameter brings a flag along, so that what no rank gave a gradient is left alone, as DDP leaves it.
+// Every rank must agree on: the parameters, the agreed mask and the factor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+namespace ddp_hooks {
+
+struct LateGradient {
+  at::Tensor parameter;
+  bool contributes;  // its .grad is one of this step, and defined
+};
+
+// What was handed to the group.
+struct LateMessages {
+  int64_t messages = 0;
+  int64_t gradient_bytes = 0;
+  int64_t flag_bytes = 0;
+};
+
+// Averages gradients over the ranks of `group`: what a rank does not contribute counts as zeros. With `wait`, it waits
+// for the result and writes it to every .grad; otherwise they stay as they are.
+LateMessages average_late_gradients(c10d::Backend& group, const std::vector<LateGradient>& gradients, double factor,
+                                    bool wait);
+
+}  // namespace ddp_hooks

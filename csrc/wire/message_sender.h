@@ -1,0 +1,78 @@
+// Launches the messages of a bucket's plan: takes the gradients from where they lie, averages them over the ranks, and
+// puts them into the bucket, from which the Reducer writes them to .grad.
+//
+// Nothing waits in here: a message's completion counts it off on the buckets that it carries slices of.
+// Thread-safety: the engine locks; completions run in the process group's threads.
+// Every rank must agree on: the plan, the agreed mask, the factor.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "kernels/slice_copy.h"
+#include "reducer/bucket_slots.h"
+#include "wire/step_in_flight.h"
+#include "wire/wire_plan.h"
+
+namespace ddp_hooks {
+
+// Since the last reset; the same on every rank, but for the bytes of sparse gradients.
+struct MessageStatistics {
+  int64_t buckets_whole = 0;
+  int64_t buckets_packed = 0;
+  int64_t buckets_skipped = 0;
+  int64_t messages = 0;
+  int64_t payload_bytes = 0;  // what was handed to collectives
+};
+
+// What a tensor adds to `payload_bytes`; of a sparse one, its indices and its values.
+int64_t payload_bytes(const at::Tensor& tensor);
+
+class MessageSender {
+ public:
+  // The group has to outlive every call of `send`.
+  MessageSender(c10d::ProcessGroup& group, BucketSlots& slots, MessageStatistics& statistics)
+      : group_(group), slots_(slots), statistics_(statistics) {}
+
+  void send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t bucket,
+            const BucketPlan& plan);
+
+  // To be called when a parameter's gradient is final, which may be long before its bucket is ready: copies it to where
+  // it will be sent from while it is still in the processor's cache.
+  void bring_early(StepInFlight& step, size_t parameter);
+
+  // Lets go of the staging memory; messages under way keep theirs.
+  void drop_staging();
+
+ private:
+  // What messages are divided by before they are handed over, and how they are reduced.
+  struct Averaging {
+    double divisor;
+    c10d::ReduceOp operation;
+  };
+  // A message launched for some buckets of a step, until its collective is back.
+  struct Launch {
+    std::shared_ptr<StepInFlight> step;
+    std::vector<BucketInFlight*> buckets;
+  };
+  using OnSuccess = std::function<void(c10::ivalue::Future&)>;
+
+  void send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket);
+  void send_in_place(const std::shared_ptr<StepInFlight>& step, const BucketLayout& layout, const Message& message);
+  void send_packed(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, const Message& message);
+  void bring(const StepInFlight& step, const BucketLayout& layout, const Slice& stretch, double divisor);
+  at::Tensor take_gradient(const StepInFlight& step, size_t parameter);
+  Averaging averaging(const StepInFlight& step, const at::Tensor& tensor) const;
+  at::Tensor staging_for(StepInFlight& step, const Message& message, const at::TensorOptions& options);
+  void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
+
+  c10d::ProcessGroup& group_;
+  BucketSlots& slots_;
+  MessageStatistics& statistics_;
+  std::vector<at::Tensor> staging_;  // one for each packed message of a step, kept from step to step
+};
+
+}  // namespace ddp_hooks

@@ -1,0 +1,134 @@
+#include "wire/wire_plan.h"
+
+#include <utility>
+
+namespace ddp_hooks {
+namespace {
+
+// The bucket's used slices, adjacent ones joined; empty parameters have nothing to send.
+std::vector<Slice> used_runs(uint32_t bucket, const BucketLayout& layout, const UsageMask& agreed) {
+  std::vector<Slice> runs;
+  for (const ParameterSlice& slice : layout.slices) {
+    if (slice.length == 0 || !agreed.test(slice.parameter)) continue;
+    if (!runs.empty() && runs.back().offset + runs.back().length == slice.offset) {
+      runs.back().length += slice.length;
+    } else {
+      runs.push_back({bucket, slice.offset, slice.length});
+    }
+  }
+  return runs;
+}
+
+int64_t total_length(const std::vector<Slice>& runs) {
+  int64_t total = 0;
+  for (const Slice& run : runs) total += run.length;
+  return total;
+}
+
+// A run and the runs after it that small gaps separate from it.
+struct JoinedRuns {
+  size_t first = 0;  // of the bucket's runs
+  size_t count = 0;
+  Slice span;
+};
+
+// The mean of both neighbours bounds the sum of the gaps sent: each run is counted half for the gap on either side.
+std::vector<JoinedRuns> join_runs(const std::vector<Slice>& runs, double gap_fraction) {
+  std::vector<JoinedRuns> joined;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    if (i > 0) {
+      const int64_t gap = runs[i].offset - (runs[i - 1].offset + runs[i - 1].length);
+      const double mean_length = static_cast<double>(runs[i - 1].length + runs[i].length) / 2;
+      if (static_cast<double>(gap) <= gap_fraction * mean_length) {
+        joined.back().count += 1;
+        joined.back().span.length += gap + runs[i].length;
+        continue;
+      }
+    }
+    joined.push_back({i, 1, runs[i]});
+  }
+  return joined;
+}
+
+Message in_place_message(const BucketLayout& layout, const std::vector<Slice>& runs, const JoinedRuns& joined) {
+  Message message{{joined.span}, joined.span.length, layout.element_bytes, layout.kind, true, {}};
+  for (size_t i = joined.first; i + 1 < joined.first + joined.count; ++i) {
+    const int64_t end = runs[i].offset + runs[i].length;
+    message.gaps.push_back({runs[i].bucket, end, runs[i + 1].offset - end});
+  }
+  return message;
+}
+
+}  // namespace
+
+Message& WirePlanner::open_message(const BucketLayout& layout) {
+  for (Message& message : open_) {
+    if (message.kind == layout.kind) return message;
+  }
+  open_.push_back({{}, 0, layout.element_bytes, layout.kind, false, {}});
+  return open_.back();
+}
+
+BucketPlan WirePlanner::add_bucket(uint32_t bucket, const UsageMask& agreed) {
+  const BucketLayout& layout = layout_.buckets[bucket];
+  BucketPlan plan;
+  const std::vector<Slice> runs = used_runs(bucket, layout, agreed);
+  std::vector<Slice> leftovers;
+  int64_t sent = 0;
+  for (const JoinedRuns& joined : join_runs(runs, settings_.gap_fraction)) {
+    if (joined.span.length * layout.element_bytes >= settings_.in_place_bytes) {
+      plan.launches.push_back(in_place_message(layout, runs, joined));
+      ++plan.messages_touching;
+      sent += joined.span.length;
+    } else {
+      const auto first = runs.begin() + static_cast<std::ptrdiff_t>(joined.first);
+      leftovers.insert(leftovers.end(), first, first + static_cast<std::ptrdiff_t>(joined.count));
+    }
+  }
+  sent += total_length(leftovers);
+  if (!runs.empty()) plan.disposition = sent == layout.numel ? Disposition::kWhole : Disposition::kPacked;
+  if (!leftovers.empty()) {
+    Message& message = open_message(layout);
+    message.slices.insert(message.slices.end(), leftovers.begin(), leftovers.end());
+    message.numel += total_length(leftovers);
+    ++plan.messages_touching;
+  }
+  const bool last = bucket + 1 == layout_.buckets.size();
+  std::vector<Message> still_open;
+  for (Message& message : open_) {
+    if (last || message.numel * message.element_bytes >= settings_.pack_bytes) {
+      message.in_place = message.slices.size() == 1;
+      plan.launches.push_back(std::move(message));
+    } else {
+      still_open.push_back(std::move(message));
+    }
+  }
+  open_ = std::move(still_open);
+  return plan;
+}
+
+WirePlan make_wire_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings) {
+  WirePlan plan;
+  WirePlanner planner(layout, settings);
+  plan.in_place = UsageMask(layout.parameter_count);
+  for (uint32_t b = 0; b < layout.buckets.size(); ++b) {
+    plan.buckets.push_back(planner.add_bucket(b, agreed));
+    for (const Message& message : plan.buckets.back().launches) {
+      if (!message.in_place) continue;
+      const Slice& stretch = message.slices.front();
+      for (const ParameterSlice& slice : parameters_in(layout.buckets[stretch.bucket], stretch)) {
+        if (agreed.test(slice.parameter)) plan.in_place.set(slice.parameter);
+      }
+    }
+  }
+  if (plan.buckets.empty()) return plan;
+  // The last bucket closed what nothing could join any more; that was known earlier, so let it leave earlier.
+  std::vector<Message> closed_last = std::move(plan.buckets.back().launches);
+  plan.buckets.back().launches.clear();
+  for (Message& message : closed_last) {
+    plan.buckets[message.slices.back().bucket].launches.push_back(std::move(message));
+  }
+  return plan;
+}
+
+}  // namespace ddp_hooks
