@@ -34,13 +34,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import harness
-import testbed
+from tools import harness, testbed
 
 ELEMENTS = 32
 USED = (1.0, 0.5, 0.01)

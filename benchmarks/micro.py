@@ -23,16 +23,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import figures
-import harness
 import micro_local
 import micro_ranks
-import testbed
+from tools import harness, testbed
 
 PARTS = ("mask", "plan", "copy", "exchange", "registration")
 CROWD = 8  # from this many ranks on, fewer rounds

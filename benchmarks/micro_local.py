@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import harness
+from tools import harness
 
 # Bytes of a message; from what fits into the first cache to what fits into none.
 COPY_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
@@ -31,7 +31,7 @@ def run_compiled(part: str, rounds: int) -> list[dict[str, Any]]:
     if compiler is None:
         raise RuntimeError("expected a C++ compiler, the one that builds the extension: g++, clang++ or $CXX")
     sources = [
-        harness.HERE / "mask_and_plan.cpp",
+        harness.BENCHMARKS / "mask_and_plan.cpp",
         *(harness.ROOT / "csrc" / f"{n}.cpp" for n in ("usage_mask", "wire_plan")),
     ]
     with tempfile.TemporaryDirectory() as folder:

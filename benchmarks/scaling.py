@@ -20,16 +20,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import figures
-import harness
 import micro_ranks
 import scaling_model as model
-import testbed
+from tools import harness, testbed
 
 # Hops are fitted to the small messages, the link's rate to the large ones, and the middle is there to check both.
 SMALL_BYTES = (1 << 10, 4 << 10)
@@ -98,10 +94,10 @@ def _time_alone(size: str, rounds: int) -> None:
     """DDP on a group of this rank alone: computing, copying into buckets and back, and nothing sent."""
     import torch
     import torch.distributed as dist
-    import workloads
     from torch.nn.parallel import DistributedDataParallel
 
     from ddp_hooks import _C
+    from tools import workloads
 
     rank = dist.get_rank()
     alone = [dist.new_group([other], backend="gloo") for other in range(dist.get_world_size())][rank]
@@ -155,10 +151,10 @@ def _time_alone(size: str, rounds: int) -> None:
 def _time_hook(size: str, rounds: int) -> None:
     import torch
     import torch.distributed as dist
-    import workloads
     from torch.nn.parallel import DistributedDataParallel
 
     import ddp_hooks
+    from tools import workloads
 
     for fraction in HOOK_FRACTIONS:
         workload = workloads.make(f"frozen:{fraction:g}", size)
@@ -393,7 +389,7 @@ def _launch(plan: dict[str, Any], hosts: int, options: argparse.Namespace) -> li
 
 
 def _parameters(size: str) -> int:
-    import workloads
+    from tools import workloads
 
     return sum(1 for _ in workloads.make("frozen:0", size).build().parameters())
 

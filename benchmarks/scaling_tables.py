@@ -10,7 +10,7 @@ from typing import Any
 import figures
 import scaling
 import scaling_model as model
-import testbed
+from tools import testbed
 
 RANKS = tuple(2**k for k in range(1, 13))
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9)

@@ -17,13 +17,9 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import harness
-import testbed
+from tools import harness, testbed
 
 PEERS = ("skip_all_reduce", "plain", "ours")
 WIDTH = 512
@@ -34,8 +30,9 @@ CASES = {"own_layer": "each rank trains a layer of its own", "one_more": "rank 0
 def run_rank(peer: str, case: str, collective_timeout: float) -> None:
     import torch
     import torch.distributed as dist
-    from peers import max_difference
     from torch.nn.parallel import DistributedDataParallel
+
+    from tools.peers import max_difference
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout))

@@ -25,15 +25,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-RESULTS = HERE / "results"
+from tools import testbed
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+ROOT = BENCHMARKS.parent
+RESULTS = BENCHMARKS / "results"
+FIGURES = BENCHMARKS / "figures"
 # What earlier benchmarks wrote says nothing about the code that is measured.
 _MADE_BY_BENCHMARKS = (":!benchmarks/results", ":!benchmarks/figures")
-sys.path.insert(0, str(HERE))
 sys.path.append(str(ROOT))  # an extension built in place is found; an installed one goes first
-
-import testbed  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +123,10 @@ def run_ranks(plan: Plan) -> None:
 
 class _Measurement:
     def __init__(self, plan: Plan) -> None:
-        import peers
         import torch
         import torch.distributed as dist
-        import workloads
+
+        from tools import peers, workloads
 
         self._dist = dist
         self._peers = peers
