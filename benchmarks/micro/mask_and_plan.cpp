@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "../csrc/hash.h"
-#include "../csrc/usage_mask.h"
-#include "../csrc/wire_plan.h"
+#include "hash.h"
+#include "usage_mask.h"
+#include "wire_plan.h"
 
 using namespace ddp_hooks;
 
