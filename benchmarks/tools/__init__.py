@@ -1,1 +1,1 @@
-"""What the benchmarks have in common; the lowest room: nothing here imports a script or another room."""
+"""What the benchmarks have in common. The lowest room: nothing here imports a script or another room."""
