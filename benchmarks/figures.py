@@ -14,7 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+import scaling.tables
+from tools import figures, harness, tables
+
 OURS = ("ours:auto:native", "ours:skip_unused:native", "ours:skip_zeros:native", "ours:skip_unused:python")
 COLOURS = {"ours": "#0b6e4f", "oracle": "#8d99ae", "plain": "#c1440e", "find_unused": "#e09f3e"}
 SCALING = "scaling_1gbit"  # what the scaling model extrapolates from
@@ -39,10 +41,6 @@ def timed(results: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in results["rows"] if "samples_seconds" in row]
 
 
-def number(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "-" if value is None else format(value * scale, form)
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" + "---:|" * (len(HEADINGS) - 1)]
     for row in rows:
@@ -51,12 +49,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             row["title"] + (" (lossy)" if row["is_lossy"] else ""),
             f"{step['median'] * 1e3:.1f} ({step['q1'] * 1e3:.1f} to {step['q3'] * 1e3:.1f})",
             f"{row['ratio_to_baseline']['median']:.3f}",
-            number(oracle and oracle["median"], ".3f"),
-            number(row["payload_bytes"], ".2f", 1e-6),
-            number(row["wire_bytes"], ".2f", 1e-6),
-            number(row["exchange_wait_seconds"], ".0f", 1e6),
-            number(row["hook_seconds"], ".0f", 1e6),
-            number(row["gradient_difference"], ".1e"),
+            tables.number(oracle and oracle["median"], ".3f"),
+            tables.number(row["payload_bytes"], ".2f", 1e-6),
+            tables.number(row["wire_bytes"], ".2f", 1e-6),
+            tables.number(row["exchange_wait_seconds"], ".0f", 1e6),
+            tables.number(row["hook_seconds"], ".0f", 1e6),
+            tables.number(row["gradient_difference"], ".1e"),
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -69,18 +67,10 @@ def groups(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str, int], list[di
     return found
 
 
-def describe_header(header: dict[str, Any]) -> str:
-    dirty = " with uncommitted changes" if header["has_uncommitted_changes"] else ""
-    return (
-        f"`{header['command']}`, commit {header['commit']}{dirty}, torch {header['torch']}, Python {header['python']}, "
-        f"{header['backend']}, {header['cores']} cores of {header['cpu']}, {header['date']}."
-    )
-
-
 def write_tables(everything: dict[str, dict[str, Any]], path: Path) -> None:
     parts = ["# Results", "", "Made by `python benchmarks/figures.py`; columns are explained in README.md.", ""]
     for name, results in everything.items():
-        parts += [f"## {name}", "", describe_header(results["header"]), ""]
+        parts += [f"## {name}", "", tables.describe_header(results["header"]), ""]
         if timed(results):
             for rows in groups(timed(results)).values():
                 row = rows[0]
@@ -94,63 +84,15 @@ def write_tables(everything: dict[str, dict[str, Any]], path: Path) -> None:
                     "",
                 ]
         else:
-            parts += [plain_table(results["rows"]), ""]
+            parts += [tables.plain_table(results["rows"]), ""]
         for failure in results.get("failures", []):
             parts += [f"Failed: {failure['workload']} on {failure['link']}.", ""]
         parts += [results.get("sentence", "The run did not end."), ""]
     path.write_text("\n".join(parts))
 
 
-def plain_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Any rows: the fields that they share, quartiles by their median."""
-    if not rows:
-        return ""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    lines = ["| " + " | ".join(key.replace("_", " ") for key in keys) + " |", "|" + "---|" * len(keys)]
-    lines += ["| " + " | ".join(plain_cell(key, row.get(key)) for key in keys) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def plain_cell(key: str, value: Any) -> str:
-    """Seconds, told by the field's name, in the unit that suits them; other numbers as they are."""
-    if isinstance(value, dict) and "median" in value:
-        values = [value["median"], value["q1"], value["q3"]]
-    elif isinstance(value, float):
-        values = [value]
-    else:
-        return "" if value is None else str(value).replace("|", "/")
-    unit, scale = "", 1.0
-    if "seconds" in key:
-        size = max(map(abs, values))
-        unit, scale = (" ns", 1e9) if size < 1e-6 else (" us", 1e6) if size < 1e-2 else (" ms", 1e3)
-    median, *ends = (f"{float(f'{v * scale:.4g}'):g}" for v in values)
-    return f"{median}{unit} ({' to '.join(ends)})" if ends else f"{median}{unit}"
-
-
 def first_of(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> dict[str, Any] | None:
     return next((row for peer in peers for row in rows if row["peer"] == peer), None)
-
-
-def _style() -> Any:
-    import matplotlib
-
-    matplotlib.use("svg")
-    # The same file from the same JSON: no random ids, no date.
-    matplotlib.rcParams.update({"svg.hashsalt": "ddp_hooks", "font.size": 9, "axes.spines.top": False})
-    matplotlib.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    print(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _legend_below(figure: Any, axis: Any) -> None:
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=2)
 
 
 def draw_speed_up(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -159,7 +101,7 @@ def draw_speed_up(rows: Sequence[dict[str, Any]], path: Path) -> None:
     links = list(dict.fromkeys(row["link"] for row in frozen))
     if not links:
         return
-    plt = _style()
+    plt = figures.pyplot()
     figure, axes = plt.subplots(1, len(links), figsize=(4.2 * len(links), 3.2), squeeze=False, sharey=True)
     for axis, link in zip(axes[0], links, strict=True):
         here = [row for row in frozen if row["link"] == link]
@@ -182,8 +124,8 @@ def draw_speed_up(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_title(f"{link}, {here[0]['world_size']} hosts", loc="left")
         axis.set_xlabel("parameters frozen, %")
     axes[0][0].set_ylabel("times faster than plain DDP")
-    _legend_below(figure, axes[0][0])
-    _save(figure, path)
+    figures.put_legend_below(figure, axes[0][0])
+    figures.save(figure, path)
 
 
 def draw_breakdown(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -192,7 +134,7 @@ def draw_breakdown(rows: Sequence[dict[str, Any]], path: Path) -> None:
     wanted = [k for k in dict.fromkeys(row["workload"] for row in rows)]
     if not links or not wanted:
         return
-    plt = _style()
+    plt = figures.pyplot()
     parts = (("computing", "#577590"), ("waiting for masks", "#e09f3e"), ("hook on the host", "#0b6e4f"))
     parts += (("sending, not hidden", "#d9d9d9"),)
     height = 0.34 * len(wanted) * 3 + 1
@@ -220,14 +162,14 @@ def draw_breakdown(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.invert_yaxis()
         axis.set_xlabel("ms a step")
         axis.set_title(link, loc="left")
-    _legend_below(figure, axes[0][-1])
-    _save(figure, path)
+    figures.put_legend_below(figure, axes[0][-1])
+    figures.save(figure, path)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--out", type=Path, default=HERE / "figures")
+    parser.add_argument("--results", type=Path, default=harness.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.FIGURES)
     options = parser.parse_args()
     everything = load(options.results)
     if not everything:
@@ -246,9 +188,7 @@ def main() -> int:
         draw_speed_up(timed(results), options.out / f"{name}_speed_up.svg")
         draw_breakdown(timed(results), options.out / f"{name}_breakdown.svg")
     if SCALING in everything:
-        import scaling_tables
-
-        return scaling_tables.write(SCALING, options.results, options.out)
+        return scaling.tables.write(SCALING, options.results, options.out)
     return 0
 
 

@@ -18,10 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import harness
-import testbed
+from tools import harness, testbed
 
 
 def run_rank(options: argparse.Namespace) -> None:

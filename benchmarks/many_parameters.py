@@ -34,13 +34,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import harness
-import testbed
+from tools import harness, testbed
 
 ELEMENTS = 32
 USED = (1.0, 0.5, 0.01)
@@ -170,18 +166,20 @@ def _measure_hook(
     import ddp_hooks
 
     ddp_seconds, ddp = make()
-    register_seconds, state = _timed(lambda: ddp_hooks.register(ddp, "skip_unused"))
-    forward_seconds = 0.0
-    inner = state._forward_done
+    forward_start = forward_seconds = 0.0
 
-    def forward_done(*arguments: Any) -> None:
+    def begin(*arguments: Any) -> None:
+        nonlocal forward_start
+        forward_start = time.perf_counter()
+
+    def end(*arguments: Any) -> None:
         nonlocal forward_seconds
-        start = time.perf_counter()
-        inner(*arguments)
-        forward_seconds += time.perf_counter() - start
+        forward_seconds += time.perf_counter() - forward_start
 
-    state._forward_handle.remove()
-    state._forward_handle = ddp.register_forward_hook(forward_done)
+    # Forward hooks run in the order in which they were registered, so ours runs between these two.
+    ddp.register_forward_hook(begin)
+    register_seconds, state = _timed(lambda: ddp_hooks.register(ddp, "skip_unused"))
+    ddp.register_forward_hook(end)
 
     def run(indices: list[int]) -> dict[str, float]:
         nonlocal forward_seconds

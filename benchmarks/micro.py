@@ -23,16 +23,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import figures
-import harness
-import micro_local
-import micro_ranks
-import testbed
+from micro import local, ranks
+from tools import harness, testbed
+from tools.tables import plain_cell
 
 PARTS = ("mask", "plan", "copy", "exchange", "registration")
 CROWD = 8  # from this many ranks on, fewer rounds
@@ -45,9 +40,9 @@ def run_rank(plan: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if plan["part"] == "exchange":
-        micro_ranks.exchange_rank(plan["rounds"])
+        ranks.exchange_rank(plan["rounds"])
     else:
-        micro_ranks.registration_rank(plan["rounds"])
+        ranks.registration_rank(plan["rounds"])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -60,27 +55,25 @@ def launch(part: str, hosts: int, link: str, rounds: int, timeout: float) -> lis
 def run_part(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     """Return the rows of one part and the sentence that says what they show."""
     if part in ("mask", "plan"):
-        rows = micro_local.run_compiled(part, options.rounds or 31)
-        return rows, (micro_local.describe_mask if part == "mask" else micro_local.describe_plan)(rows)
+        rows = local.run_compiled(part, options.rounds or 31)
+        return rows, (local.describe_mask if part == "mask" else local.describe_plan)(rows)
     if part == "copy":
-        rows = micro_local.run_copy(options.rounds or 15, options.max_mib << 20)
-        return rows, micro_local.describe_copy(rows)
+        rows = local.run_copy(options.rounds or 15, options.max_mib << 20)
+        return rows, local.describe_copy(rows)
     if part == "registration":
         rows = launch(part, 2, testbed.LOOPBACK, options.rounds or 100, options.timeout)
-        return rows, micro_ranks.describe_registration(rows)
+        return rows, ranks.describe_registration(rows)
     rows = []
     for link in options.links:
         for hosts in options.hosts:
             rounds = options.rounds or (200 if hosts < CROWD else 60)
             rows += launch(part, hosts, link, rounds, options.timeout)
-    return rows, micro_ranks.describe_exchange(rows)
+    return rows, ranks.describe_exchange(rows)
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
-        cells = (
-            f"{key}={figures.plain_cell(key, value)}" for key, value in row.items() if key not in ("part", "rounds")
-        )
+        cells = (f"{key}={plain_cell(key, value)}" for key, value in row.items() if key not in ("part", "rounds"))
         print("  " + "  ".join(cells))
 
 

@@ -20,10 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import harness
-import testbed
+from tools import harness, testbed
 
 BUILT_FROZEN = "DDP built frozen"
 WORKLOAD = "frozen:0.9"
@@ -42,10 +39,10 @@ def resident_bytes(field: str) -> int:
 def measure(way: str, size: str) -> None:
     import torch
     import torch.distributed as dist
-    import workloads
     from torch.nn.parallel import DistributedDataParallel
 
     import ddp_hooks
+    from tools import workloads
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

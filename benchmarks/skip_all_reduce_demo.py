@@ -17,13 +17,9 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import harness
-import testbed
+from tools import harness, testbed
 
 PEERS = ("skip_all_reduce", "plain", "ours")
 WIDTH = 512
@@ -34,12 +30,17 @@ CASES = {"own_layer": "each rank trains a layer of its own", "one_more": "rank 0
 def run_rank(peer: str, case: str, collective_timeout: float) -> None:
     import torch
     import torch.distributed as dist
-    from peers import max_difference
     from torch.nn.parallel import DistributedDataParallel
 
+    from tools.peers import max_difference
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout))
-    rank = dist.get_rank()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=collective_timeout)
+    # Made here, because what `init_process_group` makes for itself is not to be had from it.
+    store = dist.TCPStore(host, port, ranks, is_master=rank == 0, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(rank))
     used = (rank,) if case == "own_layer" else ((0, 1) if rank == 0 else (1,))
 
@@ -70,9 +71,8 @@ def run_rank(peer: str, case: str, collective_timeout: float) -> None:
     mine = gradients(skip_all_reduce_unused_params=True) if peer == "skip_all_reduce" else gradients()
     testbed.report({"gradient_difference": max_difference(mine, expected)})
     # Leave together, but not through the process group: its pairing may be what just broke.
-    store = dist.distributed_c10d._get_default_store()
     store.set(f"done{rank}", "1")
-    store.wait([f"done{other}" for other in range(dist.get_world_size())])
+    store.wait([f"done{other}" for other in range(ranks)])
     if rank == 0:
         time.sleep(0.5)  # rank 0 holds the store
     sys.stdout.flush()

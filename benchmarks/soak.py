@@ -27,10 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import harness
-import testbed
+from tools import harness, testbed
 
 RANKS = 2
 BRANCHES = 4

@@ -29,11 +29,7 @@ import torch.distributed as dist
 
 import ddp_hooks
 from ddp_hooks import _C, messages
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import harness
-import testbed
+from tools import harness, testbed
 
 LARGE_TENSORS = 500
 SMALL_TENSORS = 2000

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-try:
-    import scaling_model as model
-finally:
-    sys.path.remove(str(BENCHMARKS))
+from scaling import model
+from tools.grids import factorisations, grids
 
 LINK = model.Link(hop_seconds=1e-4, bytes_per_second=1e8)
 EXCHANGES = {"all_reduce_bor": model.Exchange(1e-4, 1e-4), "all_gather": model.Exchange(1e-4, 1e-4)}
@@ -127,7 +121,7 @@ def test_a_mask_is_a_bit_a_parameter_in_words_and_a_header() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "grids"),
+    ("ranks", "expected"),
     [
         (2, []),
         (7, []),
@@ -137,13 +131,13 @@ def test_a_mask_is_a_bit_a_parameter_in_words_and_a_header() -> None:
         (16, [(4, 4), (4, 2, 2), (2, 2, 2, 2)]),
     ],
 )
-def test_grids_have_the_fewest_hops_of_their_dimensions(ranks: int, grids: list[tuple[int, ...]]) -> None:
-    assert model.grids(ranks) == grids
+def test_grids_have_the_fewest_hops_of_their_dimensions(ranks: int, expected: list[tuple[int, ...]]) -> None:
+    assert grids(ranks) == expected
 
 
 def test_factorisations_multiply_to_the_number() -> None:
     for ranks in range(2, 200):
-        found = model.factorisations(ranks)
+        found = factorisations(ranks)
         assert all(math.prod(factors) == ranks for factors in found)
         assert len(set(found)) == len(found)
         assert (ranks,) in found

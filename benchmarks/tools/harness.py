@@ -25,15 +25,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-RESULTS = HERE / "results"
+from tools import testbed
+from tools.tables import number
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+ROOT = BENCHMARKS.parent
+RESULTS = BENCHMARKS / "results"
+FIGURES = BENCHMARKS / "figures"
 # What earlier benchmarks wrote says nothing about the code that is measured.
 _MADE_BY_BENCHMARKS = (":!benchmarks/results", ":!benchmarks/figures")
-sys.path.insert(0, str(HERE))
 sys.path.append(str(ROOT))  # an extension built in place is found; an installed one goes first
-
-import testbed  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +124,10 @@ def run_ranks(plan: Plan) -> None:
 
 class _Measurement:
     def __init__(self, plan: Plan) -> None:
-        import peers
         import torch
         import torch.distributed as dist
-        import workloads
+
+        from tools import peers, workloads
 
         self._dist = dist
         self._peers = peers
@@ -394,13 +395,13 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
                 f"{step['median'] * 1e3:.2f}",
                 f"{step['q1'] * 1e3:.1f}..{step['q3'] * 1e3:.1f}",
                 f"{row['ratio_to_baseline']['median']:.3f}",
-                _cell(row["ratio_to_oracle"] and row["ratio_to_oracle"]["median"], ".3f"),
-                _cell(row["payload_bytes"], ".2f", 1e-6),
-                _cell(row["wire_bytes"], ".2f", 1e-6),
-                _cell(row["wire_over_payload"], ".3f"),
-                _cell(row["exchange_wait_seconds"], ".0f", 1e6),
-                _cell(row["hook_seconds"], ".0f", 1e6),
-                _cell(row["gradient_difference"], ".1e"),
+                number(row["ratio_to_oracle"] and row["ratio_to_oracle"]["median"], ".3f"),
+                number(row["payload_bytes"], ".2f", 1e-6),
+                number(row["wire_bytes"], ".2f", 1e-6),
+                number(row["wire_over_payload"], ".3f"),
+                number(row["exchange_wait_seconds"], ".0f", 1e6),
+                number(row["hook_seconds"], ".0f", 1e6),
+                number(row["gradient_difference"], ".1e"),
             )
         )
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
@@ -410,10 +411,6 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         if "left_out" in row:
             print(f"left out: {row['peer']}: {row['left_out']}")
-
-
-def _cell(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "-" if value is None else format(value * scale, form)
 
 
 def select(rows: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+
+from tools.grids import grids
 
 EXCHANGES = ("all_reduce_bor", "all_gather", "grid")
 SCHEMES = ("plain", "ours", "oracle")
@@ -75,32 +76,6 @@ def all_reduce_seconds(ranks: int, message_bytes: float, link: Link) -> float:
     if ranks == 1:
         return 0.0
     return ring_hops(ranks) * (link.hop_seconds + message_bytes / ranks / link.bytes_per_second)
-
-
-@cache
-def factorisations(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Every way to write `ranks` as a product of factors of at least 2, each with its factors descending."""
-
-    def split(rest: int, largest: int) -> list[tuple[int, ...]]:
-        if rest == 1:
-            return [()]
-        return [
-            (factor, *others)
-            for factor in range(min(rest, largest), 1, -1)
-            if rest % factor == 0
-            for others in split(rest // factor, factor)
-        ]
-
-    return tuple(split(ranks, ranks))
-
-
-def grids(ranks: int) -> list[tuple[int, ...]]:
-    """For each number of dimensions from two on the grid with the fewest hops."""
-    best: dict[int, tuple[int, ...]] = {}
-    for factors in factorisations(ranks):
-        if len(factors) > 1 and (len(factors) not in best or sum(factors) < sum(best[len(factors)])):
-            best[len(factors)] = factors
-    return [best[dimensions] for dimensions in sorted(best)]
 
 
 def grid_seconds(grid: Sequence[int], mask_bytes: float, exchange: Exchange, link: Link) -> float:

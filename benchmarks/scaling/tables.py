@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import figures
-import scaling
-import scaling_model as model
-import testbed
+from scaling import constants, model
+from tools import figures, harness, testbed
+from tools.tables import describe_header
 
 RANKS = tuple(2**k for k in range(1, 13))
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9)
@@ -26,7 +25,7 @@ class Predictions:
 
     def __init__(self, results: dict[str, Any]) -> None:
         self.results = results
-        self.link, self.exchanges, steps = scaling.constants(results)
+        self.link, self.exchanges, steps = constants.read(results)
         # The fewest ranks measured: on the testbed the others share cores, which ranks of their own do not.
         self.step_ranks = min(steps)
         self.step = steps[self.step_ranks]
@@ -199,7 +198,7 @@ def tables(p: Predictions) -> str:
         "the first two sections is extrapolated by the model of [docs/scaling.md](../../docs/scaling.md), which says",
         "what it leaves out. Ratios are to plain DDP's step; in brackets the oracle's. ddp_hooks agrees by the grid.",
         "",
-        figures.describe_header(p.results["fit"]["header"]),
+        describe_header(p.results["fit"]["header"]),
         "",
         *_constants(p),
         *_validation(p),
@@ -213,7 +212,7 @@ def tables(p: Predictions) -> str:
 
 def draw_steps(p: Predictions, path: Path) -> None:
     """ddp_hooks and the oracle against plain DDP over the world size, one panel for each rate."""
-    plt = figures._style()
+    plt = figures.pyplot()
     figure, axes = plt.subplots(1, len(RATES), figsize=(3.1 * len(RATES), 3.2), squeeze=False, sharey=True)
     shades = ("#1b263b", "#0b6e4f", "#e09f3e", "#c1440e", "#8d99ae")
     for axis, rate in zip(axes[0], RATES, strict=True):
@@ -227,14 +226,14 @@ def draw_steps(p: Predictions, path: Path) -> None:
         axis.set_xlabel("ranks")
         axis.set_ylim(0, None)
     axes[0][0].set_ylabel("step, of plain DDP's (dashed: oracle)")
-    figures._legend_below(figure, axes[0][0])
-    figures._save(figure, path)
+    figures.put_legend_below(figure, axes[0][0])
+    figures.save(figure, path)
     plt.close(figure)
 
 
 def draw_exchange(p: Predictions, path: Path) -> None:
     """What agreeing takes over the world size, and what backward hides of it."""
-    plt = figures._style()
+    plt = figures.pyplot()
     figure, axes = plt.subplots(1, len(PARAMETERS), figsize=(4.2 * len(PARAMETERS), 3.2), squeeze=False, sharey=True)
     colours = {"all_reduce_bor": "#c1440e", "all_gather": "#e09f3e", "grid": "#0b6e4f"}
     for axis, parameters in zip(axes[0], PARAMETERS, strict=True):
@@ -247,15 +246,15 @@ def draw_exchange(p: Predictions, path: Path) -> None:
         axis.set_title(f"{parameters:,} parameters, {RATES[0]}", loc="left")
         axis.set_xlabel("ranks")
     axes[0][0].set_ylabel("ms, not hidden")
-    figures._legend_below(figure, axes[0][0])
-    figures._save(figure, path)
+    figures.put_legend_below(figure, axes[0][0])
+    figures.save(figure, path)
     plt.close(figure)
 
 
 def write(name: str, results: Path | None = None, out: Path | None = None) -> int:
     """Write SCALING.md and the figures from one JSON; print what each rate's table shows."""
-    source = (results or figures.HERE / "results") / f"{name}.json"
-    folder = out or figures.HERE / "figures"
+    source = (results or harness.RESULTS) / f"{name}.json"
+    folder = out or harness.FIGURES
     if not source.exists():
         print(f"no {source.name}; run scaling.py measure first")
         return 1

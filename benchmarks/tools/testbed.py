@@ -1,6 +1,6 @@
 """N hosts on one machine, joined by links of a chosen rate; runs one rank on each and brings everything home.
 
-    python benchmarks/testbed.py --hosts 2 --rate 1gbit -- script.py --its arguments
+    python benchmarks/tools/testbed.py --hosts 2 --rate 1gbit -- script.py --its arguments
 
 A host is a network namespace with one interface, eth0: a veth whose other end is a port of a bridge, which has a
 namespace of its own, so that nothing here touches the machine's own network. Both ends of each link are shaped with

@@ -1,4 +1,4 @@
-// Times csrc/usage_mask and csrc/wire_plan by themselves, without Python: their operations take nanoseconds, and a call
+// Times csrc/layout/usage_mask and csrc/wire/wire_plan by themselves, without Python: their operations take nanoseconds, and a call
 // through a binding takes longer than most of them. micro.py compiles and runs this; every line printed is a JSON row
 // with the seconds of one call in each round, beside those of a baseline measured in the same round.
 #include <chrono>
@@ -11,9 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "../csrc/layout/hash.h"
-#include "../csrc/layout/usage_mask.h"
-#include "../csrc/wire/wire_plan.h"
+#include "layout/hash.h"
+#include "layout/usage_mask.h"
+#include "wire/plan_cache.h"
+#include "wire/wire_plan.h"
 
 using namespace ddp_hooks;
 

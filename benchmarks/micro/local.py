@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import harness
+from tools import harness
 
 # Bytes of a message; from what fits into the first cache to what fits into none.
 COPY_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
@@ -30,14 +30,18 @@ def run_compiled(part: str, rounds: int) -> list[dict[str, Any]]:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError("expected a C++ compiler, the one that builds the extension: g++, clang++ or $CXX")
+    csrc = harness.ROOT / "csrc"
     sources = [
-        harness.HERE / "mask_and_plan.cpp",
-        *(harness.ROOT / "csrc" / f"{n}.cpp" for n in ("usage_mask", "wire_plan")),
+        Path(__file__).parent / "mask_and_plan.cpp",
+        *(
+            csrc / f"{name}.cpp"
+            for name in ("layout/usage_mask", "layout/bucket_layout", "wire/wire_plan", "wire/plan_cache")
+        ),
     ]
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "mask_and_plan"
         for argv in (
-            [compiler, "-std=c++20", "-O3", *map(str, sources), "-o", str(program)],
+            [compiler, "-std=c++20", "-O3", f"-I{csrc}", *map(str, sources), "-o", str(program)],
             [str(program), part, str(rounds)],
         ):
             done = subprocess.run(argv, capture_output=True, text=True)

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import harness
-import testbed
-from scaling_model import grids
+from tools import harness, testbed
+from tools.grids import grids
 
 PARAMETERS = (100, 1_000, 10_000, 100_000)
 BASELINE = "all_reduce_bor"
@@ -142,12 +141,12 @@ def registration_rank(rounds: int) -> None:
     """
     import torch
     import torch.distributed as dist
-    from peers import max_difference
     from torch import nn
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
 
     import ddp_hooks
+    from tools.peers import max_difference
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from workloads import Workload
+
+from tools.workloads import Workload
 
 BASELINE = "plain"
 ORACLE = "oracle"

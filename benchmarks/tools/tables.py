@@ -1,0 +1,44 @@
+"""How numbers, rows and headers are written in tables and on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def number(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "-" if value is None else format(value * scale, form)
+
+
+def describe_header(header: dict[str, Any]) -> str:
+    dirty = " with uncommitted changes" if header["has_uncommitted_changes"] else ""
+    return (
+        f"`{header['command']}`, commit {header['commit']}{dirty}, torch {header['torch']}, Python {header['python']}, "
+        f"{header['backend']}, {header['cores']} cores of {header['cpu']}, {header['date']}."
+    )
+
+
+def plain_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Any rows: the fields that they share, quartiles by their median."""
+    if not rows:
+        return ""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["| " + " | ".join(key.replace("_", " ") for key in keys) + " |", "|" + "---|" * len(keys)]
+    lines += ["| " + " | ".join(plain_cell(key, row.get(key)) for key in keys) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def plain_cell(key: str, value: Any) -> str:
+    """Seconds, told by the field's name, in the unit that suits them; other numbers as they are."""
+    if isinstance(value, dict) and "median" in value:
+        values = [value["median"], value["q1"], value["q3"]]
+    elif isinstance(value, float):
+        values = [value]
+    else:
+        return "" if value is None else str(value).replace("|", "/")
+    unit, scale = "", 1.0
+    if "seconds" in key:
+        size = max(map(abs, values))
+        unit, scale = (" ns", 1e9) if size < 1e-6 else (" us", 1e6) if size < 1e-2 else (" ms", 1e3)
+    median, *ends = (f"{float(f'{v * scale:.4g}'):g}" for v in values)
+    return f"{median}{unit} ({' to '.join(ends)})" if ends else f"{median}{unit}"
