@@ -20,14 +20,15 @@ void average_alike(c10d::Backend& group, const std::vector<LateGradient>& gradie
                    LateMessages& sent) {
   std::vector<at::Tensor> parts;
   std::vector<double> flags;
-  for (const auto& [parameter, contributes] : gradients) {
+  for (const auto& [parameter, used] : gradients) {
+    const bool has_gradient = wait && parameter.grad().defined();
     TORCH_CHECK(
-        !contributes || !parameter.grad().is_sparse(),
+        !has_gradient || !parameter.grad().is_sparse(),
         "ddp_hooks: expected dense gradients of parameters that were thawed after ddp_hooks.rebuild(), received "
         "a sparse one; call ddp_hooks.rebuild(ddp) after thawing");
-    const at::Tensor gradient = contributes ? parameter.grad() * factor : at::zeros_like(parameter);
+    const at::Tensor gradient = has_gradient ? parameter.grad() * factor : at::zeros_like(parameter);
     parts.push_back(as_real(gradient.contiguous()).reshape({-1}));
-    flags.push_back(contributes ? 1.0 : 0.0);
+    flags.push_back(used ? 1.0 : 0.0);
   }
   // By way of doubles, because not every dtype of a gradient can be filled from numbers.
   parts.push_back(at::tensor(flags, at::kDouble).to(parts.front().options()));

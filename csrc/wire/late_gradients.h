@@ -16,7 +16,7 @@ namespace ddp_hooks {
 
 struct LateGradient {
   at::Tensor parameter;
-  bool contributes;  // its .grad is one of this step, and defined
+  bool used;  // it got a gradient here in this step
 };
 
 // What was handed to the group.
@@ -26,8 +26,9 @@ struct LateMessages {
   int64_t flag_bytes = 0;
 };
 
-// Averages gradients over the ranks of `group`: what a rank does not contribute counts as zeros. With `wait`, it waits
-// for the result and writes it to every .grad; otherwise they stay as they are.
+// Averages over the ranks of `group` the gradients that some rank used; a rank that did not brings what its .grad
+// holds, as in DDP, or zeros. It waits for the result and writes it to every .grad. Without `wait`, on a rank that has
+// joined, it brings zeros and leaves every .grad as it is.
 LateMessages average_late_gradients(c10d::Backend& group, const std::vector<LateGradient>& gradients, double factor,
                                     bool wait);
 
