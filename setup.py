@@ -2,6 +2,9 @@
 
 The CUDA kernels are compiled when torch has CUDA and nvcc is found; no GPU is needed for that.
 
+The extension runs with the very torch that it was compiled against. So what is built requires that torch, and says so
+in its version: 0.1.0+pt213cpu. The source distribution, which is compiled later, requires a range of them.
+
 Environment:
     DDP_HOOKS_CUDA        1: compile the CUDA kernels or fail; 0: leave them out; unset: where it is possible.
     DDP_HOOKS_WERROR=1    treat compiler warnings as errors (CI does).
@@ -24,9 +27,27 @@ import sys
 from pathlib import Path
 
 import setuptools
-import torch
+
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit(
+        "ddp_hooks: expected torch where this is built, found none. The extension runs only with the torch that it was "
+        "compiled against: install that one first, and then build beside it, with `pip install --no-build-isolation`"
+    )
 
 ROOT = Path(__file__).parent
+SUPPORTED_TORCH = "torch>=2.11,<2.14"
+# What needs torch's headers is compiled a few rooms at a time, because reading them takes most of the time: as long as
+# all that stands in csrc/. Patterns in csrc/; every other file is compiled by itself.
+COMPILED_AS_ONE = {
+    "reducer": ["reducer/*.cpp"],
+    "agreement": ["agreement/*.cpp"],
+    "wire": ["values/*.cpp", "wire/*.cpp"],
+    "engine": ["engine/*.cpp"],
+    "bindings_of_kernels": [f"bindings/{room}.cpp" for room in ("kernels", "layout", "values", "wire")],
+    "bindings_of_engine": [f"bindings/{room}.cpp" for room in ("agreement", "reducer", "reducer_probes", "engine")],
+}
 # Kernel parameters by value in constant memory (__grid_constant__) begin with this one.
 OLDEST_ARCHITECTURE = (7, 0)
 SANITIZERS = ("", "address,undefined", "thread")
@@ -106,9 +127,51 @@ def sanitizer_flags() -> tuple[list[str], list[str]]:
 
 def write_build_info() -> None:
     """Record the torch that is compiled against, for the check in ddp_hooks/_extension.py."""
-    (ROOT / "ddp_hooks" / "_build_info.py").write_text(
-        f'"""Written by setup.py: what the extension was built against."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
+    lines = (
+        '"""Written by setup.py: what the extension was built against."""\n',
+        f'TORCH_VERSION = "{torch.__version__}"',
+        f'TORCH_COMMIT = "{torch.version.git_version}"',
+        f"TORCH_CUDA = {torch.version.cuda!r}",
     )
+    (ROOT / "ddp_hooks" / "_build_info.py").write_text("\n".join(lines) + "\n")
+
+
+def version() -> str:
+    """Return the package's version, which stands in ddp_hooks/_version.py."""
+    return re.search(r'__version__ = "(.+)"', (ROOT / "ddp_hooks" / "_version.py").read_text())[1]
+
+
+def built_version() -> str:
+    """Return the version of what is built: with the torch that it runs with, as in 0.1.0+pt213cpu or +pt211cu130."""
+    major, minor = torch.__version__.split(".")[:2]
+    platform = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
+    return f"{version()}+pt{major}{minor}{platform}"
+
+
+def check_compiler() -> None:
+    """Stop with one sentence where there is no C++ compiler."""
+    names = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    if not any(shutil.which(name) for name in names):
+        sys.exit(f"ddp_hooks: expected a C++20 compiler, found no {' or '.join(names)}: install g++, or set CXX to one")
+
+
+def sources() -> list[str]:
+    """List what is compiled, relative to here; writes the files that take in others."""
+    csrc = ROOT / "csrc"
+    suffixes = [".cpp", *([".cu"] if WITH_CUDA else [])]
+    alone = {path for path in csrc.rglob("*") if path.suffix in suffixes}
+    joined = []
+    for name, patterns in COMPILED_AS_ONE.items():
+        parts = [path for pattern in patterns for path in sorted(csrc.glob(pattern))]
+        alone.difference_update(parts)
+        path = ROOT / "build" / "joined" / f"{name}.cpp"
+        text = "".join(f'#include "{part.relative_to(csrc).as_posix()}"\n' for part in parts)
+        # Left alone where nothing changes, so that nothing is compiled anew.
+        if not path.exists() or path.read_text() != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        joined.append(path)
+    return [str(path.relative_to(ROOT)) for path in [*joined, *sorted(alone)]]
 
 
 def planted_defects() -> list[setuptools.Extension]:
@@ -126,8 +189,6 @@ def planted_defects() -> list[setuptools.Extension]:
 
 def extension() -> setuptools.Extension:
     """Describe the extension `ddp_hooks._C`."""
-    suffixes = [".cpp", *([".cu"] if WITH_CUDA else [])]
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
     warnings_are_errors = os.environ.get("DDP_HOOKS_WERROR") == "1"
     cxx = ["-std=c++20", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"]
     nvcc = ["-std=c++20", "-O3", "-Xcompiler", "-fvisibility=hidden,-Wall,-Wextra"]
@@ -150,7 +211,7 @@ def extension() -> setuptools.Extension:
     # Of CUDA only its runtime is linked: streams, events and memory are torch's.
     return setuptools.Extension(
         "ddp_hooks._C",
-        sources,
+        sources(),
         include_dirs=[str(ROOT / "csrc")],
         library_dirs=cpp_extension.library_paths("cuda" if WITH_CUDA else "cpu"),
         libraries=["c10", "torch", "torch_cpu", "torch_python"] + (["cudart"] if WITH_CUDA else []),
@@ -160,8 +221,24 @@ def extension() -> setuptools.Extension:
     )
 
 
-write_build_info()
-setuptools.setup(
-    ext_modules=[extension(), *planted_defects()],
-    cmdclass={"build_ext": cpp_extension.BuildExtension},
-)
+class Build(cpp_extension.BuildExtension):
+    """Says what it is doing, because it takes a minute or two."""
+
+    def build_extensions(self) -> None:
+        kernels = f"CUDA {torch.version.cuda}" if WITH_CUDA else "the CPU"
+        print(f"ddp_hooks: compiling for torch {torch.__version__} and {kernels}; a minute or two", flush=True)
+        super().build_extensions()
+
+
+if {"sdist", "egg_info"} & set(sys.argv):
+    # To be compiled by somebody else, or asked what it is.
+    setuptools.setup(version=version(), install_requires=[SUPPORTED_TORCH])
+else:
+    check_compiler()
+    write_build_info()
+    setuptools.setup(
+        version=built_version(),
+        install_requires=[f"torch=={torch.__version__.split('+')[0]}"],
+        ext_modules=[extension(), *planted_defects()],
+        cmdclass={"build_ext": Build},
+    )

@@ -1,4 +1,4 @@
-# What csrc/bindings.cpp shows to Python. Offsets, lengths and numels are in elements.
+# What csrc/bindings/ shows to Python. Offsets, lengths and numels are in elements.
 
 from collections.abc import Callable, Sequence
 from enum import Enum

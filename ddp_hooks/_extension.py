@@ -21,7 +21,8 @@ def load() -> types.ModuleType:
     """Import ``ddp_hooks._C`` and check that it was built for the installed torch.
 
     The extension reads the inside of DDP's Reducer, whose layout changes between torch versions, so it runs only with
-    the very version that it was compiled against.
+    the very version that it was compiled against. Its local part (``+cpu``, ``+cu130``) may differ only in name: the
+    same commit of torch, with the same CUDA or without. With another CUDA the headers choose other members.
 
     Returns:
         The compiled module.
@@ -37,7 +38,7 @@ def load() -> types.ModuleType:
     if torch_version is None:
         raise ImportError("ddp_hooks needs torch, which is not installed for this Python: `pip install torch`.")
     # Asked first, because a torch of another ABI makes the import itself fail with a linker's message.
-    if torch_version != built_for:
+    if torch_version != built_for and not _is_same_torch():
         raise ImportError(
             f"ddp_hooks was built for torch {built_for}, but torch {torch_version} is installed. {_REBUILD}"
         )
@@ -83,6 +84,15 @@ def _built_for() -> str | None:
     except ModuleNotFoundError:
         return None
     return version
+
+
+def _is_same_torch() -> bool:
+    import torch
+
+    info = importlib.import_module(f"{__package__}._build_info")
+    same_release = info.TORCH_VERSION.split("+")[0] == str(torch.__version__).split("+")[0]
+    commit, cuda = getattr(info, "TORCH_COMMIT", None), getattr(info, "TORCH_CUDA", None)
+    return same_release and commit == torch.version.git_version and cuda == torch.version.cuda
 
 
 def _torch_version() -> str | None:

@@ -648,7 +648,7 @@ def test_what_is_read_of_the_reducer_is_probed_and_listed() -> None:
 def test_what_is_read_of_buckets_is_probed() -> None:
     source = (ROOT / "csrc" / "reducer_view.cpp").read_text()
     read = set(re.findall(r"\bbucket\.(\w+)", source))
-    probed = set(re.findall(r'entry\["(\w+)"\]', (ROOT / "csrc" / "probe_bindings.cpp").read_text()))
+    probed = set(re.findall(r'entry\["(\w+)"\]', (ROOT / "csrc" / "bindings" / "reducer_probes.cpp").read_text()))
     assert len(read) > 4
     assert read <= probed
 

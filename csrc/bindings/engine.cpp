@@ -1,6 +1,6 @@
 #include "engine/engine.h"
 
-#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/Export.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -15,10 +15,13 @@
 
 namespace py = pybind11;
 
+// As in torch/csrc/jit/python/pybind_utils.h, which takes longer to compile than all the rest of this.
+namespace torch::jit {
+TORCH_PYTHON_API py::object toPyObject(c10::IValue value);
+}
+
 namespace ddp_hooks {
 namespace {
-
-using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;
 
 // What DDP takes from a hook that it calls through Python: a Python object, here always a tensor. (The holder that
 // torch has for this links to symbols that its libraries do not export.)
@@ -43,8 +46,9 @@ class TensorObject : public c10::ivalue::PyObjectHolder {
   PyObject* object_;
 };
 
-PythonFuture to_python(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
-  return std::make_shared<torch::jit::PythonFutureWrapper>(future->then(
+// A torch.futures.Future.
+py::object to_python(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
+  return torch::jit::toPyObject(future->then(
       [](c10::ivalue::Future& done) -> c10::IValue {
         return c10::IValue(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
             c10::make_intrusive<TensorObject>(done.value().toTensor())));
@@ -53,7 +57,7 @@ PythonFuture to_python(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
 }
 
 // A failed future is how a hook reports an error; raising would leave the Reducer unusable.
-PythonFuture failed_future(const std::string& message) {
+py::object failed_future(const std::string& message) {
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
   future->setError(std::make_exception_ptr(std::runtime_error(message)));
   return to_python(future);
