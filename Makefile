@@ -3,6 +3,7 @@
 # make test-asan, make test-tsan  build with sanitizers, elsewhere, and run every test on that build
 # make fuzz   an hour of random programs, with plain DDP and with the hook; FUZZ_OPTIONS='--seeds 0:5000' or others
 # make check  the linters
+# make wheel   a source distribution and a wheel in dist/; make wheels one for each of TORCH_VERSIONS
 # make cuda-compile  compile the CUDA kernels alone: no GPU and no torch with CUDA needed, only nvcc
 # make clean  remove what was built
 #
@@ -17,7 +18,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-asan test-tsan fuzz check format build wheel install-wheel cuda-compile clean
+.PHONY: demo test test-asan test-tsan fuzz check format build wheel wheels install-wheel cuda-compile clean
 
 demo: build
 	$(BIN)/python -m ddp_hooks demo $(DEMO_OPTIONS)
@@ -51,12 +52,25 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
 	touch $@
 
+# From the source distribution, so that what is in that is enough.
+DIST ?= dist
 wheel: $(STAMP)
-	rm -rf dist
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf $(DIST)
+	$(BIN)/python setup.py --quiet sdist --dist-dir $(DIST)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(DIST) \
+	  $(DIST)/*.tar.gz
 
 install-wheel: wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.whl
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall $(DIST)/*.whl
+
+# One for each torch, in dist/; each in an environment of its own, because a wheel runs with the torch it was built for.
+TORCH_VERSIONS ?= 2.11.0 2.12.0 2.13.0
+wheels:
+	for version in $(TORCH_VERSIONS); do \
+	  $(MAKE) wheel VENV=build/venv-$$version TORCH=torch==$$version DIST=build/dist-$$version || exit 1; \
+	done
+	mkdir -p dist
+	cp build/dist-*/* dist/
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """The CUDA kernels' indexing, played on the CPU: tables, chunks, lanes and words, with every access checked.
 
-The code that runs here is the code that the kernels run (csrc/kernels/cuda/slice_table.h, lanes.h); what a GPU adds is tested
-in test_cuda_kernels.py. An access that is not aligned, out of bounds, or writes a byte twice raises by itself.
+The code that runs here is the code that the kernels run (csrc/kernels/cuda/slice_table.h, lanes.h); what a GPU adds is
+tested in test_cuda_kernels.py. An access that is not aligned, out of bounds, or writes a byte twice raises by itself.
 """
 
 from __future__ import annotations

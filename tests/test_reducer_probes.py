@@ -638,7 +638,7 @@ def listed_under(heading: str) -> set[str]:
 
 
 def test_what_is_read_of_the_reducer_is_probed_and_listed() -> None:
-    source = (ROOT / "csrc" / "reducer_view.cpp").read_text()
+    source = (ROOT / "csrc" / "reducer" / "reducer_view.cpp").read_text()
     read = set(re.findall(r"&(?:Members|Scope)::(\w+_)\b", source))
     assert len(read) > 15
     assert set(REDUCER_PROBES) == read
@@ -646,7 +646,7 @@ def test_what_is_read_of_the_reducer_is_probed_and_listed() -> None:
 
 
 def test_what_is_read_of_buckets_is_probed() -> None:
-    source = (ROOT / "csrc" / "reducer_view.cpp").read_text()
+    source = (ROOT / "csrc" / "reducer" / "reducer_view.cpp").read_text()
     read = set(re.findall(r"\bbucket\.(\w+)", source))
     probed = set(re.findall(r'entry\["(\w+)"\]', (ROOT / "csrc" / "bindings" / "reducer_probes.cpp").read_text()))
     assert len(read) > 4

@@ -1,0 +1,80 @@
+"""What is distributed says the truth about itself: what it holds, what it requires, what it needs to be built."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddp_hooks
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_SECONDS = 300
+
+
+def run_setup(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "setup.py", "--quiet", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+
+
+def test_what_is_installed_requires_the_torch_it_was_built_for() -> None:
+    installed = importlib.metadata.distribution("ddp_hooks")
+    public, _, local = torch.__version__.partition("+")
+    assert f"torch=={public}" in (installed.requires or [])
+    major, minor = public.split(".")[:2]
+    platform = local or ("cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}")
+    assert installed.version == f"{ddp_hooks.__version__}+pt{major}{minor}{platform}"
+
+
+@pytest.fixture(scope="module")
+def source_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    done = run_setup("egg_info", "--egg-base", str(folder), "sdist", "--dist-dir", str(folder))
+    assert done.returncode == 0, done.stderr
+    return next(folder.glob("*.tar.gz"))
+
+
+def test_the_source_distribution_has_all_sources(source_distribution: Path) -> None:
+    assert source_distribution.name == f"ddp_hooks-{ddp_hooks.__version__}.tar.gz"
+    with tarfile.open(source_distribution) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        requirements = archive.extractfile(f"ddp_hooks-{ddp_hooks.__version__}/PKG-INFO")
+        assert requirements is not None
+        assert b"Requires-Dist: torch<2.14,>=2.11" in requirements.read()
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    sources |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "ddp_hooks").rglob("*.py*") if path.is_file()}
+    built = {name for name in sources if "__pycache__" in name or name.endswith("_build_info.py")}
+    assert sources - built <= names, sorted(sources - built - names)
+    assert not built & names
+    assert not [name for name in names if name.endswith(".so") or name.startswith("build/")]
+
+
+def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    done = run_setup("bdist_wheel", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.strip().startswith("ddp_hooks: expected torch where this is built, found none.")
+    assert "--no-build-isolation" in done.stderr
+    # With isolation pip installs what is named there, and torch would be gigabytes.
+    assert '"torch' not in (ROOT / "pyproject.toml").read_text().split("[project]")[0]
+
+
+def test_without_a_compiler_it_says_which() -> None:
+    done = run_setup("bdist_wheel", CXX="/nowhere/g++")
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith(
+        "ddp_hooks: expected a C++20 compiler, found no /nowhere/g++: install g++, or set CXX to one"
+    )
