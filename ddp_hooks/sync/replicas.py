@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from . import _C
-from .agreement import RECORD_BYTES, describe_differences, exchange_records, gather_tensor, refuse, resolve_group
+from .. import _C
+from ..agreement import RECORD_BYTES, describe_differences, exchange_records, gather_tensor, refuse, resolve_group
+from ..wording import check_flag, short
 from .messages import BroadcastMessage, cut, run, split
 from .tensors import (
     NamedTensor,
@@ -28,7 +29,6 @@ from .tensors import (
     read_tensors,
     unwrap,
 )
-from .wording import check_flag, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,10 +304,10 @@ class _ComparisonMessage(BroadcastMessage):
         super().__init__(tensors, src, group)
         self.max_abs_differences = [0.0] * len(tensors)
 
-    def _receive(self, staging: torch.Tensor) -> None:
-        if self._sends:
+    def receive(self, staging: torch.Tensor) -> None:
+        if self.sends:
             return
-        for i, (own, reference) in enumerate(zip(self._tensors, cut(staging, self._tensors), strict=True)):
+        for i, (own, reference) in enumerate(zip(self.tensors, cut(staging, self.tensors), strict=True)):
             self.max_abs_differences[i] = _max_abs_difference(own, reference)
 
 
