@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _extension
 from .hooks import SkipUnusedState, registered_state
 from .parameters import Selector, select
-from .registration import Proposal, find_ddp
+from .registration import find_ddp
 from .wording import check_fields, check_flag, check_int, short
 
 _C = _extension.load()
@@ -228,8 +228,9 @@ def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None
             "a forward pass waits for its backward pass, which the new Reducer would not know; run it first, drop the "
             "outputs, or run such forward passes under torch.no_grad()"
         )
-    mine = Proposal({"find_unused_parameters": short(search)}, problem, sorted(trainable_here))
-    trainable = set().union(*state._agree_between_steps("rebuild", mine, error))
+    description = {"find_unused_parameters": short(search)}
+    everyone = state._agree_between_steps("rebuild", description, problem, sorted(trainable_here), error)
+    trainable = set().union(*everyone)
     if not trainable:
         raise RuntimeError(
             "rebuild: expected a parameter that requires a gradient, received a module that is frozen on every rank; "

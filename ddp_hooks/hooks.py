@@ -16,20 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from . import _extension
+from .agreement import settle
+from .control_groups import ControlGroups, new_name, open_control_groups
 from .parameters import ParameterIndex, Selector
 from .policies import PRESETS, Policy, resolve
-from .registration import (
-    ControlGroups,
-    Proposal,
-    agree,
-    check,
-    describe,
-    find_ddp,
-    gather,
-    new_name,
-    open_control_groups,
-    why_unsupported,
-)
+from .registration import describe, find_ddp, propose, why_unsupported
 from .statistics import ParameterUsage, Statistics
 from .wording import check_fields, short
 
@@ -133,7 +124,8 @@ class SkipUnusedState:
         # A module that is refused may lack what is described.
         description = {} if problem else {_REGISTERED: "no", **describe(resolved, ddp, *_parameters_of(ddp))}
         sharable = _groups_to_share(ddp)
-        offers = agree(ddp, function, Proposal(description, problem, (new_name(), tuple(sharable))), bad_policy)
+        offer = (new_name(), tuple(sharable))
+        offers = settle(function, propose(ddp, function, description, problem, offer), bad_policy)
         shared = set(sharable).intersection(*(names for _, names in offers))
         groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
         before = _serving.get(ddp)
@@ -165,7 +157,7 @@ class SkipUnusedState:
                 f"{resolved.name!r}; call state.set_policy() on every rank to change it, or state.close() first"
             )
         description = {_REGISTERED: "yes", **describe(resolved, ddp, *_parameters_of(ddp))}
-        agree(ddp, "register", Proposal(description, problem, ("", ())), error)
+        settle("register", propose(ddp, "register", description, problem, ("", ())), error)
 
     def _start_engine(self, ddp: DistributedDataParallel) -> None:
         self._engine = self._make_engine(ddp)
@@ -241,13 +233,21 @@ class SkipUnusedState:
             dist._register_comm_hook(ddp.reducer, self, skip_unused_hook)  # type: ignore[attr-defined]
         self._declare()
 
-    def _agree_between_steps(self, function: str, mine: Proposal, error: Exception | None = None) -> list[Any]:
-        """Like :func:`agree`, and bring the control groups to the same point: a failed pass may have used them here."""
+    def _agree_between_steps(
+        self,
+        function: str,
+        description: dict[str, str],
+        problem: str | None,
+        own: object = None,
+        error: Exception | None = None,
+    ) -> list[Any]:
+        """Agree, and bring the control groups to the same point: a failed pass may have used them here."""
         ddp = self._require_module()
-        answers = gather(ddp, function, (mine.to_dict(), self._engine.has_early_exchange()))
-        if any(pending for _, pending in answers):
+        both = (self._engine.has_early_exchange(), own)
+        proposals = propose(ddp, function, description, problem, both)
+        if any(pending for pending, _ in (each.own for each in proposals)):
             self._engine.finish_early_exchange()
-        return check(function, [proposal for proposal, _ in answers], error)
+        return [theirs for _, theirs in settle(function, proposals, error)]
 
     def _rebuild(self) -> None:
         from .freezing import rebuild
@@ -308,7 +308,7 @@ class SkipUnusedState:
         if problem is None and _C.reducer_is_in_backward(ddp.reducer):
             problem = "a backward pass is under way; call it between two steps"
         description = describe(policy, ddp, *_parameters_of(ddp))
-        self._agree_between_steps(function, Proposal(description, problem), error)
+        self._agree_between_steps(function, description, problem, error=error)
         self._engine.configure(_engine_settings(policy, description))
         self._policy = policy
 

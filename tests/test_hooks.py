@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import register
 
 import ddp_hooks
-from ddp_hooks import hooks, registration
+from ddp_hooks import control_groups, hooks
 
 # Probes soon and often, so that a few steps see the values detector at work.
 EAGER_AUTO = ddp_hooks.Policy("eager_auto", values="adaptive", first_pause_steps=1, longest_pause_steps=2, hold_steps=1)
@@ -164,12 +164,12 @@ def test_collectives_are_counted() -> None:
     ],
 )
 def test_grid(ranks: int, axes: list[int]) -> None:
-    assert registration.grid(ranks, 4) == axes
+    assert control_groups.grid(ranks, 4) == axes
 
 
 def exchange_on_a_grid(rank: int) -> None:
     """Four ranks as two times two: what one rank uses reaches those on neither of its axes."""
-    registration.LARGEST_AXIS = 2
+    control_groups.LARGEST_AXIS = 2
     ddp = wrapped()
     state = ddp_hooks.register(ddp, "skip_zeros")
     plain = wrapped()
@@ -618,11 +618,11 @@ def test_collectives_in_backward(policy: str | ddp_hooks.Policy, native: bool) -
 
 def collectives_in_backward_on_a_grid(rank: int, policy: str | ddp_hooks.Policy) -> None:
     """The later axes of a grid, too, must not need anybody to wait for the exchange."""
-    registration.LARGEST_AXIS = 2
+    control_groups.LARGEST_AXIS = 2
     try:
         collectives_in_backward(rank, policy, True)
     finally:
-        registration.LARGEST_AXIS = 4
+        control_groups.LARGEST_AXIS = 4
 
 
 @pytest.mark.parametrize("policy", ["skip_unused", "skip_zeros"])

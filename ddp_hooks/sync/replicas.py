@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..agreement import RECORD_BYTES, describe_differences, exchange_records, gather_tensor, refuse, resolve_group
+from ..agreement import RECORD_BYTES, describe_differences, exchange_records, refuse
+from ..groups import gather_tensor, resolve_group
 from ..wording import check_flag, short
 from .messages import BroadcastMessage, cut, run, split
 from .tensors import (
@@ -259,7 +260,7 @@ def _combine(digests: torch.Tensor) -> list[int]:
 
 
 def _common(
-    tensors: Sequence[NamedTensor], digests: torch.Tensor, layouts: Sequence[dict[str, str]]
+    tensors: Sequence[NamedTensor], digests: torch.Tensor, layouts: Sequence[Mapping[str, str]]
 ) -> tuple[list[NamedTensor], torch.Tensor]:
     """Keep the tensors that every rank describes alike, in an order that is the same on every rank."""
     positions = {named.label: i for i, named in enumerate(tensors)}

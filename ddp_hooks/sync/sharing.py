@@ -18,7 +18,8 @@ import torch.multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..absentees import naming_absent_ranks
-from ..agreement import agree, gather_objects, refuse, resolve_group
+from ..agreement import agree, refuse
+from ..groups import gather_objects, resolve_group
 from ..wording import short
 from .messages import MESSAGE_BYTES, BroadcastMessage, run, split
 from .tensors import NamedTensor, check_writable, describe_layout, named_buffers, named_parameters, unwrap
