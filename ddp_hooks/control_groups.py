@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,13 @@ _C = _extension.load()
 # nothing hides took about 0.8 of one gather's time on 8 ranks and 0.6 on 16; axes of 2 took a tenth less for twice the
 # groups (benchmarks/results/micro_exchange_many.json).
 LARGEST_AXIS = 4
+
+
+@atexit.register
+def _keep_groups() -> None:
+    # Groups that close while the interpreter is being taken down would wait for threads that cannot end any more.
+    _C.keep_groups_from_now_on()
+    _C.wait_until_groups_are_gone(2.0)
 
 
 @dataclass(frozen=True, slots=True)

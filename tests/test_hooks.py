@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import register
 
 import ddp_hooks
-from ddp_hooks import control_groups, hooks
+from ddp_hooks import control_groups
+from ddp_hooks.engine_settings import engine_settings
 
 # Probes soon and often, so that a few steps see the values detector at work.
 EAGER_AUTO = ddp_hooks.Policy("eager_auto", values="adaptive", first_pause_steps=1, longest_pause_steps=2, hold_steps=1)
@@ -186,7 +187,7 @@ def exchange_on_a_grid(rank: int) -> None:
     # In each step the graph's mask and the one bucket's, six header words and one of bits, along two axes.
     assert (state.stats().exchanges, state.stats().mask_bytes) == (6 * 2, 6 * 2 * 7 * 8 * 2)
     if rank == 3:
-        state._engine.configure(hooks._engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}))
+        state._service.engine.configure(engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}))
     assert "rank 3: exchange 12" in error_of(lambda: run_step(ddp, 0))
 
 
@@ -484,7 +485,7 @@ def drifting_ranks(rank: int) -> None:
     if rank == 1:
         other = ddp_hooks.Policy("other")
         description = {"policy": repr(other)}
-        state._engine.configure(hooks._engine_settings(other, description))
+        state._service.engine.configure(engine_settings(other, description))
     message = error_of(lambda: run_step(ddp, 0))
     assert "the ranks drifted apart" in message
     assert "rank 0: exchange 1" in message
