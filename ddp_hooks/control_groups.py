@@ -36,7 +36,7 @@ class ControlGroups:
     """The small gloo groups that masks are exchanged over, beside whatever group gradients travel on.
 
     They are nobody else's: torch.distributed does not list them, so the names of other groups do not depend on them,
-    nor theirs on how many groups a rank is in. They close when the last state that serves a module over them lets go.
+    nor theirs on how many groups a rank is in. They close when the last service over them lets go.
     """
 
     name: str
