@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_hooks
-from ddp_hooks import _C, messages
+from ddp_hooks import _C, sync
 from tools import harness, testbed
 
 LARGE_TENSORS = 500
@@ -72,7 +72,7 @@ class Floor:
     """A collective on a flat tensor, and beside it the copies between tensors and staging buffers."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._parts = messages.split(tensors)
+        self._parts = sync.messages.split(tensors)
         length = max(sum(tensor.numel() for tensor in part) for part in self._parts)
         self._staging = [torch.zeros(length), torch.zeros(length)]
 

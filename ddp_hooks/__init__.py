@@ -26,15 +26,25 @@ except ImportError as _error:
 from ._version import __version__
 from .absentees import RanksAbsentError
 from .agreement import RanksDisagreeError
-from .averagers import PeriodicModelAverager
-from .buffers import BufferStatistics, BufferSync
 from .freezing import FreezeSchedule, freeze, rebuild, unfreeze
 from .hooks import SkipUnusedState, register, skip_unused_hook
 from .policies import PRESETS, Policy
-from .replicas import ReplicaReport, ReplicasDifferError, TensorDifference, verify_replicas
-from .sharing import SharedParameters, share_parameters
 from .statistics import ParameterUsage, Statistics
-from .sync import SyncReport, SyncWork, average_parameters, broadcast_parameters
+from .sync import (
+    BufferStatistics,
+    BufferSync,
+    PeriodicModelAverager,
+    ReplicaReport,
+    ReplicasDifferError,
+    SharedParameters,
+    SyncReport,
+    SyncWork,
+    TensorDifference,
+    average_parameters,
+    broadcast_parameters,
+    share_parameters,
+    verify_replicas,
+)
 
 __all__ = [
     "PRESETS",

@@ -1,9 +1,15 @@
-"""Agrees across ranks on what is about to be exchanged, before anything of it is.
+"""Agrees across ranks on what is about to be done, before anything of it is.
 
-Every rank gathers one small record of fixed size from every other: a digest of the call and its arguments, a digest of
-the tensors' names, dtypes and shapes, and a few words that the caller needs from everybody. When the digests agree, the
-collectives that follow match on all ranks by construction. When they do not, or when one rank refuses its input, every
-rank knows, the descriptions themselves are exchanged, and every rank raises: nobody waits for a collective that
+Each rank comes with a *proposal*: which function it calls, what has to be alike on every rank, why it cannot take part
+if it cannot, and what the others need to know besides. A proposal travels in two forms:
+
+1. as a *record* of fixed size, with which every function begins that all ranks have to call. It holds digests, whether
+   this rank refuses, and a few words of the caller's own. When the digests agree, the collectives that follow match on
+   all ranks by construction, and for tensors that is all there is to say.
+2. in *words*, after the records: because they differ, to say how; or because a function needs more from every rank than
+   a record holds, as those of the hook do.
+
+When something differs, or one rank refuses, every rank knows and every rank raises: nobody waits for a collective that
 somebody else never starts.
 """
 
@@ -13,13 +19,16 @@ import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .absentees import naming_absent_ranks
+from .groups import gather_objects, gather_tensor
 from .wording import short
+
+T = TypeVar("T")
 
 # A record: digest of the call (1 word), digest of the layout (2), whether this rank refuses (1), the caller's own (4).
 _OWN_WORDS = 4
@@ -34,6 +43,51 @@ class RanksDisagreeError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Proposal:
+    """What one rank is about to do, in words.
+
+    Attributes:
+        call: the function, and each of its arguments that has to be alike on all ranks.
+        description: what else every rank has to have in common, by a name for it.
+        problem: why this rank cannot take part, or None.
+        own: what else the others need to know, of the function's own.
+    """
+
+    call: tuple[str, ...]
+    description: Mapping[str, str]
+    problem: str | None = None
+    own: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, which other versions of this package can read, too."""
+        description = dict(self.description)
+        return {"call": list(self.call), "description": description, "problem": self.problem, "own": self.own}
+
+    @classmethod
+    def read(cls, function: str, rank: int, received: object) -> Proposal:
+        """Read what a rank sent.
+
+        Raises:
+            RanksDisagreeError: it is something else.
+        """
+        if isinstance(received, dict) and set(received) == {"call", "description", "problem", "own"}:
+            call, described, problem = received["call"], received["description"], received["problem"]
+            if (
+                isinstance(call, list)
+                and len(call) > 0
+                and all(isinstance(part, str) for part in call)
+                and isinstance(described, dict)
+                and all(isinstance(text, str) for item in described.items() for text in item)
+                and (problem is None or isinstance(problem, str))
+            ):
+                return cls(tuple(call), described, problem, received["own"])
+        raise RanksDisagreeError(
+            f"{function}: expected a description of the call from every rank, received {short(received)} from rank "
+            f"{rank}, which may run another version of ddp_hooks. Install the same one on every rank"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Agreement:
     """What every rank knows after :func:`exchange_records`.
 
@@ -43,77 +97,10 @@ class Agreement:
     """
 
     words: tuple[tuple[int, ...], ...]
-    layouts: tuple[dict[str, str], ...] | None
+    layouts: tuple[Mapping[str, str], ...] | None
 
 
-def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the process group to use, ``None`` being the default group.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialized.
-        TypeError: ``process_group`` is something else.
-        ValueError: this rank is not in ``process_group``, or it was destroyed.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "expected an initialized process group, found none; call torch.distributed.init_process_group first"
-        )
-    group: object = dist.group.WORLD if process_group is None else process_group
-    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("expected a process group that this rank is in; let only its members call")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"expected process_group to be a process group or None, received {short(group)}; of ranks make one with "
-            "torch.distributed.new_group(ranks), of a DeviceMesh pass .get_group()"
-        )
-    try:
-        rank = dist.get_rank(group)
-    except ValueError as error:
-        raise ValueError(
-            "expected a process group that is in use, received one that was destroyed; make it anew, or pass None for "
-            "the default group"
-        ) from error
-    if rank < 0:
-        raise ValueError("expected a process group that this rank is in; let only its members call")
-    return group
-
-
-def control_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device for small messages: the host where the group can, else the current accelerator.
-
-    As for torch's own object collectives, each rank has to have made a device of its own the current one
-    (``torch.cuda.set_device``).
-    """
-    if "cpu:" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-def gather_tensor(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
-    """Gather a small host tensor of the same dtype and shape from every rank.
-
-    Args:
-        group: the process group.
-        own: this rank's tensor, of any dtype the backend knows, on the host.
-
-    Returns:
-        A host tensor with one more dimension in front: the rank.
-    """
-    device = control_device(group)
-    flat = own.contiguous().reshape(-1).to(device)
-    gathered = torch.empty(dist.get_world_size(group), flat.numel(), dtype=flat.dtype, device=device)
-    dist.all_gather(list(gathered), flat, group=group)
-    return gathered.cpu().view(-1, *own.shape)
-
-
-def gather_objects(group: dist.ProcessGroup, own: object) -> list[object]:
-    """Gather a picklable object from every rank."""
-    gathered: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, own, group=group)
-    return gathered
+# --- records
 
 
 def _digest_words(lines: Sequence[str], count: int) -> tuple[int, ...]:
@@ -148,7 +135,7 @@ def exchange_records(
         RanksAbsentError: a rank did not call a function of this package within the group's timeout.
         Exception: ``refusal``, on the rank that refuses.
     """
-    call = [function, *(f"{name}={value!r}" for name, value in arguments.items())]
+    call = (function, *(f"{name}={value!r}" for name, value in arguments.items()))
     own = [
         *_digest_words(call, 1),
         *_digest_words([f"{label}: {description}" for label, description in layout.items()], 2),
@@ -163,37 +150,20 @@ def exchange_records(
         return Agreement(own_words, None)
 
     # From here on every rank knows that something is wrong, so a larger exchange is safe.
-    reason = None if refusal is None else f"{type(refusal).__name__}: {refusal}"[:_LONGEST_REASON]
-    everything = gather_objects(group, (call, reason, dict(layout)))
-    for rank, received in enumerate(everything):
-        if not _is_description(received):
-            raise RanksDisagreeError(
-                f"{function}: expected a description of the call from every rank, received {short(received)} from rank "
-                f"{rank}, which may run another version of ddp_hooks. Install the same one on every rank"
-            )
-    calls, reasons, layouts = zip(*everything, strict=True)
+    problem = None if refusal is None else f"{type(refusal).__name__}: {refusal}"[:_LONGEST_REASON]
+    proposals = _gather_proposals(group, function, Proposal(call, layout, problem))
     if refusal is not None:
         raise refusal
-    if any(reason is not None for reason in reasons):
-        lines = [f"rank {rank} refused: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-        raise RanksDisagreeError(_message(function, lines))
+    refused = [
+        f"rank {rank} refused: {each.problem}" for rank, each in enumerate(proposals) if each.problem is not None
+    ]
+    if refused:
+        raise RanksDisagreeError(_message(function, refused))
+    calls = [each.call for each in proposals]
     if any(other != calls[0] for other in calls):
-        raise RanksDisagreeError(_message(function, [f"{ranks} called {call}" for call, ranks in _by_value(calls)]))
-    return Agreement(own_words, layouts)
-
-
-def _is_description(received: object) -> bool:
-    if not isinstance(received, (tuple, list)) or len(received) != 3:
-        return False
-    call, reason, layout = received
-    return (
-        isinstance(call, (tuple, list))
-        and len(call) > 0
-        and all(isinstance(part, str) for part in call)
-        and (reason is None or isinstance(reason, str))
-        and isinstance(layout, dict)
-        and all(isinstance(text, str) for item in layout.items() for text in item)
-    )
+        lines = [f"{ranks} called {_readable(call)}" for call, ranks in _by_value(calls)]
+        raise RanksDisagreeError(_message(function, lines))
+    return Agreement(own_words, tuple(each.description for each in proposals))
 
 
 def agree(
@@ -224,6 +194,77 @@ def refuse(group: dist.ProcessGroup, function: str, reason: Exception) -> NoRetu
     raise AssertionError("unreachable: exchange_records raises the refusal")
 
 
+# --- in words
+
+
+def exchange_proposals(
+    group: dist.ProcessGroup,
+    function: str,
+    description: Mapping[str, str],
+    problem: str | None = None,
+    own: object = None,
+) -> list[Proposal]:
+    """Gather every rank's proposal, after a record that says which function this is; settle it afterwards.
+
+    Args:
+        group: the process group.
+        function: the public function that was called.
+        description: what every rank has to have in common, by a name for it.
+        problem: why this rank cannot take part, or None.
+        own: what else the others need to know; picklable.
+
+    Returns:
+        The proposals, by rank.
+
+    Raises:
+        RanksDisagreeError: another rank calls another function of this package, or runs another version of it.
+        RanksAbsentError: another rank calls none.
+    """
+    agree(group, function, {}, {})
+    return _gather_proposals(group, function, Proposal((function,), description, problem, own))
+
+
+def settle(function: str, proposals: Sequence[Proposal], error: Exception | None = None) -> list[Any]:
+    """Raise if any rank has a problem or describes itself differently; the same on every rank.
+
+    Args:
+        function: what every rank calls.
+        proposals: each rank's.
+        error: what to raise here if the problem is this rank's own.
+
+    Returns:
+        What each rank brought of its own, by rank.
+
+    Raises:
+        RuntimeError: with every rank's problem, or every difference.
+        Exception: ``error``, on the rank that has it.
+    """
+    problems = [each.problem for each in proposals]
+    if any(problem is not None for problem in problems):
+        if error is not None:
+            raise error
+        refused = [f"{ranks}: {problem}" for problem, ranks in _by_value(problems) if problem is not None]
+        raise RuntimeError(f"{function}: refused on every rank. {'; '.join(refused)}")
+    differences = []
+    for key in dict.fromkeys(key for each in proposals for key in each.description):
+        expected, *others = [each.description.get(key, "nothing") for each in proposals]
+        differences += [
+            f"{key}: expected {expected} as on rank 0, received {received} on rank {rank}"
+            for rank, received in enumerate(others, 1)
+            if received != expected
+        ]
+    if differences:
+        raise RuntimeError(
+            f"{function}: the ranks disagree: {'; '.join(differences)}. Pass the same module and policy on every rank"
+        )
+    return [each.own for each in proposals]
+
+
+def _gather_proposals(group: dist.ProcessGroup, function: str, own: Proposal) -> list[Proposal]:
+    received = gather_objects(group, own.to_dict())
+    return [Proposal.read(function, rank, each) for rank, each in enumerate(received)]
+
+
 def describe_differences(layouts: Sequence[Mapping[str, str]]) -> list[str]:
     """Say, one line for each tensor, how the ranks' names, dtypes and shapes differ."""
     labels = dict.fromkeys(label for layout in layouts for label in layout)
@@ -244,9 +285,9 @@ def describe_differences(layouts: Sequence[Mapping[str, str]]) -> list[str]:
     return lines
 
 
-def _by_value(values: Sequence[object]) -> list[tuple[object, str]]:
+def _by_value(values: Sequence[T]) -> list[tuple[T, str]]:
     """Group the ranks that hold equal values: ``[(value, "ranks 0, 2"), ...]``."""
-    groups: list[tuple[object, list[int]]] = []
+    groups: list[tuple[T, list[int]]] = []
     for rank, value in enumerate(values):
         for known, ranks in groups:
             if known == value:
@@ -255,17 +296,14 @@ def _by_value(values: Sequence[object]) -> list[tuple[object, str]]:
         else:
             groups.append((value, [rank]))
     return [
-        (_readable(value), f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}")
-        for value, ranks in groups
+        (value, f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}") for value, ranks in groups
     ]
 
 
-def _readable(value: object) -> object:
-    if not isinstance(value, list):
-        return value
+def _readable(call: Sequence[str]) -> str:
     # A weight for each of a thousand ranks says nothing in a sentence.
-    shown = [text if len(text) <= _LONGEST_ARGUMENT else f"{text[:_LONGEST_ARGUMENT]}..." for text in value[1:]]
-    return f"{value[0]}({', '.join(shown)})"
+    shown = [text if len(text) <= _LONGEST_ARGUMENT else f"{text[:_LONGEST_ARGUMENT]}..." for text in call[1:]]
+    return f"{call[0]}({', '.join(shown)})"
 
 
 def _message(function: str, lines: Sequence[str]) -> str:

@@ -10,13 +10,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _extension
-from .hooks import SkipUnusedState, registered_state
+from . import service
 from .parameters import Selector, select
-from .registration import Proposal, find_ddp
+from .registration import find_ddp
 from .wording import check_fields, check_flag, check_int, short
-
-_C = _extension.load()
 
 
 def freeze(
@@ -210,69 +207,7 @@ def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None
     Source:
         DDP makes its Reducer in the same way when it is unpickled (``DistributedDataParallel.__setstate__``).
     """
-    state = _state_of(ddp)
-    ddp = find_ddp(ddp, "rebuild")
-    model = ddp.module
-    named = {n: p for n, p in model.named_parameters() if n not in ddp.parameters_to_ignore}
-    trainable_here = {name for name, parameter in named.items() if parameter.requires_grad}
-    search = ddp.find_unused_parameters if find_unused_parameters is None else find_unused_parameters
-    problem: str | None = None
-    error: Exception | None = None
-    if not isinstance(search, bool):
-        error = TypeError(f"expected find_unused_parameters to be True, False or None, received {short(search)}")
-        problem = str(error)
-    elif _C.reducer_is_in_backward(ddp.reducer):
-        problem = "a backward pass is under way; call rebuild between two steps"
-    elif state._engine.awaits_backward():
-        problem = (
-            "a forward pass waits for its backward pass, which the new Reducer would not know; run it first, drop the "
-            "outputs, or run such forward passes under torch.no_grad()"
-        )
-    mine = Proposal({"find_unused_parameters": short(search)}, problem, sorted(trainable_here))
-    trainable = set().union(*state._agree_between_steps("rebuild", mine, error))
-    if not trainable:
-        raise RuntimeError(
-            "rebuild: expected a parameter that requires a gradient, received a module that is frozen on every rank; "
-            "DDP has nothing to do for it"
-        )
-    reduced = {id(parameter) for parameter in _C.reducer_parameters(ddp.reducer)}
-    if reduced == {id(named[name]) for name in trainable} and search == ddp.find_unused_parameters:
-        return False
-    for name, parameter in named.items():
-        if name not in trainable and parameter.grad is not None:
-            # It may be a view of a bucket, and would keep the bucket alive.
-            parameter.grad = parameter.grad.clone()
-        # DDP takes what requires a gradient here; what is trainable elsewhere belongs to it on every rank.
-        parameter.requires_grad_(name in trainable)
-    ddp.find_unused_parameters = search
-    _make_reducer(ddp)
-    for name, parameter in named.items():
-        parameter.requires_grad_(name in trainable_here)
-    state._replace_engine(ddp)
-    return True
-
-
-def _make_reducer(ddp: DistributedDataParallel) -> None:
-    # The old one goes first, so that its buckets are gone before the new ones come.
-    del ddp.reducer, ddp.logger
-    parameters, expect_sparse_gradient = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
-    names = ddp._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
-    ddp._ddp_init_helper(parameters, expect_sparse_gradient, names, ddp.static_graph)  # type: ignore[no-untyped-call]
-    ddp._has_rebuilt_buckets = False
-    if ddp.static_graph:
-        ddp._static_graph_delay_allreduce_enqueued = False
-        ddp.reducer._set_static_graph()
-        ddp.logger._set_static_graph()  # type: ignore[union-attr]
-
-
-def _state_of(module: nn.Module) -> SkipUnusedState:
-    state = registered_state(find_ddp(module, "rebuild"))
-    if state is None:
-        raise RuntimeError(
-            "rebuild: expected a module with a hook of this package, received one without; call "
-            "ddp_hooks.register(ddp) first"
-        )
-    return state
+    return service.rebuild(find_ddp(ddp, "rebuild"), find_unused_parameters)
 
 
 def _model(function: str, module: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from .wording import check_fields, short
+from .wording import read_fields, short
 
 ValuesDetector = Literal["off", "on", "adaptive"]
 
@@ -128,8 +128,7 @@ class Policy:
             TypeError: it is no dictionary, or a setting is of the wrong type.
             ValueError: fields are missing or unknown, or a setting is out of range.
         """
-        check_fields("Policy", settings, _FIRST_FIELDS, [field.name for field in fields(cls)])
-        return cls(**settings)
+        return read_fields(cls, settings, _FIRST_FIELDS)
 
 
 PRESETS: dict[str, Policy] = {

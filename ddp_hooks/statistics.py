@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .wording import check_fields, short
+from .wording import read_fields, short
 
 # What a checkpoint has to hold. Counters that came later start at zero where they are missing.
 _FIRST_FIELDS = (
@@ -98,16 +98,16 @@ class Statistics:
             TypeError: it is no dictionary, or a counter is of the wrong type.
             ValueError: fields are missing or unknown, or a counter is negative or not finite.
         """
-        check_fields("Statistics", counters, _FIRST_FIELDS, [field.name for field in fields(cls)])
+        statistics = read_fields(cls, counters, _FIRST_FIELDS)
         for field in fields(cls):
-            value = counters.get(field.name, field.default)
+            value = getattr(statistics, field.name)
             expected = "an int" if isinstance(field.default, int) else "a number"
             kinds = int if isinstance(field.default, int) else (int, float)
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise TypeError(f"Statistics.{field.name}: expected {expected}, received {short(value)}")
             if not (value >= 0 and value < math.inf):  # NaN is neither
                 raise ValueError(f"Statistics.{field.name}: expected from 0 on and finite, received {short(value)}")
-        return cls(**counters)
+        return statistics
 
     @property
     def saved_fraction(self) -> float:

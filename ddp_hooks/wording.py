@@ -1,11 +1,15 @@
-"""Shows in an error what was received: short, because it may be a whole checkpoint."""
+"""Refuses what cannot be meant, and shows what was received: short, because it may be a whole checkpoint."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import torch
+
+Saved = TypeVar("Saved")
 
 _LONGEST = 160
 _LONGEST_NAME = 60
@@ -94,6 +98,21 @@ def check_fields(what: str, received: object, required: Sequence[str], known: It
             f"{' and '.join(problems)}; pass what a checkpoint holds for it, of this version of ddp_hooks or an older "
             "one"
         )
+
+
+def read_fields(kind: type[Saved], saved: Mapping[str, Any], required: Sequence[str]) -> Saved:
+    """Make a dataclass of what a checkpoint holds for it; fields newer than the checkpoint take their defaults.
+
+    Args:
+        kind: the dataclass.
+        saved: its fields by name.
+        required: the fields that every checkpoint has had.
+
+    Raises:
+        TypeError, ValueError: as :func:`check_fields`, and what the dataclass raises.
+    """
+    check_fields(kind.__name__, saved, required, [field.name for field in fields(kind)])  # type: ignore[arg-type]
+    return kind(**saved)
 
 
 def short_list(names: Sequence[object]) -> str:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import register
 
 import ddp_hooks
-from ddp_hooks import _C, registration
+from ddp_hooks import _C, control_groups
 
 
 def wrap(**options: Any) -> DistributedDataParallel:
@@ -35,18 +35,18 @@ def reduced(ddp: DistributedDataParallel, rank: int) -> float:
 
 def opened_by_others_only(rank: int) -> None:
     ddp = wrap()
-    really_open = registration._open_group
+    really_open = control_groups._open_group
 
     def fail(*args: Any) -> None:
         really_open(*args)
         raise RuntimeError("no file left")
 
     if rank == 1:
-        registration._open_group = fail
+        control_groups._open_group = fail
     pattern = "no file left" if rank == 1 else "refused on every rank. rank 1: could not open .*: no file left"
     with pytest.raises(RuntimeError, match=pattern):
         ddp_hooks.register(ddp)
-    registration._open_group = really_open
+    control_groups._open_group = really_open
     assert reduced(ddp, rank) == 3  # as plain DDP
     ddp_hooks.register(ddp)
     assert reduced(ddp, rank) == 3
@@ -204,7 +204,7 @@ class FailsOnDemand(nn.Linear):
 
 def dropped_by_its_own_worker(rank: int) -> None:
     """A completion holds the last reference to the group in whose worker it runs."""
-    registration.LARGEST_AXIS = 2
+    control_groups.LARGEST_AXIS = 2
     ddp = DistributedDataParallel(FailsOnDemand(4, 4), find_unused_parameters=True)
     state = ddp_hooks.register(ddp)
     reduced(ddp, rank)
@@ -212,16 +212,16 @@ def dropped_by_its_own_worker(rank: int) -> None:
         ddp.module.fails = True
         with pytest.raises(FloatingPointError):
             reduced(ddp, rank)
-        assert state._engine.has_early_exchange()
+        assert state._service.engine.has_early_exchange()
         del ddp, state
         gc.collect()
     dist.barrier()
     if rank > 0:
-        state._engine.finish_early_exchange()
+        state._service.engine.finish_early_exchange()
     # A worker that joins itself takes the process with it, a moment later.
     time.sleep(1)
     dist.barrier()
-    registration.LARGEST_AXIS = 4
+    control_groups.LARGEST_AXIS = 4
 
 
 def test_dropped_by_its_own_worker() -> None:
@@ -257,7 +257,8 @@ def closed(rank: int, native: bool) -> None:
     assert again is not state
     assert reduced(ddp, rank) == 3
     assert again.stats().steps == 1
-    again.close()
+    with again.unused("weight"):
+        again.close()
     state.bind(ddp)
     ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
     assert reduced(ddp, rank) == 3

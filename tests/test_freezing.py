@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import register
 
 import ddp_hooks
-from ddp_hooks import hooks
+from ddp_hooks import _C
 
 WIDTH = 16
 
@@ -347,9 +347,9 @@ def rebuilds_by_itself(rank: int, native: bool) -> None:
     ddp_hooks.unfreeze(ddp, "0")
     # Late gradients are counted as plain DDP would have sent them, had it known of them.
     with_first = left + sum(p.numel() * 4 for p in ddp.module[0].parameters())
-    known = len(hooks._C.reducer_parameters(ddp.reducer))
+    known = len(_C.reducer_parameters(ddp.reducer))
     assert [step() for _ in range(3)] == [with_first] * 3
-    assert len(hooks._C.reducer_parameters(ddp.reducer)) == known + 2
+    assert len(_C.reducer_parameters(ddp.reducer)) == known + 2
     assert [step() for _ in range(2)] == [with_first] * 2
     assert state.stats().steps == 16
     assert state.stats().saved_fraction > 0
@@ -370,7 +370,7 @@ def buckets_are_given_back(rank: int) -> None:
     kept = model[0].weight.grad.clone()
     ddp_hooks.rebuild(ddp)
     assert torch.equal(model[0].weight.grad, kept)
-    layout = hooks._C.reducer_layout(ddp.reducer)
+    layout = _C.reducer_layout(ddp.reducer)
     assert sum(bucket.numel for bucket in layout.buckets) == sum(p.numel() for p in model[1:].parameters())
     gc.collect()
     sizes = [tensor.untyped_storage().nbytes() for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor)]

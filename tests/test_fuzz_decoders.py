@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_hooks
-from ddp_hooks import _C, agreement, registration
+from ddp_hooks import _C, agreement
 
 JUNK: list[Any] = [
     None,
@@ -252,7 +252,11 @@ class Ranks:
 
 
 LAYOUT = {"parameter 'a'": "float32 [2] on cpu", "parameter 'b'": "float32 [3] on cpu"}
-CALL = ["broadcast_parameters", "src=0"]
+
+
+def sent(layout: dict[str, str]) -> dict[str, Any]:
+    """Return what a rank sends that calls the same function."""
+    return agreement.Proposal(("broadcast_parameters", "src=0"), layout).to_dict()
 
 
 def agree(words: tuple[int, ...] = ()) -> None:
@@ -263,7 +267,7 @@ def test_words_of_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Words that are the caller's own mean anything; the others are compared, and everybody's reasons are asked for."""
     ranks = Ranks(monkeypatch)
     agree()
-    ranks.objects = (CALL, None, {"parameter 'a'": "float32 [2] on cpu"})
+    ranks.objects = sent({"parameter 'a'": "float32 [2] on cpu"})
     draw = random.Random(1)
     for _ in range(200):
         ranks.records = [draw.choice([0, 1, -1, 2**62, -(2**63)]) for _ in range(agreement.RECORD_BYTES // 8)]
@@ -274,7 +278,7 @@ def test_words_of_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_records_that_contradict_the_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch)
-    ranks.objects = (CALL, None, LAYOUT)
+    ranks.objects = sent(LAYOUT)
     ranks.records = [0] * (agreement.RECORD_BYTES // 8)
     assert complaint(lambda _: agree(), None) is None
 
@@ -287,22 +291,22 @@ def test_descriptions_of_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ranks.objects = value
         agree()
 
-    assert_clear(decode, mutations([CALL, None, {"parameter 'a'": "float32 [2] on cpu"}]))
+    assert_clear(decode, mutations(sent({"parameter 'a'": "float32 [2] on cpu"})))
 
 
 def test_registrations_of_other_ranks() -> None:
     description = {"ddp_hooks": "1.0", "torch": "2.13.0", "policy": "Policy('auto')", "world size": "2"}
-    own = registration.Proposal(description, None).to_dict()
+    own = agreement.Proposal(("register",), description)
 
     def decode(value: Any) -> None:
         try:
-            registration.check("register", [own, value])
+            agreement.settle("register", [own, agreement.Proposal.read("register", 1, value)])
         except RuntimeError as error:
             # What another rank gives as its problem is shown in its own words.
             if not str(error).startswith("register: refused on every rank. rank 1: "):
                 raise
 
-    assert_clear(decode, mutations(own))
+    assert_clear(decode, mutations(own.to_dict()))
 
 
 # --- mask words

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import register
 
 import ddp_hooks
-from ddp_hooks import hooks, registration
+from ddp_hooks import control_groups
+from ddp_hooks.engine_settings import engine_settings
 
 # Probes soon and often, so that a few steps see the values detector at work.
 EAGER_AUTO = ddp_hooks.Policy("eager_auto", values="adaptive", first_pause_steps=1, longest_pause_steps=2, hold_steps=1)
@@ -164,12 +165,12 @@ def test_collectives_are_counted() -> None:
     ],
 )
 def test_grid(ranks: int, axes: list[int]) -> None:
-    assert registration.grid(ranks, 4) == axes
+    assert control_groups.grid(ranks, 4) == axes
 
 
 def exchange_on_a_grid(rank: int) -> None:
     """Four ranks as two times two: what one rank uses reaches those on neither of its axes."""
-    registration.LARGEST_AXIS = 2
+    control_groups.LARGEST_AXIS = 2
     ddp = wrapped()
     state = ddp_hooks.register(ddp, "skip_zeros")
     plain = wrapped()
@@ -186,7 +187,7 @@ def exchange_on_a_grid(rank: int) -> None:
     # In each step the graph's mask and the one bucket's, six header words and one of bits, along two axes.
     assert (state.stats().exchanges, state.stats().mask_bytes) == (6 * 2, 6 * 2 * 7 * 8 * 2)
     if rank == 3:
-        state._engine.configure(hooks._engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}))
+        state._service.engine.configure(engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}))
     assert "rank 3: exchange 12" in error_of(lambda: run_step(ddp, 0))
 
 
@@ -484,7 +485,7 @@ def drifting_ranks(rank: int) -> None:
     if rank == 1:
         other = ddp_hooks.Policy("other")
         description = {"policy": repr(other)}
-        state._engine.configure(hooks._engine_settings(other, description))
+        state._service.engine.configure(engine_settings(other, description))
     message = error_of(lambda: run_step(ddp, 0))
     assert "the ranks drifted apart" in message
     assert "rank 0: exchange 1" in message
@@ -618,11 +619,11 @@ def test_collectives_in_backward(policy: str | ddp_hooks.Policy, native: bool) -
 
 def collectives_in_backward_on_a_grid(rank: int, policy: str | ddp_hooks.Policy) -> None:
     """The later axes of a grid, too, must not need anybody to wait for the exchange."""
-    registration.LARGEST_AXIS = 2
+    control_groups.LARGEST_AXIS = 2
     try:
         collectives_in_backward(rank, policy, True)
     finally:
-        registration.LARGEST_AXIS = 4
+        control_groups.LARGEST_AXIS = 4
 
 
 @pytest.mark.parametrize("policy", ["skip_unused", "skip_zeros"])

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
-from ddp_hooks import messages, sync
+from ddp_hooks import sync
+from ddp_hooks.sync import messages
 
 WORLD_SIZES = [2, 3]
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
-from ddp_hooks import _C, replicas
+from ddp_hooks import _C
+from ddp_hooks.sync import replicas
 
 WORLD_SIZES = [2, 3]
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
-from ddp_hooks import sharing
+from ddp_hooks.sync import sharing
 
 WORLD_SIZES = [2, 3]
 SHARED_MEMORY = Path("/dev/shm")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddp_hooks import _C
-from ddp_hooks.messages import cut
+from ddp_hooks.sync.messages import cut
 
 # Around the length from which stores go past the caches (128 KiB), and with a head and a tail outside cache lines.
 NUMELS = [1, 15, 16, 17, 1000, 32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, 100_003]

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from . import _C
-from .agreement import RECORD_BYTES, agree, gather_tensor, refuse, resolve_group
-from .sync import SyncReport, average_named, broadcast_named, broadcast_tensors
+from .. import _C
+from ..agreement import RECORD_BYTES, agree, refuse
+from ..groups import gather_tensor, resolve_group
+from ..wording import short
+from .parameters import average_named, broadcast_named, broadcast_tensors
 from .tensors import NamedTensor, check_writable, describe_layout, named_buffers
-from .wording import short
+from .work import SyncReport
 
 BufferMode = Literal["broadcast", "average", "changed", "before_eval", "never"]
 _IN_FORWARD = ("broadcast", "average", "changed")

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging import averagers
 
-from .agreement import agree, gather_tensor, refuse, resolve_group
-from .sync import average_named
+from ..agreement import agree, refuse
+from ..groups import gather_tensor, resolve_group
+from ..wording import check_int, short
+from .parameters import average_named
 from .tensors import describe_layout, named_tensors, read_tensors
-from .wording import check_int, short
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 

@@ -17,11 +17,12 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .absentees import naming_absent_ranks
-from .agreement import agree, gather_objects, refuse, resolve_group
+from ..absentees import naming_absent_ranks
+from ..agreement import agree, refuse
+from ..groups import gather_objects, resolve_group
+from ..wording import short
 from .messages import MESSAGE_BYTES, BroadcastMessage, run, split
 from .tensors import NamedTensor, check_writable, describe_layout, named_buffers, named_parameters, unwrap
-from .wording import short
 
 # Of every storage's place in the shared block: a cache line, and more than any dtype needs.
 _ALIGNMENT_BYTES = 64

@@ -14,70 +14,22 @@ import math
 import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
 
+from ..agreement import agree, refuse
+from ..groups import resolve_group
+from ..wording import check_flag, short
 from . import sharing
-from .agreement import agree, refuse, resolve_group
-from .messages import BroadcastMessage, MaximumMessage, MeanMessage, Message, StagingBuffers, run, split
+from .messages import BroadcastMessage, MaximumMessage, MeanMessage, Message, run, split
 from .tensors import NamedTensor, TensorSource, check_writable, describe_layout, named_tensors
-from .wording import check_flag, short
+from .work import SyncReport, SyncWork, carry_out, report_on
 
 BufferTreatment = Literal["average", "broadcast", "ignore"]
 _BUFFER_TREATMENTS = ("average", "broadcast", "ignore")
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """What one synchronisation did on this rank.
-
-    Attributes:
-        tensors: how many tensors are in step now.
-        tensor_bytes: how many bytes they hold.
-        messages: how many data collectives this rank took part in.
-        payload_bytes: what this rank handed to them. Less than ``tensor_bytes`` if memory is shared, more if half
-            precision is averaged in float32.
-    """
-
-    tensors: int
-    tensor_bytes: int
-    messages: int
-    payload_bytes: int
-
-
-class SyncWork:
-    """A synchronisation under way; what the functions return with ``async_op=True``.
-
-    The tensors must be neither read nor written before :meth:`wait` has returned. They are written there, all of them
-    after the last message has arrived: if waiting fails, none has changed.
-    """
-
-    def __init__(
-        self, messages: Sequence[Message], report: SyncReport, barrier_group: dist.ProcessGroup | None
-    ) -> None:
-        self._messages = list(messages)
-        self._report = report
-        self._barrier_group = barrier_group
-        self._buffers = StagingBuffers()
-        for message in self._messages:
-            message.launch(self._buffers)
-
-    @torch.no_grad()
-    def wait(self) -> SyncReport:
-        """Wait for the messages, write the tensors, and return what was sent."""
-        for message in self._messages:
-            message.wait()
-        for message in self._messages:
-            message.commit(self._buffers)
-        self._messages.clear()
-        if self._barrier_group is not None:
-            dist.barrier(self._barrier_group)
-            self._barrier_group = None
-        return self._report
 
 
 @overload
@@ -175,7 +127,7 @@ def broadcast_named(
     for handle, there in shared.items():
         if handle.leader_group is not None:
             messages += _broadcasts(there, handle.host_of(src), handle.leader_group)
-    return _carry_out(tensors, messages, group if shared else None, async_op)
+    return carry_out(tensors, messages, group if shared else None, async_op)
 
 
 @overload
@@ -302,7 +254,7 @@ def average_named(
             messages += _means(there, host_weights, handle.leader_group)
     if buffers == "broadcast":
         messages += _broadcasts([named for named in tensors if named.kind == "buffer"], 0, group)
-    return _carry_out(tensors, messages, group if shared else None, async_op)
+    return carry_out(tensors, messages, group if shared else None, async_op)
 
 
 def _layout(
@@ -416,29 +368,4 @@ def broadcast_tensors(tensors: Sequence[NamedTensor], src: int, group: dist.Proc
     """Broadcast tensors that the ranks have agreed on already."""
     messages = _broadcasts(tensors, src, group)
     run(messages)
-    return _report(tensors, messages)
-
-
-def _report(tensors: Sequence[NamedTensor], messages: Sequence[Message]) -> SyncReport:
-    return SyncReport(
-        tensors=len(tensors),
-        tensor_bytes=sum(named.tensor.nbytes for named in tensors),
-        messages=len(messages),
-        payload_bytes=sum(message.payload_bytes for message in messages),
-    )
-
-
-def _carry_out(
-    tensors: Sequence[NamedTensor],
-    messages: Sequence[Message],
-    barrier_group: dist.ProcessGroup | None,
-    async_op: bool,
-) -> SyncReport | SyncWork:
-    report = _report(tensors, messages)
-    if async_op:
-        return SyncWork(messages, report, barrier_group)
-    run(messages)
-    if barrier_group is not None:
-        # The other ranks of the host have the new values as soon as its first rank has, and must not read before.
-        dist.barrier(barrier_group)
-    return report
+    return report_on(tensors, messages)

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from . import _C
+from .. import _C
 
 # Long enough that the latency of a message is lost in its transfer, short enough for two to stay in a shared cache.
 # Of 4, 8, 12 and 16 MiB, with two to four in flight, none was better.
@@ -108,7 +108,7 @@ class _StagedMessage:
     """What broadcasts and reductions share: the tensors, their staging buffer and its collective."""
 
     def __init__(self, tensors: list[torch.Tensor], wire_dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         self._wire_dtype = wire_dtype
         self._group = group
         self._numel = sum(tensor.numel() for tensor in tensors)
@@ -117,7 +117,7 @@ class _StagedMessage:
         self.payload_bytes = self._numel * wire_dtype.itemsize
 
     def _stage(self, buffers: StagingBuffers) -> torch.Tensor:
-        self._staging = buffers.take(self._numel, self._wire_dtype, self._tensors[0].device)
+        self._staging = buffers.take(self._numel, self._wire_dtype, self.tensors[0].device)
         return self._staging
 
     def wait(self) -> None:
@@ -126,12 +126,13 @@ class _StagedMessage:
 
     def commit(self, buffers: StagingBuffers) -> None:
         if self._staging is not None:
-            self._receive(self._staging)
+            self.receive(self._staging)
             buffers.give_back(self._staging)
             self._staging = None
 
-    def _receive(self, staging: torch.Tensor) -> None:
-        _C.scatter_tensors(staging, self._tensors)
+    def receive(self, staging: torch.Tensor) -> None:
+        """Write what has arrived to the tensors."""
+        _C.scatter_tensors(staging, self.tensors)
 
 
 class BroadcastMessage(_StagedMessage):
@@ -140,22 +141,22 @@ class BroadcastMessage(_StagedMessage):
     def __init__(self, tensors: list[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
         super().__init__(tensors, tensors[0].dtype, group)
         self._src = src
-        self._sends = dist.get_rank(group) == src
+        self.sends = dist.get_rank(group) == src
 
     def launch(self, buffers: StagingBuffers) -> None:
-        first = self._tensors[0]
-        if not self._sends:
+        first = self.tensors[0]
+        if not self.sends:
             wire = self._stage(buffers)
-        elif len(self._tensors) == 1 and first.is_contiguous() and not first.is_conj() and not first.is_neg():
+        elif len(self.tensors) == 1 and first.is_contiguous() and not first.is_conj() and not first.is_neg():
             wire = first.view(-1)
         else:
             wire = self._stage(buffers)
-            _C.gather_tensors(wire, self._tensors)
+            _C.gather_tensors(wire, self.tensors)
         self._work = dist.broadcast(wire.view(torch.uint8), group=self._group, group_src=self._src, async_op=True)
 
-    def _receive(self, staging: torch.Tensor) -> None:
-        if not self._sends:
-            super()._receive(staging)
+    def receive(self, staging: torch.Tensor) -> None:
+        if not self.sends:
+            super().receive(staging)
 
 
 class MeanMessage(_StagedMessage):
@@ -181,14 +182,14 @@ class MeanMessage(_StagedMessage):
             # Not a product: a rank without a say must not spoil the mean with a NaN.
             staging.zero_()
         else:
-            _C.gather_tensors(staging, self._tensors)
+            _C.gather_tensors(staging, self.tensors)
             if self._factor is not None:
                 staging.mul_(self._factor)
         self._work = dist.all_reduce(staging, group=self._group, async_op=True)
 
-    def _receive(self, staging: torch.Tensor) -> None:
+    def receive(self, staging: torch.Tensor) -> None:
         divisor = dist.get_world_size(self._group) if self._factor is None else 1
-        _C.scatter_tensors(staging, self._tensors, divisor)
+        _C.scatter_tensors(staging, self.tensors, divisor)
 
 
 class MaximumMessage(_StagedMessage):
@@ -199,7 +200,7 @@ class MaximumMessage(_StagedMessage):
 
     def launch(self, buffers: StagingBuffers) -> None:
         staging = self._stage(buffers)
-        _C.gather_tensors(staging, self._tensors)
+        _C.gather_tensors(staging, self.tensors)
         self._work = dist.all_reduce(staging, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
 

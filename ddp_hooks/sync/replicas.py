@@ -1,22 +1,25 @@
 """Asks whether all ranks hold the same model, bit for bit, and if not, where and by how much.
 
-Every rank hashes its tensors (csrc/tensor_hash.h) and one record of 64 bytes a rank is exchanged: when the digests over
-everything agree, that is the whole of it. Only when they do not, eight bytes a tensor are exchanged to find which
-tensors differ, and only those that do are then compared element by element with the version that most ranks hold.
+Every rank hashes its tensors (csrc/kernels/tensor_hash.h) and one record of 64 bytes a rank is exchanged: when the
+digests over everything agree, that is the whole of it. Only when they do not, eight bytes a tensor are exchanged to
+find which tensors differ, and only those that do are then compared element by element with the version that most ranks
+hold.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from . import _C
-from .agreement import RECORD_BYTES, describe_differences, exchange_records, gather_tensor, refuse, resolve_group
+from .. import _C
+from ..agreement import RECORD_BYTES, describe_differences, exchange_records, refuse
+from ..groups import gather_tensor, resolve_group
+from ..wording import check_flag, short
 from .messages import BroadcastMessage, cut, run, split
 from .tensors import (
     NamedTensor,
@@ -28,7 +31,6 @@ from .tensors import (
     read_tensors,
     unwrap,
 )
-from .wording import check_flag, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ def verify_replicas(
         ReplicasDifferError: the ranks differ, if ``raise_on_difference``.
 
     Source:
-        For the hash, see csrc/tensor_hash.h.
+        For the hash, see csrc/kernels/tensor_hash.h.
     """
     group = resolve_group(process_group)
     try:
@@ -259,7 +261,7 @@ def _combine(digests: torch.Tensor) -> list[int]:
 
 
 def _common(
-    tensors: Sequence[NamedTensor], digests: torch.Tensor, layouts: Sequence[dict[str, str]]
+    tensors: Sequence[NamedTensor], digests: torch.Tensor, layouts: Sequence[Mapping[str, str]]
 ) -> tuple[list[NamedTensor], torch.Tensor]:
     """Keep the tensors that every rank describes alike, in an order that is the same on every rank."""
     positions = {named.label: i for i, named in enumerate(tensors)}
@@ -304,10 +306,10 @@ class _ComparisonMessage(BroadcastMessage):
         super().__init__(tensors, src, group)
         self.max_abs_differences = [0.0] * len(tensors)
 
-    def _receive(self, staging: torch.Tensor) -> None:
-        if self._sends:
+    def receive(self, staging: torch.Tensor) -> None:
+        if self.sends:
             return
-        for i, (own, reference) in enumerate(zip(self._tensors, cut(staging, self._tensors), strict=True)):
+        for i, (own, reference) in enumerate(zip(self.tensors, cut(staging, self.tensors), strict=True)):
             self.max_abs_differences[i] = _max_abs_difference(own, reference)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .wording import short
+from ..wording import short
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,135 @@
+"""The gloo groups over which the ranks of a module agree on what was used."""
+
+from __future__ import annotations
+
+import atexit
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from . import _extension
+from .agreement import settle
+from .registration import propose
+
+_C = _extension.load()
+
+# A gather's hops come one after the other, and each axis takes a group of its own. With axes of 4 an exchange that
+# nothing hides took about 0.8 of one gather's time on 8 ranks and 0.6 on 16; axes of 2 took a tenth less for twice the
+# groups (benchmarks/results/micro_exchange_many.json).
+LARGEST_AXIS = 4
+
+
+@atexit.register
+def _keep_groups() -> None:
+    # Groups that close while the interpreter is being taken down would wait for threads that cannot end any more.
+    _C.keep_groups_from_now_on()
+    _C.wait_until_groups_are_gone(2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroups:
+    """The small gloo groups that masks are exchanged over, beside whatever group gradients travel on.
+
+    They are nobody else's: torch.distributed does not list them, so the names of other groups do not depend on them,
+    nor theirs on how many groups a rank is in. They close when the last service over them lets go.
+    """
+
+    name: str
+    """The same on every rank of the module, and given only once."""
+    groups: Any
+    """A ``_C.ControlGroups``, which closes them."""
+
+
+def new_name() -> str:
+    """Make a name for control groups; the ranks use rank 0's."""
+    return f"ddp_hooks/{uuid.uuid4().hex}"
+
+
+def open_control_groups(ddp: DistributedDataParallel, function: str, name: str) -> ControlGroups:
+    """Open the groups for the mask exchange; collective over the module's process group.
+
+    Args:
+        ddp: the module.
+        function: what every rank calls.
+        name: the same on every rank, and new. The ranks find each other under it, in the store of the module's group.
+
+    Raises:
+        RuntimeError: some rank could not open them; the same on every rank.
+    """
+    try:
+        groups, error = _open_groups(ddp, name), None
+    except RuntimeError as caught:
+        groups, error = None, caught
+    # Also so that nobody leaves, or closes them, before the last rank has connected.
+    problem = None if error is None else f"could not open the groups for the mask exchange: {error}"
+    settle(function, propose(ddp, function, {}, problem), error)
+    assert groups is not None  # a rank with an error has raised it
+    return groups
+
+
+def _open_groups(ddp: DistributedDataParallel, name: str) -> ControlGroups:
+    group = ddp.process_group
+    ranks, here = dist.get_world_size(group), dist.get_rank(group)
+    if ranks == 1:
+        return ControlGroups(name, _C.ControlGroups(world_size=1, all=None, axes=[]))
+    everyone = _open_group(ddp, f"{name}/all", here, ranks)
+    axes = []
+    lengths = grid(ranks, LARGEST_AXIS)
+    stride = 1
+    for number, length in enumerate(lengths if len(lengths) > 1 else []):
+        position = here // stride % length
+        # Those that differ from this rank along the axis only; the first of them names their group.
+        first = here - position * stride
+        axes.append(_open_group(ddp, f"{name}/axis{number}/{first}", position, length))
+        stride *= length
+    return ControlGroups(name, _C.ControlGroups(world_size=ranks, all=everyone, axes=axes))
+
+
+def grid(ranks: int, largest_axis: int) -> list[int]:
+    """Arrange ranks in a grid, for gathers along its axes in place of one over all ranks.
+
+    Args:
+        ranks: how many, at least 1.
+        largest_axis: how long an axis may be, where the number of ranks has a divisor that allows it. Otherwise an axis
+            is as long as the smallest divisor.
+
+    Returns:
+        The lengths of the axes; their product is the number of ranks.
+    """
+    if ranks <= largest_axis:
+        return [ranks]
+    divisors = [*range(largest_axis, 1, -1), *range(largest_axis + 1, ranks + 1)]
+    divisor = next(length for length in divisors if ranks % length == 0)
+    return [divisor] if divisor == ranks else [divisor, *grid(ranks // divisor, largest_axis)]
+
+
+def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int) -> Any:
+    store = dist.PrefixStore(name, _store_of(ddp.process_group))  # type: ignore[attr-defined]
+    group = dist.ProcessGroupGloo(store, rank, ranks, timeout=_timeout_of(ddp))
+    # What torch's own groups are told, for its flight recorder.
+    group.options.group_name = name  # type: ignore[assignment]
+    return group
+
+
+def _store_of(group: Any) -> Any:
+    try:
+        store = group.get_group_store()
+    except RuntimeError:
+        store = None
+    # A group that was written in Python may have no store of its own.
+    return distributed_c10d._get_default_store() if store is None else store
+
+
+def _timeout_of(ddp: DistributedDataParallel) -> timedelta:
+    """Return the data group's timeout, so that a lost rank is noticed as soon here as there."""
+    try:
+        options = getattr(ddp.process_group._get_backend(ddp.device), "options", None)
+    except RuntimeError:
+        options = None
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else dist.constants.default_pg_timeout

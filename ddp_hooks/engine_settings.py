@@ -1,0 +1,50 @@
+"""What a policy is to the engine of a module."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from . import _extension
+from .policies import Policy
+
+_C = _extension.load()
+
+_VALUES_DETECTOR = {
+    "off": _C.ValuesDetector.OFF,
+    "on": _C.ValuesDetector.ON,
+    "adaptive": _C.ValuesDetector.ADAPTIVE,
+}
+# A guess until it is measured on a GPU: a quarter of the bytes for a host that no longer runs ahead.
+_MIN_ZERO_FRACTION_ON_DEVICE = 0.25
+
+
+def engine_settings(policy: Policy, description: Mapping[str, str]) -> Any:
+    """Translate a policy for the engine of one module.
+
+    Args:
+        policy: the policy.
+        description: what the module's ranks have in common; the engine's messages carry a hash of it.
+
+    Returns:
+        A ``_C.EngineSettings``.
+    """
+    # On a GPU the answer of a scan holds the host back to one bucket behind the device, so more has to be gained.
+    least_zeros = 0.0 if description.get("device", "cpu") == "cpu" else _MIN_ZERO_FRACTION_ON_DEVICE
+    digest = hashlib.blake2b(repr(sorted(description.items())).encode(), digest_size=8).digest()
+    return _C.EngineSettings(
+        graph_detector=policy.graph,
+        values_detector=_VALUES_DETECTOR[policy.values],
+        plan=_C.PlanSettings(
+            in_place_bytes=policy.in_place_bytes, pack_bytes=policy.pack_bytes, gap_fraction=policy.gap_fraction
+        ),
+        probe=_C.ProbeSettings(
+            min_zero_fraction=max(policy.min_zero_fraction, least_zeros),
+            hold_steps=policy.hold_steps,
+            first_pause_steps=policy.first_pause_steps,
+            longest_pause_steps=policy.longest_pause_steps,
+        ),
+        rebuild_after_steps=policy.rebuild_after,
+        configuration=int.from_bytes(digest, "little"),
+    )

@@ -1,0 +1,78 @@
+"""Process groups: which one is meant, and how small messages get from each of its ranks to every other."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .wording import short
+
+
+def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the process group to use, ``None`` being the default group.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
+        TypeError: ``process_group`` is something else.
+        ValueError: this rank is not in ``process_group``, or it was destroyed.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "expected an initialized process group, found none; call torch.distributed.init_process_group first"
+        )
+    group: object = dist.group.WORLD if process_group is None else process_group
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("expected a process group that this rank is in; let only its members call")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"expected process_group to be a process group or None, received {short(group)}; of ranks make one with "
+            "torch.distributed.new_group(ranks), of a DeviceMesh pass .get_group()"
+        )
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        raise ValueError(
+            "expected a process group that is in use, received one that was destroyed; make it anew, or pass None for "
+            "the default group"
+        ) from error
+    if rank < 0:
+        raise ValueError("expected a process group that this rank is in; let only its members call")
+    return group
+
+
+def control_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device for small messages: the host where the group can, else the current accelerator.
+
+    As for torch's own object collectives, each rank has to have made a device of its own the current one
+    (``torch.cuda.set_device``).
+    """
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def gather_tensor(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+    """Gather a small host tensor of the same dtype and shape from every rank.
+
+    Args:
+        group: the process group.
+        own: this rank's tensor, of any dtype the backend knows, on the host.
+
+    Returns:
+        A host tensor with one more dimension in front: the rank.
+    """
+    device = control_device(group)
+    flat = own.contiguous().reshape(-1).to(device)
+    gathered = torch.empty(dist.get_world_size(group), flat.numel(), dtype=flat.dtype, device=device)
+    dist.all_gather(list(gathered), flat, group=group)
+    return gathered.cpu().view(-1, *own.shape)
+
+
+def gather_objects(group: dist.ProcessGroup, own: object) -> list[object]:
+    """Gather a picklable object from every rank."""
+    gathered: list[object] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    return gathered

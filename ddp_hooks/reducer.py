@@ -1,0 +1,70 @@
+"""DDP's Reducer, seen from Python: what it reduces, and making it anew for something else."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from . import _extension
+
+_C = _extension.load()
+
+
+def reducible_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """Return the parameters that a Reducer of this module may have, by name, frozen or not."""
+    return {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
+
+
+def parameters_of(ddp: DistributedDataParallel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return what the module's Reducer reduces, and what it does not know."""
+    reduced = _C.reducer_parameters(ddp.reducer)
+    known = {id(parameter) for parameter in reduced}
+    return reduced, [parameter for parameter in reducible_parameters(ddp).values() if id(parameter) not in known]
+
+
+def rebuild_reducer(ddp: DistributedDataParallel, trainable: Set[str], find_unused_parameters: bool) -> bool:
+    """Make the module's Reducer anew, in place, for some of its parameters, if that changes anything.
+
+    Args:
+        ddp: the module.
+        trainable: the names of the parameters; the same on every rank.
+        find_unused_parameters: DDP's setting from now on.
+
+    Returns:
+        Whether there is a new Reducer. It has no hook.
+
+    Source:
+        DDP makes its Reducer in the same way when it is unpickled (``DistributedDataParallel.__setstate__``).
+    """
+    named = reducible_parameters(ddp)
+    reduced = {id(parameter) for parameter in _C.reducer_parameters(ddp.reducer)}
+    if reduced == {id(named[name]) for name in trainable} and find_unused_parameters == ddp.find_unused_parameters:
+        return False
+    trainable_here = {name for name, parameter in named.items() if parameter.requires_grad}
+    for name, parameter in named.items():
+        if name not in trainable and parameter.grad is not None:
+            # It may be a view of a bucket, and would keep the bucket alive.
+            parameter.grad = parameter.grad.clone()
+        # DDP takes what requires a gradient here; what is trainable elsewhere belongs to it on every rank.
+        parameter.requires_grad_(name in trainable)
+    ddp.find_unused_parameters = find_unused_parameters
+    _make_reducer(ddp)
+    for name, parameter in named.items():
+        parameter.requires_grad_(name in trainable_here)
+    return True
+
+
+def _make_reducer(ddp: DistributedDataParallel) -> None:
+    # The old one goes first, so that its buckets are gone before the new ones come.
+    del ddp.reducer, ddp.logger
+    parameters, expect_sparse_gradient = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    names = ddp._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+    ddp._ddp_init_helper(parameters, expect_sparse_gradient, names, ddp.static_graph)  # type: ignore[no-untyped-call]
+    ddp._has_rebuilt_buckets = False
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()  # type: ignore[union-attr]

@@ -1,0 +1,421 @@
+"""What serves one DDP module: an engine, the groups that its ranks agree over, and hooks on its forward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
+from . import _extension
+from .agreement import settle
+from .control_groups import ControlGroups, new_name, open_control_groups
+from .engine_settings import engine_settings
+from .parameters import ParameterIndex, Selector
+from .policies import Policy
+from .reducer import parameters_of, rebuild_reducer, reducible_parameters
+from .registration import describe, propose, why_unsupported
+from .statistics import ParameterUsage, Statistics
+from .wording import short
+
+_C = _extension.load()
+
+# What serves each module, or served it last.
+_services: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Service]] = weakref.WeakKeyDictionary()
+# What else the ranks have to have in common when they register.
+_REGISTERED = "hook of this package registered before"
+# How long whoever closes a service waits for its groups' threads and files to be gone. Longer only where an exchange is
+# under way, which then ends in the background.
+_CLOSING_SECONDS = 0.5
+
+
+def agree_to_serve(
+    ddp: DistributedDataParallel, function: str, policy: Policy, problem: str | None, error: Exception | None
+) -> ControlGroups:
+    """Make sure that every rank can serve its module, and in the same way; open the groups for it, or share them.
+
+    Args:
+        ddp: the module.
+        function: what every rank calls.
+        policy: what every rank has to have chosen.
+        problem: what keeps this rank from it already, or None.
+        error: what to raise here if this rank has a problem.
+
+    Raises:
+        RuntimeError: a rank has a problem, its module has a setting that cannot be supported, or ranks differ. On every
+            rank.
+        Exception: ``error``, on the rank that has it.
+    """
+    problem = problem or why_unsupported(ddp)
+    # A module that is refused may lack what is described.
+    description = {} if problem else {_REGISTERED: "no", **describe(policy, ddp, *parameters_of(ddp))}
+    sharable = _groups_to_share(ddp)
+    offers = settle(function, propose(ddp, function, description, problem, (new_name(), tuple(sharable))), error)
+    shared = set(sharable).intersection(*(names for _, names in offers))
+    return sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
+
+
+class Service:
+    """Serves one DDP module until it is closed, the module goes, or another one takes the module over.
+
+    The module's hooks hold it, and so does the state; it holds neither.
+
+    Args:
+        ddp: the module. What served it before is closed.
+        policy: as every rank has it.
+        groups: the module's control groups.
+        hook: what DDP calls, or would call, with ``state``.
+        state: what the hook is registered with, or will be.
+        native: let the Reducer call the engine itself, and note the hook as DDP would.
+
+    Attributes:
+        engine: a ``_C.Engine``; None when nothing is served any more.
+        state: the state, weakly.
+    """
+
+    # Copying or unpickling a module copies the hooks on its forward pass. The copies serve nothing.
+    engine: Any = None
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        policy: Policy,
+        groups: ControlGroups,
+        *,
+        hook: Callable[..., Any],
+        state: object,
+        native: bool,
+    ) -> None:
+        before = _services.get(ddp)
+        if before is not None and (other := before()) is not None:
+            other.close()
+        self.state = weakref.ref(state)
+        self._hook = hook
+        self._policy = policy
+        self._control_groups: ControlGroups | None = groups
+        self._native = native
+        self._ddp: weakref.ref[DistributedDataParallel] | None = weakref.ref(ddp)
+        self._earlier = Statistics()  # of the engines before, whose Reducers are gone
+        # The module's parameters as the engine counts them: those of DDP's Reducer, then those it does not know.
+        self._parameters: list[torch.Tensor] = []
+        self._names: list[str] = []
+        self._places: dict[str, int] = {}  # of the names
+        self._index: ParameterIndex | None = None
+        self._declared: list[set[str]] = []  # one set for each `unused` block that is open
+        self._declared_once: set[str] = set()  # for the next forward pass
+        self._declared_now: set[str] = set()  # for the one that has begun
+        self._finalizer: Any = None  # closes when the module goes
+        self._start_engine(ddp)
+        self._handles = [
+            ddp.register_forward_pre_hook(self._forward_begins),
+            ddp.register_forward_hook(self._forward_done),
+        ]
+        _services[ddp] = weakref.ref(self)
+        if native:
+            # What DDP notes of a hook that is registered through it.
+            ddp._comm_hooks.append((hook, state))
+            if ddp.logger is not None:
+                ddp.logger._set_comm_hook_name(hook.__qualname__)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave everything behind; see `engine`."""
+        return {}
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The module that is served; None if it has gone, or nothing is served any more."""
+        return None if self._ddp is None else self._ddp()
+
+    def is_registered(self) -> bool:
+        """Say whether DDP has the hook itself, and no other one around it, with this service's state."""
+        return any(hook is self._hook for hook, _ in self._entries())
+
+    def _entries(self) -> list[tuple[Callable[..., Any], object]]:
+        """Return what DDP has noted with this service's state."""
+        ddp, own = self.ddp, self.state()
+        if ddp is None or own is None:
+            return []
+        return [(hook, state) for hook, state in getattr(ddp, "_comm_hooks", ()) if state is own]
+
+    def close(self) -> None:
+        """Take the hook off the module, which trains on as plain DDP, and close the groups; may be called again.
+
+        Raises:
+            RuntimeError: a backward pass is under way.
+        """
+        if self.engine is None:
+            return
+        entries = self._entries()
+        self.engine.close(remove_hook=bool(entries), dying=False)
+        if entries:
+            ddp, own = self._served(), self.state()
+            ddp._comm_hooks = [(hook, state) for hook, state in ddp._comm_hooks if state is not own]
+        self._leave_module()
+        _C.wait_until_groups_are_gone(_CLOSING_SECONDS)
+
+    def _leave_module(self) -> None:
+        self._earlier = self.statistics()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._finalizer.detach()
+        self.engine = None
+        self._control_groups = None
+        self._index = None
+        self._ddp = None
+
+    # --- engines
+
+    def _start_engine(self, ddp: DistributedDataParallel) -> None:
+        self.engine = self._make_engine(ddp)
+        if self._native:
+            self.engine.register_natively()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(ddp, _module_is_gone, self.engine, weakref.ref(self))
+        self._finalizer.atexit = False
+
+    def _make_engine(self, ddp: DistributedDataParallel) -> Any:
+        reduced, late = parameters_of(ddp)
+        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        self._parameters = [*reduced, *late]
+        self._names = [names.get(id(parameter), f"#{i}") for i, parameter in enumerate(self._parameters)]
+        self._places = {name: place for place, name in enumerate(self._names)}
+        self._index = ParameterIndex(ddp.module)
+        assert self._control_groups is not None
+        engine = _C.Engine(
+            reducer=ddp.reducer,
+            control_groups=self._control_groups.groups,
+            settings=engine_settings(self._policy, describe(self._policy, ddp, reduced, late)),
+            late_parameters=late,
+            names=self._names,
+        )
+        # Through a weak reference: Python's collector does not see cycles that lead through the engine.
+        module = weakref.ref(ddp)
+
+        def rebuild_module() -> None:
+            living = module()
+            if living is not None:
+                rebuild(living)
+
+        engine.set_rebuild(rebuild_module)
+        return engine
+
+    def rebuild(self, find_unused_parameters: bool | None) -> bool:
+        """Make the module's Reducer anew; arguments and errors as for :func:`ddp_hooks.rebuild`."""
+        ddp = self._served()
+        trainable_here = sorted(
+            name for name, parameter in reducible_parameters(ddp).items() if parameter.requires_grad
+        )
+        search = ddp.find_unused_parameters if find_unused_parameters is None else find_unused_parameters
+        problem: str | None = None
+        error: Exception | None = None
+        if not isinstance(search, bool):
+            error = TypeError(f"expected find_unused_parameters to be True, False or None, received {short(search)}")
+            problem = str(error)
+        elif _C.reducer_is_in_backward(ddp.reducer):
+            problem = "a backward pass is under way; call rebuild between two steps"
+        elif self.engine.awaits_backward():
+            problem = (
+                "a forward pass waits for its backward pass, which the new Reducer would not know; run it first, drop "
+                "the outputs, or run such forward passes under torch.no_grad()"
+            )
+        description = {"find_unused_parameters": short(search)}
+        trainable = set().union(*self._agree_between_steps("rebuild", description, problem, trainable_here, error))
+        if not trainable:
+            raise RuntimeError(
+                "rebuild: expected a parameter that requires a gradient, received a module that is frozen on every "
+                "rank; DDP has nothing to do for it"
+            )
+        if not rebuild_reducer(ddp, trainable, search):
+            return False
+        # The new Reducer gets an engine of its own, with the groups and the statistics so far.
+        self._earlier = self.statistics()
+        self.engine.close(remove_hook=False, dying=True)
+        self._start_engine(ddp)
+        if not self._native:
+            dist._register_comm_hook(ddp.reducer, self.state(), self._hook)  # type: ignore[attr-defined]
+        self._declare()
+        return True
+
+    # --- what ranks agree on between steps
+
+    def register_again(self, policy: Policy, error: Exception | None) -> None:
+        """Make sure that every rank registers what it has registered already, with the policy in force.
+
+        Args:
+            policy: what was asked for now.
+            error: what was wrong with it; the other ranks raise a RuntimeError then.
+
+        Raises:
+            RuntimeError: on every rank, when another policy is asked for, or a rank has registered nothing yet.
+        """
+        ddp = self._served()
+        problem = None if error is None else str(error)
+        if problem is None and policy != self._policy:
+            problem = (
+                f"expected the policy that the module's hook has already ({self._policy.name!r}), received "
+                f"{policy.name!r}; call state.set_policy() on every rank to change it, or state.close() first"
+            )
+        description = {_REGISTERED: "yes", **describe(policy, ddp, *parameters_of(ddp))}
+        settle("register", propose(ddp, "register", description, problem, ("", ())), error)
+
+    def change_policy(self, function: str, policy: Policy, error: Exception | None) -> None:
+        """Go on with another policy; every rank calls it.
+
+        Args:
+            function: what the user called.
+            policy: the new one.
+            error: what was wrong with what was asked for; the other ranks raise a RuntimeError then.
+
+        Raises:
+            RuntimeError: on every rank, when ranks differ or a backward pass is under way.
+        """
+        ddp = self._served()
+        problem = None if error is None else str(error)
+        if problem is None and _C.reducer_is_in_backward(ddp.reducer):
+            problem = "a backward pass is under way; call it between two steps"
+        description = describe(policy, ddp, *parameters_of(ddp))
+        self._agree_between_steps(function, description, problem, None, error)
+        self.engine.configure(engine_settings(policy, description))
+        self._policy = policy
+
+    def _agree_between_steps(
+        self, function: str, description: Mapping[str, str], problem: str | None, own: object, error: Exception | None
+    ) -> list[Any]:
+        """Agree, and bring the control groups to the same point: a failed pass may have used them here."""
+        pending = self.engine.has_early_exchange()
+        proposals = propose(self._served(), function, description, problem, (pending, own))
+        if any(each.own[0] for each in proposals):
+            self.engine.finish_early_exchange()
+        return [theirs for _, theirs in settle(function, proposals, error)]
+
+    def _served(self) -> DistributedDataParallel:
+        ddp = self.ddp
+        assert ddp is not None  # what the callers have made sure of
+        return ddp
+
+    # --- forward passes
+
+    def _is_watched(self, module: torch.nn.Module) -> bool:
+        # Inside a compiled graph there are no hooks to set; the exchange then starts with the first bucket. Before a
+        # hook is registered nobody would take up what is exchanged.
+        if self.engine is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        return bool(module._comm_hooks)
+
+    def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
+        if not self._is_watched(module) or not module.require_backward_grad_sync:
+            return
+        # What was declared for a forward pass that raised is not this one's.
+        if self._declared_now or self._declared_once:
+            self._declared_now, self._declared_once = self._declared_once, set()
+            self._declare()
+
+    def _forward_done(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not self._is_watched(module):
+            return
+        synchronises = module.require_backward_grad_sync
+        outputs = list(_find_tensors(output)) if synchronises else []  # type: ignore[no-untyped-call]
+        self.engine.forward_done(outputs, synchronises)
+        if synchronises and self._declared_now:
+            self._declared_now = set()
+            self._declare()
+
+    @contextmanager
+    def unused(self, *what: Selector) -> Iterator[None]:
+        """Declare that forward passes in this block do not use some parameters."""
+        names = self._names_of(what)
+        self._declared.append(names)
+        self._declare()
+        try:
+            yield
+        finally:
+            self._declared.remove(names)
+            self._declare()
+
+    def declare_unused(self, *what: Selector) -> None:
+        """Declare that the next synchronising forward pass does not use some parameters."""
+        self._declared_once |= self._names_of(what)
+
+    def _names_of(self, what: tuple[Selector, ...]) -> set[str]:
+        assert self._index is not None
+        return set(self._index.select(*what))
+
+    def _declare(self) -> None:
+        if self.engine is None:
+            return  # closed within a block
+        declared = self._declared_now.union(*self._declared)
+        self.engine.declare_unused([self._places[name] for name in declared if name in self._places])
+
+    # --- what was done
+
+    def statistics(self) -> Statistics:
+        """Return the counters since this module is served; those of a service that was closed stay."""
+        if self.engine is None:
+            return self._earlier
+        return self._earlier + Statistics.read(self.engine.statistics())
+
+    def reset_statistics(self) -> None:
+        """Set all counters to zero."""
+        self._earlier = Statistics()
+        if self.engine is not None:
+            self.engine.reset_statistics()
+
+    def usage(self) -> dict[str, ParameterUsage]:
+        """Return by parameter name who used it in the last step, in DDP's order; empty before the first step."""
+        here, anywhere = self.engine.usage()
+        if len(here) == 0:
+            return {}
+        used_here, used_anywhere = set(here.indices()), set(anywhere.indices())
+        return {
+            name: ParameterUsage(
+                name, parameter.numel(), i in used_here, i in used_anywhere, not parameter.requires_grad
+            )
+            for i, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True))
+        }
+
+
+def registered_service(ddp: DistributedDataParallel) -> Service | None:
+    """Return what serves the module, if its hook is registered with DDP."""
+    reference = _services.get(ddp)
+    service = None if reference is None else reference()
+    return service if service is not None and service.is_registered() else None
+
+
+def rebuild(ddp: DistributedDataParallel, find_unused_parameters: bool | None = None) -> bool:
+    """Make the Reducer of a module with a hook anew; arguments and errors as for :func:`ddp_hooks.rebuild`."""
+    service = registered_service(ddp)
+    if service is None:
+        raise RuntimeError(
+            "rebuild: expected a module with a hook of this package, received one without; call "
+            "ddp_hooks.register(ddp) first"
+        )
+    return service.rebuild(find_unused_parameters)
+
+
+def _module_is_gone(engine: Any, service: weakref.ref[Service]) -> None:
+    living = service()
+    if living is not None and living.engine is engine:
+        living._leave_module()
+    engine.close(remove_hook=False, dying=True)
+    del engine
+    _C.wait_until_groups_are_gone(_CLOSING_SECONDS)
+
+
+def _groups_to_share(ddp: DistributedDataParallel) -> dict[str, ControlGroups]:
+    """Find the groups of services of the same model, wrapped before, over the same ranks."""
+    found = {}
+    for other, reference in list(_services.items()):
+        service = reference()
+        if service is None or service._control_groups is None or other is ddp:
+            continue
+        alike = other.module is ddp.module and other.process_group is ddp.process_group
+        if alike and not service.engine.has_early_exchange():
+            found[service._control_groups.name] = service._control_groups
+    return found
