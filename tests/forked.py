@@ -87,8 +87,7 @@ class Rank:
 
     def crashing_stack(self) -> str:
         """The native stack of the thread that ended the rank, where :func:`print_stacks_on_crash` was called in it."""
-        stacks = re.split(r"^SIG\w+\(\d+\), PID: ", self.output(), flags=re.MULTILINE)[1:]
-        return next((stack for stack in stacks if "::fatalSignalHandler(" in stack), "")
+        return next((stack for stack in self._native_stacks() if "::fatalSignalHandler(" in stack), "")
 
     def crashes_in_torch_alone(self) -> bool:
         """Whether a thread that torch started came for the GIL when the interpreter was gone.
@@ -97,9 +96,14 @@ class Rank:
         that throws nothing. A process group's thread does so that lets go of a work's tensors, or calls a future's
         callbacks, while the program ends: plain DDP's programs end so as well, which is a matter of milliseconds.
         """
-        stack = self.crashing_stack()
-        is_unwound = "_Unwind_ForcedUnwind" in stack and "pthread_exit" in stack
-        return is_unwound and "ProcessGroup" in stack and not re.search(r"ddp_hooks::|ddp_hooks/_C\b", stack)
+        # The main thread may run into the same, so that more than one is on its way out.
+        unwound = [stack for stack in self._native_stacks() if "_Unwind_" in stack]
+        ours = re.compile(r"ddp_hooks::|ddp_hooks/_C\b")
+        is_known = "terminate called without an active exception" in self.output() and bool(unwound)
+        return is_known and all("ProcessGroup" in stack and not ours.search(stack) for stack in unwound)
+
+    def _native_stacks(self) -> list[str]:
+        return re.split(r"^SIG\w+\(\d+\), PID: ", self.output(), flags=re.MULTILINE)[1:]
 
     def output(self) -> str:
         return self._read("output")
