@@ -64,6 +64,7 @@ install-wheel: wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall $(DIST)/*.whl
 
 # One for each torch, in dist/; each in an environment of its own, because a wheel runs with the torch it was built for.
+# The checkout is built for the last of them afterwards; `make build` puts that right.
 TORCH_VERSIONS ?= 2.11.0 2.12.0 2.13.0
 wheels:
 	for version in $(TORCH_VERSIONS); do \

@@ -22,7 +22,7 @@ def load() -> types.ModuleType:
 
     The extension reads the inside of DDP's Reducer, whose layout changes between torch versions, so it runs only with
     the very version that it was compiled against. Its local part (``+cpu``, ``+cu130``) may differ only in name: the
-    same commit of torch, with the same CUDA or without. With another CUDA the headers choose other members.
+    same commit of torch, with the same CUDA or without. Other builds of a commit may choose other members in headers.
 
     Returns:
         The compiled module.

@@ -16,6 +16,7 @@ import torch
 import ddp_hooks
 
 TIMEOUT_SECONDS = 120
+RELEASE = torch.__version__.partition("+")[0]
 
 
 # An editable installation would find what is missing in the checkout.
@@ -62,7 +63,23 @@ def broken(package: Path) -> None:
     (package / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_text("no library")
 
 
+def renamed_torch(package: Path) -> None:
+    describe(package, f"{RELEASE}+renamed", torch.version.git_version)
+
+
+def rebuilt_torch(package: Path) -> None:
+    describe(package, f"{RELEASE}+rebuilt", "0" * 40)
+
+
+def describe(package: Path, version: str, commit: str | None) -> None:
+    lines = (f"TORCH_VERSION = {version!r}", f"TORCH_COMMIT = {commit!r}", f"TORCH_CUDA = {torch.version.cuda!r}")
+    (package / "_build_info.py").write_text("\n".join(lines) + "\n")
+
+
 CASES = [
+    # The same torch under another name is taken; what is missing then is the extension.
+    (renamed_torch, ["compiled extension is missing"], f"built for torch {RELEASE}+renamed"),
+    (rebuilt_torch, ["+rebuilt, but torch", "Rebuild it"], f"built for torch {RELEASE}+rebuilt"),
     (nothing, ["ddp_hooks is not built", "make build", "pip install --no-build-isolation ."], "not built"),
     (other_torch, ["built for torch 2.0.0, but torch", "Rebuild it"], "built for torch 2.0.0"),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 from collections.abc import Callable
@@ -171,6 +172,40 @@ def stale_gradient_of_frozen(rank: int, native: bool) -> None:
 @pytest.mark.parametrize("native", [False, True])
 def test_a_stale_gradient_of_what_is_frozen_stays(native: bool) -> None:
     run_ranks(2, stale_gradient_of_frozen, native)
+
+
+def stale_gradient_of_late(rank: int, native: bool) -> None:
+    """What nobody used in a step stays; where one rank used it, what the other has left over travels, as in DDP."""
+
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late, self.known = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, batch: torch.Tensor, uses_late: bool) -> torch.Tensor:
+            return self.known(self.late(batch) if uses_late else batch)
+
+    torch.manual_seed(0)
+    model = Chooses()
+    twin = copy.deepcopy(model)
+    model.late.requires_grad_(False)
+    ddp = wrap(model, find_unused_parameters=True)
+    register(ddp, "skip_unused", native)
+    model.late.requires_grad_(True)
+    plain = wrap(twin, find_unused_parameters=True)
+    steps = [(True, True), (False, False), (True, False), (False, True)]
+    for step, uses_late in enumerate(steps):
+        batch = torch.ones(2, 4) * (rank + 1 + step)
+        for module in (ddp, plain):
+            if step == 1 and rank == 0:
+                module.module.late.weight.grad = None  # the others keep theirs
+            module(batch, uses_late[rank]).square().sum().backward()
+        assert_alike(model, twin, f"step {step}")
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_stale_gradient_of_what_is_late(native: bool) -> None:
+    run_ranks(2, stale_gradient_of_late, native)
 
 
 def train_fresh(frozen: list[int], steps: int, find_unused: bool, rebuild: bool | None) -> tuple[nn.Module, Any]:

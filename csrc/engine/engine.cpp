@@ -354,10 +354,12 @@ void Engine::gradient_reported(size_t index) {
 // finished, so that one that fails before has to leave none. And whatever waits for the agreed mask has gone on by
 // then.
 void Engine::mark_absent() {
+  if (!has_marks_.load(std::memory_order_relaxed)) return;
   std::vector<size_t> absent;
   {
     std::lock_guard lock(mutex_);
     if (!prelude_ || reducer_.is_gone()) return;
+    has_marks_ = false;
     absent = prelude_->take_marks();
   }
   // May run the hook, so no lock is held.
@@ -396,6 +398,7 @@ void Engine::outputs_reached() {
     // With create_graph=True gradients are part of a graph, which the engine would cut; the Reducer refuses that
     // itself.
     if (!prelude_->outputs_reached(takes_gradients_ && !at::GradMode::is_enabled())) return;
+    has_marks_ = true;
   }
   // At the latest when all gradients have come; a declared parameter may be in a graph and get none.
   torch::autograd::Engine::get_default_engine().queue_callback([engine = weak_from_this()] {

@@ -11,6 +11,7 @@
 // Every rank must agree on: EngineSettings, the Reducer's bucket layout, the number of steps.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -125,6 +126,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::shared_ptr<const ControlGroups> control_groups_;
   std::vector<GradientReport> reports_;
   std::unique_ptr<Prelude> prelude_;  // null once this is closed
+  // Asked with every gradient, so that only a pass with something to mark takes the lock for it.
+  std::atomic<bool> has_marks_{false};
 
   ValuesProbe probe_;
   PlanCache plans_;

@@ -65,7 +65,6 @@ class Prelude {
   bool awaits_backward() const;
 
   UsageAgreement& agreement() { return agreement_; }
-  const UsageAgreement& agreement() const { return agreement_; }
 
  private:
   bool reaches_reducer() const;

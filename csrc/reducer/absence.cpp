@@ -74,7 +74,8 @@ bool Absence::is_in_a_graph(size_t parameter, int64_t reports) const {
   }
   // Nobody but graphs and the report holds the accumulator of a parameter that the Reducer does not know, and this.
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameters_[parameter]);
-  return accumulator && accumulator.use_count() > 1 + late_reports_.count(parameter);
+  const auto ours = static_cast<int64_t>(1 + late_reports_.count(parameter));
+  return accumulator && static_cast<int64_t>(accumulator.use_count()) > ours;
 }
 
 bool Absence::has_nothing_to_send(size_t parameter) const {

@@ -8,7 +8,7 @@
 // parameter of which that is not true counts as used. What enters a graph only later, in a backward pass of its own (as
 // under reentrant checkpointing), is caught by a guard when its gradient comes.
 //
-// Always holds: what `is_absent` says was true when the last synchronising forward pass ended. It is forgotten when the
+// Always holds: what is absent was so when the last synchronising forward pass ended. It is forgotten when the
 // step that it belongs to closes, or another forward pass has begun that could not be watched. Thread-safety: none; the
 // engine locks. Ranks may differ.
 #pragma once
@@ -55,7 +55,6 @@ class Absence {
   // how often each of the Reducer's parameters is watched by a GradientReport.
   void check_declarations(int64_t reports);
 
-  bool is_absent(size_t parameter) const { return absent_.test(parameter); }
   // Absent, and without a gradient from an earlier pass under no_sync() that still has to travel.
   bool has_nothing_to_send(size_t parameter) const;
 
