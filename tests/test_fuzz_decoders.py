@@ -332,3 +332,34 @@ def test_masks() -> None:
     unclear = {found for found in complaints if found is not None and not found.startswith(said)}
     assert any(found is not None and "IndexError" in found for found in complaints)
     assert not unclear, unclear
+
+
+def test_compressed_masks() -> None:
+    """What is no mask is refused and changes nothing; tests/test_mask_codec.py says of each which of both it is."""
+    draw = random.Random(2)
+    before = _C.UsageMask(300)
+    before.set(7)
+
+    def decode(words: list[int]) -> None:
+        mask = _C.UsageMask(300)
+        mask.merge(before)
+        try:
+            _C.merge_compressed(words, mask)
+        except BaseException:
+            assert mask == before, "refused, and changed all the same"
+            raise
+        assert mask.test(7)
+        assert len(mask.words()) == 5
+
+    def sent() -> Iterator[list[int]]:
+        yield []
+        for _ in range(2000):
+            mask = _C.UsageMask(300, draw.random() < 0.2)
+            for _ in range(draw.choice([0, 1, 5, 100])):
+                draw.choice([mask.set, mask.clear])(draw.randrange(300))
+            words = _C.compress(mask)
+            for _ in range(draw.randint(0, 3)):
+                words[draw.randrange(len(words))] ^= 1 << draw.randrange(64)
+            yield words[: draw.choice([1, len(words)])] + [0] * draw.choice([0, 0, 3])
+
+    assert_clear(decode, sent())

@@ -8,7 +8,9 @@
 
 #include "agreement/control_groups.h"
 #include "agreement/group_reference.h"
+#include "agreement/mask_codec.h"
 #include "bindings/rooms.h"
+#include "layout/usage_mask.h"
 
 namespace py = pybind11;
 
@@ -30,6 +32,11 @@ void bind_agreement(py::module_& m) {
       [](double seconds) { return wait_until_gone(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000))); },
       py::call_guard<py::gil_scoped_release>());
   m.def("keep_groups_from_now_on", &keep_groups_from_now_on, py::call_guard<py::gil_scoped_release>());
+
+  m.def("compress", &compress, py::arg("mask"));
+  m.def(
+      "merge_compressed", [](const std::vector<uint64_t>& words, UsageMask& into) { merge_compressed(words, into); },
+      py::arg("words"), py::arg("into"));
 }
 
 }  // namespace ddp_hooks

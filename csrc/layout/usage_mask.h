@@ -26,6 +26,19 @@ class UsageMask {
   void set(size_t index) { words_[index / 64] |= uint64_t{1} << (index % 64); }
   void clear(size_t index) { words_[index / 64] &= ~(uint64_t{1} << (index % 64)); }
 
+  // Sets begin .. end - 1, a word at a time; begin < end <= size().
+  void set_range(size_t begin, size_t end) {
+    const size_t first = begin / 64, last = (end - 1) / 64;
+    const uint64_t from_begin = ~uint64_t{0} << (begin % 64), to_end = ~uint64_t{0} >> (63 - (end - 1) % 64);
+    if (first == last) {
+      words_[first] |= from_begin & to_end;
+      return;
+    }
+    words_[first] |= from_begin;
+    for (size_t i = first + 1; i < last; ++i) words_[i] = ~uint64_t{0};
+    words_[last] |= to_end;
+  }
+
   // Set union; throws std::invalid_argument when the sizes differ.
   void merge(const UsageMask& other);
 
