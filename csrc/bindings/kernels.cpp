@@ -14,6 +14,7 @@
 #include "kernels/slice_copy.h"
 #include "kernels/staging_copy.h"
 #include "kernels/tensor_hash.h"
+#include "kernels/unit_scan.h"
 
 namespace py = pybind11;
 
@@ -53,6 +54,24 @@ void bind_slices(py::module_& m) {
     const ScanResult result = start_scan({{flat, 0, flat.numel()}}).wait().front();
     return std::make_pair(result.any_nonzero, result.any_negative_zero);
   });
+
+  // The words of the bitmap of non-zero units, and the units that are zero and hold a -0.0.
+  py::class_<PendingUnitScan>(m, "PendingUnitScan")
+      .def(
+          "wait",
+          [](PendingUnitScan& scan) {
+            const UnitScanResult& result = scan.wait();
+            return std::make_tuple(result.nonzero, result.negative_zeros);
+          },
+          py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "start_unit_scan",
+      [](const at::Tensor& flat, int64_t offset, int64_t length, int64_t unit_length) {
+        return start_unit_scan({flat, offset, length}, unit_length);
+      },
+      py::arg("flat"), py::arg("offset"), py::arg("length"), py::arg("unit_length"),
+      py::call_guard<py::gil_scoped_release>());
+
   m.def("has_cuda", &has_cuda);
   m.def("is_capturing", [](const at::Tensor& tensor) { return is_capturing(tensor.device()); });
 }

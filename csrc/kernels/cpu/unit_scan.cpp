@@ -1,0 +1,119 @@
+#include "kernels/cpu/unit_scan.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+namespace ddp_hooks::cpu {
+namespace {
+
+constexpr int64_t kLineBytes = 64;
+// Large enough that the test between blocks costs nothing.
+constexpr int64_t kBlockBytes = 1024;
+// How many units ahead memory is asked for. Units that begin with a non-zero are left at once, and far from one another
+// no prefetcher foresees the next.
+constexpr int64_t kUnitsAhead = 16;
+
+// Elements are taken eight bytes at a time, from a multiple of their size, so that each word has the signs at the same
+// bits.
+uint64_t sign_bits(ElementType type) {
+  switch (element_bytes(type)) {
+    case 8:
+      return 0x8000000000000000u;
+    case 4:
+      return 0x8000000080000000u;
+    default:
+      return 0x8000800080008000u;
+  }
+}
+
+template <typename Word>
+uint64_t load(const char* from) {
+  Word word;
+  std::memcpy(&word, from, sizeof(Word));
+  return word;
+}
+
+// Sixteen bytes in a register, as every x86-64 and AArch64 has them; a loop over words was not made into these.
+using Vector [[gnu::vector_size(16)]] = uint64_t;
+
+// The OR of stretches of kLineBytes, in as many vectors as are under way at once.
+struct Line {
+  Vector a = {}, b = {}, c = {}, d = {};
+
+  void merge(const char* from) {
+    Vector line[4];
+    static_assert(sizeof(line) == kLineBytes);
+    std::memcpy(line, from, kLineBytes);
+    a |= line[0];
+    b |= line[1];
+    c |= line[2];
+    d |= line[3];
+  }
+
+  uint64_t bits() const {
+    const Vector all = (a | b) | (c | d);
+    return all[0] | all[1];
+  }
+};
+
+// Bytes that do not fill a word or line at the end are read once more with what lies before them: nothing is lost or
+// added by that, and nothing is read outside the unit.
+
+// The OR of less than a line.
+uint64_t bits_of_few(const char* unit, int64_t bytes) {
+  if (bytes >= 8) {
+    uint64_t bits = load<uint64_t>(unit + bytes - 8);
+    for (int64_t at = 0; at + 8 < bytes; at += 8) bits |= load<uint64_t>(unit + at);
+    return bits;
+  }
+  // One, two or three elements of two bytes, or one of four.
+  if (bytes >= 4) return load<uint32_t>(unit) | load<uint32_t>(unit + bytes - 4);
+  return load<uint16_t>(unit);
+}
+
+// The OR of a stretch of a unit that has a line at least.
+uint64_t bits_of_block(const char* unit, int64_t begin, int64_t end) {
+  Line line;
+  int64_t at = begin;
+  for (; at + kLineBytes <= end; at += kLineBytes) line.merge(unit + at);
+  if (at < end) line.merge(unit + end - kLineBytes);
+  return line.bits();
+}
+
+// The OR of a unit, or if it holds a non-zero, of enough of it to tell.
+uint64_t bits_of_unit(const char* unit, int64_t bytes, uint64_t magnitude) {
+  if (bytes < kLineBytes) return bits_of_few(unit, bytes);
+  uint64_t bits = bits_of_block(unit, 0, kLineBytes);
+  for (int64_t begin = kLineBytes; begin < bytes && (bits & magnitude) == 0; begin += kBlockBytes) {
+    bits |= bits_of_block(unit, begin, std::min(bytes, begin + kBlockBytes));
+  }
+  return bits;
+}
+
+}  // namespace
+
+UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, ElementType type) {
+  UnitScanResult result;
+  if (numel == 0) return result;
+  const uint64_t magnitude = ~sign_bits(type);
+  const int64_t total_bytes = numel * element_bytes(type);
+  // A unit may be said to be longer than everything, in as many bytes as no number counts.
+  const int64_t unit_bytes = std::min(unit_length, numel) * element_bytes(type);
+  const int64_t units = (total_bytes - 1) / unit_bytes + 1;
+  result.nonzero.resize(static_cast<size_t>((units + 63) / 64));
+  const char* unit = static_cast<const char*>(data);
+  for (int64_t index = 0; index < units; ++index, unit += unit_bytes) {
+    __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(unit) + kUnitsAhead * unit_bytes));
+    const uint64_t bits = bits_of_unit(unit, std::min(unit_bytes, total_bytes - index * unit_bytes), magnitude);
+    if (bits == 0) continue;
+    if ((bits & magnitude) != 0) {
+      result.nonzero[static_cast<size_t>(index / 64)] |= uint64_t{1} << (index % 64);
+    } else {
+      result.negative_zeros.push_back(static_cast<uint32_t>(index));
+    }
+  }
+  return result;
+}
+
+}  // namespace ddp_hooks::cpu
