@@ -1,41 +1,20 @@
 """What is trained in the benchmarks: real architectures in plain torch, and which of their parameters a step uses.
 
-A workload repeats a small number of step *patterns*: pattern k has its own inputs and its own random choices, on each
-rank, from fixed seeds. All variants of a round run the same pattern, so that their gradients can be compared, and an
-oracle can be built for each pattern. Weights stay as they are (no optimizer step): what is timed is forward, backward
-and the exchange of gradients, and what an optimizer would cost is the same for every variant.
+Every workload, those of `tools.row_workloads` included, is made by its name here.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """How large the models are; parameters for the default: about 25 million."""
-
-    width: int
-    layers: int
-    heads: int
-    vocabulary: int
-    sequence: int
-    batch: int
-    task_heads: int
-    experts: int
-
-
-SIZES = {
-    "tiny": Size(width=64, layers=4, heads=4, vocabulary=256, sequence=16, batch=2, task_heads=8, experts=8),
-    "small": Size(width=256, layers=6, heads=4, vocabulary=2048, sequence=16, batch=1, task_heads=8, experts=16),
-    "default": Size(width=512, layers=7, heads=8, vocabulary=4096, sequence=32, batch=1, task_heads=8, experts=32),
-}
+from tools import row_workloads
+from tools.workload import SIZES, Size, Workload
 
 
 class Block(nn.Module):
@@ -131,42 +110,6 @@ class MultiTask(nn.Module):
         if self.touch_all:  # what people write so that DDP does not complain about unused parameters
             loss = loss + 0.0 * sum(p.sum() for head in self.heads for p in head.parameters())
         return loss
-
-
-class Workload:
-    """A model, the steps it is trained with, and what DDP has to be told about it."""
-
-    name: str
-    question: str
-    # Plain DDP needs find_unused_parameters=True.
-    needs_find_unused = True
-    # The autograd graph is the same in every step and on every rank, so that static_graph and
-    # skip_all_reduce_unused_params are legal.
-    is_static = False
-    patterns = 4
-
-    def __init__(self, size: Size) -> None:
-        self.size = size
-
-    @property
-    def label(self) -> str:
-        return self.name
-
-    def build(self) -> nn.Module:
-        raise NotImplementedError
-
-    def after_wrapping(self, model: nn.Module) -> None:
-        """What is done to the model once DDP holds it."""
-
-    def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
-        raise NotImplementedError
-
-    def _generator(self, pattern: int, rank: int) -> torch.Generator:
-        return torch.Generator().manual_seed(1000 * pattern + rank + 1)
-
-    def _tokens(self, pattern: int, rank: int) -> Tensor:
-        shape = (self.size.batch, self.size.sequence)
-        return torch.randint(self.size.vocabulary, shape, generator=self._generator(pattern, rank))
 
 
 class Frozen(Workload):
@@ -360,7 +303,14 @@ NAMES = (*(f"frozen:{fraction:g}" for fraction in FRACTIONS), *_SIMPLE)
 
 
 def make(name: str, size: str) -> Workload:
-    """Make a workload by name: one of `NAMES`, `frozen:<fraction>`, `layers:<fraction>` or `alternate:<bytes>`."""
+    """Make a workload by name: one of `NAMES` or `row_workloads.NAMES`, or a kind with an argument.
+
+    These are `frozen:<fraction>`, `layers:<fraction>`, `alternate:<bytes>` and `omnireduce:<density>`.
+
+    Raises:
+        ValueError: there is no such workload, or not in that size.
+        ModuleNotFoundError: it needs a package that is not installed; the message says how to get it.
+    """
     kind, _, argument = name.partition(":")
     if kind == "frozen":
         return Frozen(SIZES[size], float(argument))
@@ -368,6 +318,9 @@ def make(name: str, size: str) -> Workload:
         return PartOfLayers(SIZES[size], float(argument))
     if kind == "alternate":
         return Alternating(SIZES[size], int(argument))
-    if kind not in _SIMPLE:
-        raise ValueError(f"expected a workload among {', '.join(NAMES)}, received {name!r}")
-    return _SIMPLE[kind](SIZES[size])
+    if kind in _SIMPLE:
+        return _SIMPLE[kind](SIZES[size])
+    found = row_workloads.make(kind, argument, size)
+    if found is None:
+        raise ValueError(f"expected a workload among {', '.join((*NAMES, *row_workloads.NAMES))}, received {name!r}")
+    return found

@@ -1,0 +1,59 @@
+"""What the steps of a workload use, of parameters and of their rows: counted the slow way, from the gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from tools.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one step pattern uses on all ranks together."""
+
+    # The parameters that receive a non-zero gradient on some rank; and whether they do on all ranks alike.
+    used: frozenset[str]
+    is_alike: bool
+    # Of each used parameter the bytes of the rows in which some rank has a non-zero; a vector is one row.
+    row_bytes: Mapping[str, int]
+
+
+def find_usage(workload: Workload, master: nn.Module, world_size: int) -> list[Usage]:
+    """By pattern, what is used.
+
+    Ranks are simulated one after another here, so that every rank finds the same without exchanging anything.
+    """
+    model = copy.deepcopy(master)
+    workload.after_wrapping(model)
+    found = []
+    for pattern in range(workload.patterns):
+        by_rank = []
+        rows: dict[str, Tensor] = {}
+        for rank in range(world_size):
+            model.zero_grad(set_to_none=True)
+            workload.loss(model, pattern, rank).backward()
+            mine = {name: rows_with_nonzero(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            mine = {name: mask for name, mask in mine.items() if bool(mask.any())}
+            by_rank.append(frozenset(mine))
+            rows = {name: _either(rows.get(name), mine.get(name)) for name in rows.keys() | mine.keys()}
+        sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+        row_bytes = {name: sizes[name] // mask.numel() * int(mask.sum()) for name, mask in rows.items()}
+        found.append(Usage(frozenset(rows), len(set(by_rank)) == 1, row_bytes))
+    return found
+
+
+def rows_with_nonzero(gradient: Tensor) -> Tensor:
+    """Which slices along the first dimension hold anything but zeros, NaN included; a vector is one row."""
+    rows = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(1, -1)
+    return rows.ne(0).any(1)
+
+
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor:
+    if one is None or other is None:
+        assert one is not None or other is not None
+        return one if one is not None else other  # type: ignore[return-value]
+    return one | other
