@@ -25,6 +25,7 @@ HEADINGS = (
     "Step, ms (quartiles)",
     "/ DDP",
     "/ oracle",
+    "/ row oracle",
     "Payload, MB",
     "Wire, MB",
     "Wait, us",
@@ -42,22 +43,28 @@ def timed(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" + "---:|" * (len(HEADINGS) - 1)]
+    lines = [HEADINGS]
     for row in rows:
-        step, oracle = row["step_seconds"], row["ratio_to_oracle"]
-        cells = (
-            row["title"] + (" (lossy)" if row["is_lossy"] else ""),
-            f"{step['median'] * 1e3:.1f} ({step['q1'] * 1e3:.1f} to {step['q3'] * 1e3:.1f})",
-            f"{row['ratio_to_baseline']['median']:.3f}",
-            tables.number(oracle and oracle["median"], ".3f"),
-            tables.number(row["payload_bytes"], ".2f", 1e-6),
-            tables.number(row["wire_bytes"], ".2f", 1e-6),
-            tables.number(row["exchange_wait_seconds"], ".0f", 1e6),
-            tables.number(row["hook_seconds"], ".0f", 1e6),
-            tables.number(row["gradient_difference"], ".1e"),
+        step, oracle, row_oracle = row["step_seconds"], row["ratio_to_oracle"], row.get("ratio_to_row_oracle")
+        lines.append(
+            (
+                row["title"] + (" (lossy)" if row["is_lossy"] else ""),
+                f"{step['median'] * 1e3:.1f} ({step['q1'] * 1e3:.1f} to {step['q3'] * 1e3:.1f})",
+                f"{row['ratio_to_baseline']['median']:.3f}",
+                tables.number(oracle and oracle["median"], ".3f"),
+                tables.number(row_oracle and row_oracle["median"], ".3f"),
+                tables.number(row["payload_bytes"], ".2f", 1e-6),
+                tables.number(row["wire_bytes"], ".2f", 1e-6),
+                tables.number(row["exchange_wait_seconds"], ".0f", 1e6),
+                tables.number(row["hook_seconds"], ".0f", 1e6),
+                tables.number(row["gradient_difference"], ".1e"),
+            )
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    if not any(row.get("ratio_to_row_oracle") for row in rows):  # most runs do not ask what skipping rows could save
+        hidden = HEADINGS.index("/ row oracle")
+        lines = [(*line[:hidden], *line[hidden + 1 :]) for line in lines]
+    texts = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([texts[0], "|" + "---|" + "---:|" * (len(lines[0]) - 1), *texts[1:]])
 
 
 def groups(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str, int], list[dict[str, Any]]]:
@@ -77,8 +84,7 @@ def write_tables(everything: dict[str, dict[str, Any]], path: Path) -> None:
                 parts += [
                     f"### {row['label']}, {row['link']}, {row['world_size']} hosts",
                     "",
-                    f"{row['dense_bytes'] / 1e6:.1f} MB of gradients, {row['fraction_unused']:.0%} unused, "
-                    f"{row['rounds']} rounds.",
+                    f"{tables.describe_gradients(row)}, {row['rounds']} rounds.",
                     "",
                     table(rows),
                     "",

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import testbed
-from tools.tables import number
+from tools.tables import describe_gradients, number
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
@@ -127,7 +127,7 @@ class _Measurement:
         import torch
         import torch.distributed as dist
 
-        from tools import peers, workloads
+        from tools import peers, usage, workloads
 
         self._dist = dist
         self._peers = peers
@@ -138,8 +138,8 @@ class _Measurement:
         self._rounds = -(-plan.rounds // patterns) * patterns  # every pattern as often as every other
         torch.manual_seed(1234)
         master = self._workload.build()
-        used, alike = peers.find_used(self._workload, master, self._ranks)
-        self._context = peers.Context(self._workload, master, self._rank, used, alike)
+        found = usage.find_usage(self._workload, master, self._ranks)
+        self._context = peers.Context(self._workload, master, self._rank, found)
         self._variants: dict[str, Any] = {}
         self._left_out: dict[str, str] = {}
         for name in dict.fromkeys((peers.BASELINE, *plan.peers)):
@@ -156,10 +156,11 @@ class _Measurement:
                 variant.clear(step % patterns)
                 variant.step(step % patterns)
                 variant.clear(step % patterns)
+        all_reduces = self._time_all_reduces() if self._peers.NOTHING in self._variants else []
         seconds = self._time()
         checks = self._check()
         everyone: list[Any] = [None] * self._ranks
-        self._dist.all_gather_object(everyone, (seconds, checks))
+        self._dist.all_gather_object(everyone, (seconds, checks, all_reduces))
         slowest = {
             name: [max(times) for times in zip(*(theirs[0][name] for theirs in everyone), strict=True)]
             for name in self._variants
@@ -174,7 +175,22 @@ class _Measurement:
                 "gradient_difference": max(row["gradient_difference"] for row in rows),
                 "wire_bytes": None if None in wires else statistics.fmean(wires),
             }
-        return self._rows(slowest, merged)
+        slowest_all_reduces = [max(times) for times in zip(*(theirs[2] for theirs in everyone), strict=True)]
+        return self._rows(slowest, merged, _bytes_per_second(slowest_all_reduces, self._ranks))
+
+    def _time_all_reduces(self) -> list[float]:
+        """What the row oracle takes the link's rate from: seconds of one all-reduce of as much as a bucket holds."""
+        import torch
+
+        message = torch.ones(ALL_REDUCE_BYTES // 4)
+        seconds = []
+        for _ in range(8):
+            message.fill_(1.0)
+            self._dist.barrier()
+            start = time.perf_counter()
+            self._dist.all_reduce(message)
+            seconds.append(time.perf_counter() - start)
+        return seconds
 
     def _time(self) -> dict[str, list[float]]:
         names = list(self._variants)
@@ -246,7 +262,9 @@ class _Measurement:
             }
         return checks
 
-    def _rows(self, slowest: dict[str, list[float]], checks: dict[str, Any]) -> list[dict[str, Any]]:
+    def _rows(
+        self, slowest: dict[str, list[float]], checks: dict[str, Any], bytes_per_second: float | None
+    ) -> list[dict[str, Any]]:
         peers, context = self._peers, self._context
         ranks = self._ranks
         share = 2 * (ranks - 1) / ranks
@@ -255,7 +273,12 @@ class _Measurement:
         oracle = slowest.get(peers.ORACLE)
         compute = slowest.get(peers.COMPUTE)
         turns = [turn % self._workload.patterns for turn in range(self._rounds)]
-        used_bytes = statistics.fmean(context.bytes_of(used) for used in context.used)
+        used_bytes = statistics.fmean(context.bytes_of(usage.used) for usage in context.usage)
+        row_bytes = [sum(usage.row_bytes.values()) for usage in context.usage]
+        row_oracle = None
+        if bytes_per_second is not None:
+            pairs = zip(slowest[peers.NOTHING], turns, strict=True)
+            row_oracle = [nothing + row_bytes[pattern] * share / bytes_per_second for nothing, pattern in pairs]
         formula = None
         if rate.bits_per_second is not None and compute is not None:
             goodput = rate.bits_per_second / 8 * PAYLOAD_SHARE_OF_WIRE
@@ -286,12 +309,16 @@ class _Measurement:
                 "baseline": {"peer": peers.BASELINE, "step_seconds": quartiles(baseline)},
                 "ratio_to_baseline": quartiles([a / b for a, b in zip(times, baseline, strict=True)]),
                 "ratio_to_oracle": quartiles([a / b for a, b in zip(times, oracle, strict=True)]) if oracle else None,
+                "ratio_to_row_oracle": _ratio(times, row_oracle),
                 "ratio_to_allreduce_hook": _ratio(times, slowest.get("allreduce_hook")),
                 "compute_seconds": statistics.median(compute) if compute else None,
                 "formula_seconds": formula,
                 "ratio_to_formula": statistics.median(times) / formula if formula else None,
                 "dense_bytes": context.dense_bytes,
                 "used_bytes": used_bytes,
+                "used_row_bytes": statistics.fmean(row_bytes),
+                "row_oracle_seconds": statistics.median(row_oracle) if row_oracle else None,
+                "all_reduce_bytes_per_second": bytes_per_second,
                 "payload_bytes": payload,
                 "wire_bytes": wire,
                 "wire_over_payload": wire / (counted * share) if wire is not None and counted else None,
@@ -310,6 +337,14 @@ class _Measurement:
 
 # An Ethernet frame of 1514 bytes carries 1448 bytes of TCP payload (IPv4, timestamps on); the shaper counts frames.
 PAYLOAD_SHARE_OF_WIRE = 1448 / 1514
+ALL_REDUCE_BYTES = 25 << 20  # what DDP puts into a bucket
+
+
+def _bytes_per_second(all_reduce_seconds: Sequence[float], ranks: int) -> float | None:
+    """How fast a rank sends in all-reduces of `ALL_REDUCE_BYTES`; None where none was timed or nobody else is there."""
+    if not all_reduce_seconds or ranks < 2:
+        return None
+    return ALL_REDUCE_BYTES * 2 * (ranks - 1) / ranks / statistics.median(all_reduce_seconds)
 
 
 def _ratio(times: Sequence[float], base: Sequence[float] | None) -> dict[str, float] | None:
@@ -383,9 +418,9 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         first = timed[0]
         print(
             f"\n{first['label']}, {first['size']}, {first['world_size']} hosts, {first['link']}: "
-            f"{first['dense_bytes'] / 1e6:.1f} MB of gradients, {first['fraction_unused']:.0%} unused"
+            f"{describe_gradients(first)}"
         )
-    headings = "peer,ms,q1..q3,/ DDP,/ oracle,MB payload,MB wire,wire/payl,wait us,hook us,max |d|"
+    headings = "peer,ms,q1..q3,/ DDP,/ oracle,/ row oracle,MB payload,MB wire,wire/payl,wait us,hook us,max |d|"
     cells = [tuple(headings.split(","))]
     for row in timed:
         step = row["step_seconds"]
@@ -396,6 +431,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
                 f"{step['q1'] * 1e3:.1f}..{step['q3'] * 1e3:.1f}",
                 f"{row['ratio_to_baseline']['median']:.3f}",
                 number(row["ratio_to_oracle"] and row["ratio_to_oracle"]["median"], ".3f"),
+                number(row["ratio_to_row_oracle"] and row["ratio_to_row_oracle"]["median"], ".3f"),
                 number(row["payload_bytes"], ".2f", 1e-6),
                 number(row["wire_bytes"], ".2f", 1e-6),
                 number(row["wire_over_payload"], ".3f"),

@@ -12,16 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tools.workloads import Workload
+from tools import row_hook
+from tools.usage import Usage
+from tools.workload import Workload
 
 BASELINE = "plain"
 ORACLE = "oracle"
 COMPUTE = "compute"
 ORACLE_COMPUTE = "oracle_compute"
-SILENT = (COMPUTE, ORACLE_COMPUTE)  # exchange nothing, so that their gradients are one rank's
+NOTHING = "nothing"
+SILENT = (COMPUTE, ORACLE_COMPUTE, NOTHING)  # exchange nothing, so that their gradients are one rank's
 
 
 class NotApplicable(Exception):
@@ -35,9 +39,7 @@ class Context:
     workload: Workload
     master: nn.Module
     rank: int
-    # By pattern: the names of the parameters that some rank uses, and whether all ranks use the same.
-    used: list[frozenset[str]]
-    used_alike: list[bool]
+    usage: list[Usage]  # by pattern
 
     def copy_model(self) -> nn.Module:
         model = copy.deepcopy(self.master)
@@ -92,6 +94,15 @@ class _Half(_Dense):
     factor = 0.5
 
 
+class _Rows(Variant):
+    """Rows that some rank uses, and whole vectors whether used or not."""
+
+    def payload_bytes(self, pattern: int) -> int | None:
+        vectors = frozenset(name for name, p in self.context.master.named_parameters() if p.dim() < 2)
+        sent = self.context.usage[pattern].row_bytes
+        return self.context.bytes_of(vectors) + sum(size for name, size in sent.items() if name not in vectors)
+
+
 class _Silent(Variant):
     def payload_bytes(self, pattern: int) -> int | None:
         return 0
@@ -113,12 +124,12 @@ class _Oracle(Variant):
     def __init__(self, context: Context) -> None:
         self._models = []
         self._modules = []
-        for used, alike in zip(context.used, context.used_alike, strict=True):
+        for usage in context.usage:
             model = context.copy_model()
             for name, parameter in model.named_parameters():
-                parameter.requires_grad_(name in used)
+                parameter.requires_grad_(name in usage.used)
             self._models.append(model)
-            self._modules.append(self._wrap(model, alike))
+            self._modules.append(self._wrap(model, usage.is_alike))
         super().__init__(context, self._modules[0], self._models[0])
 
     def _wrap(self, model: nn.Module, alike: bool) -> nn.Module:
@@ -134,7 +145,7 @@ class _Oracle(Variant):
         return {n: p.grad for n, p in self._models[pattern].named_parameters() if p.grad is not None}
 
     def payload_bytes(self, pattern: int) -> int | None:
-        return self.context.bytes_of(self.context.used[pattern])
+        return self.context.bytes_of(self.context.usage[pattern].used)
 
 
 class _SilentOracle(_Oracle):
@@ -179,7 +190,7 @@ def _skip_all_reduce(context: Context) -> Variant:
     return _wrap(context, Variant, skip_all_reduce_unused_params=True)
 
 
-def _with_torch_hook(kind: type[Variant], attach: Callable[[DistributedDataParallel], None]) -> Any:
+def _with_hook(kind: type[Variant], attach: Callable[[DistributedDataParallel], None]) -> Any:
     def build(context: Context) -> Variant:
         variant = _wrap(context, kind)
         assert isinstance(variant.module, DistributedDataParallel)
@@ -214,6 +225,15 @@ def _attach_powersgd(ddp: DistributedDataParallel) -> None:
     # The epsilon keeps the all-zero gradients of unused parameters from becoming NaN.
     state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8)
     ddp.register_comm_hook(state, one_by_one)
+
+
+def _attach_nothing(ddp: DistributedDataParallel) -> None:
+    def send_nothing(state, bucket):  # type: ignore[no-untyped-def]
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, send_nothing)
 
 
 def _ways_to_pack(**settings: Any) -> Any:
@@ -305,12 +325,13 @@ def _all_peers() -> list[Peer]:
         Peer("find_unused", "DDP, find_unused_parameters=True", _find_unused),
         Peer("static_graph", "DDP, static_graph=True", _static_graph),
         Peer("skip_all_reduce", "DDP, skip_all_reduce_unused_params=True", _skip_all_reduce),
-        Peer("allreduce_hook", "torch's allreduce_hook", _with_torch_hook(_Dense, _attach_allreduce)),
-        Peer("fp16_compress", "torch's fp16_compress_hook", _with_torch_hook(_Half, _attach_fp16), is_lossy=True),
-        Peer(
-            "powersgd", "torch's PowerSGD, bucket by bucket", _with_torch_hook(Variant, _attach_powersgd), is_lossy=True
-        ),
+        Peer("allreduce_hook", "torch's allreduce_hook", _with_hook(_Dense, _attach_allreduce)),
+        Peer("fp16_compress", "torch's fp16_compress_hook", _with_hook(_Half, _attach_fp16), is_lossy=True),
+        Peer("powersgd", "torch's PowerSGD, bucket by bucket", _with_hook(Variant, _attach_powersgd), is_lossy=True),
     ]
+    peers.append(Peer(NOTHING, "DDP with a hook that sends nothing", _with_hook(_Silent, _attach_nothing)))
+    title = "used rows only, a prototype in Python"
+    peers.append(Peer("rows_prototype", title, _with_hook(_Rows, row_hook.attach)))
     for policy in ("skip_unused", "skip_zeros", "auto", "allreduce"):
         for native in (True, False):
             how = "native" if native else "python"
@@ -330,26 +351,6 @@ def _all_peers() -> list[Peer]:
 
 
 PEERS = {peer.name: peer for peer in _all_peers()}
-
-
-def find_used(workload: Workload, master: nn.Module, world_size: int) -> tuple[list[Any], list[bool]]:
-    """By pattern, the parameters that receive a non-zero gradient on some rank; and whether on all ranks alike.
-
-    Ranks are simulated one after another here, so that every rank finds the same without exchanging anything.
-    """
-    model = copy.deepcopy(master)
-    workload.after_wrapping(model)
-    used, alike = [], []
-    for pattern in range(workload.patterns):
-        by_rank = []
-        for other in range(world_size):
-            model.zero_grad(set_to_none=True)
-            workload.loss(model, pattern, other).backward()
-            found = {n for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.count_nonzero())}
-            by_rank.append(frozenset(found))
-        used.append(frozenset().union(*by_rank))
-        alike.append(len(set(by_rank)) == 1)
-    return used, alike
 
 
 def max_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

@@ -18,6 +18,18 @@ def describe_header(header: dict[str, Any]) -> str:
     )
 
 
+def describe_gradients(row: dict[str, Any]) -> str:
+    """How much there is to send, and what the best that skips rows would take, where that was measured."""
+    text = f"{row['dense_bytes'] / 1e6:.1f} MB of gradients, {row['fraction_unused']:.0%} unused"
+    if row.get("row_oracle_seconds") is not None:
+        rate = row["all_reduce_bytes_per_second"] * 8e-9
+        text += (
+            f", {row['used_row_bytes'] / 1e6:.1f} MB in rows that some rank uses; row oracle "
+            f"{row['row_oracle_seconds'] * 1e3:.1f} ms at {rate:.3g} Gbit/s measured"
+        )
+    return text
+
+
 def plain_table(rows: Sequence[dict[str, Any]]) -> str:
     """Any rows: the fields that they share, quartiles by their median."""
     if not rows:
