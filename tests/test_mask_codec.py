@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from ddp_hooks import _C
 
 BITMAP, SET_BITS, CLEARED_BITS, RUNS = FORMS = (1, 2, 3, 4)
 MOST_K = 40
+PROTOCOL = Path(__file__).parent.parent / "docs" / "protocol.md"
 
 # --- the twin
 
@@ -146,7 +148,6 @@ FEW = {5, 9, 190, 191, 999}
 RANGES = {*range(10, 30), *range(300, 450), 999}
 
 
-# The same examples stand in docs/protocol.md.
 @pytest.mark.parametrize(
     ("size", "indices", "words"),
     [
@@ -162,6 +163,7 @@ RANGES = {*range(10, 30), *range(300, 450), 999}
 )
 def test_golden_words(size: int, indices: set[int], words: list[int]) -> None:
     assert check(size, indices) == words
+    assert f"| {' '.join(f'`{word:016x}`' for word in words)} |" in PROTOCOL.read_text()
 
 
 @pytest.mark.parametrize("size", range(301))
