@@ -7,6 +7,7 @@
 | Part | Measures | Baseline in the same run |
 |---|---|---|
 | mask | set, merge, count, encode, decode; compiled without Python | memcpy of the words |
+| mask_codec | bytes of a compressed mask, encode, decode, by density; compiled without Python | the bitmap |
 | plan | making a wire plan, and finding it in the cache; compiled without Python | a walk over the slices |
 | copy | nonzero_scan, gather_scaled, scatter; through the binding, whose own cost is beside it | `copy_` |
 | exchange | an OR over all ranks by all-reduce, all_gather, grids of small all_gathers; not hidden | all-reduce |
@@ -29,7 +30,8 @@ from micro import local, ranks
 from tools import harness, testbed
 from tools.tables import plain_cell
 
-PARTS = ("mask", "plan", "copy", "exchange", "registration")
+PARTS = ("mask", "mask_codec", "plan", "copy", "exchange", "registration")
+COMPILED = {"mask": local.describe_mask, "mask_codec": local.describe_mask_codec, "plan": local.describe_plan}
 CROWD = 8  # from this many ranks on, fewer rounds
 
 
@@ -54,9 +56,9 @@ def launch(part: str, hosts: int, link: str, rounds: int, timeout: float) -> lis
 
 def run_part(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     """Return the rows of one part and the sentence that says what they show."""
-    if part in ("mask", "plan"):
+    if part in COMPILED:
         rows = local.run_compiled(part, options.rounds or 31)
-        return rows, (local.describe_mask if part == "mask" else local.describe_plan)(rows)
+        return rows, COMPILED[part](rows)
     if part == "copy":
         rows = local.run_copy(options.rounds or 15, options.max_mib << 20)
         return rows, local.describe_copy(rows)

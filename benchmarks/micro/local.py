@@ -22,7 +22,7 @@ BATCH_SECONDS = 200e-6
 
 
 def run_compiled(part: str, rounds: int) -> list[dict[str, Any]]:
-    """Compile `mask_and_plan.cpp` with the extension's optimisation and run it; `part` is mask or plan.
+    """Compile `mask_and_plan.cpp` with the extension's optimisation and run it; `part` is mask, mask_codec or plan.
 
     Raises:
         RuntimeError: there is no C++ compiler, it refused the program, or the program failed.
@@ -35,7 +35,13 @@ def run_compiled(part: str, rounds: int) -> list[dict[str, Any]]:
         Path(__file__).parent / "mask_and_plan.cpp",
         *(
             csrc / f"{name}.cpp"
-            for name in ("layout/usage_mask", "layout/bucket_layout", "wire/wire_plan", "wire/plan_cache")
+            for name in (
+                "agreement/mask_codec",
+                "layout/usage_mask",
+                "layout/bucket_layout",
+                "wire/wire_plan",
+                "wire/plan_cache",
+            )
         ),
     ]
     with tempfile.TemporaryDirectory() as folder:
@@ -75,6 +81,23 @@ def describe_mask(rows: Sequence[dict[str, Any]]) -> str:
     return (
         f"A mask of {least:,} and of {most:,} parameters takes: {', '.join(parts)}; "
         f"that is up to {slowest:.0f} times a memcpy of its words. {_correctness(rows)}"
+    )
+
+
+def describe_mask_codec(rows: Sequence[dict[str, Any]]) -> str:
+    units = max(row["units"] for row in rows)
+    parts = []
+    for encode in (row for row in rows if row["operation"] == "encode" and row["units"] == units):
+        (decode,) = (
+            row
+            for row in rows
+            if (row["operation"], row["units"], row["pattern"]) == ("decode", units, encode["pattern"])
+        )
+        microseconds = [_two(row["seconds"]["median"] * 1e6) for row in (encode, decode)]
+        parts.append(f"{encode['pattern']} {encode['bytes']:,} bytes, {microseconds[0]} and {microseconds[1]} us")
+    return (
+        f"A mask of {units:,} units, {max(row['bitmap_bytes'] for row in rows):,} bytes as a bitmap, takes by its "
+        f"density, to encode and to decode: {'; '.join(parts)}. {_correctness(rows)}"
     )
 
 

@@ -1,6 +1,7 @@
-// Times csrc/layout/usage_mask and csrc/wire/wire_plan by themselves, without Python: their operations take nanoseconds, and a call
-// through a binding takes longer than most of them. micro.py compiles and runs this; every line printed is a JSON row
-// with the seconds of one call in each round, beside those of a baseline measured in the same round.
+// Times usage_mask, mask_codec and wire_plan of csrc/ by themselves, without Python: their operations take nanoseconds,
+// and a call through a binding takes longer than most of them. micro.py compiles and runs this; every line printed is a
+// JSON row with the seconds of one call in each round, beside those of a baseline measured in the same round.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -11,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "agreement/mask_codec.h"
 #include "layout/hash.h"
 #include "layout/usage_mask.h"
 #include "wire/plan_cache.h"
@@ -141,6 +143,47 @@ void time_masks(size_t parameters, int rounds) {
       encodes);
 }
 
+// Ranges of 1 to 1,000 units, a hundredth of all together.
+UsageMask clusters(size_t units) {
+  std::mt19937 generator(4);
+  UsageMask mask(units);
+  for (size_t set = 0; set < units / 100;) {
+    const size_t begin = generator() % units, length = 1 + generator() % 1'000;
+    mask.set_range(begin, std::min(units, begin + length));
+    set += length;
+  }
+  return mask;
+}
+
+void time_codec(const std::string& pattern, const UsageMask& mask, int rounds) {
+  static const char* const kForms[] = {"none", "bitmap", "set bits", "cleared bits", "runs"};
+  const std::vector<uint64_t> sent = compress(mask);
+  std::vector<uint64_t> copy(mask.words().size());
+  UsageMask received(mask.size()), merged(mask.size());
+  merge_compressed(sent, received);
+  const bool correct = received == mask;
+  const std::string fields = "\"units\": " + std::to_string(mask.size()) + ", \"pattern\": \"" + pattern +
+                             "\", \"set\": " + std::to_string(mask.count()) + ", \"form\": \"" +
+                             kForms[sent[0] & 0xff] + "\", \"bytes\": " + std::to_string(8 * sent.size()) +
+                             ", \"bitmap_bytes\": " + std::to_string(8 * mask.words().size());
+  compare(
+      "\"operation\": \"encode\", " + fields,
+      [&] {
+        const std::vector<uint64_t> words = compress(mask);
+        keep(words.data());
+      },
+      "memcpy of the bitmap",
+      [&] {
+        std::memcpy(copy.data(), mask.words().data(), copy.size() * sizeof(uint64_t));
+        keep(copy.data());
+      },
+      correct, rounds);
+  compare(
+      "\"operation\": \"decode\", " + fields,
+      [&] { keep((merge_compressed(sent, received), received.words().data())); }, "merge of the bitmap",
+      [&] { keep((merged.merge(mask), merged.words().data())); }, correct, rounds);
+}
+
 // As in a transformer: as many vectors (4 KiB) as matrices (256 KiB), one after the other, in buckets of a size.
 LayoutOfBuckets layout_of(size_t parameters, int64_t bucket_bytes) {
   LayoutOfBuckets layout;
@@ -225,9 +268,18 @@ void time_plans(size_t parameters, int64_t bucket_mib, double used, int rounds) 
 int main(int count, char** arguments) {
   const std::string part = count > 1 ? arguments[1] : "";
   const int rounds = count > 2 ? std::atoi(arguments[2]) : 0;
-  if ((part != "mask" && part != "plan") || rounds < 1) {
-    std::fprintf(stderr, "expected: mask|plan <rounds>\n");
+  if ((part != "mask" && part != "mask_codec" && part != "plan") || rounds < 1) {
+    std::fprintf(stderr, "expected: mask|mask_codec|plan <rounds>\n");
     return 2;
+  }
+  if (part == "mask_codec") {
+    for (size_t units = 1'000; units <= 10'000'000; units *= 10) {
+      for (const char* const density : {"1e-4", "1e-3", "1e-2", "0.1", "0.4", "0.9"}) {
+        time_codec(density, mask_of(draw(units, std::atof(density), 5)), rounds);
+      }
+      time_codec("clustered", clusters(units), rounds);
+    }
+    return 0;
   }
   for (const size_t parameters : {100, 1'000, 10'000, 100'000}) {
     if (part == "mask") {
