@@ -150,6 +150,11 @@ def emulate_nonzero_scan(
     arg0: torch.Tensor, arg1: Sequence[tuple[int, int]], /
 ) -> tuple[tuple[int, int, int], list[int]]: ...
 
+# Returns (launches, portions, bytes of the widest access, sectors of 32 bytes loaded), and what the scan answers.
+def emulate_unit_scan(
+    arg0: torch.Tensor, arg1: int, arg2: int, arg3: int, /
+) -> tuple[tuple[int, int, int, int], tuple[list[int], list[int]]]: ...
+
 # --- the engine ---
 
 class ValuesDetector:

@@ -1,7 +1,8 @@
 """The CUDA kernels' indexing, played on the CPU: tables, chunks, lanes and words, with every access checked.
 
-The code that runs here is the code that the kernels run (csrc/kernels/cuda/slice_table.h, lanes.h); what a GPU adds is
-tested in test_cuda_kernels.py. An access that is not aligned, out of bounds, or writes a byte twice raises by itself.
+The code that runs here is the code that the kernels run (csrc/kernels/cuda/slice_table.h, lanes.h, units.h); what a GPU
+adds is tested in test_cuda_kernels.py. An access that is not aligned, out of bounds, or writes a byte twice raises by
+itself.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from test_slice_copy import (
     random_ranges,
     total,
 )
+from test_unit_scan import FLOAT_UNITS, random_slice
+from test_unit_scan import check as check_units
 
 from ddp_hooks import _C
 
 SMALLEST_CHUNK_BYTES = 256
 LARGEST_CHUNK_BYTES = 4096
 NONZERO, NEGATIVE_ZERO = 1, 2
+SECTOR_BYTES = 32
 
 
 def aligned(size: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
@@ -212,3 +216,86 @@ def test_scan_of_many_slices_on_the_cpu() -> None:
     assert _C.start_scan(flat, []).wait() == []
     with pytest.raises(RuntimeError, match="expected a range within 5 elements"):
         _C.start_scan(flat, [(0, 1), (4, 2)])
+
+
+def scan_units(flat: torch.Tensor, offset: int, length: int, unit_length: int) -> tuple[list[int], list[int]]:
+    return _C.emulate_unit_scan(flat, offset, length, unit_length)[1]
+
+
+def loaded_sectors(flat: torch.Tensor, unit_length: int) -> int:
+    return _C.emulate_unit_scan(flat, 0, flat.numel(), unit_length)[0][3]
+
+
+@DTYPES
+@pytest.mark.parametrize("unit_length", [*FLOAT_UNITS, 4, 7, 8, 9, 1024, 1025, 5000, 10**6])
+def test_units_of_every_length(dtype: torch.dtype, unit_length: int) -> None:
+    rng = random.Random(unit_length)
+    for _ in range(4):
+        length, offset = rng.randrange(1, 8 * min(unit_length, 2000)), rng.randrange(40)
+        flat = random_slice(dtype, rng, length, unit_length, offset, (0.0, 0.0, 0.1))
+        check_units(flat, offset, length, unit_length, scan_units)
+
+
+@DTYPES
+@settings(deadline=None, max_examples=100)
+@given(
+    length=st.one_of(st.integers(1, 200), st.integers(1, 6000)),
+    unit_length=st.one_of(st.integers(1, 20), st.integers(1, 700), st.integers(1, 7000)),
+    offset=st.integers(0, 40),
+    seed=st.integers(0, 1 << 30),
+)
+def test_units_of_any_length_and_alignment(
+    dtype: torch.dtype, length: int, unit_length: int, offset: int, seed: int
+) -> None:
+    flat = random_slice(dtype, random.Random(seed), length, unit_length, offset, (0.0, 0.0, 0.02, 1.0))
+    check_units(flat, offset, length, unit_length, scan_units)
+
+
+@DTYPES
+def test_every_element_of_a_unit_is_looked_at(dtype: torch.dtype) -> None:
+    word = WORDS[dtype]
+    for unit_length in (1, 5, 8, 33, 300):
+        flat = aligned(3 * unit_length, dtype, 3)
+        for position in range(flat.numel()):
+            unit = position // unit_length
+            flat.view(word)[position] = 1
+            assert scan_units(flat, 0, flat.numel(), unit_length) == ([1 << unit], [])
+            flat.view(word)[position] = torch.iinfo(word).min
+            assert scan_units(flat, 0, flat.numel(), unit_length) == ([0], [unit])
+            flat.view(word)[position] = 0
+
+
+def test_many_warps_share_a_long_unit() -> None:
+    length, units = 300_000, 2  # in 293 pieces each
+    flat = aligned(units * length - 1, torch.float32, 1)
+    assert _C.emulate_unit_scan(flat, 0, flat.numel(), length)[0][1] == units * -(-length * 4 // LARGEST_CHUNK_BYTES)
+    assert scan_units(flat, 0, flat.numel(), length) == ([0], [])
+    # A -0.0 counts only where no other piece holds a non-zero, before it or after it.
+    for negative_zero, nonzero in ((0, 250_000), (250_000, 0)):
+        flat.zero_()
+        flat[negative_zero] = flat[length + negative_zero] = -0.0
+        flat[nonzero] = 1.0
+        assert scan_units(flat, 0, flat.numel(), length) == ([1], [1])
+
+
+def test_portions_grow_with_the_table() -> None:
+    rows, row = 20_000, 130
+    flat = aligned(rows * row, torch.float32, 0)  # 10 MB, in portions of 8 KB: eight rows, because 16 are more
+    used = sorted(random.Random(0).sample(range(rows), 40))
+    flat.view(rows, row)[used, 129] = 1.0
+    flat.view(rows, row)[17] = -0.0
+    (launches, portions, _, _), (words, negative_zeros) = _C.emulate_unit_scan(flat, 0, flat.numel(), row)
+    assert (launches, portions) == (1, rows // 8)
+    assert [64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1] == used
+    assert negative_zeros == [17]
+
+
+@DTYPES
+def test_only_zeros_are_read_in_full(dtype: torch.dtype) -> None:
+    for unit_bytes in (2 * SECTOR_BYTES, 256, 1536, 8 * LARGEST_CHUNK_BYTES, 200_000):
+        unit_length = unit_bytes // dtype.itemsize
+        units = 500_000 // unit_bytes
+        flat = torch.zeros(units * unit_length, dtype=dtype)
+        assert loaded_sectors(flat, unit_length) == -(-units * unit_bytes // SECTOR_BYTES)
+        flat.view(units, unit_length)[:, 0] = 1.0
+        assert loaded_sectors(flat, unit_length) == units

@@ -19,6 +19,7 @@ from test_slice_copy import (
     random_ranges,
     total,
 )
+from test_unit_scan import FLOAT_UNITS, random_slice
 
 from ddp_hooks import _C
 
@@ -197,6 +198,81 @@ def test_scan_of_random_slices(dtype: torch.dtype, seed: int, stream: torch.cuda
     check_scan(flat.cuda(), ranges)
 
 
+def check_units(flat: torch.Tensor, offset: int, length: int, unit_length: int) -> None:
+    expected = _C.start_unit_scan(flat.cpu(), offset, length, unit_length).wait()
+    pending = _C.start_unit_scan(flat, offset, length, unit_length)
+    assert pending.wait() == expected
+    assert pending.wait() == expected
+
+
+@DTYPES
+@pytest.mark.parametrize("unit_length", [*FLOAT_UNITS, 4, 7, 8, 9, 1024, 1025, 5000, 100_000, 1 << 62])
+def test_units_of_every_length(dtype: torch.dtype, unit_length: int, stream: torch.cuda.Stream) -> None:
+    rng = random.Random(unit_length)
+    for _ in range(6):
+        length, offset = rng.randrange(1, 8 * min(unit_length, 20_000)), rng.randrange(40)
+        flat = random_slice(dtype, rng, length, unit_length, offset, (0.0, 0.0, 0.1))
+        check_units(flat.cuda(), offset, length, unit_length)
+
+
+@pytest.mark.parametrize("row", [1, 7, 64, 384, 16_384, 1_000_001])
+def test_units_of_a_large_table(row: int) -> None:
+    # In portions of every size, and many more warps than run at once.
+    for megabytes in (4, 16, 150):
+        rows = max(3, megabytes * 1_000_000 // 4 // row)
+        flat = torch.zeros(rows * row, device="cuda")
+        table = flat.view(rows, row)
+        check_units(flat, 0, flat.numel(), row)
+        chosen = torch.randperm(rows, device="cuda")
+        table[chosen[: rows // 3], torch.randint(row, (rows // 3,), device="cuda")] = -0.0
+        check_units(flat, 0, flat.numel(), row)
+        table[chosen[rows // 4 : rows // 2], row - 1] = 1.0
+        check_units(flat, 0, flat.numel(), row)
+        flat.fill_(1.0)
+        check_units(flat, 0, flat.numel(), row)
+
+
+def test_units_of_more_elements_than_an_int_counts() -> None:
+    size = (1 << 31) + 1001
+    if torch.cuda.mem_get_info()[0] < 3 * size:
+        pytest.skip(f"needs {3 * size / 1e9:.0f} GB of GPU memory")
+    flat = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
+    flat[-1], flat[-1001] = -0.0, 1.0
+    assert _C.start_unit_scan(flat, 0, size, 1 << 30).wait() == ([0b100], [])
+    words, negative_zeros = _C.start_unit_scan(flat, 0, size, 1000).wait()
+    last = (size - 1) // 1000
+    assert negative_zeros == [last]
+    assert [i for i, word in enumerate(words) if word] == [(size - 1001) // 1000 // 64]
+
+
+def test_a_unit_scan_is_like_any_other(no_waiting: None) -> None:
+    side = torch.cuda.Stream()
+    flat = torch.zeros(100_000, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        _C.start_unit_scan(flat, 0, 100_000, 1000).wait()  # makes the memory that the next one reuses
+        torch.cuda._sleep(LONG_SLEEP_CYCLES)
+        flat[1000:].fill_(6.0)
+        done = torch.cuda.Event()
+        done.record()
+        pending = _C.start_unit_scan(flat, 0, 100_000, 1000)
+        assert not done.query(), "starting a scan waited for the stream"
+        torch.cuda._sleep(LONG_SLEEP_CYCLES)
+        later = torch.cuda.Event()
+        later.record()
+    del flat  # the scan keeps it
+    assert pending.wait() == ([(1 << 64) - 2, (1 << 36) - 1], [])
+    assert not later.query(), "the answer waited for what came after the scan"
+
+
+def test_unit_scans_that_nobody_waits_for() -> None:
+    flat = torch.ones(1000, device="cuda")
+    for _ in range(100):
+        _C.start_unit_scan(flat, 0, 1000, 10)
+    assert _C.start_unit_scan(flat, 0, 10, 5).wait() == ([0b11], [])
+    assert _C.start_unit_scan(flat, 10, 0, 5).wait() == ([], [])
+
+
 def test_work_goes_to_the_current_stream_and_nothing_waits(no_waiting: None) -> None:
     side = torch.cuda.Stream()
     flat = torch.zeros(10_000, device="cuda")
@@ -288,3 +364,5 @@ def test_refuses_what_a_gradient_cannot_be(dtype: torch.dtype) -> None:
         _C.gather_scaled(flat, flat, [(0, 3)], 1.0)
     with pytest.raises(RuntimeError, match="expected gradients of float32, float64, float16 or bfloat16"):
         _C.start_scan(flat, [(0, 3)])
+    with pytest.raises(RuntimeError, match="expected gradients of float32, float64, float16 or bfloat16"):
+        _C.start_unit_scan(flat, 0, 3, 1)

@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string_view>
 #include <tuple>
@@ -105,6 +106,19 @@ void bind_emulation(py::module_& m) {
     std::vector<uint32_t> flags;
     const auto run = cuda::emulate_nonzero_scan(to_memory(flat, ranges), element_type_of(flat), flags);
     return std::make_pair(summary(run), flags);
+  });
+  // (launches, portions, bytes of the widest access, sectors of 32 bytes loaded), and the scan's answer.
+  m.def("emulate_unit_scan", [](const at::Tensor& flat, int64_t offset, int64_t length, int64_t unit_length) {
+    check_range(flat, offset, length);
+    TORCH_CHECK(length > 0 && unit_length > 0, "emulate_unit_scan: expected a unit at least, received ", length,
+                " elements in units of ", unit_length);
+    const int64_t element_size = flat.element_size();
+    UnitScanResult result;
+    const auto run =
+        cuda::emulate_unit_scan({static_cast<char*>(flat.data_ptr()) + offset * element_size, length * element_size},
+                                std::min(unit_length, length) * element_size, element_type_of(flat), result);
+    return std::make_tuple(std::make_tuple(run.launches, run.chunks, run.widest_word_bytes, run.sectors_loaded),
+                           std::make_tuple(result.nonzero, result.negative_zeros));
   });
   m.attr("SLICES_PER_LAUNCH") = cuda::kLargeTable;
 }

@@ -8,8 +8,10 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <unordered_set>
 
 #include "kernels/cuda/lanes.h"
+#include "kernels/cuda/units.h"
 
 namespace ddp_hooks::cuda {
 namespace {
@@ -38,6 +40,7 @@ class CheckedMemory {
   template <typename T>
   T load(const char* from) {
     check(from, sizeof(T), "load");
+    sectors_loaded_.insert(reinterpret_cast<uintptr_t>(from) / kSectorBytes);
     T value;
     std::memcpy(&value, from, sizeof(T));
     return value;
@@ -54,6 +57,7 @@ class CheckedMemory {
 
   size_t bytes_written() const { return written_.size(); }
   int64_t widest() const { return widest_; }
+  int64_t sectors_loaded() const { return static_cast<int64_t>(sectors_loaded_.size()); }
 
  private:
   struct Range {
@@ -75,6 +79,23 @@ class CheckedMemory {
   std::vector<Range> allowed_;
   std::set<const char*> written_;
   int64_t widest_ = 0;
+  std::unordered_set<uintptr_t> sectors_loaded_;
+};
+
+// A warp whose lanes take turns.
+struct PlayedWarp {
+  template <typename FoundByLane>
+  Votes vote(const FoundByLane& found_by_lane) const {
+    Votes votes = {};
+    for (int lane = 0; lane < kWarpLanes; ++lane) {
+      const uint32_t found = found_by_lane(lane);
+      if ((found & kFoundNonzero) != 0) votes.nonzero |= uint32_t{1} << lane;
+      if ((found & kFoundNegativeZero) != 0) votes.negative_zero |= uint32_t{1} << lane;
+    }
+    return votes;
+  }
+
+  void merge(uint32_t* word, uint32_t bits) const { *word |= bits; }
 };
 
 // What the device's kernels call Float32 and so on, with the CPU's arithmetic.
@@ -186,6 +207,37 @@ EmulatedRun emulate_nonzero_scan(const std::vector<SliceOfMemory>& slices, Eleme
     return nullptr;
   });
   run.widest_word_bytes = memory.widest();
+  return run;
+}
+
+EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type,
+                              cpu::UnitScanResult& result) {
+  CheckedMemory memory;
+  memory.allow(slice.address, slice.bytes);
+  memory.seal();
+  const Units units = divide_units(slice.address, slice.bytes, unit_bytes);
+  const int64_t words = words_of_bitmap(units.count);
+  // Behind each bitmap a word that nobody may touch.
+  std::vector<uint32_t> nonzero_units(static_cast<size_t>(words + 1)), negative_zero_units(nonzero_units);
+  EmulatedRun run;
+  run.launches = 1;
+  run.chunks = portion_count(units);
+  const int64_t warps = (run.chunks + kWarpsPerBlock - 1) / kWarpsPerBlock * kWarpsPerBlock;
+  for (int64_t warp = 0; warp < warps; ++warp) {
+    const Portion portion = portion_of_warp(units, warp);
+    if (portion.bytes > kLargestPortionBytes || portion.units > kUnitsPerWord ||
+        portion.first_unit % kUnitsPerWord + portion.units > kUnitsPerWord) {
+      throw std::logic_error("a portion of the wrong size");
+    }
+    scan_portion(portion, scan_masks(element_bytes(type)), PlayedWarp{}, memory, nonzero_units.data(),
+                 negative_zero_units.data());
+  }
+  if ((nonzero_units.back() | negative_zero_units.back()) != 0) throw std::logic_error("a bit past the bitmap");
+  nonzero_units.pop_back();
+  nonzero_units.insert(nonzero_units.end(), negative_zero_units.begin(), negative_zero_units.end() - 1);
+  result = read_bitmaps(nonzero_units.data(), units.count);
+  run.widest_word_bytes = memory.widest();
+  run.sectors_loaded = memory.sectors_loaded();
   return run;
 }
 

@@ -1,4 +1,4 @@
-// What all kernels over slices share: how they reach memory, which chunk is whose, and how they are launched.
+// What all kernels share: how they reach memory, which chunk or portion is whose, and how they are launched.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -40,14 +40,20 @@ inline const char* why_failed(cudaError_t status) {
   return cudaGetErrorString(status);
 }
 
+// Launches a kernel with so many warps, or a few more, in blocks of kWarpsPerBlock.
+template <typename... Parameters>
+const char* launch_warps(void (*kernel)(Parameters...), int64_t warps, void** arguments, cudaStream_t stream) {
+  const int64_t blocks = (warps + kWarpsPerBlock - 1) / kWarpsPerBlock;
+  return why_failed(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
+                                     dim3(kBlockThreads), arguments, 0, stream));
+}
+
 // One warp for each chunk of the table, which is the kernel's first parameter.
 template <int kCapacity, typename... Parameters>
 const char* launch_over_chunks(void (*kernel)(SliceTable<kCapacity>, Parameters...), SliceTable<kCapacity>& table,
                                cudaStream_t stream, Parameters... parameters) {
-  const int64_t blocks = (chunk_count(table) + kWarpsPerBlock - 1) / kWarpsPerBlock;
   void* arguments[] = {&table, &parameters...};
-  return why_failed(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
-                                     dim3(kBlockThreads), arguments, 0, stream));
+  return launch_warps(kernel, chunk_count(table), arguments, stream);
 }
 
 }  // namespace ddp_hooks::cuda
