@@ -10,6 +10,7 @@
 | mask_codec | bytes of a compressed mask, encode, decode, by density; compiled without Python | the bitmap |
 | plan | making a wire plan, and finding it in the cache; compiled without Python | a walk over the slices |
 | copy | nonzero_scan, gather_scaled, scatter; through the binding, whose own cost is beside it | `copy_` |
+| unit_scan | start_unit_scan over a table of zeros and a dense one | reading all of it (`amax`) |
 | exchange | an OR over all ranks by all-reduce, all_gather, grids of small all_gathers; not hidden | all-reduce |
 | registration | backward over 200 tiny buckets, with `register` and with `ddp.register_comm_hook` | plain DDP |
 
@@ -26,11 +27,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from micro import local, ranks
+from micro import local, ranks, units
 from tools import harness, testbed
 from tools.tables import plain_cell
 
-PARTS = ("mask", "mask_codec", "plan", "copy", "exchange", "registration")
+PARTS = ("mask", "mask_codec", "plan", "copy", "unit_scan", "exchange", "registration")
 COMPILED = {"mask": local.describe_mask, "mask_codec": local.describe_mask_codec, "plan": local.describe_plan}
 CROWD = 8  # from this many ranks on, fewer rounds
 
@@ -62,6 +63,9 @@ def run_part(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any
     if part == "copy":
         rows = local.run_copy(options.rounds or 15, options.max_mib << 20)
         return rows, local.describe_copy(rows)
+    if part == "unit_scan":
+        rows = units.run_unit_scan(options.rounds or 15)
+        return rows, units.describe_unit_scan(rows)
     if part == "registration":
         rows = launch(part, 2, testbed.LOOPBACK, options.rounds or 100, options.timeout)
         return rows, ranks.describe_registration(rows)
