@@ -11,7 +11,7 @@ from .policies import Policy
 
 _C = _extension.load()
 
-_VALUES_DETECTOR = {
+_DETECTOR = {
     "off": _C.ValuesDetector.OFF,
     "on": _C.ValuesDetector.ON,
     "adaptive": _C.ValuesDetector.ADAPTIVE,
@@ -35,7 +35,13 @@ def engine_settings(policy: Policy, description: Mapping[str, str]) -> Any:
     digest = hashlib.blake2b(repr(sorted(description.items())).encode(), digest_size=8).digest()
     return _C.EngineSettings(
         graph_detector=policy.graph,
-        values_detector=_VALUES_DETECTOR[policy.values],
+        values_detector=_DETECTOR[policy.values],
+        units_detector=_DETECTOR[policy.units],
+        units=_C.UnitSettings(
+            min_divided_bytes=policy.min_divided_bytes,
+            min_unit_bytes=policy.min_unit_bytes,
+            max_unit_bytes=policy.max_unit_bytes,
+        ),
         plan=_C.PlanSettings(
             in_place_bytes=policy.in_place_bytes, pack_bytes=policy.pack_bytes, gap_fraction=policy.gap_fraction
         ),

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from .wording import read_fields, short
 
-ValuesDetector = Literal["off", "on", "adaptive"]
+Detector = Literal["off", "on", "adaptive"]
 
 
 # What a checkpoint has to hold. Fields that came later are read with their defaults where they are missing.
@@ -41,6 +41,10 @@ class Policy:
         values: use the values detector: gradients that are zero on every rank are not sent. ``"on"`` costs an exchange
             of masks a bucket and a scan that stops at the first non-zero; ``"adaptive"`` probes now and then, and turns
             the detector on while it pays.
+        units: look into parameters: of a gradient with rows that are zero on every rank, only the others are sent.
+            ``"on"`` costs an exchange of compressed masks for each bucket with a parameter that has units, and a scan
+            that stops in each unit at the first non-zero; ``"adaptive"`` samples gradients, and does it for those
+            parameters for which it pays. Needs ``graph``.
         in_place_bytes: a run of used gradients of at least this many bytes travels from where it lies, in a message of
             its own; shorter ones are gathered. The default is where copying and one message more cost about the same
             on loopback (``benchmarks/results/thresholds.json``). Bytes.
@@ -52,6 +56,10 @@ class Policy:
         hold_steps: adaptive only: how many steps it stays on after a step in which it paid.
         first_pause_steps: adaptive only: steps before the first probe; the pause doubles while probes find nothing.
         longest_pause_steps: adaptive only: the longest pause between two probes.
+        min_divided_bytes: a parameter with less is one unit, that is, sent whole or not at all. Bytes.
+        min_unit_bytes: rows (slices along the first dimension) shorter than this are put together to units of at least
+            so much. Bytes.
+        max_unit_bytes: rows longer than this are divided into equal parts, each a unit, where they can be. Bytes.
         rebuild_after: call :func:`ddp_hooks.rebuild` by itself once the same parameters have been unused for this many
             steps in a row; it does nothing unless they are frozen, nor with ``static_graph=True``. 0 for never. Steps.
 
@@ -62,7 +70,8 @@ class Policy:
 
     name: str
     graph: bool = True
-    values: ValuesDetector = "off"
+    values: Detector = "off"
+    units: Detector = "off"
     in_place_bytes: int = 1 << 20
     pack_bytes: int = 4 << 20
     gap_fraction: float = 1 / 128
@@ -70,6 +79,9 @@ class Policy:
     hold_steps: int = 32
     first_pause_steps: int = 16
     longest_pause_steps: int = 1024
+    min_divided_bytes: int = 64 << 10
+    min_unit_bytes: int = 256
+    max_unit_bytes: int = 64 << 10
     rebuild_after: int = 0
 
     def __post_init__(self) -> None:
@@ -78,9 +90,13 @@ class Policy:
             raise TypeError(f"Policy.name: expected a str, received {short(self.name)}")
         if not isinstance(self.graph, bool):
             raise TypeError(f"Policy.graph: expected a bool, received {short(self.graph)}")
-        if not isinstance(self.values, str) or self.values not in get_args(ValuesDetector):
+        for field in ("values", "units"):
+            value = getattr(self, field)
+            if not isinstance(value, str) or value not in get_args(Detector):
+                raise ValueError(f"Policy.{field}: expected one of {get_args(Detector)}, received {short(value)}")
+        if self.units != "off" and not self.graph:
             raise ValueError(
-                f"Policy.values: expected one of {get_args(ValuesDetector)}, received {short(self.values)}"
+                f"Policy.units: expected 'off' without the graph detector, received {short(self.units)}; set graph=True"
             )
         for field in ("gap_fraction", "min_zero_fraction"):
             value = getattr(self, field)
@@ -96,6 +112,9 @@ class Policy:
             ("hold_steps", 0),
             ("first_pause_steps", 1),
             ("longest_pause_steps", self.first_pause_steps),
+            ("min_divided_bytes", 0),
+            ("min_unit_bytes", 1),
+            ("max_unit_bytes", 1),
             ("rebuild_after", 0),
         ):
             value = getattr(self, field)
@@ -137,8 +156,8 @@ PRESETS: dict[str, Policy] = {
         # Everything is sent, by the same engine: the baseline.
         Policy("allreduce", graph=False),
         Policy("skip_unused"),
-        Policy("skip_zeros", values="on"),
-        Policy("auto", values="adaptive"),
+        Policy("skip_zeros", values="on", units="on"),
+        Policy("auto", values="adaptive", units="adaptive"),
     )
 }
 

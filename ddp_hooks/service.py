@@ -20,7 +20,7 @@ from .parameters import ParameterIndex, Selector
 from .policies import Policy
 from .reducer import parameters_of, rebuild_reducer, reducible_parameters
 from .registration import describe, propose, why_unsupported
-from .statistics import ParameterUsage, Statistics
+from .statistics import ParameterUsage, Statistics, UnitUsage
 from .wording import short
 
 _C = _extension.load()
@@ -369,13 +369,14 @@ class Service:
 
     def usage(self) -> dict[str, ParameterUsage]:
         """Return by parameter name who used it in the last step, in DDP's order; empty before the first step."""
-        here, anywhere = self.engine.usage()
+        here, anywhere, units = self.engine.usage()
         if len(here) == 0:
             return {}
         used_here, used_anywhere = set(here.indices()), set(anywhere.indices())
+        counts = {parameter: UnitUsage(*numbers) for parameter, *numbers in units}
         return {
             name: ParameterUsage(
-                name, parameter.numel(), i in used_here, i in used_anywhere, not parameter.requires_grad
+                name, parameter.numel(), i in used_here, i in used_anywhere, not parameter.requires_grad, counts.get(i)
             )
             for i, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True))
         }

@@ -43,6 +43,9 @@ class Statistics:
     Attributes:
         steps: synchronised backward passes.
         values_steps: steps in which the values detector was on.
+        units_steps: steps in which ranks agreed on the units (rows, say) of some parameters.
+        units_agreed_on: units that were agreed on, summed over those steps.
+        units_sent: how many of them some rank used.
         buckets_whole: buckets sent whole.
         buckets_packed: buckets of which a part was sent.
         buckets_skipped: buckets of which nothing was sent.
@@ -71,6 +74,9 @@ class Statistics:
     plan_cache_misses: int = 0
     exchange_wait_seconds: float = 0.0
     hook_seconds: float = 0.0
+    units_steps: int = 0
+    units_agreed_on: int = 0
+    units_sent: int = 0
 
     @classmethod
     def read(cls, source: Any) -> Statistics:
@@ -131,7 +137,27 @@ class Statistics:
         ]
         if self.values_steps:
             lines.append(f"values detector: on in {self.values_steps} of {self.steps} steps")
+        if self.units_steps:
+            lines.append(
+                f"units: agreed on in {self.units_steps} of {self.steps} steps, {self.units_sent:,} of "
+                f"{self.units_agreed_on:,} sent"
+            )
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitUsage:
+    """How many units of a parameter took part in a step. A unit is a row, several short ones, or a part of a long one.
+
+    Attributes:
+        units: how many it has.
+        used_here: how many hold a non-zero in this rank's gradient.
+        used_anywhere: how many do on some rank; only those were sent.
+    """
+
+    units: int
+    used_here: int
+    used_anywhere: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +170,7 @@ class ParameterUsage:
         used_here: this rank contributed a gradient (a non-zero one, if the values detector was on).
         used_anywhere: some rank did; if not, nothing of it was sent.
         frozen: it does not require a gradient now, on this rank.
+        units: how many of its units were used, if the ranks agreed on them; None where it was sent or left as a whole.
     """
 
     name: str
@@ -151,3 +178,4 @@ class ParameterUsage:
     used_here: bool
     used_anywhere: bool
     frozen: bool
+    units: UnitUsage | None = None

@@ -15,17 +15,17 @@ from ddp_hooks.policies import resolve
 
 def test_presets() -> None:
     assert list(PRESETS) == ["allreduce", "skip_unused", "skip_zeros", "auto"]
-    assert {name: (policy.graph, policy.values) for name, policy in PRESETS.items()} == {
-        "allreduce": (False, "off"),
-        "skip_unused": (True, "off"),
-        "skip_zeros": (True, "on"),
-        "auto": (True, "adaptive"),
+    assert {name: (policy.graph, policy.values, policy.units) for name, policy in PRESETS.items()} == {
+        "allreduce": (False, "off", "off"),
+        "skip_unused": (True, "off", "off"),
+        "skip_zeros": (True, "on", "on"),
+        "auto": (True, "adaptive", "adaptive"),
     }
     for name, policy in PRESETS.items():
         assert policy.name == name
         # They differ in what is sent, not in how.
         plain = Policy(name)
-        assert dataclasses.replace(policy, graph=plain.graph, values=plain.values) == plain
+        assert dataclasses.replace(policy, graph=plain.graph, values=plain.values, units=plain.units) == plain
 
 
 def test_defaults_send_less_than_one_percent_too_much() -> None:
@@ -60,6 +60,7 @@ def test_resolve_refuses_what_is_no_policy(policy: Any) -> None:
     [
         ("values", "sometimes", "one of ('off', 'on', 'adaptive')"),
         ("values", True, "one of ('off', 'on', 'adaptive')"),
+        ("units", "rows", "one of ('off', 'on', 'adaptive')"),
         ("values", None, "one of ('off', 'on', 'adaptive')"),
         ("in_place_bytes", -1, "at least 0"),
         ("pack_bytes", -1, "at least 0"),
@@ -136,9 +137,15 @@ def test_round_trips() -> None:
     assert eval(repr(policy), {"Policy": Policy}) == policy
 
 
+def test_units_are_agreed_on_where_usage_is() -> None:
+    """What ranks object to travels beside the masks of the graph detector."""
+    with pytest.raises(ValueError, match=r"Policy.units: expected 'off' without the graph detector, received 'on'"):
+        Policy("mine", graph=False, units="on")
+
+
 def test_a_policy_shows_what_differs_from_the_defaults() -> None:
     assert repr(PRESETS["skip_unused"]) == "Policy(name='skip_unused')"
-    assert repr(PRESETS["auto"]) == "Policy(name='auto', values='adaptive')"
+    assert repr(PRESETS["auto"]) == "Policy(name='auto', values='adaptive', units='adaptive')"
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Policy)])
@@ -147,6 +154,7 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
         "name": "yours",
         "graph": False,
         "values": "on",
+        "units": "on",
         "gap_fraction": 0.5,
         "min_zero_fraction": 0.5,
         "first_pause_steps": 2,

@@ -2,15 +2,17 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <condition_variable>
-#include <cstring>
 #include <deque>
 #include <iterator>
 #include <mutex>
+#include <span>
 #include <sstream>
 #include <utility>
 #include <vector>
 
+#include "agreement/mask_codec.h"
 #include "layout/hash.h"
 
 namespace ddp_hooks {
@@ -18,6 +20,8 @@ namespace {
 
 // Sequence, identity and mask hash, each with its complement.
 constexpr size_t kHeaderWords = 6;
+// Of a compressed mask: how many words it needs, before the words themselves.
+constexpr size_t kCompressedHeaderWords = kHeaderWords + 1;
 
 bool same_everywhere(const uint64_t* word_and_complement) {
   return (word_and_complement[0] & word_and_complement[1]) == 0;
@@ -31,11 +35,44 @@ uint64_t hash_of(const ExchangeContext& context) {
   return hash.value();
 }
 
-void merge_gathered(MaskInTransit& transit) {
+uint64_t* words_of(const at::Tensor& message) {
+  return reinterpret_cast<uint64_t*>(message.mutable_data_ptr<int64_t>());
+}
+
+// Writes how much room the mask needs, and the mask, if there is so much.
+void write_compressed(const UsageMask& mask, const at::Tensor& message) {
+  const std::vector<uint64_t> compressed = compress(mask);
+  uint64_t* words = words_of(message) + kHeaderWords;
+  const auto capacity = static_cast<size_t>(message.numel()) - kCompressedHeaderWords;
+  words[0] = std::max<uint64_t>(words[0], compressed.size());
+  if (words[0] > capacity) return;
+  std::fill_n(std::copy(compressed.begin(), compressed.end(), words + 1), capacity - compressed.size(), 0);
+}
+
+void merge_compressed_messages(MaskInTransit& transit, const uint64_t* received, const uint64_t* end) {
+  const auto words = static_cast<size_t>(transit.message.numel());
+  uint64_t* merged = words_of(transit.message);
+  const size_t capacity = words - kCompressedHeaderWords;
+  for (; received != end; received += words) {
+    for (size_t i = 0; i < kHeaderWords; ++i) merged[i] |= received[i];
+    merged[kHeaderWords] = std::max(merged[kHeaderWords], received[kHeaderWords]);
+    if (received[kHeaderWords] > capacity) continue;
+    merge_compressed({received + kCompressedHeaderWords, capacity}, *transit.units);
+  }
+}
+
+// `more`: along another axis. What goes on has to be compressed again.
+void merge_gathered(MaskInTransit& transit, bool more) {
   const int64_t words = transit.message.numel();
   const auto* received = reinterpret_cast<const uint64_t*>(transit.gathered.const_data_ptr<int64_t>());
-  auto* merged = reinterpret_cast<uint64_t*>(transit.message.mutable_data_ptr<int64_t>());
-  for (const auto* end = received + transit.gathered.numel(); received != end; received += words) {
+  const auto* end = received + transit.gathered.numel();
+  if (transit.units) {
+    merge_compressed_messages(transit, received, end);
+    if (more) write_compressed(*transit.units, transit.message);
+    return;
+  }
+  uint64_t* merged = words_of(transit.message);
+  for (; received != end; received += words) {
     for (int64_t i = 0; i < words; ++i) merged[i] |= received[i];
   }
 }
@@ -58,7 +95,7 @@ class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
   void wait(MaskInTransit& transit) {
     if (is_one_gather()) {
       transit.work->wait();
-      merge_gathered(transit);
+      merge_gathered(transit, false);
       return;
     }
     std::unique_lock lock(mutex_);
@@ -106,13 +143,11 @@ class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
       ahead = transit.get();
       if (!transit->arrived || is_through(*transit) || !free) continue;
       transit->arrived = false;
-      merge_gathered(*transit);
-      if (++transit->axis < groups_->axis_count()) {
-        try {
-          gather(transit);
-        } catch (...) {
-          transit->error = std::current_exception();
-        }
+      try {
+        merge_gathered(*transit, transit->axis + 1 < groups_->axis_count());
+        if (++transit->axis < groups_->axis_count()) gather(transit);
+      } catch (...) {
+        transit->error = std::current_exception();
       }
       return true;
     }
@@ -135,7 +170,8 @@ int MaskExchange::world_size() const {
   return line_->groups().world_size();
 }
 
-std::unique_ptr<PendingExchange> MaskExchange::start(const UsageMask& local, const ExchangeContext& context) {
+std::unique_ptr<PendingExchange> MaskExchange::prepare(const UsageMask& local, const ExchangeContext& context,
+                                                       size_t words) {
   auto pending = std::make_unique<PendingExchange>();
   pending->line_ = line_;
   pending->transit_ = std::make_shared<MaskInTransit>();
@@ -143,16 +179,33 @@ std::unique_ptr<PendingExchange> MaskExchange::start(const UsageMask& local, con
   pending->sequence_ = started_++;
   pending->context_ = context;
 
-  const std::vector<uint64_t>& words = local.words();
   at::Tensor& tensor = pending->transit_->message;
-  tensor = at::empty({static_cast<int64_t>(kHeaderWords + words.size())}, at::kLong);
-  auto* message = reinterpret_cast<uint64_t*>(tensor.mutable_data_ptr<int64_t>());
+  tensor = at::zeros({static_cast<int64_t>(words)}, at::kLong);
+  uint64_t* message = words_of(tensor);
   const uint64_t header[] = {pending->sequence_, hash_of(context), local.hash()};
   for (size_t i = 0; i < std::size(header); ++i) {
     message[2 * i] = header[i];
     message[2 * i + 1] = ~header[i];
   }
-  if (!words.empty()) std::memcpy(message + kHeaderWords, words.data(), words.size() * sizeof(uint64_t));
+  return pending;
+}
+
+std::unique_ptr<PendingExchange> MaskExchange::start(const UsageMask& local, const UsageMask& beside,
+                                                     const ExchangeContext& context) {
+  const std::vector<uint64_t>& mask = local.words();
+  auto pending = prepare(local, context, kHeaderWords + mask.size() + beside.words().size());
+  pending->beside_size_ = beside.size();
+  uint64_t* message = words_of(pending->transit_->message) + kHeaderWords;
+  std::copy(beside.words().begin(), beside.words().end(), std::copy(mask.begin(), mask.end(), message));
+  line_->start(pending->transit_);
+  return pending;
+}
+
+std::unique_ptr<PendingExchange> MaskExchange::start_compressed(UsageMask local, size_t capacity_words,
+                                                                const ExchangeContext& context) {
+  auto pending = prepare(local, context, kCompressedHeaderWords + capacity_words);
+  write_compressed(local, pending->transit_->message);
+  pending->transit_->units = std::move(local);
   line_->start(pending->transit_);
   return pending;
 }
@@ -167,8 +220,14 @@ UsageMask PendingExchange::wait() {
   const auto* message = reinterpret_cast<const uint64_t*>(merged.const_data_ptr<int64_t>());
   TORCH_CHECK(same_everywhere(message) && same_everywhere(message + 2), describe_drift());
   identical_ = same_everywhere(message + 4);
-  std::vector<uint64_t> words(message + kHeaderWords, message + merged.numel());
-  return UsageMask(mask_size_, std::move(words));
+  if (transit_->units) {
+    needed_words_ = message[kHeaderWords];
+    return std::move(*transit_->units);
+  }
+  const uint64_t* mask = message + kHeaderWords;
+  const uint64_t* beside = mask + UsageMask::word_count(mask_size_);
+  beside_ = UsageMask(beside_size_, std::vector<uint64_t>(beside, message + merged.numel()));
+  return UsageMask(mask_size_, std::vector<uint64_t>(mask, beside));
 }
 
 // Every rank saw the same mismatch, so every rank comes here, and one more collective can name the difference.
@@ -187,7 +246,12 @@ std::string PendingExchange::describe_drift() const {
     const int64_t* values = all[0][rank].const_data_ptr<int64_t>();
     text << (rank ? "; " : " ") << "rank " << rank << ": exchange " << values[0] << ", configuration " << std::hex
          << values[1] << ", layout " << values[2] << std::dec;
-    if (values[3] != 0) text << ", values of bucket " << values[3] - 1;
+    const auto phase = static_cast<uint64_t>(values[3]);
+    if (phase >= kUnitsPhase) {
+      text << ", units of bucket " << phase - kUnitsPhase;
+    } else if (phase != 0) {
+      text << ", values of bucket " << phase - values_phase(0);
+    }
   }
   text << ". Every rank must run the same number of synchronised backward passes with the same policy; restart from a "
           "checkpoint with the same settings on every rank.";

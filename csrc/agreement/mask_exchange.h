@@ -1,9 +1,9 @@
 // Every rank's mask -> the agreed mask: a bitwise OR over all ranks, asynchronous, on groups of its own.
 //
-// A message is [x, ~x] for each of three header words, then the mask. OR(x) and OR(~x) share a bit exactly when two
-// ranks sent a different x. So the collectives that merge the masks also notice, on every rank alike, that ranks
-// drifted apart (another number of exchanges so far, another configuration, another layout of the buckets), and whether
-// all ranks sent the same mask.
+// A message is [x, ~x] for each of three header words, then the mask, in plain words or compressed. OR(x) and OR(~x)
+// share a bit exactly when two ranks sent a different x. So the collectives that merge the masks also notice, on every
+// rank alike, that ranks drifted apart (another number of exchanges so far, another configuration, another layout of
+// the buckets), and whether all ranks sent the same mask.
 //
 // The OR is made by all-gathers. A gather of messages this small takes half the hops of a ring all-reduce, and fewer
 // turns of the threads that run it. In a large world the ranks form a grid, and one gather along each of its axes takes
@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
@@ -33,8 +34,17 @@ namespace ddp_hooks {
 struct ExchangeContext {
   uint64_t configuration = 0;  // policy, world size, parameters: fixed when the state is made
   uint64_t layout = 0;         // LayoutOfBuckets::hash()
-  uint64_t phase = 0;          // 0 for the graph detector's masks, bucket + 1 for the values detector's
+  uint64_t phase = 0;          // 0 for the graph detector's masks, or a phase of a bucket
 };
+
+// The phases of a bucket.
+constexpr uint64_t values_phase(uint32_t bucket) {
+  return uint64_t{bucket} + 1;
+}
+constexpr uint64_t kUnitsPhase = uint64_t{1} << 32;
+constexpr uint64_t units_phase(uint32_t bucket) {
+  return kUnitsPhase + bucket;
+}
 
 // A message on its way along the axes, as one rank sees it.
 struct MaskInTransit {
@@ -44,6 +54,8 @@ struct MaskInTransit {
   size_t axis = 0;       // of the gather under way; the number of axes when all are through
   bool arrived = false;  // that gather is back, and the next one has yet to be started
   std::exception_ptr error;
+  // Where masks travel compressed: what this rank knows so far.
+  std::optional<UsageMask> units;
 };
 
 class ExchangeLine;
@@ -53,12 +65,18 @@ class PendingExchange {
   // What is handed to collectives.
   int64_t payload_bytes() const;
 
-  // After wait(): whether every rank sent the same mask.
-  bool masks_were_identical() const { return identical_; }
-
   // Blocks until every rank has sent its mask; call it once, without the GIL.
   // Throws c10::Error, on every rank, when the ranks drifted apart; the process group's error when a rank is gone.
   UsageMask wait();
+
+  // After wait():
+  // Whether every rank sent the same mask, whatever it sent beside it.
+  bool masks_were_identical() const { return identical_; }
+  // The OR of what every rank sent beside its mask.
+  const UsageMask& beside() const { return beside_; }
+  // Of a compressed mask: how many words the longest needed that was sent, or had to be on its way along the axes. If
+  // that is more than there was room for, nobody knows the agreed mask, and what wait() returned is not it.
+  size_t needed_words() const { return needed_words_; }
 
  private:
   friend class MaskExchange;
@@ -67,9 +85,12 @@ class PendingExchange {
   std::shared_ptr<ExchangeLine> line_;
   std::shared_ptr<MaskInTransit> transit_;
   size_t mask_size_ = 0;
+  size_t beside_size_ = 0;
   uint64_t sequence_ = 0;
   ExchangeContext context_;
   bool identical_ = false;
+  UsageMask beside_;
+  size_t needed_words_ = 0;
 };
 
 class MaskExchange {
@@ -77,9 +98,16 @@ class MaskExchange {
   explicit MaskExchange(std::shared_ptr<const ControlGroups> groups);
 
   int world_size() const;
-  std::unique_ptr<PendingExchange> start(const UsageMask& local, const ExchangeContext& context);
+  // `beside` is merged like the mask, and is no part of it.
+  std::unique_ptr<PendingExchange> start(const UsageMask& local, const UsageMask& beside,
+                                         const ExchangeContext& context);
+  // Every rank must agree on `capacity_words`, the room that there is for the compressed mask.
+  std::unique_ptr<PendingExchange> start_compressed(UsageMask local, size_t capacity_words,
+                                                    const ExchangeContext& context);
 
  private:
+  std::unique_ptr<PendingExchange> prepare(const UsageMask& local, const ExchangeContext& context, size_t words);
+
   const std::shared_ptr<ExchangeLine> line_;
   uint64_t started_ = 0;
 };

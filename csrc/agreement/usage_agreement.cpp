@@ -10,11 +10,12 @@ namespace ddp_hooks {
 
 UsageAgreement::UsageAgreement(const ReducerView& reducer, const Absence& absence,
                                const std::vector<std::string>& names, std::shared_ptr<const ControlGroups> groups,
-                               const AgreementSettings& settings, ExchangeStatistics& statistics)
+                               const AgreementSettings& settings, Objections objections, ExchangeStatistics& statistics)
     : reducer_(reducer),
       absence_(absence),
       names_(names),
       settings_(settings),
+      objections_(std::move(objections)),
       statistics_(statistics),
       reduced_count_(reducer.parameters().size()),
       joined_bit_(names.size()),
@@ -47,12 +48,12 @@ UsageMask UsageAgreement::local_usage() const {
 }
 
 void UsageAgreement::start(uint64_t layout) {
-  early_ = start_exchange(local_usage(), layout, 0);
+  early_ = start_usage_exchange(local_usage(), false, layout);
 }
 
 void UsageAgreement::finish(uint64_t layout) {
   if (early_error_) std::rethrow_exception(std::exchange(early_error_, nullptr));
-  if (!early_) early_ = start_exchange(nothing(), layout, 0);
+  if (!early_) early_ = start_usage_exchange(nothing(), true, layout);
   std::unique_ptr<PendingExchange>(std::move(early_))->wait();
 }
 
@@ -73,8 +74,9 @@ AgreedUsage UsageAgreement::agree(bool shadow, uint64_t layout) {
     usage.nobody_joined = exchange_.world_size() == 1;
     return usage;
   }
-  if (!exchange) exchange = start_exchange(usage.here, layout, 0);
+  if (!exchange) exchange = start_usage_exchange(usage.here, shadow, layout);
   usage.anywhere = wait(*exchange);
+  usage.objections = exchange->beside();
   usage.same_everywhere = exchange->masks_were_identical();
   usage.nobody_joined = !usage.anywhere.test(joined_bit_);
   for (size_t i = 0; !shadow && i < joined_bit_; ++i) {
@@ -86,9 +88,23 @@ AgreedUsage UsageAgreement::agree(bool shadow, uint64_t layout) {
   return usage;
 }
 
+std::unique_ptr<PendingExchange> UsageAgreement::start_usage_exchange(const UsageMask& usage, bool shadow,
+                                                                      uint64_t layout) {
+  return counted(exchange_.start(usage, objections_(shadow), {settings_.configuration, layout, 0}));
+}
+
 std::unique_ptr<PendingExchange> UsageAgreement::start_exchange(const UsageMask& mask, uint64_t layout,
                                                                 uint64_t phase) {
-  auto exchange = exchange_.start(mask, {settings_.configuration, layout, phase});
+  return counted(exchange_.start(mask, {}, {settings_.configuration, layout, phase}));
+}
+
+std::unique_ptr<PendingExchange> UsageAgreement::start_exchange_of_units(UsageMask units, size_t capacity_words,
+                                                                         uint64_t layout, uint64_t phase) {
+  return counted(
+      exchange_.start_compressed(std::move(units), capacity_words, {settings_.configuration, layout, phase}));
+}
+
+std::unique_ptr<PendingExchange> UsageAgreement::counted(std::unique_ptr<PendingExchange> exchange) {
   statistics_.exchanges += 1;
   statistics_.mask_bytes += exchange->payload_bytes();
   return exchange;

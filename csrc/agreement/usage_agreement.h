@@ -2,7 +2,8 @@
 //
 // Every synchronised backward pass takes one mask exchange. It is started when the pass is known to reach the Reducer,
 // and its result is asked for by the first bucket. Masks have a bit for each of the Reducer's parameters, for each late
-// one, and one that says "this rank has joined".
+// one, and one that says "this rank has joined". Beside the mask travel *objections*: a bit for each parameter that may
+// have units, set by a rank that would rather send it whole.
 //
 // Always holds: at most one exchange is under way that no step has taken up.
 // Thread-safety: none; the engine locks, and the Reducer's mutex is held. Every rank must agree on: the settings, the
@@ -11,6 +12,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -41,13 +43,17 @@ struct AgreedUsage {
   UsageMask anywhere;
   bool same_everywhere = true;  // every rank's mask is the same
   bool nobody_joined = false;   // as far as it was agreed; without an exchange nobody knows
+  UsageMask objections;         // of any rank; empty without an exchange
 };
 
 class UsageAgreement {
  public:
+  // What this rank objects to, or a mask of that size without any objection.
+  using Objections = std::function<UsageMask(bool none)>;
+
   // `names` are those of the Reducer's parameters and then of the late ones, for messages.
   UsageAgreement(const ReducerView& reducer, const Absence& absence, const std::vector<std::string>& names,
-                 std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
+                 std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings, Objections objections,
                  ExchangeStatistics& statistics);
 
   size_t joined_bit() const { return joined_bit_; }
@@ -66,19 +72,24 @@ class UsageAgreement {
   // Waits for the exchange. `shadow`: this rank has joined and has nothing to contribute.
   AgreedUsage agree(bool shadow, uint64_t layout);
 
-  // The pieces of it, for the values detector's exchanges.
+  // The pieces of it, for exchanges of what a bucket's values say.
   std::unique_ptr<PendingExchange> start_exchange(const UsageMask& mask, uint64_t layout, uint64_t phase);
+  std::unique_ptr<PendingExchange> start_exchange_of_units(UsageMask units, size_t capacity_words, uint64_t layout,
+                                                           uint64_t phase);
   UsageMask wait(PendingExchange& exchange);
 
  private:
   bool exchanges() const;
   UsageMask everything() const;
   UsageMask local_usage() const;
+  std::unique_ptr<PendingExchange> start_usage_exchange(const UsageMask& usage, bool shadow, uint64_t layout);
+  std::unique_ptr<PendingExchange> counted(std::unique_ptr<PendingExchange> exchange);
 
   const ReducerView& reducer_;
   const Absence& absence_;
   const std::vector<std::string>& names_;
   const AgreementSettings& settings_;
+  const Objections objections_;
   ExchangeStatistics& statistics_;
   const size_t reduced_count_;
   const size_t joined_bit_;

@@ -67,17 +67,25 @@ py::object failed_future(const std::string& message) {
 
 void bind_engine(py::module_& m) {
   py::class_<EngineSettings>(m, "EngineSettings")
-      .def(py::init([](bool graph_detector, ValuesDetector values_detector, const PlanSettings& plan,
-                       const ProbeSettings& probe, int64_t rebuild_after_steps, uint64_t configuration) {
-             return EngineSettings{
-                 {graph_detector, configuration}, {values_detector, probe}, plan, rebuild_after_steps};
+      .def(py::init([](bool graph_detector, ValuesDetector values_detector, ValuesDetector units_detector,
+                       const UnitSettings& units, const PlanSettings& plan, const ProbeSettings& probe,
+                       int64_t rebuild_after_steps, uint64_t configuration) {
+             return EngineSettings{{graph_detector, configuration},
+                                   {values_detector, probe},
+                                   {units_detector, units, probe},
+                                   plan,
+                                   rebuild_after_steps};
            }),
-           py::kw_only(), py::arg("graph_detector"), py::arg("values_detector"), py::arg("plan"), py::arg("probe"),
-           py::arg("rebuild_after_steps"), py::arg("configuration"));
+           py::kw_only(), py::arg("graph_detector"), py::arg("values_detector"), py::arg("units_detector"),
+           py::arg("units"), py::arg("plan"), py::arg("probe"), py::arg("rebuild_after_steps"),
+           py::arg("configuration"));
 
   py::class_<Statistics>(m, "Statistics")
       .def_readonly("steps", &Statistics::steps)
       .def_readonly("values_steps", &Statistics::values_steps)
+      .def_readonly("units_steps", &Statistics::units_steps)
+      .def_readonly("units_agreed_on", &Statistics::units_agreed_on)
+      .def_readonly("units_sent", &Statistics::units_sent)
       .def_property_readonly("buckets_whole", [](const Statistics& s) { return s.messages.buckets_whole; })
       .def_property_readonly("buckets_packed", [](const Statistics& s) { return s.messages.buckets_packed; })
       .def_property_readonly("buckets_skipped", [](const Statistics& s) { return s.messages.buckets_skipped; })
@@ -140,7 +148,11 @@ void bind_engine(py::module_& m) {
           "usage",
           [](const Engine& engine) {
             Usage usage = engine.usage();
-            return std::make_pair(std::move(usage.here), std::move(usage.anywhere));
+            std::vector<std::tuple<size_t, int64_t, int64_t, int64_t>> units;
+            for (const UnitCounts& counts : usage.units) {
+              units.emplace_back(counts.parameter, counts.units, counts.here, counts.anywhere);
+            }
+            return std::make_tuple(std::move(usage.here), std::move(usage.anywhere), std::move(units));
           },
           py::call_guard<py::gil_scoped_release>());
   m.def("failed_future", &failed_future);

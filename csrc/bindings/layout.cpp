@@ -7,6 +7,7 @@
 
 #include "bindings/rooms.h"
 #include "layout/bucket_layout.h"
+#include "layout/units.h"
 #include "layout/usage_mask.h"
 
 namespace py = pybind11;
@@ -44,11 +45,31 @@ void bind_layout(py::module_& m) {
       });
 
   py::class_<ParameterSlice>(m, "ParameterSlice")
-      .def(py::init(
-          [](uint32_t parameter, int64_t offset, int64_t length) { return ParameterSlice{parameter, offset, length}; }))
+      .def(py::init([](uint32_t parameter, int64_t offset, int64_t length, int64_t row_length) {
+             return ParameterSlice{parameter, offset, length, row_length};
+           }),
+           py::arg("parameter"), py::arg("offset"), py::arg("length"), py::arg("row_length") = 0)
       .def_readonly("parameter", &ParameterSlice::parameter)
       .def_readonly("offset", &ParameterSlice::offset)
-      .def_readonly("length", &ParameterSlice::length);
+      .def_readonly("length", &ParameterSlice::length)
+      .def_readonly("row_length", &ParameterSlice::row_length);
+
+  py::class_<UnitSettings>(m, "UnitSettings")
+      .def(py::init([](int64_t min_divided_bytes, int64_t min_unit_bytes, int64_t max_unit_bytes) {
+             return UnitSettings{min_divided_bytes, min_unit_bytes, max_unit_bytes};
+           }),
+           py::kw_only(), py::arg("min_divided_bytes"), py::arg("min_unit_bytes"), py::arg("max_unit_bytes"));
+  py::class_<Units>(m, "Units")
+      .def(py::init([](int64_t length, int64_t slice_length, size_t first_bit) {
+             return Units{length, slice_length, first_bit};
+           }),
+           py::arg("length"), py::arg("slice_length"), py::arg("first_bit") = 0)
+      .def_readonly("length", &Units::length)
+      .def("__len__", &Units::count)
+      .def("begin", &Units::begin)
+      .def("end", &Units::end);
+  m.def("units_of", &units_of);
+  m.def("elements_in_units", &elements_in);
 
   py::class_<BucketLayout>(m, "BucketLayout")
       .def(py::init([](std::vector<ParameterSlice> slices, int64_t element_bytes, uint64_t kind) {

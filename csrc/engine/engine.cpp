@@ -60,13 +60,15 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
       data_group_(reducer_.process_group()),
       control_groups_(std::move(groups)),
       probe_(settings.values.probe),
+      units_(settings.units),
       plans_(kCachedPlans),
       sender_(*data_group_, slots_, statistics_.messages) {
   const size_t parameters = reducer_.parameters().size() + late_parameters_.size();
   TORCH_CHECK(names_.size() == parameters, "ddp_hooks: expected a name for each of the module's ", parameters,
               " parameters, received ", names_.size());
-  prelude_ = std::make_unique<Prelude>(reducer_, slots_, layout_, late_parameters_, names_, control_groups_,
-                                       settings_.agreement, statistics_.exchanges);
+  prelude_ = std::make_unique<Prelude>(
+      reducer_, slots_, layout_, late_parameters_, names_, control_groups_, settings_.agreement,
+      [this](bool none) { return units_.objections(none); }, statistics_.exchanges);
 }
 
 Engine::~Engine() {
@@ -164,16 +166,28 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
                 ". A SkipUnusedState serves one DistributedDataParallel module; make one for each");
   }
   if (layout.sparse) statistics_.dense_bytes += payload_bytes(bucket.getBuffer());
-  if (!shadow) fill_slots(index);
+  if (!shadow) {
+    fill_slots(index);
+    look_for_units(index);
+  }
+  if (step_->units && step_->units->concerns(index)) step_->buckets[index].hold();
   if (step_->values) {
     const bool scans = !layout.sparse && !shadow;  // a joined rank's buckets are all zeros
-    step_->values->bucket_ready(scans ? std::make_optional(step_->buckets[index].flat()) : std::nullopt, step_->local,
-                                step_->agreed, [&](uint32_t settled) {
-                                  sender_.send(step_, *layout_, settled,
-                                               step_->planner->add_bucket(settled, step_->agreed));
-                                });
+    step_->values->bucket_ready(
+        scans ? std::make_optional(step_->buckets[index].flat()) : std::nullopt, step_->local, step_->agreed,
+        [&](uint32_t settled) { send_bucket(settled, step_->planner->add_bucket(settled, step_->agreed)); });
   } else {
-    sender_.send(step_, *layout_, index, step_->plan->buckets[index]);
+    send_bucket(index, step_->plan->buckets[index]);
+  }
+  if (step_->units) {
+    step_->units->bucket_ready(
+        index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(),
+        [&](uint32_t settled, const std::vector<DividedGradient>& gradients, const UsageMask& used) {
+          std::vector<Units> units;
+          for (const DividedGradient& gradient : gradients) units.push_back(gradient.units);
+          const int64_t element_bytes = layout_->buckets[settled].element_bytes;
+          sender_.send_units(step_, settled, gradients, make_unit_messages(units, used, element_bytes, settings_.plan));
+        });
   }
   if (index + 1 == layout_->buckets.size()) close_step();
 }
@@ -191,6 +205,30 @@ void Engine::fill_slots(uint32_t bucket) {
     // Empty parameters never travel, but where another rank used one, the Reducer has to make a .grad for it here.
     const bool used = step.agreed.test(slice.parameter);
     if (used ? all_used || slice.length == 0 : unused_too) slots_.fill(slice.parameter);
+  }
+}
+
+void Engine::send_bucket(uint32_t bucket, const BucketPlan& plan) {
+  sender_.send(step_, *layout_, bucket, plan, step_->units && step_->units->concerns(bucket));
+}
+
+// Before the bucket is sent, because then gradients are where autograd has left them.
+void Engine::look_for_units(uint32_t bucket) {
+  const BucketLayout& layout = layout_->buckets[bucket];
+  for (const ParameterSlice& slice : layout.slices) {
+    const size_t parameter = slice.parameter;
+    if (!step_->agreed.test(parameter)) continue;
+    if (!slots_.has_gradient(parameter)) {
+      units_.look_at_nothing(parameter);
+      continue;
+    }
+    units_.look(
+        parameter,
+        [&]() -> SliceOfTensor {
+          if (!slots_.is_vacant(parameter)) return {step_->buckets[bucket].flat(), slice.offset, slice.length};
+          return {slots_.find(parameter), 0, slice.length};
+        },
+        units_.units_of(slice, layout), step_number_);
   }
 }
 
@@ -227,29 +265,41 @@ void Engine::open_step(bool shadow) {
   }
 
   const bool alone = data_group_->getSize() == 1;
+  // A joined rank has nothing to look into, and makes the Reducer write gradients that nobody has.
+  if (!alone && !step.agreed.test(prelude_->agreement().joined_bit())) {
+    UsageMask chosen = units_.choose(step.agreed, usage.objections, step_number);
+    if (chosen.count() > 0) {
+      statistics_.units_steps += 1;
+      step.agreed.subtract(chosen);
+      step.units.emplace(*layout_, layout_.hash(), prelude_->agreement(), slots_, units_, std::move(chosen),
+                         step_number, !usage.same_everywhere, !step.buckets.front().buffer().is_cpu());
+    }
+  }
+  const UsageMask divided = step.units ? step.units->chosen() : prelude_->agreement().nothing();
   const ValuesDetector detector = settings_.values.detector;
   const bool values =
       detector == ValuesDetector::kOn || (detector == ValuesDetector::kAdaptive && probe_.wants_values(step_number));
   if (values && !alone) {
     statistics_.values_steps += 1;
-    step.planner.emplace(*layout_, settings_.plan);
+    step.planner.emplace(*layout_, divided, settings_.plan);
     step.values.emplace(*layout_, layout_.hash(), prelude_->agreement(), slots_, !usage.same_everywhere,
                         !step.buckets.front().buffer().is_cpu());
     return;
   }
   // Alone there is nobody to send to, whatever is used.
   const UsageMask to_send = alone ? prelude_->agreement().nothing() : step.agreed;
-  step.plan = plans_.find(to_send);
+  step.plan = plans_.find(to_send, divided);
   (step.plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
   if (!step.plan) {
     RECORD_FUNCTION("ddp_hooks::plan", std::vector<c10::IValue>());
-    step.plan = std::make_shared<WirePlan>(make_wire_plan(*layout_, to_send, settings_.plan));
-    plans_.insert(to_send, step.plan);
+    step.plan = std::make_shared<WirePlan>(make_wire_plan(*layout_, to_send, divided, settings_.plan));
+    plans_.insert(to_send, divided, step.plan);
   }
 }
 
 void Engine::refresh_layout() {
   if (!layout_.refresh()) return;
+  units_.use_layout(*layout_);
   slots_.forget();
   plans_.clear();
   sender_.drop_staging();
@@ -257,7 +307,16 @@ void Engine::refresh_layout() {
 
 void Engine::close_step() {
   Step& step = *step_;
-  usage_ = {step.local, step.agreed};
+  usage_ = {step.local, step.agreed, {}};
+  if (step.units) {
+    usage_.units = step.units->counts();
+    for (const UnitCounts& counts : usage_.units) {
+      if (counts.here == 0) usage_.here.clear(counts.parameter);
+      if (counts.anywhere > 0) usage_.anywhere.set(counts.parameter);
+      statistics_.units_agreed_on += counts.units;
+      statistics_.units_sent += counts.anywhere;
+    }
+  }
   if (step.values) probe_.observe(step_number_ - 1, step.values->used_bytes(), step.values->zero_bytes());
   prelude_->step_closed();
   // A new Reducer would learn a static graph anew, in whatever pass comes next; under no_sync() torch cannot.
@@ -435,6 +494,9 @@ void Engine::configure(const EngineSettings& settings) {
               "ddp_hooks: expected a change of policy between two steps, received one during a backward pass");
   settings_ = settings;
   probe_ = ValuesProbe(settings.values.probe);
+  units_ = UnitsDetector(settings.units);
+  // With the layout that stands; before the first step there is none yet.
+  units_.use_layout(*layout_);
   plans_.clear();
   sender_.drop_staging();
   step_number_ = 0;

@@ -30,6 +30,8 @@
 #include "reducer/current_layout.h"
 #include "reducer/gradient_report.h"
 #include "reducer/reducer_view.h"
+#include "values/units_detector.h"
+#include "values/units_of_step.h"
 #include "values/values_probe.h"
 #include "wire/message_sender.h"
 #include "wire/plan_cache.h"
@@ -37,8 +39,9 @@
 namespace ddp_hooks {
 
 struct Usage {
-  UsageMask here;      // this rank contributed a gradient in the last step
-  UsageMask anywhere;  // some rank did
+  UsageMask here;                 // this rank contributed a gradient in the last step
+  UsageMask anywhere;             // some rank did
+  std::vector<UnitCounts> units;  // of the parameters that were agreed on by units
 };
 
 struct Step;
@@ -102,6 +105,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void late_gradient_reported(size_t parameter);
   void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
   void open_step(bool shadow);
+  void send_bucket(uint32_t bucket, const BucketPlan& plan);
+  void look_for_units(uint32_t bucket);
   void close_step();
   void gradients_done();
   void after_backward(const std::shared_ptr<Step>& step);
@@ -130,6 +135,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<bool> has_marks_{false};
 
   ValuesProbe probe_;
+  UnitsDetector units_;
   PlanCache plans_;
   RebuildTimer rebuild_timer_;
   std::function<void()> rebuild_;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "agreement/usage_agreement.h"
+#include "values/units_detector.h"
 #include "values/values_probe.h"
 #include "wire/wire_plan.h"
 
@@ -12,6 +13,7 @@ namespace ddp_hooks {
 struct EngineSettings {
   AgreementSettings agreement;
   ValuesSettings values;
+  UnitsSettings units;
   PlanSettings plan;
   // When the agreed set of used parameters has not changed for this many steps, and something is unused, the engine
   // asks for the Reducer to be made anew; 0 for never.

@@ -23,13 +23,13 @@ bool is_restricted_pass() {
 Prelude::Prelude(const ReducerView& reducer, BucketSlots& slots, const CurrentLayout& layout,
                  const std::vector<at::Tensor>& late, const std::vector<std::string>& names,
                  std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
-                 ExchangeStatistics& statistics)
+                 UsageAgreement::Objections objections, ExchangeStatistics& statistics)
     : reducer_(reducer),
       slots_(slots),
       layout_(layout),
       names_(names),
       absence_(reducer, late, names),
-      agreement_(reducer, absence_, names, std::move(groups), settings, statistics) {}
+      agreement_(reducer, absence_, names, std::move(groups), settings, std::move(objections), statistics) {}
 
 void Prelude::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises,
                            const std::function<void()>& reached, const std::function<void(size_t)>& late_reported) {

@@ -32,7 +32,7 @@ class Prelude {
   Prelude(const ReducerView& reducer, BucketSlots& slots, const CurrentLayout& layout,
           const std::vector<at::Tensor>& late, const std::vector<std::string>& names,
           std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
-          ExchangeStatistics& statistics);
+          UsageAgreement::Objections objections, ExchangeStatistics& statistics);
 
   // What forward passes from now on do not use.
   void declare_unused(const std::vector<size_t>& parameters) { absence_.declare(parameters); }

@@ -12,6 +12,9 @@ namespace ddp_hooks {
 struct Statistics {
   int64_t steps = 0;
   int64_t values_steps = 0;
+  int64_t units_steps = 0;
+  int64_t units_agreed_on = 0;
+  int64_t units_sent = 0;
   int64_t dense_bytes = 0;  // what plain DDP would have handed to its all-reduce
   int64_t plan_cache_hits = 0;
   int64_t plan_cache_misses = 0;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "layout/usage_mask.h"
+#include "values/units_of_step.h"
 #include "values/values_of_step.h"
 #include "wire/step_in_flight.h"
 #include "wire/wire_plan.h"
@@ -18,14 +19,15 @@ namespace ddp_hooks {
 
 struct Step : StepInFlight {
   UsageMask local;
-  UsageMask used;  // as the graph detector agreed
+  UsageMask used;  // as the graph detector agreed; `agreed` is what of it travels by whole parameters
   // Parameters that no rank used, each with its .grad, which the Reducer is about to overwrite.
   std::vector<std::pair<at::Tensor, at::Tensor>> untouched;
   std::vector<size_t> late;  // of the late parameters, those that some rank may have a gradient for
   // With the values detector: what it finds, and the plan that grows with it.
   std::optional<ValuesOfStep> values;
   std::optional<WirePlanner> planner;
-  bool rebuild = false;  // the Reducer is to be made anew after this backward pass
+  std::optional<UnitsOfStep> units;  // where some parameters are agreed on by units
+  bool rebuild = false;              // the Reducer is to be made anew after this backward pass
 };
 
 }  // namespace ddp_hooks

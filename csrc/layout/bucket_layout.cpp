@@ -28,6 +28,7 @@ uint64_t LayoutOfBuckets::hash() const {
     for (const ParameterSlice& slice : bucket.slices) {
       hash.add(slice.parameter);
       hash.add(static_cast<uint64_t>(slice.length));
+      hash.add(static_cast<uint64_t>(slice.row_length));
     }
   }
   return hash.value();

@@ -14,6 +14,8 @@ struct ParameterSlice {
   uint32_t parameter = 0;
   int64_t offset = 0;  // elements
   int64_t length = 0;  // elements; may be 0
+  // Elements that share an index of the parameter's first dimension; 0 where it has none.
+  int64_t row_length = 0;
 };
 
 // A bucket's kind holds its dtype from this bit on, its device below.

@@ -41,6 +41,11 @@ void UsageMask::merge(const UsageMask& other) {
   for (size_t i = 0; i < words_.size(); ++i) words_[i] |= other.words_[i];
 }
 
+void UsageMask::subtract(const UsageMask& other) {
+  check_same_size(*this, other);
+  for (size_t i = 0; i < words_.size(); ++i) words_[i] &= ~other.words_[i];
+}
+
 size_t UsageMask::count() const {
   size_t total = 0;
   for (uint64_t word : words_) total += static_cast<size_t>(std::popcount(word));

@@ -42,6 +42,9 @@ class UsageMask {
   // Set union; throws std::invalid_argument when the sizes differ.
   void merge(const UsageMask& other);
 
+  // Set difference; throws likewise.
+  void subtract(const UsageMask& other);
+
   size_t count() const;
   uint64_t hash() const;
   bool operator==(const UsageMask& other) const = default;

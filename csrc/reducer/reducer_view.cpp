@@ -69,13 +69,17 @@ struct Members : c10d::Reducer {
                    static_cast<uint16_t>(first.device().index());
       entry.sparse = bucket.expect_sparse_gradient;
       if (entry.sparse) {
-        entry.slices.push_back({static_cast<uint32_t>(bucket.variable_indices.front()), 0, 0});
+        entry.slices.push_back({static_cast<uint32_t>(bucket.variable_indices.front()), 0, 0, 0});
         continue;
       }
       for (size_t i = 0; i < bucket.variables.size(); ++i) {
-        entry.slices.push_back({static_cast<uint32_t>(bucket.variable_indices[i]),
-                                static_cast<int64_t>(bucket.offsets[i]) * parts,
-                                static_cast<int64_t>(bucket.lengths[i]) * parts});
+        const size_t parameter = bucket.variable_indices[i];
+        const auto length = static_cast<int64_t>(bucket.lengths[i]) * parts;
+        // Not of what stands in the slot, which may be vacant.
+        const at::Tensor& variable = parameters(r)[parameter];
+        const int64_t rows = variable.dim() > 0 ? variable.size(0) : 0;
+        entry.slices.push_back({static_cast<uint32_t>(parameter), static_cast<int64_t>(bucket.offsets[i]) * parts,
+                                length, rows > 0 ? length / rows : 0});
         entry.numel += entry.slices.back().length;
       }
     }

@@ -61,7 +61,7 @@ void ValuesOfStep::start_exchange(uint32_t bucket, UsageMask& local, const Usage
   for (uint32_t i = 0; i < layout.slices.size(); ++i) {
     if (!nonzero.test(i)) local.clear(layout.slices[i].parameter);
   }
-  values_[bucket].exchange = agreement_.start_exchange(nonzero, layout_hash_, bucket + 1);
+  values_[bucket].exchange = agreement_.start_exchange(nonzero, layout_hash_, values_phase(bucket));
 }
 
 void ValuesOfStep::settle(uint32_t bucket, UsageMask& agreed) {

@@ -55,12 +55,12 @@ void MessageSender::drop_staging() {
 }
 
 void MessageSender::send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t index,
-                         const BucketPlan& plan) {
+                         const BucketPlan& plan, bool divided) {
   BucketInFlight& bucket = step->buckets[index];
   // Passes through even with nobody to send to: the all-reduce leaves it coalesced, as plain DDP does.
   const bool sparse = layout.buckets[index].sparse;
   bucket.expect_messages(plan.messages_touching + (sparse ? 1 : 0));
-  const Disposition disposition = sparse ? Disposition::kWhole : plan.disposition;
+  const Disposition disposition = sparse ? Disposition::kWhole : divided ? Disposition::kPacked : plan.disposition;
   statistics_.buckets_skipped += disposition == Disposition::kSkipped;
   statistics_.buckets_packed += disposition == Disposition::kPacked;
   statistics_.buckets_whole += disposition == Disposition::kWhole;
@@ -72,6 +72,54 @@ void MessageSender::send(const std::shared_ptr<StepInFlight>& step, const Layout
       send_packed(step, layout, message);
     }
   }
+}
+
+void MessageSender::send_units(const std::shared_ptr<StepInFlight>& step, uint32_t index,
+                               const std::vector<DividedGradient>& gradients,
+                               const std::vector<UnitMessage>& messages) {
+  BucketInFlight& bucket = step->buckets[index];
+  bucket.expect_messages(static_cast<int32_t>(messages.size()));
+  for (const UnitMessage& message : messages) send_unit_message(step, bucket, gradients, message);
+  bucket.release();
+}
+
+void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket,
+                                      const std::vector<DividedGradient>& gradients, const UnitMessage& message) {
+  const auto place = [&](const UnitRun& run) -> SliceOfTensor {
+    const SliceOfTensor& gradient = gradients[run.gradient].gradient;
+    return {gradient.flat, gradient.offset + run.offset, run.length};
+  };
+  if (message.in_place) {
+    const UnitRun& run = message.runs.front();
+    const SliceOfTensor slice = place(run);
+    const at::Tensor view = slice.flat.narrow(0, slice.offset, slice.length);
+    const auto [divisor, operation] = averaging(*step, view);
+    scale(view, divisor, slots_.is_divided(gradients[run.gradient].parameter));
+    all_reduce(view, operation, {step, {&bucket}}, [](c10::ivalue::Future&) {});
+    return;
+  }
+  std::vector<SliceOfTensor> places;
+  places.reserve(message.runs.size());
+  for (const UnitRun& run : message.runs) places.push_back(place(run));
+  const at::Tensor packed = staging_for(*step, message.numel, places.front().flat.options());
+  // Runs of one gradient after the other; each gradient is scaled in its own way.
+  int64_t position = 0;
+  for (size_t first = 0; first < places.size();) {
+    const size_t gradient = message.runs[first].gradient;
+    const int64_t begin = position;
+    size_t end = first;
+    for (; end < places.size() && message.runs[end].gradient == gradient; ++end) position += places[end].length;
+    gather(packed.narrow(0, begin, position - begin),
+           {places.begin() + static_cast<std::ptrdiff_t>(first), places.begin() + static_cast<std::ptrdiff_t>(end)},
+           step->divisor, slots_.is_divided(gradients[gradient].parameter));
+    first = end;
+  }
+  all_reduce(packed, c10d::ReduceOp::SUM, {step, {&bucket}},
+             [packed, places = std::move(places)](c10::ivalue::Future&) {
+               RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
+               scatter(packed, places);
+               keep_for_stream(packed);
+             });
 }
 
 void MessageSender::send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket) {
@@ -194,7 +242,7 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
       }
     }
   }
-  const at::Tensor packed = staging_for(*step, message, to.front().flat.options());
+  const at::Tensor packed = staging_for(*step, message.numel, to.front().flat.options());
   // Scaled on the way, so an average would save no pass here, and NCCL has fewer algorithms for it than for a sum.
   int64_t position = 0;
   for (const Sources& from : sources) {
@@ -209,14 +257,14 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
              });
 }
 
-at::Tensor MessageSender::staging_for(StepInFlight& step, const Message& message, const at::TensorOptions& options) {
+at::Tensor MessageSender::staging_for(StepInFlight& step, int64_t numel, const at::TensorOptions& options) {
   if (step.next_staging == staging_.size()) staging_.emplace_back();
   at::Tensor& staging = staging_[step.next_staging++];
-  if (!staging.defined() || staging.numel() < message.numel || staging.dtype() != options.dtype() ||
+  if (!staging.defined() || staging.numel() < numel || staging.dtype() != options.dtype() ||
       staging.device() != options.device()) {
-    staging = at::empty({message.numel}, options);
+    staging = at::empty({numel}, options);
   }
-  return staging.narrow(0, 0, message.numel);
+  return staging.narrow(0, 0, numel);
 }
 
 // Runs `on_success` and then counts the message off on each of its buckets; a failed collective fails them instead.

@@ -14,7 +14,9 @@
 
 #include "kernels/slice_copy.h"
 #include "reducer/bucket_slots.h"
+#include "values/units_of_step.h"
 #include "wire/step_in_flight.h"
+#include "wire/unit_plan.h"
 #include "wire/wire_plan.h"
 
 namespace ddp_hooks {
@@ -37,8 +39,13 @@ class MessageSender {
   MessageSender(c10d::ProcessGroup& group, BucketSlots& slots, MessageStatistics& statistics)
       : group_(group), slots_(slots), statistics_(statistics) {}
 
+  // `divided`: parts of the bucket travel beside the plan, or nothing of it is there to be sent.
   void send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t bucket,
-            const BucketPlan& plan);
+            const BucketPlan& plan, bool divided);
+
+  // The used units of a bucket's gradients, from where they lie and back there. The bucket has to be held until then.
+  void send_units(const std::shared_ptr<StepInFlight>& step, uint32_t bucket,
+                  const std::vector<DividedGradient>& gradients, const std::vector<UnitMessage>& messages);
 
   // To be called when a parameter's gradient is final, which may be long before its bucket is ready: copies it to where
   // it will be sent from while it is still in the processor's cache.
@@ -66,7 +73,9 @@ class MessageSender {
   void bring(const StepInFlight& step, const BucketLayout& layout, const Slice& stretch, double divisor);
   at::Tensor take_gradient(const StepInFlight& step, size_t parameter);
   Averaging averaging(const StepInFlight& step, const at::Tensor& tensor) const;
-  at::Tensor staging_for(StepInFlight& step, const Message& message, const at::TensorOptions& options);
+  void send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket,
+                         const std::vector<DividedGradient>& gradients, const UnitMessage& message);
+  at::Tensor staging_for(StepInFlight& step, int64_t numel, const at::TensorOptions& options);
   void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
 
   c10d::ProcessGroup& group_;

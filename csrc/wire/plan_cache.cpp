@@ -4,18 +4,18 @@
 
 namespace ddp_hooks {
 
-std::shared_ptr<const WirePlan> PlanCache::find(const UsageMask& agreed) {
-  auto found = index_.find(agreed);
+std::shared_ptr<const WirePlan> PlanCache::find(const UsageMask& agreed, const UsageMask& divided) {
+  auto found = index_.find({agreed, divided});
   if (found == index_.end()) return nullptr;
   entries_.splice(entries_.begin(), entries_, found->second);
   return found->second->plan;
 }
 
-void PlanCache::insert(const UsageMask& agreed, std::shared_ptr<const WirePlan> plan) {
-  entries_.push_front({agreed, std::move(plan)});
-  index_[agreed] = entries_.begin();
+void PlanCache::insert(const UsageMask& agreed, const UsageMask& divided, std::shared_ptr<const WirePlan> plan) {
+  entries_.push_front({{agreed, divided}, std::move(plan)});
+  index_[entries_.front().key] = entries_.begin();
   if (entries_.size() > capacity_) {
-    index_.erase(entries_.back().mask);
+    index_.erase(entries_.back().key);
     entries_.pop_back();
   }
 }

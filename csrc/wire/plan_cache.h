@@ -14,27 +14,32 @@
 
 namespace ddp_hooks {
 
-// By agreed mask; the least recently used plan is forgotten first.
+// By what a plan was made of; the least recently used one is forgotten first.
 class PlanCache {
  public:
   explicit PlanCache(size_t capacity) : capacity_(capacity) {}
 
-  std::shared_ptr<const WirePlan> find(const UsageMask& agreed);
-  void insert(const UsageMask& agreed, std::shared_ptr<const WirePlan> plan);
+  std::shared_ptr<const WirePlan> find(const UsageMask& agreed, const UsageMask& divided);
+  void insert(const UsageMask& agreed, const UsageMask& divided, std::shared_ptr<const WirePlan> plan);
   void clear();
 
  private:
+  struct Key {
+    UsageMask agreed;
+    UsageMask divided;
+    bool operator==(const Key& other) const = default;
+  };
   struct Entry {
-    UsageMask mask;
+    Key key;
     std::shared_ptr<const WirePlan> plan;
   };
-  struct MaskHash {
-    size_t operator()(const UsageMask& mask) const { return mask.hash(); }
+  struct KeyHash {
+    size_t operator()(const Key& key) const { return key.agreed.hash() ^ (key.divided.hash() << 1); }
   };
 
   size_t capacity_;
   std::list<Entry> entries_;  // most recently used first
-  std::unordered_map<UsageMask, std::list<Entry>::iterator, MaskHash> index_;
+  std::unordered_map<Key, std::list<Entry>::iterator, KeyHash> index_;
 };
 
 }  // namespace ddp_hooks

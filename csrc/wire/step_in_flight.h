@@ -29,6 +29,9 @@ class BucketInFlight {
 
   // How many messages carry parts of this bucket; completes it at once when none does. Call before launching any.
   void expect_messages(int32_t count);
+  // Keeps the bucket from completing until it is released, for messages that are not counted yet.
+  void hold() { outstanding_ += 1; }
+  void release() { count_off(); }
   // A message is back: at once on the CPU, and on a device when its current stream has come here.
   void message_done();
   void fail(const std::exception_ptr& error);

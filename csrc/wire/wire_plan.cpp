@@ -1,5 +1,6 @@
 #include "wire/wire_plan.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace ddp_hooks {
@@ -33,13 +34,21 @@ struct JoinedRuns {
 };
 
 // The mean of both neighbours bounds the sum of the gaps sent: each run is counted half for the gap on either side.
-std::vector<JoinedRuns> join_runs(const std::vector<Slice>& runs, double gap_fraction) {
+std::vector<JoinedRuns> join_runs(const BucketLayout& layout, const std::vector<Slice>& runs, const UsageMask& divided,
+                                  double gap_fraction) {
+  const auto holds_divided = [&](const Slice& gap) {
+    const std::vector<ParameterSlice> slices = parameters_in(layout, gap);
+    return std::any_of(slices.begin(), slices.end(),
+                       [&](const ParameterSlice& slice) { return divided.test(slice.parameter); });
+  };
+
   std::vector<JoinedRuns> joined;
   for (size_t i = 0; i < runs.size(); ++i) {
     if (i > 0) {
-      const int64_t gap = runs[i].offset - (runs[i - 1].offset + runs[i - 1].length);
+      const int64_t end = runs[i - 1].offset + runs[i - 1].length;
+      const int64_t gap = runs[i].offset - end;
       const double mean_length = static_cast<double>(runs[i - 1].length + runs[i].length) / 2;
-      if (static_cast<double>(gap) <= gap_fraction * mean_length) {
+      if (static_cast<double>(gap) <= gap_fraction * mean_length && !holds_divided({runs[i].bucket, end, gap})) {
         joined.back().count += 1;
         joined.back().span.length += gap + runs[i].length;
         continue;
@@ -75,7 +84,7 @@ BucketPlan WirePlanner::add_bucket(uint32_t bucket, const UsageMask& agreed) {
   const std::vector<Slice> runs = used_runs(bucket, layout, agreed);
   std::vector<Slice> leftovers;
   int64_t sent = 0;
-  for (const JoinedRuns& joined : join_runs(runs, settings_.gap_fraction)) {
+  for (const JoinedRuns& joined : join_runs(layout, runs, divided_, settings_.gap_fraction)) {
     if (joined.span.length * layout.element_bytes >= settings_.in_place_bytes) {
       plan.launches.push_back(in_place_message(layout, runs, joined));
       ++plan.messages_touching;
@@ -107,9 +116,10 @@ BucketPlan WirePlanner::add_bucket(uint32_t bucket, const UsageMask& agreed) {
   return plan;
 }
 
-WirePlan make_wire_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings) {
+WirePlan make_wire_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& divided,
+                        const PlanSettings& settings) {
   WirePlan plan;
-  WirePlanner planner(layout, settings);
+  WirePlanner planner(layout, divided, settings);
   plan.in_place = UsageMask(layout.parameter_count);
   for (uint32_t b = 0; b < layout.buckets.size(); ++b) {
     plan.buckets.push_back(planner.add_bucket(b, agreed));

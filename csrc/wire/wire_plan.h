@@ -5,6 +5,8 @@
 // that many nearly empty buckets do not cost many latencies. A message leaves when the last bucket it draws from is
 // ready; messages that leave with the same bucket leave in the order of the plan.
 //
+// Parameters that are agreed on by units are no part of it: they travel beside it, see unit_plan.h.
+//
 // Always holds: every used parameter's slice is covered exactly once; a message draws from buckets of one kind only;
 // what is sent beyond the used slices stays under `gap_fraction` of them, bucket by bucket.
 // Thread-safety: none. Every rank must agree on all three inputs; nothing else goes in.
@@ -57,7 +59,9 @@ struct WirePlan {
 // bucket to the next.
 class WirePlanner {
  public:
-  WirePlanner(const LayoutOfBuckets& layout, const PlanSettings& settings) : layout_(layout), settings_(settings) {}
+  // `divided`: parameters that travel otherwise meanwhile, so that no gap may hold one.
+  WirePlanner(const LayoutOfBuckets& layout, const UsageMask& divided, const PlanSettings& settings)
+      : layout_(layout), divided_(divided), settings_(settings) {}
 
   // Buckets come in order, each once; after the last one every message has been closed.
   BucketPlan add_bucket(uint32_t bucket, const UsageMask& agreed);
@@ -66,12 +70,14 @@ class WirePlanner {
   Message& open_message(const BucketLayout& layout);
 
   const LayoutOfBuckets& layout_;
+  const UsageMask divided_;
   const PlanSettings settings_;
   // In order of their first slice. A handful at most: one for each dtype and device.
   std::vector<Message> open_;
 };
 
 // The whole plan at once. Leftovers leave with the last bucket that adds to them instead of with the last of all.
-WirePlan make_wire_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings);
+WirePlan make_wire_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& divided,
+                        const PlanSettings& settings);
 
 }  // namespace ddp_hooks

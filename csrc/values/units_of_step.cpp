@@ -1,0 +1,119 @@
+#include "values/units_of_step.h"
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "agreement/mask_codec.h"
+
+namespace ddp_hooks {
+namespace {
+
+constexpr size_t kBitsPerWord = 64;
+
+std::vector<size_t> parameters_of(const std::vector<DividedGradient>& gradients) {
+  std::vector<size_t> parameters;
+  for (const DividedGradient& gradient : gradients) parameters.push_back(gradient.parameter);
+  return parameters;
+}
+
+}  // namespace
+
+bool UnitsOfStep::concerns(uint32_t bucket) const {
+  const std::vector<ParameterSlice>& slices = layout_.buckets[bucket].slices;
+  return std::any_of(slices.begin(), slices.end(),
+                     [&](const ParameterSlice& slice) { return chosen_.test(slice.parameter); });
+}
+
+void UnitsOfStep::bucket_ready(uint32_t bucket, const at::Tensor& flat, const Settled& settled) {
+  const bool last = bucket + 1 == layout_.buckets.size();
+  if (concerns(bucket)) scan(bucket, flat);
+  for (Bucket& scanned : pending_) {
+    // A device scans while the host goes on, so there the answer is asked for one bucket later.
+    const bool answered = last || !answers_later_ || scanned.index < bucket;
+    if (answered && !scanned.exchange) {
+      start_exchange(scanned, bucket,
+                     detector_.capacity_words(scanned.index, parameters_of(scanned.gradients), scanned.bits));
+    }
+  }
+  while (!pending_.empty()) {
+    Bucket& first = pending_.front();
+    const bool waits = last || (!settles_last_ && first.exchange && first.exchanged_with < bucket);
+    if (!waits) return;
+    if (try_settle(first, bucket, settled)) pending_.pop_front();
+  }
+}
+
+void UnitsOfStep::scan(uint32_t index, const at::Tensor& flat) {
+  RECORD_FUNCTION("ddp_hooks::scan_units", std::vector<c10::IValue>());
+  const BucketLayout& layout = layout_.buckets[index];
+  Bucket& bucket = pending_.emplace_back();
+  bucket.index = index;
+  for (const ParameterSlice& slice : layout.slices) {
+    if (!chosen_.test(slice.parameter)) continue;
+    DividedGradient divided{slice.parameter, {flat, slice.offset, slice.length}, detector_.units_of(slice, layout)};
+    divided.units.first_bit = bucket.bits;
+    // Where this rank has no gradient, the Reducer makes one of the slot.
+    const bool has_gradient = slots_.has_gradient(slice.parameter);
+    if (slots_.is_vacant(slice.parameter)) {
+      const at::Tensor gradient = slots_.find_or_fill(slice.parameter);
+      if (gradient.defined()) divided.gradient = {gradient, 0, slice.length};
+    }
+    bucket.scans.push_back(has_gradient ? start_unit_scan(divided.gradient, divided.units.length) : PendingUnitScan());
+    // Each begins with a word, so that masks are put together by copying words.
+    bucket.bits += UsageMask::word_count(static_cast<size_t>(divided.units.count())) * kBitsPerWord;
+    bucket.gradients.push_back(std::move(divided));
+  }
+}
+
+UsageMask UnitsOfStep::found_here(Bucket& bucket) {
+  std::vector<uint64_t> words;
+  words.reserve(UsageMask::word_count(bucket.bits));
+  for (size_t i = 0; i < bucket.gradients.size(); ++i) {
+    const size_t count = UsageMask::word_count(static_cast<size_t>(bucket.gradients[i].units.count()));
+    const std::vector<uint64_t>& nonzero = bucket.scans[i].wait().nonzero;
+    words.insert(words.end(), nonzero.begin(), nonzero.end());
+    words.resize(words.size() + count - nonzero.size(), 0);
+  }
+  return {bucket.bits, std::move(words)};
+}
+
+void UnitsOfStep::start_exchange(Bucket& bucket, uint32_t ready, size_t capacity_words) {
+  UsageMask here = found_here(bucket);
+  bucket.used_here.clear();
+  for (const DividedGradient& gradient : bucket.gradients) bucket.used_here.push_back(count_in(gradient.units, here));
+  bucket.capacity_words = capacity_words;
+  bucket.exchanged_with = ready;
+  bucket.exchange =
+      agreement_.start_exchange_of_units(std::move(here), capacity_words, layout_hash_, units_phase(bucket.index));
+}
+
+// False if the masks did not fit; then an exchange with room for any is under way.
+bool UnitsOfStep::try_settle(Bucket& bucket, uint32_t ready, const Settled& settled) {
+  const UsageMask anywhere = agreement_.wait(*bucket.exchange);
+  const size_t needed = bucket.exchange->needed_words();
+  if (needed > bucket.capacity_words) {
+    start_exchange(bucket, ready, most_words(bucket.bits));
+    return false;
+  }
+  detector_.note_needed_words(bucket.index, parameters_of(bucket.gradients), needed);
+  for (size_t i = 0; i < bucket.gradients.size(); ++i) {
+    const DividedGradient& divided = bucket.gradients[i];
+    // The sum of zeros of either sign depends on who adds it up; +0.0 is the same on every rank.
+    for (uint32_t unit : bucket.scans[i].wait().negative_zeros) {
+      if (anywhere.test(divided.units.first_bit + unit)) continue;
+      const int64_t begin = divided.units.begin(unit);
+      divided.gradient.flat.narrow(0, divided.gradient.offset + begin, divided.units.end(unit) - begin).zero_();
+    }
+    counts_.push_back(
+        {divided.parameter, divided.units.count(), bucket.used_here[i], count_in(divided.units, anywhere)});
+    detector_.observe(divided.parameter, step_number_, divided.units.slice_length,
+                      elements_in(divided.units, anywhere));
+  }
+  settled(bucket.index, bucket.gradients, anywhere);
+  return true;
+}
+
+}  // namespace ddp_hooks

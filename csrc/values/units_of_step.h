@@ -1,0 +1,103 @@
+// What a step finds inside the parameters that were chosen for it: which of their units some rank uses.
+//
+// Each bucket that holds such a parameter has an exchange of its own, of one mask for all of them, compressed. Buckets
+// are pipelined as in ValuesOfStep: while the masks of one are under way, the next is scanned; and where ranks use
+// different parameters, nobody waits before the last bucket is ready.
+//
+// Gradients are read, and sent from, where they lie, in .grad or in the bucket; nothing is copied for it.
+//
+// Always holds: buckets are settled in order, each once, all of them when the last one is ready. A unit counts as
+// unused only when every element of it is +0.0 or -0.0 on every rank; then it is +0.0 on all of them.
+// Thread-safety: none; the engine locks. Every rank must agree on: the layout, what was chosen, `settles_last`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "agreement/usage_agreement.h"
+#include "kernels/unit_scan.h"
+#include "layout/bucket_layout.h"
+#include "layout/units.h"
+#include "layout/usage_mask.h"
+#include "reducer/bucket_slots.h"
+#include "values/units_detector.h"
+
+namespace ddp_hooks {
+
+// One parameter of a bucket, and where its units stand in the bucket's mask.
+struct DividedGradient {
+  size_t parameter = 0;
+  SliceOfTensor gradient;
+  Units units;
+};
+
+// How many of a parameter's units were used in a step.
+struct UnitCounts {
+  size_t parameter = 0;
+  int64_t units = 0;
+  int64_t here = 0;
+  int64_t anywhere = 0;
+};
+
+class UnitsOfStep {
+ public:
+  // All references have to outlive it. `chosen`: the parameters. `answers_later`: scans run on a device, while the host
+  // goes on.
+  UnitsOfStep(const LayoutOfBuckets& layout, uint64_t layout_hash, UsageAgreement& agreement, BucketSlots& slots,
+              UnitsDetector& detector, UsageMask chosen, int64_t step_number, bool settles_last, bool answers_later)
+      : layout_(layout),
+        layout_hash_(layout_hash),
+        agreement_(agreement),
+        slots_(slots),
+        detector_(detector),
+        chosen_(std::move(chosen)),
+        step_number_(step_number),
+        settles_last_(settles_last),
+        answers_later_(answers_later) {}
+
+  const UsageMask& chosen() const { return chosen_; }
+  bool concerns(uint32_t bucket) const;
+
+  // The next bucket is ready, `flat`. `settled` is called with each bucket that is through, what it holds, and which of
+  // their units some rank uses.
+  using Settled = std::function<void(uint32_t, const std::vector<DividedGradient>&, const UsageMask&)>;
+  void bucket_ready(uint32_t bucket, const at::Tensor& flat, const Settled& settled);
+
+  // Of the buckets that were settled.
+  const std::vector<UnitCounts>& counts() const { return counts_; }
+
+ private:
+  struct Bucket {
+    uint32_t index = 0;
+    std::vector<DividedGradient> gradients;
+    std::vector<PendingUnitScan> scans;  // of each gradient; of nothing where this rank has none
+    size_t bits = 0;
+    std::vector<int64_t> used_here;  // units of each gradient
+    size_t capacity_words = 0;
+    std::unique_ptr<PendingExchange> exchange;  // null before it starts
+    uint32_t exchanged_with = 0;                // the bucket that was ready when it started
+  };
+  void scan(uint32_t bucket, const at::Tensor& flat);
+  UsageMask found_here(Bucket& bucket);
+  void start_exchange(Bucket& bucket, uint32_t ready, size_t capacity_words);
+  bool try_settle(Bucket& bucket, uint32_t ready, const Settled& settled);
+
+  const LayoutOfBuckets& layout_;
+  const uint64_t layout_hash_;
+  UsageAgreement& agreement_;
+  BucketSlots& slots_;
+  UnitsDetector& detector_;
+  const UsageMask chosen_;
+  const int64_t step_number_;
+  const bool settles_last_;
+  const bool answers_later_;
+  std::deque<Bucket> pending_;  // scanned and not settled, in order
+  std::vector<UnitCounts> counts_;
+};
+
+}  // namespace ddp_hooks
