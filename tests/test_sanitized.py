@@ -1,0 +1,105 @@
+"""Which of ThreadSanitizer's reports count, see sanitized.py. What the stacks say is from real reports, shortened."""
+
+from __future__ import annotations
+
+import pytest
+import sanitized
+
+TSAN, TORCH, OURS = "(libtsan.so.2+0x1)", "(libtorch_cpu.so+0x1)", "(_C.cpython-311-x86_64-linux-gnu.so+0x1)"
+DELETE = f"operator delete(void*, unsigned long) tsan_new_delete.cpp:150 {TSAN}"
+DESTROY = f"pthread_cond_destroy tsan_interceptors_posix.cpp:1283 {TSAN}"
+FREE = f"free tsan_interceptors_posix.cpp:706 {TSAN}"
+BROADCAST = f"pthread_cond_broadcast tsan_interceptors_posix.cpp:1276 {TSAN}"
+WORK, STORAGE, FUTURE = (f"c10::intrusive_ptr<{name}>" for name in ("c10d::Work", "c10::StorageImpl", "c10::Future"))
+RUN_LOOP = f"c10d::ProcessGroupGloo::runLoop(int) <null> {TORCH}"
+FINISH = f"c10d::ProcessGroupGloo::AsyncWork::finishWorkGloo() <null> {TORCH}"
+SENDS = f"ddp_hooks::MessageSender::all_reduce(at::Tensor const&) ../csrc/wire/message_sender.cpp:232 {OURS}"
+MERGES = f"merge_gathered ../csrc/agreement/mask_exchange.cpp:39 {OURS}"
+STEP_GOES = f"ddp_hooks::StepInFlight::~StepInFlight() ../csrc/wire/step_in_flight.h:55 {OURS}"
+DROPS_WORK = f"{WORK}::reset_() torch/include/c10/util/intrusive_ptr.h:402 {OURS}"
+COUNTS_OFF = [
+    f"std::__atomic_base<unsigned long>::fetch_sub(unsigned long, std::memory_order) atomic_base.h:628 {OURS}",
+    f"c10::detail::atomic_combined_refcount_decrement(std::atomic<unsigned long>&) intrusive_ptr.h:102 {OURS}",
+]
+VECTOR_GOES = f"std::vector<unsigned int, std::allocator<unsigned int> >::~vector() stl_vector.h:730 {OURS}"
+SHARED_GOES = (
+    f"std::_Sp_counted_ptr_inplace<ddp_hooks::MaskInTransit, std::allocator<void> >::_M_dispose() <null> {OURS}"
+)
+
+
+def race(freeing: list[str], using: list[str], kind: str = "data race") -> str:
+    """Return a report in which the stack ``freeing`` stands before the stack ``using``."""
+    one, other = ("\n".join(f"    #{i} {frame}" for i, frame in enumerate(stack)) for stack in (freeing, using))
+    return (
+        f"WARNING: ThreadSanitizer: {kind} (pid=7)\n  Write of size 8 at 0x7b by main thread:\n{one}\n\n"
+        f"  Previous atomic read of size 1 at 0x7b by thread T5 (mutexes: write M1):\n{other}\n\n"
+        f"  Thread T5 'pt_gloo_runloop' (tid=9, running) created by main thread at:\n    #0 pthread_create x {TSAN}\n"
+        f"    #1 {SENDS}\n\nSUMMARY: ThreadSanitizer: {kind} x"
+    )
+
+
+@pytest.mark.parametrize(
+    ("freeing", "using"),
+    [
+        pytest.param([DELETE, DROPS_WORK, SENDS], [BROADCAST, FINISH], id="we drop a work"),
+        pytest.param(
+            [DESTROY, f"c10d::(anonymous namespace)::AsyncAllgatherWork::~AsyncAllgatherWork() x {TORCH}", SHARED_GOES],
+            [BROADCAST, FINISH],
+            id="a work goes with what holds it",
+        ),
+        pytest.param(
+            [DELETE, f"at::ThreadLocalState::~ThreadLocalState() x {TORCH}", DROPS_WORK, SENDS],
+            [BROADCAST, FINISH],
+            id="a part of a work",
+        ),
+        pytest.param(
+            [DESTROY, f"{FUTURE}::reset_not_null_(c10::Future*) <null> (libtorch_python.so+0x1)"],
+            [BROADCAST, FINISH, STEP_GOES],
+            id="Python drops a future",
+        ),
+        pytest.param(
+            [DELETE, RUN_LOOP], [f"c10d::Work::wait(long) <null> {TORCH}", MERGES], id="a worker drops a work"
+        ),
+        pytest.param(
+            [FREE, f"{STORAGE}::reset_not_null_(c10::StorageImpl*) <null> (libc10.so+0x1)"],
+            [MERGES],
+            id="a worker drops a storage",
+        ),
+        pytest.param(
+            [DELETE, "THPVariable_clear(THPVariable*) <null> (libtorch_python.so+0x1)"],
+            [*COUNTS_OFF, STEP_GOES],
+            id="after our own drop",
+        ),
+    ],
+)
+def test_last_drop_is_no_race(freeing: list[str], using: list[str]) -> None:
+    assert not sanitized.is_ours(race(freeing, using))
+    # The same stacks, where it is not the freeing that came last.
+    assert sanitized.is_ours(race(using, freeing))
+    assert sanitized.is_ours(race(freeing, using, kind="heap-use-after-free"))
+
+
+@pytest.mark.parametrize(
+    ("freeing", "using"),
+    [
+        pytest.param([DELETE, VECTOR_GOES, STEP_GOES], [MERGES], id="a member of ours"),
+        pytest.param([DELETE, SHARED_GOES], [MERGES], id="what we count"),
+        pytest.param([DELETE, VECTOR_GOES, STEP_GOES, DROPS_WORK, SENDS], [MERGES], id="ours, held by a work"),
+        pytest.param(
+            [DELETE, f"c10::intrusive_ptr<ddp_hooks::Thing>::reset_() intrusive_ptr.h:402 {OURS}"],
+            [MERGES],
+            id="ours, counted by torch's pointer",
+        ),
+        pytest.param([DELETE, f"c10d::Reducer::~Reducer() <null> {TORCH}"], [MERGES], id="what torch does not count"),
+        pytest.param([DELETE, DROPS_WORK, SENDS], [DELETE, RUN_LOOP], id="freed twice"),
+        pytest.param([DROPS_WORK, SENDS], [MERGES], id="a drop that frees nothing"),
+        pytest.param([MERGES], [MERGES], id="two writes"),
+    ],
+)
+def test_race_about_ours(freeing: list[str], using: list[str]) -> None:
+    assert sanitized.is_ours(race(freeing, using))
+
+
+def test_race_about_others() -> None:
+    assert not sanitized.is_ours(race([DELETE, RUN_LOOP], [BROADCAST, FINISH]))
+    assert sanitized.is_ours("ERROR: AddressSanitizer: heap-use-after-free on address 0x7b\n    #0 c10d::Work::wait x")
