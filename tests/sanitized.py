@@ -43,6 +43,8 @@ QUICK = {
         "test_hooks.py::test_random_steps",
         "test_hooks.py::test_exchange_on_a_grid",
         "test_hooks.py::test_module_goes_away",
+        "test_units.py::test_every_way_to_send_units",
+        "test_units.py::test_masks_that_grow",
         "test_unusual_passes.py",
     ],
     "tsan": [
@@ -53,6 +55,7 @@ QUICK = {
         "test_hooks.py::test_exchange_on_a_grid",
         "test_hooks.py::test_watched_by_a_thread",
         "test_hooks.py::test_module_goes_away",
+        "test_units.py::test_auto_finds_rows",
         "test_unusual_passes.py::test_statistics_from_a_callback",
     ],
 }
