@@ -16,7 +16,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -230,7 +232,8 @@ class NCF(RowWorkload):
 class OmniReduce(RowWorkload):
     """OmniReduce's microbenchmark (Fei et al. 2021): one tensor of which each rank fills a fraction of the blocks.
 
-    A block of 256 numbers is a row here. Each rank draws its own blocks, in every pattern others.
+    A block of 256 numbers is a row here. Each rank draws its own blocks, in every pattern others. As there, the
+    gradient lies in the same memory in every step: fresh zeros would take longer to make than to send.
     """
 
     name = "omnireduce"
@@ -253,12 +256,18 @@ class OmniReduce(RowWorkload):
         return _Given(self.size["blocks"], self.block)
 
     def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        # What any rank fills is in everybody's gradient when the step is over.
+        filled = [self._rows(pattern, other) for other in {*range(ranks), rank}]
+        values = torch.randn(self.block, generator=self._generator(pattern, rank))
+        return model(self._rows(pattern, rank), values, filled)
+
+    def _rows(self, pattern: int, rank: int) -> Tensor:
         if (pattern, rank) not in self._drawn:
             blocks = self.size["blocks"]
             order = torch.randperm(blocks, generator=self._generator(pattern, rank))
             self._drawn[pattern, rank] = order[: max(1, round(self.density * blocks))].sort().values
-        values = torch.randn(self.block, generator=self._generator(pattern, rank))
-        return model(self._drawn[pattern, rank], values)
+        return self._drawn[pattern, rank]
 
 
 class _Given(nn.Module):
@@ -267,24 +276,33 @@ class _Given(nn.Module):
     def __init__(self, blocks: int, block: int) -> None:
         super().__init__()
         self.tensor = nn.Parameter(torch.zeros(blocks, block))
+        self._memory = np.zeros((blocks, block), dtype=np.float32)
+        self._filled: list[Tensor] = []
 
-    def forward(self, rows: Tensor, values: Tensor) -> Tensor:
-        return _WriteGradient.apply(self.tensor, rows, values)
+    def forward(self, rows: Tensor, values: Tensor, filled: list[Tensor]) -> Tensor:
+        return _WriteGradient.apply(self.tensor, self, rows, values, filled)
+
+    def gradient(self, rows: Tensor, values: Tensor, filled: list[Tensor]) -> Tensor:
+        # A new tensor over the old memory, so that autograd takes it as it is.
+        gradient = torch.from_numpy(self._memory)
+        for former in self._filled:
+            gradient[former] = 0.0
+        gradient[rows] = values
+        self._filled = filled
+        return gradient
 
 
 class _WriteGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, given: _Given, rows: Tensor, values: Tensor, filled: list[Tensor]) -> Tensor:
+        ctx.given, ctx.filled = given, filled
         ctx.save_for_backward(rows, values)
-        ctx.shape = tensor.shape
         return tensor.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         rows, values = ctx.saved_tensors
-        result = gradient.new_zeros(ctx.shape)
-        result[rows] = values
-        return result, None, None
+        return ctx.given.gradient(rows, values, ctx.filled), None, None, None, None
 
 
 DENSITIES = (1.0, 0.4, 0.1, 0.01)
