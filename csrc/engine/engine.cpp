@@ -168,7 +168,8 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   if (layout.sparse) statistics_.dense_bytes += payload_bytes(bucket.getBuffer());
   if (!shadow) {
     fill_slots(index);
-    look_for_units(index);
+    // Before the bucket is sent, because then gradients are where autograd has left them.
+    if (!layout.sparse) units_.look(layout, step_->buckets[index].flat(), slots_, step_->agreed, step_number_);
   }
   if (step_->units && step_->units->concerns(index)) step_->buckets[index].hold();
   if (step_->values) {
@@ -180,14 +181,9 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
     send_bucket(index, step_->plan->buckets[index]);
   }
   if (step_->units) {
-    step_->units->bucket_ready(
-        index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(),
-        [&](uint32_t settled, const std::vector<DividedGradient>& gradients, const UsageMask& used) {
-          std::vector<Units> units;
-          for (const DividedGradient& gradient : gradients) units.push_back(gradient.units);
-          const int64_t element_bytes = layout_->buckets[settled].element_bytes;
-          sender_.send_units(step_, settled, gradients, make_unit_messages(units, used, element_bytes, settings_.plan));
-        });
+    step_->units->bucket_ready(index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(),
+                               [&](uint32_t settled, const std::vector<DividedGradient>& gradients,
+                                   const UsageMask& used) { send_units(settled, gradients, used); });
   }
   if (index + 1 == layout_->buckets.size()) close_step();
 }
@@ -212,24 +208,11 @@ void Engine::send_bucket(uint32_t bucket, const BucketPlan& plan) {
   sender_.send(step_, *layout_, bucket, plan, step_->units && step_->units->concerns(bucket));
 }
 
-// Before the bucket is sent, because then gradients are where autograd has left them.
-void Engine::look_for_units(uint32_t bucket) {
-  const BucketLayout& layout = layout_->buckets[bucket];
-  for (const ParameterSlice& slice : layout.slices) {
-    const size_t parameter = slice.parameter;
-    if (!step_->agreed.test(parameter)) continue;
-    if (!slots_.has_gradient(parameter)) {
-      units_.look_at_nothing(parameter);
-      continue;
-    }
-    units_.look(
-        parameter,
-        [&]() -> SliceOfTensor {
-          if (!slots_.is_vacant(parameter)) return {step_->buckets[bucket].flat(), slice.offset, slice.length};
-          return {slots_.find(parameter), 0, slice.length};
-        },
-        units_.units_of(slice, layout), step_number_);
-  }
+void Engine::send_units(uint32_t bucket, const std::vector<DividedGradient>& gradients, const UsageMask& used) {
+  std::vector<Units> units;
+  for (const DividedGradient& gradient : gradients) units.push_back(gradient.units);
+  const int64_t element_bytes = layout_->buckets[bucket].element_bytes;
+  sender_.send_units(step_, bucket, gradients, make_unit_messages(units, used, element_bytes, settings_.plan));
 }
 
 void Engine::open_step(bool shadow) {

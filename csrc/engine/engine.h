@@ -106,7 +106,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
   void open_step(bool shadow);
   void send_bucket(uint32_t bucket, const BucketPlan& plan);
-  void look_for_units(uint32_t bucket);
+  void send_units(uint32_t bucket, const std::vector<DividedGradient>& gradients, const UsageMask& used);
   void close_step();
   void gradients_done();
   void after_backward(const std::shared_ptr<Step>& step);

@@ -87,24 +87,30 @@ UsageMask UnitsDetector::choose(const UsageMask& used, const UsageMask& objectio
   return chosen;
 }
 
-void UnitsDetector::look(size_t parameter, const std::function<SliceOfTensor()>& find_gradient, const Units& units,
-                         int64_t step) {
-  const Divided* divided = is_adaptive() ? find(parameter) : nullptr;
-  if (divided == nullptr || step < divided->next_step) return;
-  const SliceOfTensor gradient = find_gradient();
-  if (!gradient.flat.defined()) return;
-  const auto index = static_cast<size_t>(divided - divided_.data());
+void UnitsDetector::look(const BucketLayout& bucket, const at::Tensor& flat, const BucketSlots& slots,
+                         const UsageMask& whole, int64_t next) {
+  if (!is_adaptive()) return;
+  for (const ParameterSlice& slice : bucket.slices) {
+    const Divided* divided = whole.test(slice.parameter) ? find(slice.parameter) : nullptr;
+    if (divided == nullptr || next < divided->next_step) continue;
+    const auto index = static_cast<size_t>(divided - divided_.data());
+    if (!slots.has_gradient(slice.parameter)) {
+      objections_.clear(index);  // nothing is as good as zeros
+    } else if (!slots.is_vacant(slice.parameter)) {
+      sample(index, {flat, slice.offset, slice.length}, units_of(slice, bucket));
+    } else if (const at::Tensor gradient = slots.find(slice.parameter); gradient.defined()) {
+      sample(index, {gradient, 0, slice.length}, units_of(slice, bucket));
+    }
+  }
+}
+
+void UnitsDetector::sample(size_t index, const SliceOfTensor& gradient, const Units& units) {
   objections_.set(index);
   if (gradient.flat.is_cpu()) {
     PendingScan glance = start_scan(sample_of(gradient, units, kGlancedUnits, kGlancedElements));
     if (zero_fraction(glance.wait()) == 0) return;
   }
   samples_.emplace_back(index, start_scan(sample_of(gradient, units, kSampledUnits, units.length)));
-}
-
-void UnitsDetector::look_at_nothing(size_t parameter) {
-  const Divided* divided = is_adaptive() ? find(parameter) : nullptr;
-  if (divided != nullptr) objections_.clear(static_cast<size_t>(divided - divided_.data()));
 }
 
 void UnitsDetector::observe(size_t parameter, int64_t step, int64_t elements, int64_t used_elements) {

@@ -9,9 +9,10 @@
 // agree on everything else: the layout, the settings, the agreed masks, the step number.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <utility>
 #include <vector>
 
@@ -19,6 +20,7 @@
 #include "layout/bucket_layout.h"
 #include "layout/units.h"
 #include "layout/usage_mask.h"
+#include "reducer/bucket_slots.h"
 #include "values/values_probe.h"
 
 namespace ddp_hooks {
@@ -45,11 +47,10 @@ class UnitsDetector {
   // In which of the `used` parameters units are agreed on in this step.
   UsageMask choose(const UsageMask& used, const UsageMask& objections, int64_t step) const;
 
-  // Takes a sample of a gradient that was not chosen. `find` is asked for it only where a sample is wanted, and may
-  // answer with an undefined tensor.
-  void look(size_t parameter, const std::function<SliceOfTensor()>& find, const Units& units, int64_t step);
-  // This rank has no gradient of it, which is as good as zeros.
-  void look_at_nothing(size_t parameter);
+  // Takes samples of a bucket's gradients, for what may be chosen in the step `next`: of those that travel `whole` in
+  // this one. `flat` is the bucket.
+  void look(const BucketLayout& bucket, const at::Tensor& flat, const BucketSlots& slots, const UsageMask& whole,
+            int64_t next);
   // What was agreed on in a parameter that was: how many of its elements are in units that some rank uses.
   void observe(size_t parameter, int64_t step, int64_t elements, int64_t used_elements);
 
@@ -69,6 +70,7 @@ class UnitsDetector {
     size_t words = 0;
   };
   Divided* find(size_t parameter);
+  void sample(size_t index, const SliceOfTensor& gradient, const Units& units);
   bool is_adaptive() const { return settings_.detector == ValuesDetector::kAdaptive; }
 
   UnitsSettings settings_;
