@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sklearn", reason="the demo needs the `demo` extra")
 pytest.importorskip("matplotlib", reason="the demo needs the `demo` extra")
 
 import ddp_hooks
 from ddp_hooks import __main__ as command_line
-from ddp_hooks.demo import picture, progress, ranks, report, workload
+from ddp_hooks.demo import picture, progress, ranks, report, training, workload
 
 TIMEOUT_SECONDS = 120
 
@@ -65,13 +66,47 @@ def test_both_runs_reach_the_same_weights(numbers: dict[str, Any]) -> None:
 
 def test_only_used_parameters_are_sent(numbers: dict[str, Any]) -> None:
     sizes = [group["bytes"] for group in numbers["groups"]]
+    words = [group["label"] for group in numbers["groups"]].index("words")
+    row_bytes = 4 * workload.WORD_FEATURES
     assert sum(sizes) == 4 * numbers["parameters"]
+    assert numbers["table_bytes"] == workload.VOCABULARY * row_bytes
     for phase in numbers["phases"]:
         for step in phase["steps"]:
-            used_bytes = sum(size for size, used_by in zip(sizes, step["used_by"], strict=True) if used_by)
+            expected = [size if used_by else 0 for size, used_by in zip(sizes, step["used_by"], strict=True)]
+            if step["rows"] is not None:
+                expected[words] -= (workload.VOCABULARY - step["rows"]) * row_bytes
+            assert step["used_bytes"] == expected
+            used_bytes = sum(expected)
             assert used_bytes <= step["payload_bytes"] <= 1.01 * used_bytes
             assert step["dense_bytes"] == step["plain_bytes"] == sum(sizes)
             assert step["mask_bytes"] > 0
+
+
+def test_rows_that_are_sent_are_the_words_of_the_batch(
+    numbers: dict[str, Any], finished_demo: tuple[subprocess.CompletedProcess[str], Path]
+) -> None:
+    data, steps = workload.load_digits(training.SEED), numbers["steps_per_phase"]
+    for number, (phase, recorded) in enumerate(zip(workload.PHASES, numbers["phases"], strict=True)):
+        expected: list[int | None] = [None] * steps
+        if not phase.words_penalised:
+            # In its first step the ranks see what they agree on in the next.
+            for step in range(1, steps):
+                batches = [data.batch(rank, 2, number * steps + step, 8)[0] for rank in range(2)]
+                expected[step] = len(torch.cat([workload.read_words(pixels) for pixels in batches]).unique())
+        assert [step["rows"] for step in recorded["steps"]] == expected
+    rows = numbers["phases"][-1]["rows_per_step"]
+    assert 0 < rows < 0.01 * workload.VOCABULARY
+    assert f"{rows:,.0f} of the table's {workload.VOCABULARY:,} rows" in finished_demo[0].stdout
+
+
+def test_words_tell_patches_apart() -> None:
+    pixels = torch.zeros(3, 8, 8)
+    pixels[1, 2:4, 4:6] = torch.tensor([[1.0, 0.0], [2.0, 16.0]])
+    pixels[2] = 16
+    words = workload.read_words(pixels.view(3, -1) / 8 - 1)
+    assert words[0].tolist() == [0] * 16
+    assert words[1].tolist() == [0] * 6 + [1 + 2 * 17**2 + 16 * 17**3] + [0] * 9
+    assert words[2].tolist() == [workload.VOCABULARY - 1] * 16
 
 
 def test_each_phase_sends_less_than_the_one_before(numbers: dict[str, Any]) -> None:

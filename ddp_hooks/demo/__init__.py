@@ -118,7 +118,8 @@ def _warn_of_little_memory(options: Options) -> None:
     from . import workload
 
     layers = workload.LOWER_LAYERS + 1 + workload.BRANCH_LAYERS + len(workload.TASKS) / 2
-    needed = layers * options.hidden**2 * 4 * COPIES_OF_THE_MODEL * options.ranks
+    parameters = layers * options.hidden**2 + workload.VOCABULARY * workload.WORD_FEATURES
+    needed = parameters * 4 * COPIES_OF_THE_MODEL * options.ranks
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > 0.8 * available:
         print(

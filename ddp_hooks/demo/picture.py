@@ -27,8 +27,9 @@ MOST_STEPS_WITH_TEXT = 60
 def draw(numbers: Numbers, path: Path) -> None:
     """Draw the run described by ``numbers`` (see :func:`report.summarize`) and write it to ``path`` as a PNG.
 
-    Top: a row for each parameter group, as high as the group is large, and a column for each step; so the coloured
-    area is what has to travel. Bottom: the megabytes each rank handed to collectives in each step.
+    Top: a row for each parameter group, as high as the group is large, and a column for each step, coloured as far down
+    as the group was used; so the coloured area is what has to travel. Bottom: the megabytes each rank handed to
+    collectives in each step.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -74,7 +75,12 @@ def _draw_usage(axes: Any, numbers: Numbers, steps: list[Numbers]) -> None:
         for row, used_by in enumerate(step["used_by"]):
             colour, hatch = _style(used_by, step["frozen"][row], numbers["ranks"])
             corner, height = (column + 0.5, edges[row]), sizes[row]
-            axes.add_patch(Rectangle(corner, 1, height, facecolor=colour, edgecolor="white", linewidth=gap))
+            used_height = step["used_bytes"][row] / MEGABYTE if used_by else height
+            if used_height < height:
+                axes.add_patch(Rectangle(corner, 1, height, facecolor=NOBODY, edgecolor="white", linewidth=gap))
+            # A line around a few rows of a table would cover them.
+            line = gap if used_height == height else 0.0
+            axes.add_patch(Rectangle(corner, 1, used_height, facecolor=colour, edgecolor="white", linewidth=line))
             if hatch:
                 axes.add_patch(Rectangle(corner, 1, height, fill=False, hatch=hatch, edgecolor="#909090", linewidth=0))
             if 0 < len(used_by) < min(numbers["ranks"], 4) and gap:
@@ -87,6 +93,7 @@ def _draw_usage(axes: Any, numbers: Numbers, steps: list[Numbers]) -> None:
                     fontsize=10,
                     color="black",
                 )
+    _write_rows(axes, numbers, edges)
     axes.hlines(edges[1:-1], 0.5, len(steps) + 0.5, color="white", linewidth=1.2)
     axes.set_ylim(edges[-1], 0)
     axes.set_yticks((edges[:-1] + edges[1:]) / 2)
@@ -99,6 +106,18 @@ def _draw_usage(axes: Any, numbers: Numbers, steps: list[Numbers]) -> None:
     axes.tick_params(axis="x", labelbottom=False)
     for spine in axes.spines.values():
         spine.set_visible(False)
+
+
+def _write_rows(axes: Any, numbers: Numbers, edges: Any) -> None:
+    """Write into the table's cells how many of its rows were sent, where not all were: they are too few to be seen."""
+    row = [group["label"] for group in numbers["groups"]].index("words")
+    end = 0.5
+    for phase in numbers["phases"]:
+        end += len(phase["steps"])
+        if phase["rows_per_step"] is not None:
+            count = sum(step["rows"] is not None for step in phase["steps"])
+            text = f"{100 * phase['rows_per_step'] / numbers['table_rows']:.1f} % of the rows"
+            axes.text(end - count / 2, (edges[row] + edges[row + 1]) / 2, text, ha="center", va="center", fontsize=12)
 
 
 def _draw_bytes(axes: Any, numbers: Numbers, steps: list[Numbers]) -> None:

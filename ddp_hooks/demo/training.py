@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..statistics import ParameterUsage
 from . import workload
 
 SEED = 20
 LEARNING_RATE = 0.02
 MOMENTUM = 0.9
 WEIGHT_DECAY = 1e-3
+BYTES_PER_ELEMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of both runs, seen by one rank. Times in seconds, sizes in bytes handed to collectives by a rank."""
+    """One step of both runs, seen by one rank. Times in seconds, sizes in bytes handed to collectives by a rank.
+
+    ``used_bytes`` is how much of each parameter group some rank used; ``rows`` is how many rows of the table of words
+    were sent, or None if the table was sent whole.
+    """
 
     plain_seconds: float
     plain_bytes: int
@@ -46,6 +52,8 @@ class StepRecord:
     used_here: tuple[bool, ...]
     used_anywhere: tuple[bool, ...]
     frozen: tuple[bool, ...]
+    used_bytes: tuple[int, ...]
+    rows: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +73,12 @@ class PhaseRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """Everything a rank brings home; sizes of the parameter groups in bytes."""
+    """Everything a rank brings home; sizes of the parameter groups, and of the table of words, in bytes."""
 
     phases: tuple[PhaseRecord, ...]
     parameters: int
     group_bytes: tuple[int, ...]
+    table_bytes: int
     statistics: str
 
 
@@ -134,9 +143,14 @@ def check_ranks_alike(module: nn.Module) -> bool:
     return torch.equal(lowest, highest)
 
 
-def read_usage(usage: dict[str, Any]) -> tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...]]:
-    """Return by parameter group whether this rank used it, whether anybody did, and whether it is frozen."""
-    columns: list[tuple[bool, bool, bool]] = []
+def read_usage(
+    usage: dict[str, ParameterUsage],
+) -> tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...], tuple[int, ...]]:
+    """Return by parameter group whether this rank used it, whether anybody did, whether it is frozen, and used bytes.
+
+    Used bytes are those of what anybody used: parameters, or of a parameter that was sent by rows, its rows.
+    """
+    columns: list[tuple[bool, bool, bool, int]] = []
     for group in workload.GROUPS:
         members = [each for name, each in usage.items() if name.removeprefix("module.").startswith(group.prefix)]
         columns.append(
@@ -144,10 +158,19 @@ def read_usage(usage: dict[str, Any]) -> tuple[tuple[bool, ...], tuple[bool, ...
                 any(each.used_here for each in members),
                 any(each.used_anywhere for each in members),
                 bool(members) and all(each.frozen for each in members),
+                sum(count_used_bytes(each) for each in members),
             )
         )
-    used_here, used_anywhere, frozen = zip(*columns, strict=True)
-    return used_here, used_anywhere, frozen
+    used_here, used_anywhere, frozen, used_bytes = zip(*columns, strict=True)
+    return used_here, used_anywhere, frozen, used_bytes
+
+
+def count_used_bytes(parameter: ParameterUsage) -> int:
+    """Return the bytes of the part of a parameter that some rank used."""
+    if not parameter.used_anywhere:
+        return 0
+    size = BYTES_PER_ELEMENT * parameter.numel
+    return size if parameter.units is None else size * parameter.units.used_anywhere // parameter.units.units
 
 
 def train(rank: int, report_progress: Callable[[str], None], settings: Settings) -> RankRecord:
@@ -176,6 +199,7 @@ def train(rank: int, report_progress: Callable[[str], None], settings: Settings)
                 digits,
                 phase.tasks(rank, settings.world_size, step),
                 phase.takes_branch(rank, settings.world_size, step),
+                phase.words_penalised,
             )
             before = state.stats()
             if step % 2 == 0:
@@ -183,7 +207,9 @@ def train(rank: int, report_progress: Callable[[str], None], settings: Settings)
             else:
                 hooked_step, plain_step = hooked.train_step(*arguments), plain.train_step(*arguments)
             after = state.stats()
-            used_here, used_anywhere, frozen = read_usage(state.usage())
+            usage = state.usage()
+            used_here, used_anywhere, frozen, used_bytes = read_usage(usage)
+            units = usage[workload.WORD_TABLE].units
             steps.append(
                 StepRecord(
                     plain_seconds=plain_step[0],
@@ -197,6 +223,8 @@ def train(rank: int, report_progress: Callable[[str], None], settings: Settings)
                     used_here=used_here,
                     used_anywhere=used_anywhere,
                     frozen=frozen,
+                    used_bytes=used_bytes,
+                    rows=None if units is None else units.used_anywhere,
                 )
             )
             report_progress(phase.title)
@@ -217,5 +245,6 @@ def train(rank: int, report_progress: Callable[[str], None], settings: Settings)
             sum(p.numel() * p.element_size() for name, p in parameters.items() if name.startswith(group.prefix))
             for group in workload.GROUPS
         ),
+        table_bytes=BYTES_PER_ELEMENT * parameters[workload.WORD_TABLE].numel(),
         statistics=str(state.stats()),
     )

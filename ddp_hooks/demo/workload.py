@@ -10,6 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 PIXELS = 64
+GREY_LEVELS = 17
+PATCH_PIXELS = 4
+# Every patch of 2 x 2 pixels that there can be is a word.
+VOCABULARY = GREY_LEVELS**PATCH_PIXELS
+# A row of this width is as long as the shortest unit of the hook's, so that a unit is a row.
+WORD_FEATURES = 64
+WORD_TABLE = "words.0.weight"
+WORD_PENALTY = 1e-4
 LOWER_LAYERS = 4
 BRANCH_LAYERS = 2
 TEST_SAMPLES = 360
@@ -46,6 +54,7 @@ class Phase:
     own_task_only: bool = False
     lower_frozen: bool = False
     branch_in_some_steps: bool = False
+    words_penalised: bool = True
 
     def tasks(self, rank: int, world_size: int, step: int) -> tuple[int, ...]:
         """Return the tasks that ``rank`` trains in ``step``: all, or one that changes from step to step."""
@@ -65,7 +74,21 @@ PHASES = (
     Phase("each rank trains its own task", own_task_only=True),
     Phase("also: lower layers frozen", own_task_only=True, lower_frozen=True),
     Phase("also: branch only in some steps", own_task_only=True, lower_frozen=True, branch_in_some_steps=True),
+    Phase(
+        "also: only the words of a batch",
+        own_task_only=True,
+        lower_frozen=True,
+        branch_in_some_steps=True,
+        words_penalised=False,
+    ),
 )
+
+
+def read_words(pixels: Tensor) -> Tensor:
+    """Return the words of images (samples, 64): (samples, 16), for each patch of 2 x 2 pixels which of all it is."""
+    levels = ((pixels + 1.0) * 8.0).long().view(-1, 4, 2, 4, 2)
+    patches = levels.transpose(2, 3).reshape(-1, PIXELS // PATCH_PIXELS, PATCH_PIXELS)
+    return (patches * GREY_LEVELS ** torch.arange(PATCH_PIXELS)).sum(dim=2)
 
 
 class Layer(nn.Module):
@@ -88,6 +111,8 @@ class Layer(nn.Module):
 class MultiTaskModel(nn.Module):
     """A trunk (lower layers, an upper layer, a branch that a step may leave out) and one head for each task.
 
+    Beside the lower layers, a large table holds an embedding of each word, that is, of each patch of an image.
+
     Args:
         hidden: width of every layer; a layer of the trunk has about ``hidden ** 2`` parameters.
     """
@@ -96,6 +121,7 @@ class MultiTaskModel(nn.Module):
         super().__init__()
         first = nn.Sequential(nn.Linear(PIXELS, hidden), Layer(hidden))
         self.lower = nn.Sequential(first, *(Layer(hidden) for _ in range(LOWER_LAYERS - 1)))
+        self.words = nn.Sequential(nn.EmbeddingBag(VOCABULARY, WORD_FEATURES), nn.Linear(WORD_FEATURES, hidden))
         self.upper = Layer(hidden)
         self.branch = nn.Sequential(*(Layer(hidden) for _ in range(BRANCH_LAYERS)))
         self.heads = nn.ModuleList(
@@ -107,7 +133,7 @@ class MultiTaskModel(nn.Module):
 
     def forward(self, pixels: Tensor, tasks: tuple[int, ...], take_branch: bool) -> list[Tensor]:
         """Return the logits of each of ``tasks``, (batch, classes), for ``pixels``, (batch, 64)."""
-        x = self.upper(self.lower(pixels))
+        x = self.upper(self.lower(pixels) + self.words(read_words(pixels)))
         if take_branch:
             x = self.branch(x)
         return [self.heads[task](x) for task in tasks]
@@ -123,6 +149,7 @@ class ParameterGroup:
 
 GROUPS = (
     *(ParameterGroup(f"lower layer {i + 1}", f"lower.{i}.") for i in range(LOWER_LAYERS)),
+    ParameterGroup("words", "words."),
     ParameterGroup("upper layer", "upper."),
     ParameterGroup("branch", "branch."),
     *(ParameterGroup(f"head: {task.name}", f"heads.{i}.") for i, task in enumerate(TASKS)),
@@ -168,10 +195,23 @@ def measure_accuracy(model: nn.Module, digits: Digits) -> list[float]:
     ]
 
 
-def compute_loss(model: nn.Module, pixels: Tensor, digits: Tensor, tasks: tuple[int, ...], take_branch: bool) -> Tensor:
-    """Return the mean cross entropy over ``tasks``."""
-    logits = model(pixels, tasks, take_branch)
+def compute_loss(
+    ddp: nn.Module,
+    pixels: Tensor,
+    digits: Tensor,
+    tasks: tuple[int, ...],
+    take_branch: bool,
+    penalise_words: bool,
+) -> Tensor:
+    """Return the mean cross entropy over ``tasks``, and a penalty on the squares of all words if ``penalise_words``.
+
+    With the penalty, every row of the table has a gradient; without it, only the rows of the batch's words have one.
+    """
+    logits = ddp(pixels, tasks, take_branch)
     losses = [
         functional.cross_entropy(each, TASKS[task].answer(digits)) for task, each in zip(tasks, logits, strict=True)
     ]
-    return torch.stack(losses).mean()
+    loss = torch.stack(losses).mean()
+    if penalise_words:
+        loss = loss + WORD_PENALTY * ddp.get_parameter(f"module.{WORD_TABLE}").square().sum()
+    return loss
