@@ -60,7 +60,9 @@ def test_everything_is_generated() -> None:
         *("broadcast", "average", "verify", "checkpoint", "evaluate"),
     }
     kinds = {layer["kind"] for program in programs for layer in program.layers}
-    assert kinds == {"linear", "square", "embedding", "convolution", "norm", "loose", "checkpointed"}
+    assert kinds == {
+        *("linear", "square", "embedding", "bag", "experts", "convolution", "norm", "loose", "checkpointed"),
+    }
     text = "\n".join(program.to_json() for program in programs)
     for value in (
         *('"sparse":true', '"tied_to":0', '"channels_last":true', '"shape":[]', '"shape":[0,4]', '"dtype":"complex64"'),
@@ -68,6 +70,7 @@ def test_everything_is_generated() -> None:
         *('"idle":true', '"penalty":true', '"1e-40"', '"-0.0"', '"static_graph":true', '"native":false', '"join":[3'),
         *('"gradient_as_bucket_view":true', '"zero":"keep"', '"zero":"zeros"', '"optimizer":"adamw"', '"clip":1.0'),
         *('"policy":"auto"', '"values":"adaptive"', '"rebuild_after":2', '"buffer_sync":"changed"', '"at":"outputs"'),
+        *('"units":"on"', '"units":"adaptive"', '"use":"twice"', '"use":"head"', '"gathers":true', '"prunes":true'),
         *('"declare":"once"', '"declare":"block"', '"how":"package"', '"kind":"tensor"', '"kind":"accumulate"'),
     ):
         assert value in text, value

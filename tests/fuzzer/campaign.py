@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 from spawn import RankFailure, run_ranks
+
+import ddp_hooks
 
 from .execute import Register, run_program, warm_up
 from .program import Program, policy_of
+from .units import unit_length
 
 # Seconds. A program takes a fraction of one; a rank whose partner raised is let go by its group.
 PROGRAM_TIMEOUT = 40.0
@@ -104,12 +108,45 @@ def _bytes(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
         used_bytes = sum(sizes[name] for name in used)
         # Only the graph detector knows for certain what was not used; zeros may be sent or not.
         known = policy.graph and certain
+        nonzero = {name: _nonzero_anywhere(results, moment, name) for name in used}
+        if known and policy.units == "on":
+            used_bytes = sum(_unit_bytes(results[0], name, nonzero[name], policy) for name in used)
         allowed = (used_bytes if known else dense) * (1 + policy.gap_fraction) + sum(sizes[name] for name in late)
+        needed = sum(int(nonzero[name].sum()) * _element_bytes(results[0], name) for name in used)
+        if payload < needed:
+            yield f"after {moment}: {payload} bytes were sent, of {needed} that are not zero on every rank"
         if payload > allowed + flags:
             yield (
                 f"after {moment}: {payload} bytes were sent, of {dense} that plain DDP sends, and of {used_bytes} that "
                 "any rank used"
             )
+
+
+def _nonzero_anywhere(results: list[dict[str, Any]], moment: str, name: str) -> numpy.ndarray:
+    """Return which (real) elements of a gradient some rank had something in."""
+    elements, _ = results[0]["shapes"][name]
+    anywhere = numpy.zeros(elements, dtype=bool)
+    for result in results:
+        packed = result["nonzero"][moment].get(name)
+        if packed is not None:
+            anywhere |= numpy.unpackbits(numpy.frombuffer(packed, numpy.uint8), count=elements).astype(bool)
+    return anywhere
+
+
+def _element_bytes(result: dict[str, Any], name: str) -> int:
+    return result["sizes"][name] // max(1, result["shapes"][name][0])
+
+
+def _unit_bytes(result: dict[str, Any], name: str, nonzero: numpy.ndarray, policy: ddp_hooks.Policy) -> int:
+    """Return the bytes of the units that hold something; of everything, where that is a little more."""
+    elements, rows = result["shapes"][name]
+    size = result["sizes"][name]
+    length = unit_length(elements, rows, _element_bytes(result, name), policy)
+    if length == 0:
+        return size
+    starts = range(0, elements, length)
+    used = sum(min(length, elements - start) for start in starts if nonzero[start : start + length].any())
+    return size if used * 16 >= elements * 15 else used * _element_bytes(result, name)
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """What it means that two runs give the same.
 
 On two ranks: the same bits. Three exceptions. A NaN is a NaN: which of two NaNs a sum takes its payload from depends on
-the order of its operands. A gradient that is zero in all its elements may have zeros of either sign, which is all that
-DESIGN and README except. And the sign of a zero among a weight's or a buffer's elements, which follows from it.
+the order of its operands. A gradient, or a unit of it (where units are agreed on), that is zero in all its elements may
+have zeros of either sign, which is all that docs/architecture.md excepts. And the sign of a zero among a weight's or a
+buffer's elements, which follows from it.
 
 On three ranks and more the order of a sum may differ. What was added is known up to its size, so the tolerance is a
 few roundings of the largest gradient that any rank put in; the hook's gradients are then replaced by the oracle's, so
@@ -35,7 +36,7 @@ def digest(tensor: torch.Tensor | None) -> int:
 
 
 def difference(
-    ours: torch.Tensor | None, plain: torch.Tensor | None, *, scale: float | None, zero_signs: bool
+    ours: torch.Tensor | None, plain: torch.Tensor | None, *, scale: float | None, zero_signs: bool | torch.Tensor
 ) -> str | None:
     """Say how two plain copies differ.
 
@@ -43,7 +44,8 @@ def difference(
         ours: with the hook.
         plain: without it.
         scale: the size of what was added, where the order of the sum is free; None for the same bits.
-        zero_signs: whether zeros may have either sign anywhere, and not only where all elements are zero.
+        zero_signs: whether zeros may have either sign anywhere, and not only where all elements are zero; or which
+            of them may.
     """
     if ours is None or plain is None:
         same = ours is None and plain is None
@@ -56,7 +58,9 @@ def difference(
     if ours.is_floating_point():
         same |= ours.isnan() & plain.isnan()
         zeros = (ours == 0) & (plain == 0)
-        if zero_signs or bool(zeros.all()):
+        if isinstance(zero_signs, torch.Tensor):
+            same |= zeros & zero_signs.reshape(-1)
+        if zero_signs is True or bool(zeros.all()):
             same |= zeros
         if scale is not None:
             info = torch.finfo(ours.dtype)

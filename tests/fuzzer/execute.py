@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from . import oracle
 from .compare import difference, digest, plain_copy
 from .model import ROWS, TOKENS, WIDTH, Model, loss_of
 from .program import Operation, Program, policy_of
+from .units import nonzero_in_memory, parts_of, rows_of, unit_numbers, zero_units
 
 Tensors = dict[str, torch.Tensor | None]
 Register = Callable[[DistributedDataParallel, ddp_hooks.Policy, bool], ddp_hooks.SkipUnusedState]
@@ -40,6 +42,9 @@ class Trace:
     # large its gradients were so far.
     used: dict[str, list[str]] = field(default_factory=dict)
     scales: dict[str, dict[str, float]] = field(default_factory=dict)
+    # Plain DDP: which elements of the gradients were not zero when this rank put them into that pass, as packed bits in
+    # the order of memory.
+    nonzero: dict[str, dict[str, bytes]] = field(default_factory=dict)
     in_step: dict[str, bool] = field(default_factory=dict)
     # With the hook: bytes of that pass (payload, dense), and the policy in force.
     sent: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -47,6 +52,8 @@ class Trace:
     # The parameters that DDP did not know in that pass, and that may have travelled all the same.
     late: dict[str, list[str]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    # (Real) elements and rows of each parameter.
+    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
 
@@ -76,11 +83,13 @@ def run_program(rank: int, text: str, register: Register = register_hook) -> dic
         "plain": {moment: _digests(tensors) for moment, tensors in plain.tensors.items()},
         "ours": {moment: _digests(tensors) for moment, tensors in ours.tensors.items()},
         "used": plain.used,
+        "nonzero": plain.nonzero,
         "sent": ours.sent,
         "policies": ours.policies,
         "late": ours.late,
         "counters": ours.counters,
         "sizes": ours.sizes,
+        "shapes": ours.shapes,
     }
 
 
@@ -111,13 +120,18 @@ class _Run:
         self.model = Model(program.layers, self.options.output)
         self.named = dict(self.model.named_parameters())
         self.trace.sizes = {name: p.numel() * p.element_size() for name, p in self.named.items()}
+        self.trace.shapes = {name: (parts_of(p).numel(), rows_of(p)) for name, p in self.named.items()}
         self.largest: dict[str, float] = {}
+        self.nonzero: dict[str, torch.Tensor] = {}
+        # Elements of gradients whose zeros have got either sign; what is accumulated on top of them keeps it.
+        self.free_signs: dict[str, torch.Tensor] = {}
         self.used: set[str] = set()
         self.policy = self.options.policy
         self.state: ddp_hooks.SkipUnusedState | None = None
-        self.watching: list[Any] = []
+        self.watching: dict[str, Any] = {}
         if plain is None:
-            self._watch()
+            for name in self.named:
+                self._watch(name)
         frozen = self._select(self.options.frozen_when_wrapped)
         settings = {
             "find_unused_parameters": self.options.find_unused_parameters,
@@ -159,7 +173,7 @@ class _Run:
             self._check_statistics(self.state)
         if self.buffer_sync is not None:
             self.buffer_sync.remove()
-        for handle in self.watching:
+        for handle in self.watching.values():
             handle.remove()
         return self.trace
 
@@ -179,6 +193,10 @@ class _Run:
     def _do_pass(self, operation: Operation, moment: str) -> None:
         before = None if self.state is None else self.state.stats()
         late = self._late()
+        # What lay there before, from a pass that was not reduced, say, goes into this one.
+        self.nonzero = {
+            name: _nonzero(p) for name, p in self.named.items() if self.plain is None and p.grad is not None
+        }
         with contextlib.nullcontext() if operation["sync"] else self.ddp.no_sync():
             self._loss(operation).backward()
         if not operation["sync"]:
@@ -192,6 +210,7 @@ class _Run:
             self.trace.policies[moment] = self.policy
             self.trace.late[moment] = late
         self.trace.used[moment] = sorted(self.used)
+        self.trace.nonzero[moment] = {name: _packed(nonzero) for name, nonzero in self.nonzero.items()}
         self.used.clear()
         self._look(moment)
 
@@ -224,7 +243,10 @@ class _Run:
 
     def _batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(number * 1000 + self.rank)
-        return torch.randn(ROWS, WIDTH, generator=generator), torch.randint(TOKENS, (ROWS, 2), generator=generator)
+        shared = torch.Generator().manual_seed(number)
+        x = torch.randn(ROWS, WIDTH, generator=generator)
+        own, common = (torch.randint(TOKENS, (ROWS, 2), generator=g) for g in (generator, shared))
+        return x, torch.cat([own, common], 1)
 
     def _used_parameters(self, operation: Operation) -> list[nn.Parameter]:
         names = self.model.names
@@ -270,6 +292,7 @@ class _Run:
         if not operation.get("skip"):
             self.optimizer.step()
         if operation["zero"] != "keep":
+            self.free_signs.clear()
             self.optimizer.zero_grad(set_to_none=operation["zero"] == "none")
         self._look(moment)
 
@@ -298,6 +321,9 @@ class _Run:
             parameter.register_hook(lambda gradient: gradient * factor)
         else:
             parameter.register_post_accumulate_grad_hook(lambda p: _scale_gradient(p, factor))
+            if self.plain is None:
+                # What is reduced is what the last of such hooks leaves.
+                self._watch(operation["on"])
 
     def _do_policy(self, operation: Operation, moment: str) -> None:
         if self.state is not None:
@@ -343,19 +369,19 @@ class _Run:
 
     # --- looking
 
-    def _watch(self) -> None:
-        def note(name: str, parameter: torch.Tensor) -> None:
+    def _watch(self, name: str) -> None:
+        def note(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
                 self.used.add(name)
+                self.nonzero[name] = _nonzero(parameter)
                 values = plain_copy(parameter.grad).double().abs()
                 largest = float(values[values.isfinite()].max()) if bool(values.isfinite().any()) else 0.0
                 self.largest[name] = max(largest, self.largest.get(name, 0.0))
 
+        if name in self.watching:
+            self.watching[name].remove()
         # To be removed: Python's collector does not see cycles that lead through such hooks.
-        self.watching = [
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: note(name, p))
-            for name, parameter in self.named.items()
-        ]
+        self.watching[name] = self.named[name].register_post_accumulate_grad_hook(note)
 
     def _look(self, moment: str) -> None:
         tensors: Tensors = {}
@@ -377,7 +403,10 @@ class _Run:
             scale = None
             if gradient and not exact:
                 scale = plain.scales[moment].get(what.removeprefix("gradient of "), 0.0)
-            found = difference(ours, theirs, scale=scale, zero_signs=not gradient)
+            zero_signs: bool | torch.Tensor = not gradient
+            if gradient and ours is not None and theirs is not None and ours.shape == theirs.shape:
+                zero_signs = self._free_signs(what.removeprefix("gradient of "), ours, theirs)
+            found = difference(ours, theirs, scale=scale, zero_signs=zero_signs)
             if found is not None:
                 self.trace.differences.append(f"rank {self.rank}, after {moment}: {what} {found}")
         if self.trace.in_step != {m: v for m, v in plain.in_step.items() if m in self.trace.in_step}:
@@ -387,6 +416,13 @@ class _Run:
                 theirs = plain.tensors[moment][f"gradient of {name}"]
                 if parameter.grad is not None and theirs is not None:
                     _overwrite(parameter, theirs)
+
+    def _free_signs(self, name: str, ours: torch.Tensor, theirs: torch.Tensor) -> bool | torch.Tensor:
+        numbers = unit_numbers(self.named[name], policy_of(self.policy))
+        if numbers is not None:
+            zeros = zero_units(numbers, ours, theirs)
+            self.free_signs[name] = zeros | self.free_signs.get(name, zeros)
+        return self.free_signs.get(name, False)
 
     def _check_statistics(self, state: ddp_hooks.SkipUnusedState) -> None:
         statistics = state.stats()
@@ -418,6 +454,16 @@ def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "momentum":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def _nonzero(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return nonzero_in_memory(parameter, gradient.to_dense() if gradient.is_sparse else gradient)
+
+
+def _packed(nonzero: torch.Tensor) -> bytes:
+    return numpy.packbits(nonzero.numpy()).tobytes()
 
 
 def _overwrite(parameter: nn.Parameter, values: torch.Tensor) -> None:

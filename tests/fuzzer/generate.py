@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from .program import Layer, Operation, Program
+import ddp_hooks
+
+from .program import Layer, Operation, Program, policy_of
 
 # Only one rank's, or nobody's, gradients are special: that is where something might be skipped.
 _FACTORS = ("nan", "inf", "-inf", "0.0", "-0.0", "1e-40", "-1e-42", "1e-3", "2.0")
 _MAY_SPOIL_WEIGHTS = ("nan", "inf", "-inf")
+DEFAULTS = ddp_hooks.Policy("default")
 
 
 def generate(seed: int, ranks: int) -> Program:
@@ -51,8 +54,8 @@ class _Generator:
         layers = self.program.layers
         for number in range(self.random.randint(1, 7)):
             kind = self.random.choices(
-                ["linear", "square", "embedding", "convolution", "norm", "loose", "checkpointed"],
-                [6, 3, 2, 2, 2, 3, 1],
+                ["linear", "square", "embedding", "convolution", "norm", "loose", "checkpointed", "bag", "experts"],
+                [6, 3, 4, 2, 2, 3, 1, 1.5, 3],
             )[0]
             layers.append({"id": number, "kind": kind, **getattr(self, f"_{kind}")(layers)})
         self.always = [layer["id"] for layer in layers if layer.get("sparse")]
@@ -64,7 +67,8 @@ class _Generator:
 
     def _linear(self, layers: list[Layer]) -> dict[str, Any]:
         dtype = "complex64" if self.chance(0.08) else self._dtype()
-        return {"dtype": dtype, "width": self.random.choice([1, 3, 8, 17, 64, 500]), "bias": self.chance(0.7)}
+        width = self.random.choice([1, 3, 8, 17, 64, 500])
+        return {"dtype": dtype, "width": width, "bias": self.chance(0.7), "relu": self.chance(0.4)}
 
     _checkpointed = _linear
 
@@ -77,17 +81,44 @@ class _Generator:
 
     def _embedding(self, layers: list[Layer]) -> dict[str, Any]:
         sparse = self.chance(0.3)
-        return {"dtype": "float32" if sparse else self._dtype(), "sparse": sparse}
+        layer = {"dtype": "float32" if sparse else self._dtype(), "sparse": sparse, **self._table()}
+        if not sparse:
+            layer["use"] = self.random.choices(["once", "twice", "head"], [5, 2, 2])[0]
+            layer["by_frequency"] = self.chance(0.1)
+        return {**layer, "padding": self.chance(0.2)}
+
+    def _table(self) -> dict[str, Any]:
+        return {
+            "rows": self.random.choice([1, 2, 11, 11, 64, 65, 300]),
+            "tokens": self.random.choice(["own", "shared", "both"]),
+        }
+
+    def _bag(self, layers: list[Layer]) -> dict[str, Any]:
+        mode = self.random.choice(["mean", "sum", "max"])
+        return {"dtype": self._dtype(halves=False), "mode": mode, **self._table()}
+
+    def _experts(self, layers: list[Layer]) -> dict[str, Any]:
+        return {
+            "dtype": "complex64" if self.chance(0.08) else self._dtype(),
+            "experts": self.random.choice([1, 3, 16, 70]),
+            "width": self.random.choice([1, 3, 12, 32]),
+            "used": self.random.randint(1, 3),
+            "tokens": self.random.choice(["own", "shared", "both"]),
+            "gathers": self.chance(0.4),
+        }
 
     def _convolution(self, layers: list[Layer]) -> dict[str, Any]:
-        return {"dtype": self._dtype(halves=False), "channels_last": self.chance(0.5)}
+        filters, prunes = self.random.choice([(2, False), (2, True), (20, True)])
+        last = self.chance(0.5)
+        return {"dtype": self._dtype(halves=False), "channels_last": last, "filters": filters, "prunes": prunes}
 
     def _norm(self, layers: list[Layer]) -> dict[str, Any]:
         return {"dtype": "float32", "batch": self.chance(0.7), "affine": self.chance(0.8)}
 
     def _loose(self, layers: list[Layer]) -> dict[str, Any]:
-        shape = self.random.choices([[], [0, 4], [1], [5], [1000], [300_000]], [3, 2, 1, 2, 2, 0.5])[0]
-        return {"dtype": self._dtype(), "shape": shape}
+        shapes = [[], [0, 4], [1], [1, 1], [5], [7, 1, 2], [1000], [300_000]]
+        shape = self.random.choices(shapes, [3, 2, 1, 1, 2, 2, 2, 0.5])[0]
+        return {"dtype": self._dtype(), "shape": shape, "rows": self.random.choice([None, None, 1, 3])}
 
     # --- the options
 
@@ -126,6 +157,31 @@ class _Generator:
             self.static_use = [self._some_layers() for _ in range(self.ranks)]
 
     def _policy(self) -> str | dict[str, Any]:
+        policy = self._policy_but_for_units()
+        # Presets divide nothing that is as small as what is trained here.
+        if policy == "allreduce" or not self.chance(0.6):
+            return policy
+        settings = policy if isinstance(policy, dict) else policy_of(policy).to_dict()
+        if not settings.get("graph", True):
+            return policy
+        units: dict[str, Any] = {
+            "name": "units",
+            "units": self.random.choice(["on", "on", "adaptive"]),
+            "min_divided_bytes": self.random.choice([0, 1, 64, 256]),
+            "min_unit_bytes": self.random.choice([1, 1, 4, 8, 16, 64]),
+            "max_unit_bytes": self.random.choice([8, 32, 100, 1024, 4096]),
+        }
+        if units["units"] == "adaptive":
+            first = self.random.choice([1, 1, 2])
+            units |= {"first_pause_steps": first, "longest_pause_steps": first * self.random.choice([1, 2])}
+            units["min_zero_fraction"] = self.random.choice([0.0, 0.05, 0.5])
+        if self.chance(0.5):
+            units["in_place_bytes"] = self.random.choice([0, 16, 96, 1024])
+            units["pack_bytes"] = self.random.choice([0, 1, 64, 1024])
+        changed = {name: value for name, value in settings.items() if value != getattr(DEFAULTS, name)}
+        return {**changed, **units}
+
+    def _policy_but_for_units(self) -> str | dict[str, Any]:
         choice = self.random.randint(0, 9)
         if choice < 6:
             presets = ["skip_unused", "skip_unused", "skip_zeros", "auto"]
@@ -260,6 +316,8 @@ class _Generator:
             "checkpointed": ["block.inside.weight", "block.outside.weight"],
             "square": ["matrix.weight", "matrix.bias"],
             "embedding": ["table.weight"],
+            "bag": ["table.weight"],
+            "experts": ["up", "down"],
             "convolution": ["convolution.weight", "convolution.bias"],
             "loose": ["value"],
         }[kind]

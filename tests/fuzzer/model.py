@@ -17,7 +17,9 @@ from .program import Layer
 
 WIDTH = 8
 ROWS = 3
-TOKENS = 11
+# Of which a layer takes the remainder. A row has two tokens of this rank's, and two that are the same everywhere.
+TOKENS = 1 << 20
+_COLUMNS = {"own": slice(0, 2), "shared": slice(2, 4), "both": slice(0, 4)}
 
 DTYPES = {
     "float32": torch.float32,
@@ -47,11 +49,14 @@ class Linear(nn.Module):
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.dtype = DTYPES[layer["dtype"]]
+        # With relu(), units of both matrices are zero where no row of the batch is positive.
+        self.relu = layer.get("relu", False)
         self.inside = nn.Linear(WIDTH, layer["width"], bias=layer.get("bias", True), dtype=self.dtype)
         self.outside = nn.Linear(layer["width"], WIDTH, bias=False, dtype=self.dtype)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        out = self.outside(self.inside(x.to(self.dtype)))
+        inside = self.inside(x.to(self.dtype))
+        out = self.outside(torch.relu(inside) if self.relu and not inside.is_complex() else inside)
         return (out.real if out.is_complex() else out).float()
 
 
@@ -68,24 +73,83 @@ class Square(nn.Module):
 
 
 class Embedding(nn.Module):
+    """A table of which few rows are used: once, twice, or as a head, too, which uses all of them."""
+
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.table = nn.Embedding(TOKENS, WIDTH, sparse=layer.get("sparse", False), dtype=DTYPES[layer["dtype"]])
+        self.columns = _COLUMNS[layer.get("tokens", "own")]
+        self.use = layer.get("use", "once")
+        self.table = nn.Embedding(
+            layer.get("rows", 11),
+            WIDTH,
+            sparse=layer.get("sparse", False),
+            padding_idx=0 if layer.get("padding") else None,
+            scale_grad_by_freq=layer.get("by_frequency", False),
+            dtype=DTYPES[layer["dtype"]],
+        )
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self.table(tokens).float().mean(1)
+        rows = tokens[:, self.columns] % self.table.num_embeddings
+        out = self.table(rows).float().mean(1)
+        if self.use == "twice":
+            out = out * self.table(rows.flip(0)[:, :1]).float().mean(1)
+        if self.use == "head":
+            out = out + 0.01 * nn.functional.linear(x.to(self.table.weight.dtype), self.table.weight).float().sum(
+                1, True
+            )
+        return out
+
+
+class Bag(nn.Module):
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.columns = _COLUMNS[layer["tokens"]]
+        self.table = nn.EmbeddingBag(layer["rows"], WIDTH, mode=layer["mode"], dtype=DTYPES[layer["dtype"]])
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens[:, self.columns] % self.table.num_embeddings).float()
+
+
+class Experts(nn.Module):
+    """Two stacks of matrices; tokens say which are used, one by one or gathered."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.columns = _COLUMNS[layer["tokens"]]
+        self.used, self.gathers = layer["used"], layer.get("gathers", False)
+        dtype, experts, width = DTYPES[layer["dtype"]], layer["experts"], layer["width"]
+        self.up = nn.Parameter((torch.randn(experts, width, WIDTH) * 0.3).to(dtype))
+        self.down = nn.Parameter((torch.randn(experts, WIDTH, width) * 0.3).to(dtype))
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        chosen = (tokens[:, self.columns].flatten() % len(self.up))[: self.used]
+        x = x.to(self.up.dtype)
+        if self.gathers:
+            inside = torch.einsum("bi,eoi->ebo", x, self.up[chosen])
+            out = torch.einsum("ebo,eio->bi", inside, self.down[chosen])
+        else:
+            out = sum((x @ self.up[e].T @ self.down[e].T for e in chosen.tolist()), torch.zeros_like(x))
+        return (out.real if out.is_complex() else out).float()
 
 
 class Convolution(nn.Module):
+    """Perhaps with filters whose output counts for nothing, as after pruning."""
+
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.convolution = nn.Conv2d(2, 2, 3, padding=1, dtype=DTYPES[layer["dtype"]])
+        self.filters, self.prunes = layer.get("filters", 2), layer.get("prunes", False)
+        self.convolution = nn.Conv2d(2, self.filters, 3, padding=1, dtype=DTYPES[layer["dtype"]])
         if layer.get("channels_last"):
             self.convolution.to(memory_format=torch.channels_last)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         picture = x.view(-1, 2, 2, 2).to(self.convolution.weight.dtype)
-        return self.convolution(picture).float().reshape(-1, WIDTH)
+        out = self.convolution(picture).float()
+        if self.prunes:
+            kept = torch.zeros(self.filters)
+            kept[tokens[0] % self.filters] = 1
+            out = out * kept[:, None, None]
+        return out.reshape(len(x), -1, WIDTH).sum(1)
 
 
 class Norm(nn.Module):
@@ -101,15 +165,21 @@ class Norm(nn.Module):
 
 
 class Loose(nn.Module):
-    """One parameter of any length: a scalar, none at all, a long one."""
+    """One parameter of any length: a scalar, none at all, a long one, of which perhaps a few rows are used."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         shape = layer["shape"]
+        # Only so many rows are used, from one on that the tokens say.
+        self.rows = layer.get("rows")
         self.value = nn.Parameter(torch.randn(shape, dtype=DTYPES[layer["dtype"]]) * 0.1 + 0.01)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return x * self.value.sin().sum().float() * (1.0 / max(1, self.value.numel()))
+        value = self.value
+        if self.rows is not None and value.dim() > 0 and len(value) > 0:
+            first = int(tokens[0, 0]) % len(value)
+            value = value[first : first + self.rows]
+        return x * value.sin().sum().float() * (1.0 / max(1, self.value.numel()))
 
 
 class Checkpointed(nn.Module):
@@ -125,6 +195,8 @@ KINDS: dict[str, type[nn.Module]] = {
     "linear": Linear,
     "square": Square,
     "embedding": Embedding,
+    "bag": Bag,
+    "experts": Experts,
     "convolution": Convolution,
     "norm": Norm,
     "loose": Loose,

@@ -13,6 +13,10 @@ frozen right after. It gives what the program's own DDP ought to give, because
   and as the hook promises for what is frozen or declared.
 - what was frozen when DDP was built and thawed later is promised to be averaged as if DDP had known it from the start.
 - where nothing is left out, a search changes nothing but the buckets.
+
+The same run counts bytes. What is not zero on some rank when it goes into a pass has to be sent, whatever the policy.
+Where the policy knows for certain what was used, no more than that is: the bytes of the parameters that some rank used,
+and with units (`units="on"`) of those parts of them that are not zero on some rank.
 """
 
 from __future__ import annotations

@@ -62,13 +62,26 @@ def _smaller(program: Program) -> Iterator[Program]:
             candidate.operations[index]["used"] = [operation["used"][0]] * program.ranks
             yield candidate
     for index, layer in enumerate(program.layers):
-        for name, value in (("dtype", "float32"), ("width", 1), ("shape", [])):
+        for name, value in _SIMPLER_IN_A_LAYER.items():
             if name in layer and layer[name] != value:
                 candidate = program.copy()
                 candidate.layers[index][name] = value
                 yield candidate
 
 
+_SIMPLER_IN_A_LAYER = {
+    "dtype": "float32",
+    "width": 1,
+    "shape": [],
+    "use": "once",
+    "gathers": False,
+    "padding": False,
+    "by_frequency": False,
+    "relu": False,
+    "prunes": False,
+    "used": 1,
+    "tokens": "shared",
+}
 _SIMPLER = {
     "declare": None,
     "declare_used": False,
