@@ -311,7 +311,7 @@ class _Run:
             ddp_hooks.unfreeze(self.ddp, *names)
 
     def _do_hook(self, operation: Operation, moment: str) -> None:
-        factor = operation["factor"]
+        factor = operation["multipliers"][self.rank]
         if operation["kind"] == "forward":
             self.ddp.register_forward_hook(lambda module, args, output: _scaled(output, factor))
         parameter = self.named.get(operation.get("on", ""))

@@ -146,7 +146,7 @@ class _Generator:
         if flavour != "static" and not sparse and may_join and self.chance(0.1):
             options.join = [self.random.randint(1, 6) for _ in range(self.ranks)]
             options.divide_by_initial_world_size = self.chance(0.6)
-        self.hooks_tensors = self.chance(0.3)
+        self.hooks_tensors = self.chance(0.4)
         patterns = [f"layers.{layer['kind']}{layer['id']}" for layer in layers if not layer.get("sparse")]
         self.freezable = [*patterns, "head.bias"]
         # While a rank has joined, plain DDP makes a .grad of zeros for whatever that rank used last. The hook does the
@@ -303,7 +303,11 @@ class _Generator:
             kind = self.random.choice(["tensor", "accumulate", "forward"])
             candidates = [p for p in self.freezable if not p.startswith("layers.norm")]
             on = f"{self.random.choice(candidates)}".replace("head.bias", "head")
-            self._add("hook", kind=kind, on=self._parameter_in(on), factor=self.random.choice([0.5, 0.0, -2.0]))
+            # A negative one makes -0.0 of what no row of a batch used, which another rank has as +0.0.
+            factors = [self.random.choice([0.5, 0.0, -0.0, -2.0, -2.0]) for _ in range(self.ranks)]
+            alike = self.chance(0.4)
+            multipliers = factors[:1] * self.ranks if alike else factors
+            self._add("hook", kind=kind, on=self._parameter_in(on), multipliers=multipliers)
         if self.options.join is None and self.chance(0.4):
             self._collective()
 

@@ -15,7 +15,8 @@ Operations are dictionaries with `do`:
     update      clip, optimizer step (unless `skip`), zero_grad: `zero` is "none", "zeros" or "keep"
     freeze      `what`: patterns of parameter names by rank; `how`: "flag" or "package"; `keep` the gradients
     thaw        the same
-    hook        `kind` "tensor" or "accumulate" on parameter `on`, which multiplies with `factor`; `forward` on DDP
+    hook        `kind` "tensor" or "accumulate" on parameter `on`, or "forward" on DDP, which multiplies with
+                `multipliers`, by rank
     policy, rebuild, broadcast, average, verify, checkpoint, evaluate
 """
 
