@@ -208,6 +208,28 @@ def test_a_stale_gradient_of_what_is_late(native: bool) -> None:
     run_ranks(2, stale_gradient_of_late, native)
 
 
+def frozen_where_others_left_a_gradient(rank: int, native: bool) -> None:
+    """A rank on which a late parameter was never thawed has received a gradient; it does not send that one on."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    ddp = wrap(model, find_unused_parameters=True)
+    register(ddp, "skip_unused", native)
+    if rank == 0:
+        model[0].requires_grad_(True)
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert model[0].weight.grad is not None
+    model.zero_grad(set_to_none=False)
+    if rank == 0:
+        ddp_hooks.freeze(ddp, "0.*")
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert (model[0].weight.grad is None) == (rank == 0)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_frozen_where_others_left_a_gradient(native: bool) -> None:
+    run_ranks(2, frozen_where_others_left_a_gradient, native)
+
+
 def train_fresh(frozen: list[int], steps: int, find_unused: bool, rebuild: bool | None) -> tuple[nn.Module, Any]:
     """Train with layers frozen: before wrapping (`rebuild=None`), or after, with or without a new Reducer."""
     model = make_model()

@@ -14,7 +14,7 @@ Absence::Absence(const ReducerView& reducer, const std::vector<at::Tensor>& late
       names_(names),
       armed_(std::make_shared<UsageMask>(reduced_count_)) {
   parameters_.insert(parameters_.end(), late.begin(), late.end());
-  declared_ = absent_ = accumulated_ = UsageMask(parameters_.size());
+  declared_ = absent_ = accumulated_ = taken_up_ = UsageMask(parameters_.size());
 }
 
 void Absence::declare(const std::vector<size_t>& parameters) {
@@ -47,13 +47,18 @@ void Absence::watch_late(const std::function<void(size_t)>& report) {
 }
 
 bool Absence::has_accumulated(size_t parameter) const {
-  // Nobody reports a late one after a forward pass that could not be watched.
-  const bool unreported = parameter >= reduced_count_ && late_reports_.count(parameter) == 0;
+  // Nobody reports a late one after a forward pass that could not be watched. One that is still frozen has only what
+  // other ranks have made here.
+  const bool unreported = parameter >= reduced_count_ && late_reports_.count(parameter) == 0 &&
+                          (parameters_[parameter].requires_grad() || !taken_up_.test(parameter));
   return (accumulated_.test(parameter) || unreported) && parameters_[parameter].grad().defined();
 }
 
 void Absence::late_taken_up() {
-  for (size_t i = reduced_count_; i < parameters_.size(); ++i) accumulated_.clear(i);
+  for (size_t i = reduced_count_; i < parameters_.size(); ++i) {
+    accumulated_.clear(i);
+    taken_up_.set(i);
+  }
 }
 
 void Absence::forget_unless_of(int64_t number) {

@@ -82,6 +82,7 @@ class Absence {
   UsageMask declared_;
   UsageMask absent_;
   UsageMask accumulated_;
+  UsageMask taken_up_;  // late ones, whose gradients the ranks have averaged at least once
   int64_t forward_number_ = 0;
   bool checked_ = false;
   bool prepared_ = false;
