@@ -607,6 +607,62 @@ def test_masks_on_a_grid() -> None:
     run_ranks(6, masks_on_a_grid, timeout=300.0)
 
 
+# --- gradients that somebody else reads, or has dropped
+
+
+class SharedMemory(Rows):
+    """Autograd makes two gradients of one memory, which the layer below has yet to read."""
+
+    steps = 3
+    find_unused_parameters = False
+    ddp_options = {"bucket_cap_mb": 0.01}
+    counts_units = False
+
+    def build(self) -> nn.Module:
+        class Positions(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.below = nn.Linear(128, 128)
+                self.first, self.second = (nn.Parameter(torch.randn(1, 4096, 128)) for _ in range(2))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return (self.below(x) + self.first.squeeze(0) + self.second.squeeze(0)) * x
+
+        return Positions()
+
+    def loss(self, t: Trainer, i: int) -> torch.Tensor:
+        x = t.batch(4096, 128)
+        x[2100:] = 0
+        return t.ddp(x).square().mean()
+
+
+def test_gradients_that_share_memory() -> None:
+    run_ranks(2, compare_all, [SharedMemory], [EVERY_ROW, replace(ADAPTIVE, in_place_bytes=1 << 16)])
+
+
+def dropped_gradients(rank: int) -> None:
+    """Registered through Python, the hook reads what the Reducer copied, whatever becomes of .grad."""
+    found = []
+    for policy in (None, EVERY_ROW):
+        torch.manual_seed(0)
+        model = Table()
+        ddp = DistributedDataParallel(model)
+        if policy is not None:
+            state = register(ddp, policy, False)
+        head = model.head.weight
+        accumulator = head.expand_as(head).grad_fn.next_functions[0][0]
+        accumulator.register_hook(lambda *_, head=head: setattr(head, "grad", None))
+        ddp(torch.tensor([[1, 2 + rank]])).square().mean().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert state.usage()["head.weight"].units.used_here == 4
+    for ours, plain in zip(found[1], found[0], strict=True):
+        assert_same(ours, plain, True, 0.0, "gradient")
+
+
+def test_dropped_gradients() -> None:
+    run_ranks(2, dropped_gradients)
+
+
 # --- the adaptive detector
 
 

@@ -168,8 +168,10 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   if (layout.sparse) statistics_.dense_bytes += payload_bytes(bucket.getBuffer());
   if (!shadow) {
     fill_slots(index);
-    // Before the bucket is sent, because then gradients are where autograd has left them.
-    if (!layout.sparse) units_.look(layout, step_->buckets[index].flat(), slots_, step_->agreed, step_number_);
+    // Before the bucket is sent, because then gradients are where autograd has left them. Alone nobody asks.
+    if (!layout.sparse && data_group_->getSize() > 1) {
+      units_.look(layout, step_->buckets[index].flat(), slots_, step_->agreed, step_number_);
+    }
   }
   if (step_->units && step_->units->concerns(index)) step_->buckets[index].hold();
   if (step_->values) {
@@ -181,9 +183,11 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
     send_bucket(index, step_->plan->buckets[index]);
   }
   if (step_->units) {
-    step_->units->bucket_ready(index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(),
-                               [&](uint32_t settled, const std::vector<DividedGradient>& gradients,
-                                   const UsageMask& used) { send_units(settled, gradients, used); });
+    step_->units->bucket_ready(
+        index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(), step_->local,
+        [&](uint32_t settled, const std::vector<DividedGradient>& gradients, const UsageMask& used) {
+          send_units(settled, gradients, used);
+        });
   }
   if (index + 1 == layout_->buckets.size()) close_step();
 }

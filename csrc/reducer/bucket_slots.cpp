@@ -1,6 +1,7 @@
 #include "reducer/bucket_slots.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <utility>
 
@@ -97,6 +98,21 @@ at::Tensor BucketSlots::find_or_fill(size_t parameter) {
   at::Tensor gradient = find(parameter);
   if (!gradient.defined()) fill(parameter);
   return gradient;
+}
+
+at::Tensor BucketSlots::find_own_or_fill(size_t parameter) {
+  if (!shares_memory(parameter)) return find_or_fill(parameter);
+  fill(parameter);
+  return {};
+}
+
+bool BucketSlots::shares_memory(size_t parameter) const {
+  const at::Tensor& gradient = reducer_.parameters()[parameter].grad();
+  if (!gradient.defined() || !gradient.has_storage()) return false;
+  // The accumulator that is at work, within which a bucket becomes ready, holds what it has made .grad of.
+  const auto at_work = torch::autograd::get_current_node();
+  const bool is_at_work = at_work && at_work.get() == reducer_.accumulators()[parameter].get();
+  return gradient.storage().use_count() > (is_at_work ? 2 : 1);
 }
 
 at::Tensor BucketSlots::place(size_t parameter) const {

@@ -47,6 +47,9 @@ class BucketSlots {
   at::Tensor find(size_t parameter) const;
   // Likewise, but otherwise the slot is filled.
   at::Tensor find_or_fill(size_t parameter);
+  // Likewise, for whoever writes into the gradient before backward has ended: only one whose memory nobody else reads.
+  // Autograd hands on what it has, so that other gradients, or what is still to be differentiated, may be views of it.
+  at::Tensor find_own_or_fill(size_t parameter);
   // The part of the bucket that belongs to a vacant slot, flat and real.
   at::Tensor place(size_t parameter) const;
 
@@ -63,6 +66,7 @@ class BucketSlots {
     bool gradient_in_bucket = false;
   };
   void exchange(size_t parameter);
+  bool shares_memory(size_t parameter) const;
   void note_gradients();
 
   const ReducerView& reducer_;

@@ -27,9 +27,10 @@ bool UnitsOfStep::concerns(uint32_t bucket) const {
                      [&](const ParameterSlice& slice) { return chosen_.test(slice.parameter); });
 }
 
-void UnitsOfStep::bucket_ready(uint32_t bucket, const at::Tensor& flat, const Settled& settled) {
+void UnitsOfStep::bucket_ready(uint32_t bucket, const at::Tensor& flat, const UsageMask& local,
+                               const Settled& settled) {
   const bool last = bucket + 1 == layout_.buckets.size();
-  if (concerns(bucket)) scan(bucket, flat);
+  if (concerns(bucket)) scan(bucket, flat, local);
   for (Bucket& scanned : pending_) {
     // A device scans while the host goes on, so there the answer is asked for one bucket later.
     const bool answered = last || !answers_later_ || scanned.index < bucket;
@@ -46,7 +47,7 @@ void UnitsOfStep::bucket_ready(uint32_t bucket, const at::Tensor& flat, const Se
   }
 }
 
-void UnitsOfStep::scan(uint32_t index, const at::Tensor& flat) {
+void UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, const UsageMask& local) {
   RECORD_FUNCTION("ddp_hooks::scan_units", std::vector<c10::IValue>());
   const BucketLayout& layout = layout_.buckets[index];
   Bucket& bucket = pending_.emplace_back();
@@ -55,10 +56,12 @@ void UnitsOfStep::scan(uint32_t index, const at::Tensor& flat) {
     if (!chosen_.test(slice.parameter)) continue;
     DividedGradient divided{slice.parameter, {flat, slice.offset, slice.length}, detector_.units_of(slice, layout)};
     divided.units.first_bit = bucket.bits;
-    // Where this rank has no gradient, the Reducer makes one of the slot.
-    const bool has_gradient = slots_.has_gradient(slice.parameter);
-    if (slots_.is_vacant(slice.parameter)) {
-      const at::Tensor gradient = slots_.find_or_fill(slice.parameter);
+    // Where this rank has no gradient, the Reducer makes one of the slot; in a slot that it has filled there may be one
+    // that .grad has lost since.
+    const bool vacant = slots_.is_vacant(slice.parameter);
+    const bool has_gradient = slots_.has_gradient(slice.parameter) || (!vacant && local.test(slice.parameter));
+    if (vacant) {
+      const at::Tensor gradient = slots_.find_own_or_fill(slice.parameter);
       if (gradient.defined()) divided.gradient = {gradient, 0, slice.length};
     }
     bucket.scans.push_back(has_gradient ? start_unit_scan(divided.gradient, divided.units.length) : PendingUnitScan());

@@ -63,10 +63,10 @@ class UnitsOfStep {
   const UsageMask& chosen() const { return chosen_; }
   bool concerns(uint32_t bucket) const;
 
-  // The next bucket is ready, `flat`. `settled` is called with each bucket that is through, what it holds, and which of
-  // their units some rank uses.
+  // The next bucket is ready, `flat`; this rank uses `local`. `settled` is called with each bucket that is through,
+  // what it holds, and which of their units some rank uses.
   using Settled = std::function<void(uint32_t, const std::vector<DividedGradient>&, const UsageMask&)>;
-  void bucket_ready(uint32_t bucket, const at::Tensor& flat, const Settled& settled);
+  void bucket_ready(uint32_t bucket, const at::Tensor& flat, const UsageMask& local, const Settled& settled);
 
   // Of the buckets that were settled.
   const std::vector<UnitCounts>& counts() const { return counts_; }
@@ -82,7 +82,7 @@ class UnitsOfStep {
     std::unique_ptr<PendingExchange> exchange;  // null before it starts
     uint32_t exchanged_with = 0;                // the bucket that was ready when it started
   };
-  void scan(uint32_t bucket, const at::Tensor& flat);
+  void scan(uint32_t bucket, const at::Tensor& flat, const UsageMask& local);
   UsageMask found_here(Bucket& bucket);
   void start_exchange(Bucket& bucket, uint32_t ready, size_t capacity_words);
   bool try_settle(Bucket& bucket, uint32_t ready, const Settled& settled);
