@@ -56,6 +56,7 @@ def settings(divided: int = 0, least: int = 1, most: int = 1 << 20) -> _C.UnitSe
         (Place(10, 16, 4), settings(divided=640), 16),
         (Place(10, 16, 4), settings(least=65), 32),  # two rows
         (Place(10, 16, 4), settings(least=10_000), 160),
+        (Place(10, 16, 4), settings(least=2**63 - 1), 160),
         (Place(10, 1, 8), settings(least=20), 3),  # the last unit has one row only
         (Place(4, 1024, 4), settings(most=1024), 256),  # a quarter of a row
         (Place(4, 1000, 4), settings(most=1024), 250),
@@ -663,7 +664,38 @@ def test_dropped_gradients() -> None:
     run_ranks(2, dropped_gradients)
 
 
+def usage_beside_values(rank: int) -> None:
+    """What is agreed on by units is not looked at by the values detector of its bucket."""
+    ddp = DistributedDataParallel(Table())
+    state = register(ddp, replace(WITH_VALUES, min_divided_bytes=1000), True)
+    ddp(torch.tensor([[1, 2 + rank]])).square().mean().backward()
+    usage = state.usage()
+    assert usage["head.weight"].units is None
+    assert usage["table.weight"].units == ddp_hooks.statistics.UnitUsage(300, 2, 3)
+    assert usage["table.weight"].used_here
+
+
+def test_usage_beside_values() -> None:
+    run_ranks(2, usage_beside_values)
+
+
 # --- the adaptive detector
+
+
+def auto_pauses_for_ever(rank: int) -> None:
+    most = 2**63 - 1
+    ddp = DistributedDataParallel(Table(1024, 64))
+    pauses = {"first_pause_steps": most, "longest_pause_steps": most, "min_zero_fraction": 0.3}
+    state = register(ddp, replace(ADAPTIVE, **pauses), True)
+    half = torch.arange(1024).reshape(2, -1)[rank][None]
+    for _ in range(5):
+        ddp(half).sum().backward()
+        ddp.zero_grad()
+    assert state.stats().units_steps == 1
+
+
+def test_auto_pauses_for_ever() -> None:
+    run_ranks(2, auto_pauses_for_ever)
 
 
 def auto_finds_rows(rank: int) -> None:

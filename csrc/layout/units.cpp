@@ -24,7 +24,7 @@ int64_t part_length(int64_t row_length, int64_t longest) {
 Units units_of(const ParameterSlice& slice, int64_t element_bytes, const UnitSettings& settings) {
   const Units whole{slice.length, slice.length, 0};
   if (slice.row_length == 0 || slice.length * element_bytes < settings.min_divided_bytes) return whole;
-  const int64_t shortest = std::max<int64_t>(1, (settings.min_unit_bytes + element_bytes - 1) / element_bytes);
+  const int64_t shortest = std::max<int64_t>(1, (settings.min_unit_bytes - 1) / element_bytes + 1);
   const int64_t longest = std::max(shortest, settings.max_unit_bytes / element_bytes);
   int64_t length = slice.row_length;
   if (length < shortest) {

@@ -123,8 +123,8 @@ void UnitsDetector::observe(size_t parameter, int64_t step, int64_t elements, in
     divided->pause = settings_.probe.first_pause_steps;
     return;
   }
-  divided->next_step = step + 1 + divided->pause;
-  divided->pause = std::min(2 * divided->pause, settings_.probe.longest_pause_steps);
+  divided->next_step = saturating_sum(step + 1, divided->pause);
+  divided->pause = std::min(saturating_sum(divided->pause, divided->pause), settings_.probe.longest_pause_steps);
 }
 
 size_t UnitsDetector::capacity_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t bits) const {

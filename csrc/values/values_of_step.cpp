@@ -59,7 +59,9 @@ void ValuesOfStep::start_exchange(uint32_t bucket, UsageMask& local, const Usage
   if (layout.sparse || !any_in(agreed, layout)) return;
   const UsageMask nonzero = values_[bucket].here.nonzero();
   for (uint32_t i = 0; i < layout.slices.size(); ++i) {
-    if (!nonzero.test(i)) local.clear(layout.slices[i].parameter);
+    const size_t parameter = layout.slices[i].parameter;
+    // Others have not been scanned here: what is agreed on by units, say.
+    if (agreed.test(parameter) && !nonzero.test(i)) local.clear(parameter);
   }
   values_[bucket].exchange = agreement_.start_exchange(nonzero, layout_hash_, values_phase(bucket));
 }

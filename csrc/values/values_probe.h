@@ -27,6 +27,12 @@ struct ValuesSettings {
   ProbeSettings probe;  // of the adaptive one
 };
 
+// A user may write "for ever" as a very large number of steps.
+inline int64_t saturating_sum(int64_t a, int64_t b) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  return a > kMost - b ? kMost : a + b;
+}
+
 class ValuesProbe {
  public:
   explicit ValuesProbe(const ProbeSettings& settings)
@@ -49,12 +55,6 @@ class ValuesProbe {
   }
 
  private:
-  // A user may write "for ever" as a very large number of steps.
-  static int64_t saturating_sum(int64_t a, int64_t b) {
-    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-    return a > kMost - b ? kMost : a + b;
-  }
-
   ProbeSettings settings_;
   int64_t on_until_ = 0;  // the detector is on in steps below this one
   int64_t pause_;
