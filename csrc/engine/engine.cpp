@@ -183,11 +183,9 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
     send_bucket(index, step_->plan->buckets[index]);
   }
   if (step_->units) {
-    step_->units->bucket_ready(
-        index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(), step_->local,
-        [&](uint32_t settled, const std::vector<DividedGradient>& gradients, const UsageMask& used) {
-          send_units(settled, gradients, used);
-        });
+    step_->units->bucket_ready(index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(), step_->local,
+                               [&](uint32_t settled, const std::vector<DividedGradient>& gradients,
+                                   const UsageMask& used) { send_units(settled, gradients, used); });
   }
   if (index + 1 == layout_->buckets.size()) close_step();
 }
