@@ -424,6 +424,21 @@ class SpecialNumbers(Rows):
             t.optimizer.zero_grad()
 
 
+class NegativeZeros(Rows):
+    """Rows of -0.0 next to each other, with few and with many other rows between."""
+
+    def loss(self, t: Trainer, i: int) -> torch.Tensor:
+        if i == 0:
+            generator = torch.Generator().manual_seed(t.rank)
+
+            def negate(gradient: torch.Tensor) -> torch.Tensor:
+                negative = torch.rand(self.rows, 1, generator=generator) < [0.5, 0.05, 1.0][t.rank % 3]
+                return torch.where(negative, -gradient, gradient)
+
+            t.model.table.weight.register_hook(negate)
+        return super().loss(t, i)
+
+
 class ClippedAdam(Rows):
     def run(self, t: Trainer) -> None:
         optimizer = torch.optim.AdamW(t.model.parameters(), lr=0.01)
@@ -469,6 +484,7 @@ SCENARIOS = [
     NoSync,
     FrozenNowAndThen,
     SpecialNumbers,
+    NegativeZeros,
     ClippedAdam,
     NothingAtAll,
 ]

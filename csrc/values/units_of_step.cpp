@@ -19,6 +19,33 @@ std::vector<size_t> parameters_of(const std::vector<DividedGradient>& gradients)
   return parameters;
 }
 
+// The sum of zeros of either sign depends on who adds it up; +0.0 is the same on every rank. A masked gradient may have
+// a -0.0 in every row, so neighbours are written at once, with the few between them, which are zeros, too.
+void make_zeros_positive(const DividedGradient& divided, const std::vector<uint32_t>& negative_zeros,
+                         const UsageMask& used) {
+  constexpr int64_t kMostBetween = 16;
+  const SliceOfTensor& gradient = divided.gradient;
+  const Units& units = divided.units;
+  const auto is_used = [&](int64_t unit) { return used.test(units.first_bit + static_cast<size_t>(unit)); };
+  int64_t begin = 0, end = 0;  // units to be written
+  const auto write = [&] {
+    if (begin == end) return;
+    const int64_t first = units.begin(begin);
+    gradient.flat.narrow(0, gradient.offset + first, units.end(end - 1) - first).zero_();
+  };
+  for (const int64_t unit : negative_zeros) {
+    if (is_used(unit)) continue;
+    bool joins = begin < end && unit - end <= kMostBetween;
+    for (int64_t between = end; joins && between < unit; ++between) joins = !is_used(between);
+    if (!joins) {
+      write();
+      begin = unit;
+    }
+    end = unit + 1;
+  }
+  write();
+}
+
 }  // namespace
 
 bool UnitsOfStep::concerns(uint32_t bucket) const {
@@ -104,12 +131,7 @@ bool UnitsOfStep::try_settle(Bucket& bucket, uint32_t ready, const Settled& sett
   detector_.note_needed_words(bucket.index, parameters_of(bucket.gradients), needed);
   for (size_t i = 0; i < bucket.gradients.size(); ++i) {
     const DividedGradient& divided = bucket.gradients[i];
-    // The sum of zeros of either sign depends on who adds it up; +0.0 is the same on every rank.
-    for (uint32_t unit : bucket.scans[i].wait().negative_zeros) {
-      if (anywhere.test(divided.units.first_bit + unit)) continue;
-      const int64_t begin = divided.units.begin(unit);
-      divided.gradient.flat.narrow(0, divided.gradient.offset + begin, divided.units.end(unit) - begin).zero_();
-    }
+    make_zeros_positive(divided, bucket.scans[i].wait().negative_zeros, anywhere);
     counts_.push_back(
         {divided.parameter, divided.units.count(), bucket.used_here[i], count_in(divided.units, anywhere)});
     detector_.observe(divided.parameter, step_number_, divided.units.slice_length,
