@@ -714,6 +714,20 @@ def test_auto_pauses_for_ever() -> None:
     run_ranks(2, auto_pauses_for_ever)
 
 
+def auto_leaves_what_is_sent_whole(rank: int) -> None:
+    """A twentieth is what the policy asks for, but so little is not worth to be left out."""
+    ddp = DistributedDataParallel(Table(1000, 64))
+    state = register(ddp, replace(ADAPTIVE, first_pause_steps=100), True)
+    for rows in (10, *[945] * 5):
+        ddp(torch.arange(rows)[None]).sum().backward()
+        ddp.zero_grad()
+    assert state.stats().units_steps == 1
+
+
+def test_auto_leaves_what_is_sent_whole() -> None:
+    run_ranks(2, auto_leaves_what_is_sent_whole)
+
+
 def auto_finds_rows(rank: int) -> None:
     class Large(Rows):
         rows = 4000

@@ -10,6 +10,10 @@ namespace {
 // better left whole.
 constexpr int64_t kMostTimesAsManyParts = 4;
 
+// Gathering and scattering moves each byte twice more than sending it from where it lies.
+constexpr int64_t kWholeNumerator = 15;
+constexpr int64_t kWholeDenominator = 16;
+
 // The largest equal parts of a row that are short enough.
 int64_t part_length(int64_t row_length, int64_t longest) {
   const int64_t fewest = (row_length + longest - 1) / longest;
@@ -49,6 +53,10 @@ int64_t elements_in(const Units& units, const UsageMask& used) {
   const bool last_is_used = used.test(units.first_bit + static_cast<size_t>(last));
   const int64_t missing = units.length - (units.end(last) - units.begin(last));
   return count_in(units, used) * units.length - (last_is_used ? missing : 0);
+}
+
+bool travels_whole(const Units& units, int64_t used_elements) {
+  return used_elements * kWholeDenominator >= units.slice_length * kWholeNumerator;
 }
 
 }  // namespace ddp_hooks

@@ -39,4 +39,7 @@ Units units_of(const ParameterSlice& slice, int64_t element_bytes, const UnitSet
 int64_t count_in(const Units& units, const UsageMask& used);
 int64_t elements_in(const Units& units, const UsageMask& used);
 
+// Whether so many elements are used that all of them are sent.
+bool travels_whole(const Units& units, int64_t used_elements);
+
 }  // namespace ddp_hooks

@@ -113,10 +113,10 @@ void UnitsDetector::sample(size_t index, const SliceOfTensor& gradient, const Un
   samples_.emplace_back(index, start_scan(sample_of(gradient, units, kSampledUnits, units.length)));
 }
 
-void UnitsDetector::observe(size_t parameter, int64_t step, int64_t elements, int64_t used_elements) {
+void UnitsDetector::observe(size_t parameter, int64_t step, int64_t elements, int64_t sent_elements) {
   Divided* divided = find(parameter);
   if (divided == nullptr) return;
-  const int64_t zeros = elements - used_elements;
+  const int64_t zeros = elements - sent_elements;
   divided->pays =
       zeros > 0 && static_cast<double>(zeros) >= settings_.probe.min_zero_fraction * static_cast<double>(elements);
   if (divided->pays) {

@@ -51,8 +51,8 @@ class UnitsDetector {
   // this one. `flat` is the bucket.
   void look(const BucketLayout& bucket, const at::Tensor& flat, const BucketSlots& slots, const UsageMask& whole,
             int64_t next);
-  // What was agreed on in a parameter that was: how many of its elements are in units that some rank uses.
-  void observe(size_t parameter, int64_t step, int64_t elements, int64_t used_elements);
+  // What was agreed on in a parameter that was: how many of its elements are sent.
+  void observe(size_t parameter, int64_t step, int64_t elements, int64_t sent_elements);
 
   // How many words the compressed masks of these parameters of a bucket may take: what they needed before, and some.
   size_t capacity_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t bits) const;

@@ -134,8 +134,9 @@ bool UnitsOfStep::try_settle(Bucket& bucket, uint32_t ready, const Settled& sett
     make_zeros_positive(divided, bucket.scans[i].wait().negative_zeros, anywhere);
     counts_.push_back(
         {divided.parameter, divided.units.count(), bucket.used_here[i], count_in(divided.units, anywhere)});
-    detector_.observe(divided.parameter, step_number_, divided.units.slice_length,
-                      elements_in(divided.units, anywhere));
+    const int64_t used = elements_in(divided.units, anywhere);
+    const int64_t sent = travels_whole(divided.units, used) ? divided.units.slice_length : used;
+    detector_.observe(divided.parameter, step_number_, divided.units.slice_length, sent);
   }
   settled(bucket.index, bucket.gradients, anywhere);
   return true;

@@ -5,10 +5,6 @@
 namespace ddp_hooks {
 namespace {
 
-// Gathering and scattering moves each byte twice more than sending it from where it lies.
-constexpr int64_t kWholeNumerator = 15;
-constexpr int64_t kWholeDenominator = 16;
-
 std::vector<UnitRun> runs_of(size_t index, const Units& units, const UsageMask& used) {
   std::vector<UnitRun> runs;
   int64_t elements = 0;
@@ -29,7 +25,7 @@ std::vector<UnitRun> runs_of(size_t index, const Units& units, const UsageMask& 
       runs.push_back({index, begin, length});
     }
   }
-  if (elements * kWholeDenominator >= units.slice_length * kWholeNumerator) return {{index, 0, units.slice_length}};
+  if (travels_whole(units, elements)) return {{index, 0, units.slice_length}};
   return runs;
 }
 
