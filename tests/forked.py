@@ -31,6 +31,7 @@ from pathlib import Path
 STACK_SECONDS = 0.3
 GDB_SECONDS = 60
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+OURS_IN_STACK = re.compile(r"ddp_hooks::|ddp_hooks/_C\b")
 
 
 def prepare_parent() -> None:
@@ -96,11 +97,14 @@ class Rank:
         that throws nothing. A process group's thread does so that lets go of a work's tensors, or calls a future's
         callbacks, while the program ends: plain DDP's programs end so as well, which is a matter of milliseconds.
         """
+        # The first to notice may be pybind11's own lock on the GIL, which is let go of on the way; Python then says so.
+        deleted = r"^Fatal Python error: _PyThreadState_DeleteCurrent: .*\nPython runtime state: finalizing"
+        if re.search(deleted, self.output(), re.MULTILINE):
+            return not any(OURS_IN_STACK.search(stack) for stack in self._native_stacks())
         # The main thread may run into the same, so that more than one is on its way out.
         unwound = [stack for stack in self._native_stacks() if "_Unwind_" in stack]
-        ours = re.compile(r"ddp_hooks::|ddp_hooks/_C\b")
         is_known = "terminate called without an active exception" in self.output() and bool(unwound)
-        return is_known and all("ProcessGroup" in stack and not ours.search(stack) for stack in unwound)
+        return is_known and all("ProcessGroup" in stack and not OURS_IN_STACK.search(stack) for stack in unwound)
 
     def _native_stacks(self) -> list[str]:
         return re.split(r"^SIG\w+\(\d+\), PID: ", self.output(), flags=re.MULTILINE)[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 import os
@@ -237,6 +238,8 @@ def test_an_interrupt_is_a_sentence(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # Ctrl-C goes to the ranks, too
+        # What a shell has started in the background ignores it.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stderr is not None
