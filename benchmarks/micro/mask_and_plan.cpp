@@ -228,12 +228,13 @@ void time_plans(size_t parameters, int64_t bucket_mib, double used, int rounds) 
   const PlanSettings settings{1 << 20, 4 << 20, 1.0 / 128};  // the presets'
   const LayoutOfBuckets layout = layout_of(parameters, bucket_mib << 20);
   const UsageMask agreed = mask_of(draw(parameters, used, 3));
-  const auto plan = std::make_shared<const WirePlan>(make_wire_plan(layout, agreed, settings));
+  const UsageMask nothing(parameters);  // is agreed on by units
+  const auto plan = std::make_shared<const WirePlan>(make_wire_plan(layout, agreed, nothing, settings));
   size_t messages = 0;
   for (const BucketPlan& bucket : plan->buckets) messages += bucket.launches.size();
   PlanCache cache(64);
-  for (unsigned i = 0; i < 63; ++i) cache.insert(mask_of(draw(parameters, 0.5, 100 + i)), plan);
-  cache.insert(agreed, plan);
+  for (unsigned i = 0; i < 63; ++i) cache.insert(mask_of(draw(parameters, 0.5, 100 + i)), nothing, plan);
+  cache.insert(agreed, nothing, plan);
   UsageMask never(parameters);  // empty: never inserted
   const auto walk = [&] {
     const int64_t elements = used_elements(layout, agreed);
@@ -250,17 +251,17 @@ void time_plans(size_t parameters, int64_t bucket_mib, double used, int rounds) 
   row(
       "make",
       [&] {
-        const WirePlan made = make_wire_plan(layout, agreed, settings);
+        const WirePlan made = make_wire_plan(layout, agreed, nothing, settings);
         keep(made.buckets.data());
       },
       covers(*plan, layout, agreed));
   row(
       "cache hit",
       [&] {
-        const auto found = cache.find(agreed);
+        const auto found = cache.find(agreed, nothing);
         keep(found.get());
       },
-      cache.find(agreed) == plan && cache.find(never) == nullptr);
+      cache.find(agreed, nothing) == plan && cache.find(never, nothing) == nullptr);
 }
 
 }  // namespace
