@@ -29,7 +29,7 @@ from .agreement import RanksDisagreeError
 from .freezing import FreezeSchedule, freeze, rebuild, unfreeze
 from .hooks import SkipUnusedState, register, skip_unused_hook
 from .policies import PRESETS, Policy
-from .statistics import ParameterUsage, Statistics
+from .statistics import ParameterUsage, Statistics, UnitUsage
 from .sync import (
     BufferStatistics,
     BufferSync,
@@ -64,6 +64,7 @@ __all__ = [
     "SyncReport",
     "SyncWork",
     "TensorDifference",
+    "UnitUsage",
     "__version__",
     "average_parameters",
     "broadcast_parameters",

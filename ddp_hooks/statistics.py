@@ -152,7 +152,7 @@ class UnitUsage:
     Attributes:
         units: how many it has.
         used_here: how many hold a non-zero in this rank's gradient.
-        used_anywhere: how many do on some rank; only those were sent.
+        used_anywhere: how many do on some rank; those were sent, or all of them if they are nearly all.
     """
 
     units: int

@@ -39,7 +39,7 @@ class MessageSender {
   MessageSender(c10d::ProcessGroup& group, BucketSlots& slots, MessageStatistics& statistics)
       : group_(group), slots_(slots), statistics_(statistics) {}
 
-  // `divided`: parts of the bucket travel beside the plan, or nothing of it is there to be sent.
+  // `divided`: parts of the bucket travel beside the plan, by units.
   void send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t bucket,
             const BucketPlan& plan, bool divided);
 

@@ -9,7 +9,7 @@
 //
 // Always holds: every used parameter's slice is covered exactly once; a message draws from buckets of one kind only;
 // what is sent beyond the used slices stays under `gap_fraction` of them, bucket by bucket.
-// Thread-safety: none. Every rank must agree on all three inputs; nothing else goes in.
+// Thread-safety: none. Every rank must agree on all inputs; nothing else goes in.
 #pragma once
 
 #include <cstdint>
