@@ -41,11 +41,11 @@ SUPPORTED_TORCH = "torch>=2.11,<2.14"
 # What needs torch's headers is compiled a few rooms at a time, because reading them takes most of the time: as long as
 # all that stands in csrc/. Patterns in csrc/; every other file is compiled by itself.
 COMPILED_AS_ONE = {
-    "reducer": ["reducer/*.cpp"],
-    "agreement": ["agreement/*.cpp"],
+    "kernels": ["kernels/*.cpp"],
+    "reducer_and_agreement": ["reducer/*.cpp", "agreement/*.cpp"],
     "wire": ["values/*.cpp", "wire/*.cpp"],
     "engine": ["engine/*.cpp"],
-    "bindings_of_kernels": [f"bindings/{room}.cpp" for room in ("kernels", "layout", "values", "wire")],
+    "bindings_of_kernels": [f"bindings/{room}.cpp" for room in ("module", "kernels", "layout", "values", "wire")],
     "bindings_of_engine": [f"bindings/{room}.cpp" for room in ("agreement", "reducer", "reducer_probes", "engine")],
 }
 # Kernel parameters by value in constant memory (__grid_constant__) begin with this one.

@@ -17,7 +17,7 @@ namespace ddp_hooks {
 
 using cpu::ScanResult;
 
-// A scan that may be under way. Keeps the scanned tensors alive. Thread-safety: none.
+// A scan that may be under way. Keeps nothing of what is scanned alive. Thread-safety: none.
 class PendingScan {
  public:
   PendingScan();  // of nothing

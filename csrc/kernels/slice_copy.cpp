@@ -42,7 +42,7 @@ std::vector<cuda::SliceOfMemory> addresses(const std::vector<SliceOfTensor>& sli
   memory.reserve(slices.size());
   for (const SliceOfTensor& slice : slices) {
     check_aligned(slice.flat);
-    memory.push_back({address(slice.flat, slice.offset), slice.length * slice.flat.element_size()});
+    memory.push_back({address_of(slice), slice.length * slice.flat.element_size()});
   }
   return memory;
 }
@@ -50,6 +50,8 @@ std::vector<cuda::SliceOfMemory> addresses(const std::vector<SliceOfTensor>& sli
 #endif
 
 }  // namespace
+
+char* address_of(const SliceOfTensor& slice) { return address(slice.flat, slice.offset); }
 
 void check_range(const at::Tensor& flat, int64_t offset, int64_t length) {
   TORCH_CHECK(flat.dim() == 1 && flat.is_contiguous(), "ddp_hooks: expected a flat, contiguous tensor, received sizes ",
@@ -96,7 +98,7 @@ void gather_scaled(const at::Tensor& message, const std::vector<SliceOfTensor>& 
 #endif
   int64_t position = 0;
   for (const SliceOfTensor& slice : slices) {
-    cpu::copy_scaled(address(message, position), address(slice.flat, slice.offset), slice.length, type, factor);
+    cpu::copy_scaled(address(message, position), address_of(slice), slice.length, type, factor);
     position += slice.length;
   }
 }
@@ -107,7 +109,7 @@ void gather_divided(const at::Tensor& message, const std::vector<SliceOfTensor>&
   const ElementType type = element_type_of(message);
   int64_t position = 0;
   for (const SliceOfTensor& slice : slices) {
-    cpu::copy_divided(address(message, position), address(slice.flat, slice.offset), slice.length, type, divisor);
+    cpu::copy_divided(address(message, position), address_of(slice), slice.length, type, divisor);
     position += slice.length;
   }
 }
@@ -128,7 +130,7 @@ void scatter(const at::Tensor& message, const std::vector<SliceOfTensor>& slices
 #endif
   int64_t position = 0;
   for (const SliceOfTensor& slice : slices) {
-    cpu::copy(address(slice.flat, slice.offset), address(message, position), slice.length, type);
+    cpu::copy(address_of(slice), address(message, position), slice.length, type);
     position += slice.length;
   }
 }

@@ -21,6 +21,9 @@ struct SliceOfTensor {
   int64_t length = 0;
 };
 
+// Where the slice begins.
+char* address_of(const SliceOfTensor& slice);
+
 // Refuses a tensor that is not one-dimensional and contiguous, and a range outside it.
 void check_range(const at::Tensor& flat, int64_t offset, int64_t length);
 

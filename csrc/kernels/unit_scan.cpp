@@ -7,24 +7,19 @@
 #include "kernels/devices.h"
 
 #ifdef DDP_HOOKS_WITH_CUDA
-#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/Event.h>
 
 #include <algorithm>
 
 #include "kernels/cuda/unit_scan.h"
 #include "kernels/cuda/units.h"
+#include "kernels/device_answer.h"
 #endif
 
 namespace ddp_hooks {
 namespace {
 
 constexpr int64_t kMostUnits = int64_t{std::numeric_limits<uint32_t>::max()} + 1;
-
-char* address(const SliceOfTensor& slice) {
-  return static_cast<char*>(slice.flat.data_ptr()) + slice.offset * slice.flat.element_size();
-}
 
 int64_t count_units(const SliceOfTensor& slice, int64_t unit_length) {
   check_range(slice.flat, slice.offset, slice.length);
@@ -39,31 +34,8 @@ int64_t count_units(const SliceOfTensor& slice, int64_t unit_length) {
 #ifdef DDP_HOOKS_WITH_CUDA
 
 struct PendingUnitScan::OnDevice {
-  OnDevice(const SliceOfTensor& scanned, int64_t units_of_slice)
-      : slice(scanned),
-        units(units_of_slice),
-        device_bitmaps(at::empty({2 * cuda::words_of_bitmap(units)}, slice.flat.options().dtype(at::kInt))),
-        host_bitmaps(at::empty(device_bitmaps.sizes(), at::TensorOptions().dtype(at::kInt).pinned_memory(true))),
-        done(device_bitmaps.device().type()) {}
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
-  // The device may still write to host_bitmaps when nobody has waited, because the pass failed, say. Memory that is
-  // given back too early would be somebody else's by then.
-  ~OnDevice() {
-    if (!started) return;
-    try {
-      done.synchronize();
-    } catch (...) {  // NOLINT(bugprone-empty-catch): the device is lost, and with it whatever it would have written
-    }
-  }
-
-  const SliceOfTensor slice;
-  const int64_t units;
-  at::Tensor device_bitmaps;
-  at::Tensor host_bitmaps;
-  c10::Event done;
-  bool started = false;
+  int64_t units;
+  DeviceAnswer answer;
 };
 
 #else
@@ -80,10 +52,7 @@ PendingUnitScan& PendingUnitScan::operator=(PendingUnitScan&&) noexcept = defaul
 const UnitScanResult& PendingUnitScan::wait() {
 #ifdef DDP_HOOKS_WITH_CUDA
   if (on_device_) {
-    on_device_->done.synchronize();
-    on_device_->started = false;
-    result_ =
-        cuda::read_bitmaps(static_cast<const uint32_t*>(on_device_->host_bitmaps.const_data_ptr()), on_device_->units);
+    result_ = cuda::read_bitmaps(on_device_->answer.wait(), on_device_->units);
     on_device_.reset();
   }
 #endif
@@ -102,20 +71,20 @@ PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length)
     const c10::DeviceGuard guard(device);
     check_aligned(slice.flat);
     const int64_t element_size = slice.flat.element_size();
-    scan.on_device_ = std::make_unique<PendingUnitScan::OnDevice>(slice, units);
-    PendingUnitScan::OnDevice& pending = *scan.on_device_;
+    const c10::Stream stream = current_stream(device);
+    slice.flat.record_stream(stream);
+    scan.on_device_.reset(new PendingUnitScan::OnDevice{units, {device, 2 * cuda::words_of_bitmap(units)}});
+    DeviceAnswer& answer = scan.on_device_->answer;
     // A unit may be said to be longer than the slice, in as many bytes as no number counts.
-    const char* error = cuda::unit_scan(
-        {address(slice), slice.length * element_size}, std::min(unit_length, slice.length) * element_size, type,
-        static_cast<uint32_t*>(pending.device_bitmaps.data_ptr()),
-        static_cast<uint32_t*>(pending.host_bitmaps.data_ptr()), current_stream_handle(device));
-    pending.done.record(current_stream(device));
-    pending.started = true;
+    const char* error = cuda::unit_scan({address_of(slice), slice.length * element_size},
+                                        std::min(unit_length, slice.length) * element_size, type, answer.device_words(),
+                                        answer.host_words(), current_stream_handle(device));
+    answer.started_on(stream);
     TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not scan gradients: ", error);
     return scan;
   }
 #endif
-  scan.result_ = cpu::unit_scan(address(slice), slice.length, unit_length, type);
+  scan.result_ = cpu::unit_scan(address_of(slice), slice.length, unit_length, type);
   return scan;
 }
 

@@ -17,7 +17,7 @@ namespace ddp_hooks {
 
 using cpu::UnitScanResult;
 
-// A scan that may be under way. Keeps the scanned tensor alive. Thread-safety: none.
+// A scan that may be under way. Keeps nothing of what is scanned alive. Thread-safety: none.
 class PendingUnitScan {
  public:
   PendingUnitScan();  // of nothing
