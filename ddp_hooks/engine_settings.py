@@ -43,7 +43,15 @@ def engine_settings(policy: Policy, description: Mapping[str, str]) -> Any:
             max_unit_bytes=policy.max_unit_bytes,
         ),
         plan=_C.PlanSettings(
-            in_place_bytes=policy.in_place_bytes, pack_bytes=policy.pack_bytes, gap_fraction=policy.gap_fraction
+            in_place_bytes=policy.in_place_bytes,
+            pack_bytes=policy.pack_bytes,
+            gap_fraction=policy.gap_fraction,
+            direct=_C.DirectSettings(
+                allowed=policy.direct,
+                world_size=1,  # the engine asks the module's group
+                segment_bytes=policy.segment_bytes,
+                min_bytes=policy.min_direct_bytes,
+            ),
         ),
         probe=_C.ProbeSettings(
             min_zero_fraction=max(policy.min_zero_fraction, least_zeros),
@@ -52,5 +60,6 @@ def engine_settings(policy: Policy, description: Mapping[str, str]) -> Any:
             longest_pause_steps=policy.longest_pause_steps,
         ),
         rebuild_after_steps=policy.rebuild_after,
+        averages_contributors=policy.average == "contributors",
         configuration=int.from_bytes(digest, "little"),
     )

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from .wording import read_fields, short
 
 Detector = Literal["off", "on", "adaptive"]
+Average = Literal["world", "contributors"]
 
 
 # What a checkpoint has to hold. Fields that came later are read with their defaults where they are missing.
@@ -51,6 +52,15 @@ class Policy:
         pack_bytes: gathered gradients leave when this many bytes have come together. Bytes.
         gap_fraction: unused gradients between two used runs are sent along when they make up at most this fraction of
             the runs' mean length, because one message in place is cheaper than two.
+        direct: what few ranks contribute need not go round a ring with everybody's zeros: what one rank alone has it sends
+            to the others, and what some have one of them sums (docs/protocol.md, "Who contributes"). It takes half of an
+            all-reduce's bytes, or a third less. Needs ``graph``, and a group of gloo or NCCL of at most 64 ranks.
+        segment_bytes: such gradients travel in messages of about so much from each rank. Bytes.
+        min_direct_bytes: with less than this of them in a step, or in a bucket's units, all are all-reduced. Bytes.
+        average: ``"world"`` divides by the number of ranks, as DDP does; ``"contributors"`` divides each parameter's
+            gradient by the number of ranks that used it in the step, so that what one of 8 ranks used is not made 8
+            times as small. Gradients then differ from plain DDP's, wherever a rank leaves something out. Needs
+            ``graph``.
         min_zero_fraction: adaptive only: the fraction of a step's bytes that all-zero gradients have to make up for
             the values detector to stay on. On a GPU at least 0.25, because there its answers hold the host back.
         hold_steps: adaptive only: how many steps it stays on after a step in which it paid.
@@ -75,6 +85,10 @@ class Policy:
     in_place_bytes: int = 1 << 20
     pack_bytes: int = 4 << 20
     gap_fraction: float = 1 / 128
+    direct: bool = True
+    segment_bytes: int = 1 << 20
+    min_direct_bytes: int = 256 << 10
+    average: Average = "world"
     min_zero_fraction: float = 0.05
     hold_steps: int = 32
     first_pause_steps: int = 16
@@ -88,8 +102,16 @@ class Policy:
         """Refuse settings that cannot be meant."""
         if not isinstance(self.name, str):
             raise TypeError(f"Policy.name: expected a str, received {short(self.name)}")
-        if not isinstance(self.graph, bool):
-            raise TypeError(f"Policy.graph: expected a bool, received {short(self.graph)}")
+        for field in ("graph", "direct"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(f"Policy.{field}: expected a bool, received {short(getattr(self, field))}")
+        if not isinstance(self.average, str) or self.average not in get_args(Average):
+            raise ValueError(f"Policy.average: expected one of {get_args(Average)}, received {short(self.average)}")
+        if self.average != "world" and not self.graph:
+            raise ValueError(
+                f"Policy.average: expected 'world' without the graph detector, received {short(self.average)}; set "
+                "graph=True"
+            )
         for field in ("values", "units"):
             value = getattr(self, field)
             if not isinstance(value, str) or value not in get_args(Detector):
@@ -109,6 +131,8 @@ class Policy:
         for field, least in (
             ("in_place_bytes", 0),
             ("pack_bytes", 0),
+            ("segment_bytes", 1),
+            ("min_direct_bytes", 0),
             ("hold_steps", 0),
             ("first_pause_steps", 1),
             ("longest_pause_steps", self.first_pause_steps),

@@ -369,17 +369,30 @@ class Service:
 
     def usage(self) -> dict[str, ParameterUsage]:
         """Return by parameter name who used it in the last step, in DDP's order; empty before the first step."""
-        here, anywhere, units = self.engine.usage()
+        here, anywhere, units, who = self.engine.usage()
         if len(here) == 0:
             return {}
         used_here, used_anywhere = set(here.indices()), set(anywhere.indices())
-        counts = {parameter: UnitUsage(*numbers) for parameter, *numbers in units}
+        counts = {
+            parameter: UnitUsage(*numbers, tuple(by_rank) or None) for parameter, *numbers, by_rank in units
+        }
         return {
             name: ParameterUsage(
-                name, parameter.numel(), i in used_here, i in used_anywhere, not parameter.requires_grad, counts.get(i)
+                name,
+                parameter.numel(),
+                i in used_here,
+                i in used_anywhere,
+                not parameter.requires_grad,
+                counts.get(i),
+                _ranks_of(*who[i]) if who else None,
             )
             for i, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True))
         }
+
+
+def _ranks_of(count: int, ranks: int) -> tuple[int, ...] | None:
+    found = tuple(rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
+    return found if len(found) == count else None
 
 
 def registered_service(ddp: DistributedDataParallel) -> Service | None:

@@ -36,9 +36,8 @@ def _megabytes(count: int) -> str:
 class Statistics:
     """Counters since the state was made or :meth:`SkipUnusedState.reset_stats`.
 
-    All but the seconds, and the bytes of sparse gradients, are the same on every rank. Bytes are those handed to
-    collectives by one rank; what crosses a link depends on the collective's algorithm, for a ring all-reduce
-    2 (n - 1) / n times as many.
+    All but the seconds, the bytes of sparse gradients and ``sent_bytes`` are the same on every rank. Bytes are those of
+    tensors that are handed to collectives; what crosses a link depends on how they travel, which ``sent_bytes`` counts.
 
     Attributes:
         steps: synchronised backward passes.
@@ -49,9 +48,13 @@ class Statistics:
         buckets_whole: buckets sent whole.
         buckets_packed: buckets of which a part was sent.
         buckets_skipped: buckets of which nothing was sent.
-        messages: all-reduces of gradients.
+        messages: collectives that carried gradients.
         dense_bytes: what plain DDP would have handed to its all-reduces. Bytes.
-        payload_bytes: what was handed to all-reduces of gradients. Bytes.
+        payload_bytes: the gradients that travelled, however they did. Bytes.
+        spread_bytes: so many of them one rank alone contributed, and sent to the others. Bytes.
+        owner_bytes: so many of them some ranks contributed and one of these summed. Bytes.
+        sent_bytes: what this rank sent of gradients: of all-reduces what a ring would send, 2 (n - 1) / n of their bytes,
+            otherwise as it was. Bytes.
         mask_bytes: what was handed to the control group to agree on usage masks. Bytes.
         exchanges: mask exchanges.
         plan_cache_hits: steps whose wire plan was known already.
@@ -77,6 +80,9 @@ class Statistics:
     units_steps: int = 0
     units_agreed_on: int = 0
     units_sent: int = 0
+    spread_bytes: int = 0
+    owner_bytes: int = 0
+    sent_bytes: int = 0
 
     @classmethod
     def read(cls, source: Any) -> Statistics:
@@ -137,6 +143,11 @@ class Statistics:
         ]
         if self.values_steps:
             lines.append(f"values detector: on in {self.values_steps} of {self.steps} steps")
+        if self.spread_bytes or self.owner_bytes:
+            lines.append(
+                f"transports: {_megabytes(self.spread_bytes)} spread by the one rank that has them, "
+                f"{_megabytes(self.owner_bytes)} summed by owners, the rest all-reduced"
+            )
         if self.units_steps:
             lines.append(
                 f"units: agreed on in {self.units_steps} of {self.steps} steps, {self.units_sent:,} of "
@@ -153,11 +164,13 @@ class UnitUsage:
         units: how many it has.
         used_here: how many hold a non-zero in this rank's gradient.
         used_anywhere: how many do on some rank; those were sent, or all of them if they are nearly all.
+        used_by_rank: how many do on each rank; None where nobody knows.
     """
 
     units: int
     used_here: int
     used_anywhere: int
+    used_by_rank: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +184,8 @@ class ParameterUsage:
         used_anywhere: some rank did; if not, nothing of it was sent.
         frozen: it does not require a gradient now, on this rank.
         units: how many of its units were used, if the ranks agreed on them; None where it was sent or left as a whole.
+        ranks: those that used it, as the graph detector sees it; None where nobody knows: without that detector, and
+            in a world of more than 4 ranks where more than one did.
     """
 
     name: str
@@ -179,3 +194,4 @@ class ParameterUsage:
     used_anywhere: bool
     frozen: bool
     units: UnitUsage | None = None
+    ranks: tuple[int, ...] | None = None

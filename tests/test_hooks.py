@@ -86,9 +86,10 @@ def statistics_and_usage(rank: int, native: bool) -> None:
     ddp.module.branches[2].requires_grad_(False)
     usage = state.usage()
     assert list(usage) == [name for name, _ in ddp.module.named_parameters()]
-    expected = ddp_hooks.ParameterUsage("branches.1.weight", 256, rank == 1, True, False)
+    expected = ddp_hooks.ParameterUsage("branches.1.weight", 256, rank == 1, True, False, ranks=(1,))
     assert usage["branches.1.weight"] == expected
-    assert usage["branches.2.bias"] == ddp_hooks.ParameterUsage("branches.2.bias", 16, False, False, True)
+    unused = ddp_hooks.ParameterUsage("branches.2.bias", 16, False, False, True, ranks=())
+    assert usage["branches.2.bias"] == unused
     assert "saved" in str(stats)
     state.reset_stats()
     assert state.stats() == ddp_hooks.Statistics()
@@ -184,8 +185,9 @@ def exchange_on_a_grid(rank: int) -> None:
                 torch.testing.assert_close(ours.grad, expected.grad)
                 ours.grad = expected.grad = None
         assert state.usage()[f"branches.{step % 3}.weight"].used_anywhere
-    # In each step the graph's mask and the one bucket's, six header words and one of bits, along two axes.
-    assert (state.stats().exchanges, state.stats().mask_bytes) == (6 * 2, 6 * 2 * 7 * 8 * 2)
+    # In each step the graph's mask and the one bucket's, six header words and one of bits, along two axes; and with the
+    # first three planes that count to 4 and two that name one of 4.
+    assert (state.stats().exchanges, state.stats().mask_bytes) == (6 * 2, 6 * (7 + 5 + 7) * 8 * 2)
     if rank == 3:
         state._service.engine.configure(engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}))
     assert "rank 3: exchange 12" in error_of(lambda: run_step(ddp, 0))

@@ -155,6 +155,8 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
         "graph": False,
         "values": "on",
         "units": "on",
+        "direct": False,
+        "average": "contributors",
         "gap_fraction": 0.5,
         "min_zero_fraction": 0.5,
         "first_pause_steps": 2,

@@ -20,7 +20,7 @@ from ddp_hooks import _C, Policy
 
 EVERY_ROW = Policy("every row", units="on", min_divided_bytes=0, min_unit_bytes=1)
 SMALL_MESSAGES = replace(EVERY_ROW, name="small messages", in_place_bytes=96, pack_bytes=64)
-ADAPTIVE = replace(EVERY_ROW, name="adaptive", units="adaptive", min_divided_bytes=256)
+ADAPTIVE = replace(EVERY_ROW, name="adaptive", units="adaptive", min_divided_bytes=256, direct=False)
 WITH_VALUES = replace(EVERY_ROW, name="with values", values="on")
 
 
@@ -112,7 +112,7 @@ def test_every_used_unit_is_sent_once(seed: int) -> None:
         in_place_bytes=generator.choice([0, 40, 1 << 20]), pack_bytes=generator.choice([0, 100]), gap_fraction=0.0
     )
     element_bytes = 4
-    messages = _C.make_unit_messages(units, used, element_bytes, plan)
+    messages = _C.make_unit_plan(units, used, element_bytes, plan)[0]
     sent: dict[int, list[tuple[int, int]]] = {i: [] for i in range(len(units))}
     for in_place, runs in messages:
         assert len(runs) == 1 if in_place else len(runs) > 1
@@ -687,7 +687,7 @@ def usage_beside_values(rank: int) -> None:
     ddp(torch.tensor([[1, 2 + rank]])).square().mean().backward()
     usage = state.usage()
     assert usage["head.weight"].units is None
-    assert usage["table.weight"].units == ddp_hooks.statistics.UnitUsage(300, 2, 3)
+    assert usage["table.weight"].units == ddp_hooks.statistics.UnitUsage(300, 2, 3, (2, 2))
     assert usage["table.weight"].used_here
 
 

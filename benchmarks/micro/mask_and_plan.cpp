@@ -229,7 +229,7 @@ void time_plans(size_t parameters, int64_t bucket_mib, double used, int rounds) 
   const LayoutOfBuckets layout = layout_of(parameters, bucket_mib << 20);
   const UsageMask agreed = mask_of(draw(parameters, used, 3));
   const UsageMask nothing(parameters);  // is agreed on by units
-  const auto plan = std::make_shared<const WirePlan>(make_wire_plan(layout, agreed, nothing, settings));
+  const auto plan = std::make_shared<const WirePlan>(make_wire_plan(layout, agreed, nothing, {}, settings));
   size_t messages = 0;
   for (const BucketPlan& bucket : plan->buckets) messages += bucket.launches.size();
   PlanCache cache(64);
@@ -251,7 +251,7 @@ void time_plans(size_t parameters, int64_t bucket_mib, double used, int rounds) 
   row(
       "make",
       [&] {
-        const WirePlan made = make_wire_plan(layout, agreed, nothing, settings);
+        const WirePlan made = make_wire_plan(layout, agreed, nothing, {}, settings);
         keep(made.buckets.data());
       },
       covers(*plan, layout, agreed));

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "agreement/mask_codec.h"
+#include "agreement/planes.h"
 #include "layout/hash.h"
 
 namespace ddp_hooks {
@@ -57,7 +58,13 @@ void merge_compressed_messages(MaskInTransit& transit, const uint64_t* received,
     for (size_t i = 0; i < kHeaderWords; ++i) merged[i] |= received[i];
     merged[kHeaderWords] = std::max(merged[kHeaderWords], received[kHeaderWords]);
     if (received[kHeaderWords] > capacity) continue;
-    merge_compressed({received + kCompressedHeaderWords, capacity}, *transit.units);
+    const std::span<const uint64_t> compressed(received + kCompressedHeaderWords, capacity);
+    if (transit.asks_who) {
+      merge_compressed(compressed, transit.units_by_rank.emplace_back(transit.units->size()));
+      transit.units->merge(transit.units_by_rank.back());
+    } else {
+      merge_compressed(compressed, *transit.units);
+    }
   }
 }
 
@@ -72,8 +79,13 @@ void merge_gathered(MaskInTransit& transit, bool more) {
     return;
   }
   uint64_t* merged = words_of(transit.message);
+  const bool has_planes = transit.plane_bits > 0;
+  const size_t ored = has_planes ? transit.words_before_planes : static_cast<size_t>(words);
+  // This rank's own message is among those that were gathered, and planes count.
+  std::fill(merged + ored, merged + words, 0);
   for (; received != end; received += words) {
-    for (int64_t i = 0; i < words; ++i) merged[i] |= received[i];
+    for (size_t i = 0; i < ored; ++i) merged[i] |= received[i];
+    if (has_planes) merge_planes(merged + ored, received + ored, transit.plane_bits, transit.ranks);
   }
 }
 
@@ -190,22 +202,34 @@ std::unique_ptr<PendingExchange> MaskExchange::prepare(const UsageMask& local, c
   return pending;
 }
 
-std::unique_ptr<PendingExchange> MaskExchange::start(const UsageMask& local, const UsageMask& beside,
+std::unique_ptr<PendingExchange> MaskExchange::start(const UsageMask& local, const UsageMask& beside, bool asks_who,
                                                      const ExchangeContext& context) {
   const std::vector<uint64_t>& mask = local.words();
-  auto pending = prepare(local, context, kHeaderWords + mask.size() + beside.words().size());
+  const auto ranks = static_cast<size_t>(world_size());
+  const bool has_planes = asks_who && line_->groups().axis_count() > 1;
+  const size_t words = kHeaderWords + mask.size() + beside.words().size();
+  auto pending = prepare(local, context, words + (has_planes ? words_of_planes(local.size(), ranks) : 0));
   pending->beside_size_ = beside.size();
-  uint64_t* message = words_of(pending->transit_->message) + kHeaderWords;
-  std::copy(beside.words().begin(), beside.words().end(), std::copy(mask.begin(), mask.end(), message));
+  MaskInTransit& transit = *pending->transit_;
+  transit.asks_who = asks_who;
+  uint64_t* message = words_of(transit.message);
+  std::copy(beside.words().begin(), beside.words().end(), std::copy(mask.begin(), mask.end(), message + kHeaderWords));
+  if (has_planes) {
+    transit.words_before_planes = words;
+    transit.plane_bits = local.size();
+    transit.ranks = ranks;
+    write_planes(local, static_cast<size_t>(line_->groups().all().getRank()), ranks, message + words);
+  }
   line_->start(pending->transit_);
   return pending;
 }
 
-std::unique_ptr<PendingExchange> MaskExchange::start_compressed(UsageMask local, size_t capacity_words,
+std::unique_ptr<PendingExchange> MaskExchange::start_compressed(UsageMask local, size_t capacity_words, bool asks_who,
                                                                 const ExchangeContext& context) {
   auto pending = prepare(local, context, kCompressedHeaderWords + capacity_words);
   write_compressed(local, pending->transit_->message);
   pending->transit_->units = std::move(local);
+  pending->transit_->asks_who = asks_who && line_->groups().axis_count() == 1;
   line_->start(pending->transit_);
   return pending;
 }
@@ -222,12 +246,27 @@ UsageMask PendingExchange::wait() {
   identical_ = same_everywhere(message + 4);
   if (transit_->units) {
     needed_words_ = message[kHeaderWords];
+    if (transit_->asks_who) contributors_ = Contributors(std::move(transit_->units_by_rank));
     return std::move(*transit_->units);
   }
   const uint64_t* mask = message + kHeaderWords;
   const uint64_t* beside = mask + UsageMask::word_count(mask_size_);
-  beside_ = UsageMask(beside_size_, std::vector<uint64_t>(beside, message + merged.numel()));
+  beside_ = UsageMask(beside_size_, std::vector<uint64_t>(beside, beside + UsageMask::word_count(beside_size_)));
+  if (transit_->asks_who) contributors_ = read_contributors(UsageMask::word_count(mask_size_));
   return UsageMask(mask_size_, std::vector<uint64_t>(mask, beside));
+}
+
+Contributors PendingExchange::read_contributors(size_t mask_words) {
+  if (transit_->plane_bits > 0) {
+    return read_planes(words_of(transit_->message) + transit_->words_before_planes, mask_size_, transit_->ranks);
+  }
+  std::vector<UsageMask> by_rank;
+  const auto* received = reinterpret_cast<const uint64_t*>(transit_->gathered.const_data_ptr<int64_t>());
+  for (int rank = 0; rank < line_->groups().world_size(); ++rank, received += transit_->message.numel()) {
+    const uint64_t* mask = received + kHeaderWords;
+    by_rank.emplace_back(mask_size_, std::vector<uint64_t>(mask, mask + mask_words));
+  }
+  return Contributors(std::move(by_rank));
 }
 
 // Every rank saw the same mismatch, so every rank comes here, and one more collective can name the difference.

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "agreement/control_groups.h"
+#include "layout/contributors.h"
 #include "layout/usage_mask.h"
 
 namespace ddp_hooks {
@@ -54,8 +55,14 @@ struct MaskInTransit {
   size_t axis = 0;       // of the gather under way; the number of axes when all are through
   bool arrived = false;  // that gather is back, and the next one has yet to be started
   std::exception_ptr error;
-  // Where masks travel compressed: what this rank knows so far.
+  // Where masks travel compressed: what this rank knows so far, and of each rank, if it is one gather and asked for.
   std::optional<UsageMask> units;
+  std::vector<UsageMask> units_by_rank;
+  bool asks_who = false;
+  // Where planes follow the masks, along the axes of a grid: how many words precede them, and how many bits they have.
+  size_t words_before_planes = 0;
+  size_t plane_bits = 0;
+  size_t ranks = 0;
 };
 
 class ExchangeLine;
@@ -74,6 +81,8 @@ class PendingExchange {
   bool masks_were_identical() const { return identical_; }
   // The OR of what every rank sent beside its mask.
   const UsageMask& beside() const { return beside_; }
+  // Who set each bit of the mask, where that was asked for.
+  const Contributors& contributors() const { return contributors_; }
   // Of a compressed mask: how many words the longest needed that was sent, or had to be on its way along the axes. If
   // that is more than there was room for, nobody knows the agreed mask, and what wait() returned is not it.
   size_t needed_words() const { return needed_words_; }
@@ -81,6 +90,7 @@ class PendingExchange {
  private:
   friend class MaskExchange;
   std::string describe_drift() const;
+  Contributors read_contributors(size_t mask_words);
 
   std::shared_ptr<ExchangeLine> line_;
   std::shared_ptr<MaskInTransit> transit_;
@@ -90,6 +100,7 @@ class PendingExchange {
   ExchangeContext context_;
   bool identical_ = false;
   UsageMask beside_;
+  Contributors contributors_;
   size_t needed_words_ = 0;
 };
 
@@ -98,11 +109,13 @@ class MaskExchange {
   explicit MaskExchange(std::shared_ptr<const ControlGroups> groups);
 
   int world_size() const;
-  // `beside` is merged like the mask, and is no part of it.
-  std::unique_ptr<PendingExchange> start(const UsageMask& local, const UsageMask& beside,
+  // `beside` is merged like the mask, and is no part of it. `asks_who`: the contributors are wanted, too; in one gather
+  // they cost nothing, in a grid planes travel with the mask. Every rank must agree on it.
+  std::unique_ptr<PendingExchange> start(const UsageMask& local, const UsageMask& beside, bool asks_who,
                                          const ExchangeContext& context);
-  // Every rank must agree on `capacity_words`, the room that there is for the compressed mask.
-  std::unique_ptr<PendingExchange> start_compressed(UsageMask local, size_t capacity_words,
+  // Every rank must agree on `capacity_words`, the room that there is for the compressed mask. In a grid nobody learns
+  // who set which bit.
+  std::unique_ptr<PendingExchange> start_compressed(UsageMask local, size_t capacity_words, bool asks_who,
                                                     const ExchangeContext& context);
 
  private:

@@ -76,9 +76,13 @@ AgreedUsage UsageAgreement::agree(bool shadow, uint64_t layout) {
   }
   if (!exchange) exchange = start_usage_exchange(usage.here, shadow, layout);
   usage.anywhere = wait(*exchange);
+  const bool leftovers = usage.anywhere.test(leftover_bit());
+  usage.anywhere.clear(leftover_bit());
   usage.objections = exchange->beside();
   usage.same_everywhere = exchange->masks_were_identical();
   usage.nobody_joined = !usage.anywhere.test(joined_bit_);
+  usage.contributors = exchange->contributors();
+  usage.nothing_left_over = !leftovers;
   for (size_t i = 0; !shadow && i < joined_bit_; ++i) {
     TORCH_CHECK(!usage.here.test(i) || usage.anywhere.test(i), "ddp_hooks: parameter '", names_[i],
                 "' was unused when the mask exchange began and has a gradient now: expected what is used to stand when "
@@ -90,18 +94,28 @@ AgreedUsage UsageAgreement::agree(bool shadow, uint64_t layout) {
 
 std::unique_ptr<PendingExchange> UsageAgreement::start_usage_exchange(const UsageMask& usage, bool shadow,
                                                                       uint64_t layout) {
-  return counted(exchange_.start(usage, objections_(shadow), {settings_.configuration, layout, 0}));
+  UsageMask sent = usage;
+  if (settings_.asks_who && !shadow && has_leftover(usage)) sent.set(leftover_bit());
+  return counted(exchange_.start(sent, objections_(shadow), settings_.asks_who, {settings_.configuration, layout, 0}));
+}
+
+// DDP sends a gradient that is there, whether or not this pass adds to it, if another rank uses the parameter.
+bool UsageAgreement::has_leftover(const UsageMask& usage) const {
+  for (size_t i = 0; i < reduced_count_; ++i) {
+    if (!usage.test(i) && reducer_.has_gradient(i)) return true;
+  }
+  return false;
 }
 
 std::unique_ptr<PendingExchange> UsageAgreement::start_exchange(const UsageMask& mask, uint64_t layout,
                                                                 uint64_t phase) {
-  return counted(exchange_.start(mask, {}, {settings_.configuration, layout, phase}));
+  return counted(exchange_.start(mask, {}, false, {settings_.configuration, layout, phase}));
 }
 
 std::unique_ptr<PendingExchange> UsageAgreement::start_exchange_of_units(UsageMask units, size_t capacity_words,
                                                                          uint64_t layout, uint64_t phase) {
-  return counted(
-      exchange_.start_compressed(std::move(units), capacity_words, {settings_.configuration, layout, phase}));
+  return counted(exchange_.start_compressed(std::move(units), capacity_words, settings_.asks_who,
+                                            {settings_.configuration, layout, phase}));
 }
 
 std::unique_ptr<PendingExchange> UsageAgreement::counted(std::unique_ptr<PendingExchange> exchange) {

@@ -2,8 +2,9 @@
 //
 // Every synchronised backward pass takes one mask exchange. It is started when the pass is known to reach the Reducer,
 // and its result is asked for by the first bucket. Masks have a bit for each of the Reducer's parameters, for each late
-// one, and one that says "this rank has joined". Beside the mask travel *objections*: a bit for each parameter that may
-// have units, set by a rank that would rather send it whole.
+// one, one that says "this rank has joined", and one that says "here a gradient is left of something that this pass
+// does not use", which it would contribute although nobody sees it in the graph. Beside the mask travel *objections*: a
+// bit for each parameter that may have units, set by a rank that would rather send it whole.
 //
 // Always holds: at most one exchange is under way that no step has taken up.
 // Thread-safety: none; the engine locks, and the Reducer's mutex is held. Every rank must agree on: the settings, the
@@ -27,6 +28,8 @@ namespace ddp_hooks {
 struct AgreementSettings {
   // Whether what the autograd graph left out counts as unused.
   bool graph_detector = true;
+  // Whether it is asked who uses what, and not only whether somebody does.
+  bool asks_who = false;
   // Identifies policy, world and model; ranks with different ones must not exchange masks.
   uint64_t configuration = 0;
 };
@@ -41,9 +44,11 @@ struct ExchangeStatistics {
 struct AgreedUsage {
   UsageMask here;
   UsageMask anywhere;
-  bool same_everywhere = true;  // every rank's mask is the same
-  bool nobody_joined = false;   // as far as it was agreed; without an exchange nobody knows
-  UsageMask objections;         // of any rank; empty without an exchange
+  bool same_everywhere = true;     // every rank's mask is the same
+  bool nobody_joined = false;      // as far as it was agreed; without an exchange nobody knows
+  UsageMask objections;            // of any rank; empty without an exchange
+  Contributors contributors;       // as far as somebody asked who
+  bool nothing_left_over = false;  // no rank contributes what its mask does not say
 };
 
 class UsageAgreement {
@@ -57,7 +62,7 @@ class UsageAgreement {
                  ExchangeStatistics& statistics);
 
   size_t joined_bit() const { return joined_bit_; }
-  UsageMask nothing() const { return UsageMask(joined_bit_ + 1); }
+  UsageMask nothing() const { return UsageMask(joined_bit_ + 2); }
 
   // Whether an exchange is needed and none is under way. One may be: another output of the same pass started it, or a
   // pass that failed before its first bucket did, and then the other ranks count on that exchange.
@@ -79,6 +84,8 @@ class UsageAgreement {
   UsageMask wait(PendingExchange& exchange);
 
  private:
+  size_t leftover_bit() const { return joined_bit_ + 1; }
+  bool has_leftover(const UsageMask& usage) const;
   bool exchanges() const;
   UsageMask everything() const;
   UsageMask local_usage() const;

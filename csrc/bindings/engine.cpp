@@ -69,16 +69,17 @@ void bind_engine(py::module_& m) {
   py::class_<EngineSettings>(m, "EngineSettings")
       .def(py::init([](bool graph_detector, ValuesDetector values_detector, ValuesDetector units_detector,
                        const UnitSettings& units, const PlanSettings& plan, const ProbeSettings& probe,
-                       int64_t rebuild_after_steps, uint64_t configuration) {
-             return EngineSettings{{graph_detector, configuration},
+                       int64_t rebuild_after_steps, bool averages_contributors, uint64_t configuration) {
+             return EngineSettings{{graph_detector, false, configuration},
                                    {values_detector, probe},
                                    {units_detector, units, probe},
                                    plan,
+                                   averages_contributors,
                                    rebuild_after_steps};
            }),
            py::kw_only(), py::arg("graph_detector"), py::arg("values_detector"), py::arg("units_detector"),
            py::arg("units"), py::arg("plan"), py::arg("probe"), py::arg("rebuild_after_steps"),
-           py::arg("configuration"));
+           py::arg("averages_contributors"), py::arg("configuration"));
 
   py::class_<Statistics>(m, "Statistics")
       .def_readonly("steps", &Statistics::steps)
@@ -92,6 +93,9 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("messages", [](const Statistics& s) { return s.messages.messages; })
       .def_readonly("dense_bytes", &Statistics::dense_bytes)
       .def_property_readonly("payload_bytes", [](const Statistics& s) { return s.messages.payload_bytes; })
+      .def_property_readonly("spread_bytes", [](const Statistics& s) { return s.messages.spread_bytes; })
+      .def_property_readonly("owner_bytes", [](const Statistics& s) { return s.messages.owner_bytes; })
+      .def_property_readonly("sent_bytes", [](const Statistics& s) { return s.messages.sent_bytes; })
       .def_property_readonly("mask_bytes", [](const Statistics& s) { return s.exchanges.mask_bytes; })
       .def_property_readonly("exchanges", [](const Statistics& s) { return s.exchanges.exchanges; })
       .def_readonly("plan_cache_hits", &Statistics::plan_cache_hits)
@@ -148,11 +152,16 @@ void bind_engine(py::module_& m) {
           "usage",
           [](const Engine& engine) {
             Usage usage = engine.usage();
-            std::vector<std::tuple<size_t, int64_t, int64_t, int64_t>> units;
+            std::vector<std::tuple<size_t, int64_t, int64_t, int64_t, std::vector<int64_t>>> units;
             for (const UnitCounts& counts : usage.units) {
-              units.emplace_back(counts.parameter, counts.units, counts.here, counts.anywhere);
+              units.emplace_back(counts.parameter, counts.units, counts.here, counts.anywhere, counts.by_rank);
             }
-            return std::make_tuple(std::move(usage.here), std::move(usage.anywhere), std::move(units));
+            // For each parameter how many ranks contributed, and which; the latter only as far as it is known.
+            std::vector<std::pair<int64_t, RankSet>> who;
+            for (size_t i = 0; usage.contributors.are_known() && i < usage.here.size(); ++i) {
+              who.emplace_back(usage.contributors.count(i), usage.contributors.ranks(i));
+            }
+            return std::make_tuple(std::move(usage.here), std::move(usage.anywhere), std::move(units), std::move(who));
           },
           py::call_guard<py::gil_scoped_release>());
   m.def("failed_future", &failed_future);

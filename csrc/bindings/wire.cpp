@@ -18,11 +18,36 @@ namespace py = pybind11;
 namespace ddp_hooks {
 
 void bind_wire(py::module_& m) {
-  py::class_<PlanSettings>(m, "PlanSettings")
-      .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction) {
-             return PlanSettings{in_place_bytes, pack_bytes, gap_fraction};
+  py::enum_<Transport>(m, "Transport")
+      .value("ALL_REDUCE", Transport::kAllReduce)
+      .value("SPREAD", Transport::kSpread)
+      .value("BY_OWNER", Transport::kByOwner);
+  m.def("transport_for", &transport_for);
+  py::class_<DirectSettings>(m, "DirectSettings")
+      .def(py::init([](bool allowed, int world_size, int64_t segment_bytes, int64_t min_bytes) {
+             return DirectSettings{allowed, world_size, segment_bytes, min_bytes};
            }),
-           py::kw_only(), py::arg("in_place_bytes"), py::arg("pack_bytes"), py::arg("gap_fraction"));
+           py::kw_only(), py::arg("allowed"), py::arg("world_size"), py::arg("segment_bytes"), py::arg("min_bytes"));
+  py::class_<DirectPart>(m, "DirectPart")
+      .def_readonly("place", &DirectPart::place)
+      .def_readonly("offset", &DirectPart::offset)
+      .def_readonly("length", &DirectPart::length);
+  py::class_<DirectGroup>(m, "DirectGroup")
+      .def_readonly("contributors", &DirectGroup::contributors)
+      .def_readonly("owner", &DirectGroup::owner)
+      .def_readonly("numel", &DirectGroup::numel)
+      .def_readonly("parts", &DirectGroup::parts);
+  py::class_<DirectMessage>(m, "DirectMessage")
+      .def_readonly("transport", &DirectMessage::transport)
+      .def_readonly("numel", &DirectMessage::numel)
+      .def_readonly("groups", &DirectMessage::groups);
+
+  py::class_<PlanSettings>(m, "PlanSettings")
+      .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction, const DirectSettings& direct) {
+             return PlanSettings{in_place_bytes, pack_bytes, gap_fraction, direct};
+           }),
+           py::kw_only(), py::arg("in_place_bytes"), py::arg("pack_bytes"), py::arg("gap_fraction"),
+           py::arg("direct") = DirectSettings());
 
   py::class_<Message>(m, "Message")
       .def_readonly("slices", &Message::slices)
@@ -36,6 +61,7 @@ void bind_wire(py::module_& m) {
       .value("WHOLE", Disposition::kWhole);
   py::class_<BucketPlan>(m, "BucketPlan")
       .def_readonly("launches", &BucketPlan::launches)
+      .def_readonly("direct", &BucketPlan::direct)
       .def_readonly("messages_touching", &BucketPlan::messages_touching)
       .def_readonly("disposition", &BucketPlan::disposition);
   const auto or_nothing = [](const LayoutOfBuckets& layout, const std::optional<UsageMask>& divided) {
@@ -44,10 +70,11 @@ void bind_wire(py::module_& m) {
   m.def(
       "make_wire_plan",
       [or_nothing](const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings,
-                   const std::optional<UsageMask>& divided) {
-        return make_wire_plan(layout, agreed, or_nothing(layout, divided), settings).buckets;
+                   const std::optional<UsageMask>& divided, const std::vector<UsageMask>& by_rank) {
+        return make_wire_plan(layout, agreed, or_nothing(layout, divided), Contributors(by_rank), settings).buckets;
       },
-      py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("divided") = py::none());
+      py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("divided") = py::none(),
+      py::arg("by_rank") = std::vector<UsageMask>());
   m.def(
       "plan_bucket_by_bucket",
       [or_nothing](const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings,
@@ -59,16 +86,22 @@ void bind_wire(py::module_& m) {
       },
       py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("divided") = py::none());
 
-  // For each message: whether it travels in place, and its runs (gradient, offset, length), in elements.
-  m.def("make_unit_messages", [](const std::vector<Units>& gradients, const UsageMask& used, int64_t element_bytes,
-                                 const PlanSettings& settings) {
-    std::vector<std::pair<bool, std::vector<std::tuple<size_t, int64_t, int64_t>>>> messages;
-    for (const UnitMessage& message : make_unit_messages(gradients, used, element_bytes, settings)) {
-      auto& runs = messages.emplace_back(message.in_place, 0).second;
-      for (const UnitRun& run : message.runs) runs.emplace_back(run.gradient, run.offset, run.length);
-    }
-    return messages;
-  });
+  // Of the all-reduced messages: whether each travels in place, and its runs (gradient, offset, length), in elements.
+  // And the others.
+  m.def(
+      "make_unit_plan",
+      [](const std::vector<Units>& gradients, const UsageMask& used, int64_t element_bytes,
+         const PlanSettings& settings, const std::vector<UsageMask>& by_rank) {
+        const UnitPlan plan = make_unit_plan(gradients, used, Contributors(by_rank), element_bytes, settings);
+        std::vector<std::pair<bool, std::vector<std::tuple<size_t, int64_t, int64_t>>>> reduced;
+        for (const UnitMessage& message : plan.reduced) {
+          auto& runs = reduced.emplace_back(message.in_place, 0).second;
+          for (const UnitRun& run : message.runs) runs.emplace_back(run.gradient, run.offset, run.length);
+        }
+        return std::make_pair(std::move(reduced), plan.direct);
+      },
+      py::arg("gradients"), py::arg("used"), py::arg("element_bytes"), py::arg("settings"),
+      py::arg("by_rank") = std::vector<UsageMask>());
 }
 
 }  // namespace ddp_hooks

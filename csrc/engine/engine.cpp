@@ -54,10 +54,10 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
     : reducer_(std::move(reducer)),
       slots_(reducer_),
       layout_(reducer_),
-      settings_(settings),
       late_parameters_(std::move(late_parameters)),
       names_(std::move(names)),
       data_group_(reducer_.process_group()),
+      settings_(fitted(settings)),
       control_groups_(std::move(groups)),
       probe_(settings.values.probe),
       units_(settings.units),
@@ -183,11 +183,14 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
     send_bucket(index, step_->plan->buckets[index]);
   }
   if (step_->units) {
-    step_->units->bucket_ready(index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(), step_->local,
-                               [&](uint32_t settled, const std::vector<DividedGradient>& gradients,
-                                   const UsageMask& used) { send_units(settled, gradients, used); });
+    step_->units->bucket_ready(
+        index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(), step_->local,
+        [&](uint32_t settled, const std::vector<DividedGradient>& gradients, const UsageMask& used,
+            const Contributors& contributors) { send_units(settled, gradients, used, contributors); });
   }
-  if (index + 1 == layout_->buckets.size()) close_step();
+  if (index + 1 < layout_->buckets.size()) return;
+  sender_.send_sums(step_);
+  close_step();
 }
 
 void Engine::fill_slots(uint32_t bucket) {
@@ -210,11 +213,22 @@ void Engine::send_bucket(uint32_t bucket, const BucketPlan& plan) {
   sender_.send(step_, *layout_, bucket, plan, step_->units && step_->units->concerns(bucket));
 }
 
-void Engine::send_units(uint32_t bucket, const std::vector<DividedGradient>& gradients, const UsageMask& used) {
+// What a group and a policy allow.
+EngineSettings Engine::fitted(EngineSettings settings) const {
+  DirectSettings& direct = settings.plan.direct;
+  direct.world_size = data_group_->getSize();
+  direct.allowed = direct.allowed && settings.agreement.graph_detector && DirectSender::is_possible(*data_group_);
+  settings.agreement.asks_who = direct.allowed || settings.averages_contributors;
+  return settings;
+}
+
+void Engine::send_units(uint32_t bucket, const std::vector<DividedGradient>& gradients, const UsageMask& used,
+                        const Contributors& contributors) {
   std::vector<Units> units;
   for (const DividedGradient& gradient : gradients) units.push_back(gradient.units);
   const int64_t element_bytes = layout_->buckets[bucket].element_bytes;
-  sender_.send_units(step_, bucket, gradients, make_unit_messages(units, used, element_bytes, settings_.plan));
+  sender_.send_units(step_, bucket, gradients,
+                     make_unit_plan(units, used, contributors, element_bytes, settings_.plan));
 }
 
 void Engine::open_step(bool shadow) {
@@ -238,6 +252,8 @@ void Engine::open_step(bool shadow) {
   step.agreed = std::move(usage.anywhere);
   step.used = step.agreed;
   step.nobody_joined = usage.nobody_joined;
+  step.contributors = std::move(usage.contributors);
+  step.divides_by_contributors = settings_.averages_contributors && step.contributors.are_known();
   for (size_t i = 0; i < late_parameters_.size(); ++i) {
     if (step.agreed.test(reduced_count + i)) step.late.push_back(i);
   }
@@ -257,7 +273,9 @@ void Engine::open_step(bool shadow) {
       statistics_.units_steps += 1;
       step.agreed.subtract(chosen);
       step.units.emplace(*layout_, layout_.hash(), prelude_->agreement(), slots_, units_, std::move(chosen),
-                         step_number, !usage.same_everywhere, !step.buckets.front().buffer().is_cpu());
+                         step_number, !usage.same_everywhere, !step.buckets.front().buffer().is_cpu(),
+                         WhoSettings{settings_.plan.direct.allowed, settings_.plan.direct.world_size,
+                                     settings_.plan.direct.min_bytes});
     }
   }
   const UsageMask divided = step.units ? step.units->chosen() : prelude_->agreement().nothing();
@@ -273,12 +291,15 @@ void Engine::open_step(bool shadow) {
   }
   // Alone there is nobody to send to, whatever is used.
   const UsageMask to_send = alone ? prelude_->agreement().nothing() : step.agreed;
-  step.plan = plans_.find(to_send, divided);
+  // A rank that contributes what its mask does not say would not be heard.
+  const bool direct = settings_.plan.direct.allowed && usage.nothing_left_over && step.nobody_joined;
+  const Contributors who = direct ? step.contributors : Contributors();
+  step.plan = plans_.find(to_send, divided, who);
   (step.plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
   if (!step.plan) {
     RECORD_FUNCTION("ddp_hooks::plan", std::vector<c10::IValue>());
-    step.plan = std::make_shared<WirePlan>(make_wire_plan(*layout_, to_send, divided, settings_.plan));
-    plans_.insert(to_send, divided, step.plan);
+    step.plan = std::make_shared<WirePlan>(make_wire_plan(*layout_, to_send, divided, who, settings_.plan));
+    plans_.insert(to_send, divided, who, step.plan);
   }
 }
 
@@ -292,7 +313,7 @@ void Engine::refresh_layout() {
 
 void Engine::close_step() {
   Step& step = *step_;
-  usage_ = {step.local, step.agreed, {}};
+  usage_ = {step.local, step.agreed, {}, step.contributors};
   if (step.units) {
     usage_.units = step.units->counts();
     for (const UnitCounts& counts : usage_.units) {
@@ -346,7 +367,8 @@ void Engine::average_late(const Step& step, bool contribute) {
     if (contribute) prelude_->late_averaged();
   }
   // A rank that has joined does not need the result, and must go on: the others wait for it elsewhere first.
-  const LateMessages sent = average_late_gradients(control_groups_->all(), gradients, 1 / step.divisor, contribute);
+  const LateMessages sent = average_late_gradients(control_groups_->all(), gradients,
+                                                   step.divides_by_contributors ? 0 : 1 / step.divisor, contribute);
   std::lock_guard lock(mutex_);
   statistics_.messages.messages += sent.messages;
   statistics_.messages.payload_bytes += sent.gradient_bytes;
@@ -477,7 +499,7 @@ void Engine::configure(const EngineSettings& settings) {
   std::lock_guard lock(mutex_);
   TORCH_CHECK(!step_ && !(prelude_ && prelude_->agreement().is_under_way()),
               "ddp_hooks: expected a change of policy between two steps, received one during a backward pass");
-  settings_ = settings;
+  settings_ = fitted(settings);
   probe_ = ValuesProbe(settings.values.probe);
   units_ = UnitsDetector(settings.units);
   // With the layout that stands; before the first step there is none yet.

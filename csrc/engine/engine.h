@@ -42,6 +42,7 @@ struct Usage {
   UsageMask here;                 // this rank contributed a gradient in the last step
   UsageMask anywhere;             // some rank did
   std::vector<UnitCounts> units;  // of the parameters that were agreed on by units
+  Contributors contributors;      // of each parameter, as far as that was asked for
 };
 
 struct Step;
@@ -106,7 +107,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
   void open_step(bool shadow);
   void send_bucket(uint32_t bucket, const BucketPlan& plan);
-  void send_units(uint32_t bucket, const std::vector<DividedGradient>& gradients, const UsageMask& used);
+  void send_units(uint32_t bucket, const std::vector<DividedGradient>& gradients, const UsageMask& used,
+                  const Contributors& contributors);
+  EngineSettings fitted(EngineSettings settings) const;
   void close_step();
   void gradients_done();
   void after_backward(const std::shared_ptr<Step>& step);
@@ -124,10 +127,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   BucketSlots slots_;
   CurrentLayout layout_;
   bool takes_gradients_ = false;
-  EngineSettings settings_;
   const std::vector<at::Tensor> late_parameters_;
   const std::vector<std::string> names_;
   GroupReference<c10d::ProcessGroup> data_group_;
+  EngineSettings settings_;
   std::shared_ptr<const ControlGroups> control_groups_;
   std::vector<GradientReport> reports_;
   std::unique_ptr<Prelude> prelude_;  // null once this is closed

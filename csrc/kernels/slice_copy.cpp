@@ -51,7 +51,9 @@ std::vector<cuda::SliceOfMemory> addresses(const std::vector<SliceOfTensor>& sli
 
 }  // namespace
 
-char* address_of(const SliceOfTensor& slice) { return address(slice.flat, slice.offset); }
+char* address_of(const SliceOfTensor& slice) {
+  return address(slice.flat, slice.offset);
+}
 
 void check_range(const at::Tensor& flat, int64_t offset, int64_t length) {
   TORCH_CHECK(flat.dim() == 1 && flat.is_contiguous(), "ddp_hooks: expected a flat, contiguous tensor, received sizes ",

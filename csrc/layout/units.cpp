@@ -11,8 +11,7 @@ namespace {
 constexpr int64_t kMostTimesAsManyParts = 4;
 
 // Gathering and scattering moves each byte twice more than sending it from where it lies.
-constexpr int64_t kWholeNumerator = 15;
-constexpr int64_t kWholeDenominator = 16;
+constexpr double kWholeFraction = 15.0 / 16;
 
 // The largest equal parts of a row that are short enough.
 int64_t part_length(int64_t row_length, int64_t longest) {
@@ -55,8 +54,8 @@ int64_t elements_in(const Units& units, const UsageMask& used) {
   return count_in(units, used) * units.length - (last_is_used ? missing : 0);
 }
 
-bool travels_whole(const Units& units, int64_t used_elements) {
-  return used_elements * kWholeDenominator >= units.slice_length * kWholeNumerator;
+bool travels_whole(const Units& units, double used_elements) {
+  return used_elements >= kWholeFraction * static_cast<double>(units.slice_length);
 }
 
 }  // namespace ddp_hooks

@@ -39,7 +39,21 @@ Units units_of(const ParameterSlice& slice, int64_t element_bytes, const UnitSet
 int64_t count_in(const Units& units, const UsageMask& used);
 int64_t elements_in(const Units& units, const UsageMask& used);
 
-// Whether so many elements are used that all of them are sent.
-bool travels_whole(const Units& units, int64_t used_elements);
+// Calls `act(unit, bit)` for each of the units that is used, in order.
+template <typename Act>
+void for_each_used(const Units& units, const UsageMask& used, const Act& act) {
+  for (int64_t unit = 0; unit < units.count(); ++unit) {
+    const size_t bit = units.first_bit + static_cast<size_t>(unit);
+    // Most words of a mask that is worth having are empty.
+    if (bit % 64 == 0 && used.words()[bit / 64] == 0) {
+      unit += 63;
+    } else if (used.test(bit)) {
+      act(unit, bit);
+    }
+  }
+}
+
+// Whether so many elements are used, each counted at what it costs, that all of them are sent.
+bool travels_whole(const Units& units, double used_elements);
 
 }  // namespace ddp_hooks

@@ -42,6 +42,14 @@ struct UnitCounts {
   int64_t units = 0;
   int64_t here = 0;
   int64_t anywhere = 0;
+  std::vector<int64_t> by_rank;  // empty where nobody knows
+};
+
+// Whether units may travel otherwise than by all-reduces.
+struct WhoSettings {
+  bool matters = false;
+  int world_size = 1;
+  int64_t min_bytes = 0;  // with less in a bucket that would not be all-reduced, all of it is
 };
 
 class UnitsOfStep {
@@ -49,7 +57,8 @@ class UnitsOfStep {
   // All references have to outlive it. `chosen`: the parameters. `answers_later`: scans run on a device, while the host
   // goes on.
   UnitsOfStep(const LayoutOfBuckets& layout, uint64_t layout_hash, UsageAgreement& agreement, BucketSlots& slots,
-              UnitsDetector& detector, UsageMask chosen, int64_t step_number, bool settles_last, bool answers_later)
+              UnitsDetector& detector, UsageMask chosen, int64_t step_number, bool settles_last, bool answers_later,
+              const WhoSettings& who)
       : layout_(layout),
         layout_hash_(layout_hash),
         agreement_(agreement),
@@ -58,14 +67,16 @@ class UnitsOfStep {
         chosen_(std::move(chosen)),
         step_number_(step_number),
         settles_last_(settles_last),
-        answers_later_(answers_later) {}
+        answers_later_(answers_later),
+        who_(who) {}
 
   const UsageMask& chosen() const { return chosen_; }
   bool concerns(uint32_t bucket) const;
 
   // The next bucket is ready, `flat`; this rank uses `local`. `settled` is called with each bucket that is through,
-  // what it holds, and which of their units some rank uses.
-  using Settled = std::function<void(uint32_t, const std::vector<DividedGradient>&, const UsageMask&)>;
+  // what it holds, which of their units some rank uses, and if that matters and is known, which ranks those are.
+  using Settled =
+      std::function<void(uint32_t, const std::vector<DividedGradient>&, const UsageMask&, const Contributors&)>;
   void bucket_ready(uint32_t bucket, const at::Tensor& flat, const UsageMask& local, const Settled& settled);
 
   // Of the buckets that were settled.
@@ -85,6 +96,7 @@ class UnitsOfStep {
   void scan(uint32_t bucket, const at::Tensor& flat, const UsageMask& local);
   UsageMask found_here(Bucket& bucket);
   void start_exchange(Bucket& bucket, uint32_t ready, size_t capacity_words);
+  Contributors who_matters(const Bucket& bucket, const UsageMask& anywhere) const;
   bool try_settle(Bucket& bucket, uint32_t ready, const Settled& settled);
 
   const LayoutOfBuckets& layout_;
@@ -96,6 +108,7 @@ class UnitsOfStep {
   const int64_t step_number_;
   const bool settles_last_;
   const bool answers_later_;
+  const WhoSettings who_;
   std::deque<Bucket> pending_;  // scanned and not settled, in order
   std::vector<UnitCounts> counts_;
 };

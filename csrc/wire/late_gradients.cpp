@@ -26,7 +26,8 @@ void average_alike(c10d::Backend& group, const std::vector<LateGradient>& gradie
         !has_gradient || !parameter.grad().is_sparse(),
         "ddp_hooks: expected dense gradients of parameters that were thawed after ddp_hooks.rebuild(), received "
         "a sparse one; call ddp_hooks.rebuild(ddp) after thawing");
-    const at::Tensor gradient = has_gradient ? parameter.grad() * factor : at::zeros_like(parameter);
+    const at::Tensor gradient =
+        has_gradient ? parameter.grad() * (factor == 0 ? 1 : factor) : at::zeros_like(parameter);
     parts.push_back(as_real(gradient.contiguous()).reshape({-1}));
     flags.push_back(used ? 1.0 : 0.0);
   }
@@ -50,7 +51,9 @@ void average_alike(c10d::Backend& group, const std::vector<LateGradient>& gradie
     const int64_t numel = parts[i].numel();
     const at::Tensor average = message.narrow(0, position, numel);
     position += numel;
-    if (given[static_cast<int64_t>(i)].item<double>() == 0) continue;
+    const auto contributors = given[static_cast<int64_t>(i)].item<double>();
+    if (contributors == 0) continue;
+    if (factor == 0) average.div_(contributors);
     at::Tensor& gradient = parameter.mutable_grad();
     if (!gradient.defined()) gradient = at::zeros_like(parameter);
     as_real(gradient).copy_(average.view_as(as_real(parameter)));

@@ -26,7 +26,8 @@ struct LateMessages {
   int64_t flag_bytes = 0;
 };
 
-// Averages over the ranks of `group` the gradients that some rank used; a rank that did not brings what its .grad
+// Averages over the ranks of `group` the gradients that some rank used: times `factor`, or if that is 0, divided by how
+// many did; a rank that did not brings what its .grad
 // holds, as in DDP, or zeros. It waits for the result and writes it to every .grad. Without `wait`, on a rank that has
 // joined, it brings zeros and leaves every .grad as it is.
 LateMessages average_late_gradients(c10d::Backend& group, const std::vector<LateGradient>& gradients, double factor,

@@ -3,26 +3,13 @@
 #include <ATen/ATen.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/record_function.h>
-#include <c10/core/DeviceGuard.h>
 
-#include <exception>
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
-#include "kernels/devices.h"
-
 namespace ddp_hooks {
 namespace {
-
-// Completions on a device run on a stream of their own; memory that they read may not be reused before they have.
-void keep_for_stream(const at::Tensor& tensor) {
-  if (!tensor.is_cpu()) tensor.record_stream(current_stream(tensor.device()));
-}
-
-void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double divisor, bool divides) {
-  RECORD_FUNCTION("ddp_hooks::gather", std::vector<c10::IValue>());
-  divides ? gather_divided(to, from, divisor) : gather_scaled(to, from, 1 / divisor);
-}
 
 // Not `mul_` with a Scalar: ATen makes that the first factor, and rounds it to the tensor's dtype on the CPU. In 16
 // bits, all gradients would be off by what 1/n is.
@@ -51,7 +38,8 @@ int64_t payload_bytes(const at::Tensor& tensor) {
 }
 
 void MessageSender::drop_staging() {
-  staging_.clear();
+  staging_.drop();
+  direct_.drop();
 }
 
 void MessageSender::send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t index,
@@ -60,11 +48,14 @@ void MessageSender::send(const std::shared_ptr<StepInFlight>& step, const Layout
   // Passes through even with nobody to send to: the all-reduce leaves it coalesced, as plain DDP does.
   const bool sparse = layout.buckets[index].sparse;
   bucket.expect_messages(plan.messages_touching + (sparse ? 1 : 0));
-  const Disposition disposition = sparse ? Disposition::kWhole : divided ? Disposition::kPacked : plan.disposition;
-  statistics_.buckets_skipped += disposition == Disposition::kSkipped;
-  statistics_.buckets_packed += disposition == Disposition::kPacked;
-  statistics_.buckets_whole += disposition == Disposition::kWhole;
-  if (sparse) send_sparse(step, bucket);
+  if (!divided) {  // otherwise it is counted with its units
+    const Disposition disposition = sparse ? Disposition::kWhole : plan.disposition;
+    statistics_.buckets_skipped += disposition == Disposition::kSkipped;
+    statistics_.buckets_packed += disposition == Disposition::kPacked;
+    statistics_.buckets_whole += disposition == Disposition::kWhole;
+  }
+  if (step->plan) prepare_direct(*step, layout.buckets[index], index, *step->plan);
+  if (sparse) send_sparse(step, bucket, layout.buckets[index].slices.front().parameter);
   for (const Message& message : plan.launches) {
     if (message.in_place) {
       send_in_place(step, layout.buckets[message.slices.front().bucket], message);
@@ -72,14 +63,56 @@ void MessageSender::send(const std::shared_ptr<StepInFlight>& step, const Layout
       send_packed(step, layout, message);
     }
   }
+  for (const DirectMessage& message : plan.direct) send_direct(step, message);
+}
+
+// What this rank contributes is brought into the bucket, scaled; into the other slots comes what others contribute.
+void MessageSender::prepare_direct(const StepInFlight& step, const BucketLayout& layout, uint32_t bucket,
+                                   const WirePlan& plan) {
+  if (plan.direct.count() == 0) return;
+  for (const ParameterSlice& slice : layout.slices) {
+    if (slice.length == 0 || !plan.direct.test(slice.parameter)) continue;
+    if (contains(step.contributors.ranks(slice.parameter), group_.getRank())) {
+      bring(step, layout, {bucket, slice.offset, slice.length}, true);
+    } else if (slots_.is_vacant(slice.parameter)) {
+      slots_.give_back(slice.parameter);
+    }
+  }
+}
+
+void MessageSender::send_direct(const std::shared_ptr<StepInFlight>& step, const DirectMessage& message) {
+  DirectPlaces places;
+  std::vector<BucketInFlight*> buckets;
+  for (const uint32_t bucket : buckets_of(message)) buckets.push_back(&step->buckets[bucket]);
+  for (const DirectGroup& group : message.groups) {
+    std::vector<DirectPlace>& of_group = places.emplace_back();
+    for (const DirectPart& part : group.parts) {
+      of_group.push_back({{step->buckets[part.place].flat(), part.offset, part.length}});
+    }
+  }
+  direct_.send({step, std::move(buckets)}, message, std::move(places));
 }
 
 void MessageSender::send_units(const std::shared_ptr<StepInFlight>& step, uint32_t index,
-                               const std::vector<DividedGradient>& gradients,
-                               const std::vector<UnitMessage>& messages) {
+                               const std::vector<DividedGradient>& gradients, const UnitPlan& plan) {
   BucketInFlight& bucket = step->buckets[index];
-  bucket.expect_messages(static_cast<int32_t>(messages.size()));
-  for (const UnitMessage& message : messages) send_unit_message(step, bucket, gradients, message);
+  bucket.expect_messages(static_cast<int32_t>(plan.reduced.size() + plan.direct.size()));
+  statistics_.buckets_packed += 1;
+  for (const UnitMessage& message : plan.reduced) send_unit_message(step, bucket, gradients, message);
+  for (const DirectMessage& message : plan.direct) {
+    DirectPlaces places;
+    for (const DirectGroup& group : message.groups) {
+      std::vector<DirectPlace>& of_group = places.emplace_back();
+      of_group.reserve(group.parts.size());
+      for (const DirectPart& part : group.parts) {
+        const DividedGradient& divided = gradients[part.place];
+        of_group.push_back({{divided.gradient.flat, divided.gradient.offset + part.offset, part.length},
+                            step->divisor_of(divided.parameter),
+                            slots_.is_divided(divided.parameter)});
+      }
+    }
+    direct_.send({step, {&bucket}}, message, std::move(places));
+  }
   bucket.release();
 }
 
@@ -93,15 +126,17 @@ void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step,
     const UnitRun& run = message.runs.front();
     const SliceOfTensor slice = place(run);
     const at::Tensor view = slice.flat.narrow(0, slice.offset, slice.length);
-    const auto [divisor, operation] = averaging(*step, view);
-    scale(view, divisor, slots_.is_divided(gradients[run.gradient].parameter));
-    all_reduce(view, operation, {step, {&bucket}}, [](c10::ivalue::Future&) {});
+    const bool averages = group_averages(*step, view);
+    const size_t parameter = gradients[run.gradient].parameter;
+    if (!averages) scale(view, step->divisor_of(parameter), slots_.is_divided(parameter));
+    all_reduce(view, averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM, {step, {&bucket}},
+               [](c10::ivalue::Future&) {});
     return;
   }
   std::vector<SliceOfTensor> places;
   places.reserve(message.runs.size());
   for (const UnitRun& run : message.runs) places.push_back(place(run));
-  const at::Tensor packed = staging_for(*step, message.numel, places.front().flat.options());
+  const at::Tensor packed = staging_.take(*step, message.numel, places.front().flat.options());
   // Runs of one gradient after the other; each gradient is scaled in its own way.
   int64_t position = 0;
   for (size_t first = 0; first < places.size();) {
@@ -111,7 +146,7 @@ void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step,
     for (; end < places.size() && message.runs[end].gradient == gradient; ++end) position += places[end].length;
     gather(packed.narrow(0, begin, position - begin),
            {places.begin() + static_cast<std::ptrdiff_t>(first), places.begin() + static_cast<std::ptrdiff_t>(end)},
-           step->divisor, slots_.is_divided(gradients[gradient].parameter));
+           step->divisor_of(gradients[gradient].parameter), slots_.is_divided(gradients[gradient].parameter));
     first = end;
   }
   all_reduce(packed, c10d::ReduceOp::SUM, {step, {&bucket}},
@@ -122,9 +157,10 @@ void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step,
              });
 }
 
-void MessageSender::send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket) {
+void MessageSender::send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, size_t parameter) {
   at::Tensor gradient = bucket.buffer();
-  gradient.div_(step->divisor);
+  // It travels even where nobody contributes.
+  gradient.div_(std::max(step->divisor_of(parameter), 1.0));
   all_reduce(gradient, c10d::ReduceOp::SUM, {step, {&bucket}},
              [&bucket](c10::ivalue::Future& future) { bucket.set_result(future.value().toTensorVector().front()); });
 }
@@ -139,25 +175,27 @@ void MessageSender::send_in_place(const std::shared_ptr<StepInFlight>& step, con
     gaps.emplace_back(unused, unused.clone());
   }
   const at::Tensor view = bucket.flat().narrow(0, slice.offset, slice.length);
-  const auto [divisor, operation] = averaging(*step, view);
-  bring(*step, layout, slice, divisor);
-  all_reduce(view, operation, {step, {&bucket}}, [gaps = std::move(gaps)](c10::ivalue::Future&) {
-    for (const auto& [gap, content] : gaps) {
-      gap.copy_(content);
-      keep_for_stream(content);
-    }
-  });
+  const bool averages = group_averages(*step, view);
+  bring(*step, layout, slice, !averages);
+  all_reduce(view, averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM, {step, {&bucket}},
+             [gaps = std::move(gaps)](c10::ivalue::Future&) {
+               for (const auto& [gap, content] : gaps) {
+                 gap.copy_(content);
+                 keep_for_stream(content);
+               }
+             });
 }
 
-// Brings the stretch's gradients into the bucket, scaled: neighbours that lie elsewhere in one copy, those that lie in
-// the bucket already where they are.
-void MessageSender::bring(const StepInFlight& step, const BucketLayout& layout, const Slice& stretch, double divisor) {
+// Brings the stretch's gradients into the bucket, scaled unless the group does that: neighbours that lie elsewhere in
+// one copy, those that lie in the bucket already where they are.
+void MessageSender::bring(const StepInFlight& step, const BucketLayout& layout, const Slice& stretch, bool scales) {
   enum class Way { kLeave, kScale, kGather };
   const at::Tensor flat = step.buckets[stretch.bucket].flat();
   int64_t begin = stretch.offset;
   int64_t end = begin;
   Way way = Way::kLeave;
   bool divides = false;
+  double divisor = 1;
   std::vector<SliceOfTensor> sources;
   const auto finish_run = [&] {
     const at::Tensor run = flat.narrow(0, begin, end - begin);
@@ -175,10 +213,12 @@ void MessageSender::bring(const StepInFlight& step, const BucketLayout& layout, 
       next = gradient.defined() ? Way::kGather : Way::kScale;
     }
     const bool divides_next = slots_.is_divided(slice.parameter);
-    if (next != way || divides_next != divides || slice.offset != end) {
+    const double divisor_next = scales ? step.divisor_of(slice.parameter) : 1;
+    if (next != way || divides_next != divides || divisor_next != divisor || slice.offset != end) {
       finish_run();
       way = next;
       divides = divides_next;
+      divisor = divisor_next;
       begin = slice.offset;
     }
     end = slice.offset + slice.length;
@@ -191,7 +231,8 @@ void MessageSender::bring_early(StepInFlight& step, size_t parameter) {
   if (!step.plan || !step.plan->in_place.test(parameter) || !slots_.is_vacant(parameter)) return;
   const at::Tensor gradient = slots_.find(parameter);
   if (!gradient.defined()) return;
-  gather(slots_.place(parameter), {{gradient, 0, gradient.numel()}}, step.divisor, slots_.is_divided(parameter));
+  gather(slots_.place(parameter), {{gradient, 0, gradient.numel()}}, step.divisor_of(parameter),
+         slots_.is_divided(parameter));
   step.brought.set(parameter);
 }
 
@@ -204,14 +245,12 @@ at::Tensor MessageSender::take_gradient(const StepInFlight& step, size_t paramet
   return gradient;
 }
 
-MessageSender::Averaging MessageSender::averaging(const StepInFlight& step, const at::Tensor& tensor) const {
+bool MessageSender::group_averages(const StepInFlight& step, const at::Tensor& tensor) const {
   // Saves a pass over gradients that lie in the bucket already. NCCL's average multiplies with 1/n before it sums, as
   // we do, but with 1/n rounded to the tensor's dtype; in 16 bits that is off by more than the rounding of a product.
-  // Decided by what was agreed, not by the factor, which a rank that has joined does not know.
-  const bool divides = tensor.is_cuda() && tensor.element_size() >= 4 && step.nobody_joined &&
-                       group_.getBackend(c10::kCUDA)->getBackendName() == "nccl";
-  if (divides) return {1, c10d::ReduceOp::AVG};
-  return {step.divisor, c10d::ReduceOp::SUM};
+  // Decided by what was agreed, not by the divisor, which a rank that has joined does not know.
+  return tensor.is_cuda() && tensor.element_size() >= 4 && step.nobody_joined && !step.divides_by_contributors &&
+         group_.getBackend(c10::kCUDA)->getBackendName() == "nccl";
 }
 
 void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout,
@@ -219,6 +258,7 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
   struct Sources {
     std::vector<SliceOfTensor> slices;
     int64_t numel = 0;
+    double divisor = 1;
     bool divides = false;
   };
   std::vector<Sources> sources;
@@ -231,7 +271,10 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
     to.push_back({flat, slice.offset, slice.length});
     for (const ParameterSlice& part : parameters_in(layout.buckets[slice.bucket], slice)) {
       const bool divides = slots_.is_divided(part.parameter);
-      if (sources.empty() || sources.back().divides != divides) sources.push_back({{}, 0, divides});
+      const double divisor = step->divisor_of(part.parameter);
+      if (sources.empty() || sources.back().divides != divides || sources.back().divisor != divisor) {
+        sources.push_back({{}, 0, divisor, divides});
+      }
       Sources& from = sources.back();
       from.numel += part.length;
       const at::Tensor gradient = take_gradient(*step, part.parameter);
@@ -242,11 +285,11 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
       }
     }
   }
-  const at::Tensor packed = staging_for(*step, message.numel, to.front().flat.options());
+  const at::Tensor packed = staging_.take(*step, message.numel, to.front().flat.options());
   // Scaled on the way, so an average would save no pass here, and NCCL has fewer algorithms for it than for a sum.
   int64_t position = 0;
   for (const Sources& from : sources) {
-    gather(packed.narrow(0, position, from.numel), from.slices, step->divisor, from.divides);
+    gather(packed.narrow(0, position, from.numel), from.slices, from.divisor, from.divides);
     position += from.numel;
   }
   all_reduce(packed, c10d::ReduceOp::SUM, {step, std::move(buckets)},
@@ -257,47 +300,17 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
              });
 }
 
-at::Tensor MessageSender::staging_for(StepInFlight& step, int64_t numel, const at::TensorOptions& options) {
-  if (step.next_staging == staging_.size()) staging_.emplace_back();
-  at::Tensor& staging = staging_[step.next_staging++];
-  if (!staging.defined() || staging.numel() < numel || staging.dtype() != options.dtype() ||
-      staging.device() != options.device()) {
-    staging = at::empty({numel}, options);
-  }
-  return staging.narrow(0, 0, numel);
-}
-
-// Runs `on_success` and then counts the message off on each of its buckets; a failed collective fails them instead.
-// The step keeps the buckets alive; they are not looked up in it, because the engine may be adding to it meanwhile.
 void MessageSender::all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch,
                                OnSuccess on_success) {
   RECORD_FUNCTION("ddp_hooks::all_reduce", std::vector<c10::IValue>());
   statistics_.messages += 1;
-  statistics_.payload_bytes += payload_bytes(tensor);
+  const int64_t bytes = payload_bytes(tensor);
+  statistics_.payload_bytes += bytes;
+  statistics_.sent_bytes += 2 * (group_.getSize() - 1) * bytes / group_.getSize();
   std::vector<at::Tensor> tensors{tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = std::move(operation);
-  group_.allreduce(tensors, options)
-      ->getFuture()
-      ->addCallback([launch = std::move(launch), on_success = std::move(on_success),
-                     device = tensor.device()](c10::ivalue::Future& future) {
-        const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
-        std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
-        if (!error) {
-          try {
-            on_success(future);
-          } catch (...) {
-            error = std::current_exception();
-          }
-        }
-        for (BucketInFlight* bucket : launch.buckets) {
-          if (error) {
-            bucket->fail(error);
-          } else {
-            bucket->message_done();
-          }
-        }
-      });
+  when_back(*group_.allreduce(tensors, options), tensor.device(), std::move(launch), std::move(on_success));
 }
 
 }  // namespace ddp_hooks

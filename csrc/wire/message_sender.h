@@ -15,20 +15,14 @@
 #include "kernels/slice_copy.h"
 #include "reducer/bucket_slots.h"
 #include "values/units_of_step.h"
+#include "wire/direct_sender.h"
+#include "wire/launch.h"
+#include "wire/staging.h"
 #include "wire/step_in_flight.h"
 #include "wire/unit_plan.h"
 #include "wire/wire_plan.h"
 
 namespace ddp_hooks {
-
-// Since the last reset; the same on every rank, but for the bytes of sparse gradients.
-struct MessageStatistics {
-  int64_t buckets_whole = 0;
-  int64_t buckets_packed = 0;
-  int64_t buckets_skipped = 0;
-  int64_t messages = 0;
-  int64_t payload_bytes = 0;  // what was handed to collectives
-};
 
 // What a tensor adds to `payload_bytes`; of a sparse one, its indices and its values.
 int64_t payload_bytes(const at::Tensor& tensor);
@@ -37,7 +31,7 @@ class MessageSender {
  public:
   // The group has to outlive every call of `send`.
   MessageSender(c10d::ProcessGroup& group, BucketSlots& slots, MessageStatistics& statistics)
-      : group_(group), slots_(slots), statistics_(statistics) {}
+      : group_(group), slots_(slots), statistics_(statistics), direct_(group, staging_, statistics) {}
 
   // `divided`: parts of the bucket travel beside the plan, by units.
   void send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t bucket,
@@ -45,7 +39,10 @@ class MessageSender {
 
   // The used units of a bucket's gradients, from where they lie and back there. The bucket has to be held until then.
   void send_units(const std::shared_ptr<StepInFlight>& step, uint32_t bucket,
-                  const std::vector<DividedGradient>& gradients, const std::vector<UnitMessage>& messages);
+                  const std::vector<DividedGradient>& gradients, const UnitPlan& plan);
+
+  // After the last bucket's messages. Waits for contributions to what this rank sums.
+  void send_sums(const std::shared_ptr<StepInFlight>& step) { direct_.send_sums(step); }
 
   // To be called when a parameter's gradient is final, which may be long before its bucket is ready: copies it to where
   // it will be sent from while it is still in the processor's cache.
@@ -55,33 +52,23 @@ class MessageSender {
   void drop_staging();
 
  private:
-  // What messages are divided by before they are handed over, and how they are reduced.
-  struct Averaging {
-    double divisor;
-    c10d::ReduceOp operation;
-  };
-  // A message launched for some buckets of a step, until its collective is back.
-  struct Launch {
-    std::shared_ptr<StepInFlight> step;
-    std::vector<BucketInFlight*> buckets;
-  };
-  using OnSuccess = std::function<void(c10::ivalue::Future&)>;
-
-  void send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket);
+  void send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, size_t parameter);
   void send_in_place(const std::shared_ptr<StepInFlight>& step, const BucketLayout& layout, const Message& message);
   void send_packed(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, const Message& message);
-  void bring(const StepInFlight& step, const BucketLayout& layout, const Slice& stretch, double divisor);
+  void send_direct(const std::shared_ptr<StepInFlight>& step, const DirectMessage& message);
+  void prepare_direct(const StepInFlight& step, const BucketLayout& layout, uint32_t bucket, const WirePlan& plan);
+  void bring(const StepInFlight& step, const BucketLayout& layout, const Slice& stretch, bool scales);
   at::Tensor take_gradient(const StepInFlight& step, size_t parameter);
-  Averaging averaging(const StepInFlight& step, const at::Tensor& tensor) const;
+  bool group_averages(const StepInFlight& step, const at::Tensor& tensor) const;
   void send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket,
                          const std::vector<DividedGradient>& gradients, const UnitMessage& message);
-  at::Tensor staging_for(StepInFlight& step, int64_t numel, const at::TensorOptions& options);
   void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
 
   c10d::ProcessGroup& group_;
   BucketSlots& slots_;
   MessageStatistics& statistics_;
-  std::vector<at::Tensor> staging_;  // one for each packed message of a step, kept from step to step
+  Staging staging_;
+  DirectSender direct_;
 };
 
 }  // namespace ddp_hooks

@@ -9,6 +9,7 @@
 #include <memory>
 #include <unordered_map>
 
+#include "layout/contributors.h"
 #include "layout/usage_mask.h"
 #include "wire/wire_plan.h"
 
@@ -19,14 +20,17 @@ class PlanCache {
  public:
   explicit PlanCache(size_t capacity) : capacity_(capacity) {}
 
-  std::shared_ptr<const WirePlan> find(const UsageMask& agreed, const UsageMask& divided);
-  void insert(const UsageMask& agreed, const UsageMask& divided, std::shared_ptr<const WirePlan> plan);
+  std::shared_ptr<const WirePlan> find(const UsageMask& agreed, const UsageMask& divided,
+                                       const Contributors& contributors);
+  void insert(const UsageMask& agreed, const UsageMask& divided, const Contributors& contributors,
+              std::shared_ptr<const WirePlan> plan);
   void clear();
 
  private:
   struct Key {
     UsageMask agreed;
     UsageMask divided;
+    Contributors contributors;
     bool operator==(const Key& other) const = default;
   };
   struct Entry {
@@ -34,7 +38,9 @@ class PlanCache {
     std::shared_ptr<const WirePlan> plan;
   };
   struct KeyHash {
-    size_t operator()(const Key& key) const { return key.agreed.hash() ^ (key.divided.hash() << 1); }
+    size_t operator()(const Key& key) const {
+      return key.agreed.hash() ^ (key.divided.hash() << 1) ^ (key.contributors.hash() << 2);
+    }
   };
 
   size_t capacity_;

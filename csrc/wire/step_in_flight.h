@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "layout/contributors.h"
 #include "layout/usage_mask.h"
 #include "wire/wire_plan.h"
 
@@ -58,16 +59,21 @@ class BucketInFlight {
 struct StepInFlight {
   // A deque, because completions point to buckets while later ones are added.
   std::deque<BucketInFlight> buckets;
-  bool shadow = false;         // this rank has joined and only plays along
-  bool nobody_joined = false;  // as far as it was agreed; without an exchange nobody knows
-  double divisor = 1;          // what gradients are divided by before they are summed
-  UsageMask agreed;            // the values detector clears bits as buckets settle
+  bool shadow = false;                   // this rank has joined and only plays along
+  bool nobody_joined = false;            // as far as it was agreed; without an exchange nobody knows
+  double divisor = 1;                    // what gradients are divided by before they are summed
+  bool divides_by_contributors = false;  // each parameter's by how many ranks contribute to it, instead
+  Contributors contributors;             // of each parameter, as far as that was agreed
+  UsageMask agreed;                      // the values detector clears bits as buckets settle
   // Null where the values detector is on: there it is made bucket by bucket.
   std::shared_ptr<const WirePlan> plan;
   UsageMask brought;  // these parameters' gradients lie in their places already, scaled
   size_t next_staging = 0;
   std::exception_ptr error;  // once set, the buckets still to come fail with it
 
+  double divisor_of(size_t parameter) const {
+    return divides_by_contributors ? static_cast<double>(contributors.count(parameter)) : divisor;
+  }
   void fail(const std::exception_ptr& reason);
 };
 

@@ -4,6 +4,8 @@
 // each; the others are gathered, until a message has `pack_bytes`. A gradient of which nearly all is used travels
 // whole.
 //
+// What few ranks contribute to does not go round a ring, see direct_plan.h.
+//
 // Always holds: every used unit is in exactly one message; what travels beside them is +0.0 on every rank.
 // Thread-safety: none needed; it is a function. Every rank must agree on all that goes in.
 #pragma once
@@ -12,8 +14,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "layout/contributors.h"
 #include "layout/units.h"
 #include "layout/usage_mask.h"
+#include "wire/direct_plan.h"
 #include "wire/wire_plan.h"
 
 namespace ddp_hooks {
@@ -30,7 +34,12 @@ struct UnitMessage {
   bool in_place = false;
 };
 
-std::vector<UnitMessage> make_unit_messages(const std::vector<Units>& gradients, const UsageMask& used,
-                                            int64_t element_bytes, const PlanSettings& settings);
+struct UnitPlan {
+  std::vector<UnitMessage> reduced;
+  std::vector<DirectMessage> direct;  // their places are gradients
+};
+
+UnitPlan make_unit_plan(const std::vector<Units>& gradients, const UsageMask& used, const Contributors& contributors,
+                        int64_t element_bytes, const PlanSettings& settings);
 
 }  // namespace ddp_hooks

@@ -68,7 +68,77 @@ Message in_place_message(const BucketLayout& layout, const std::vector<Slice>& r
   return message;
 }
 
+// The parameters that need not go round a ring.
+UsageMask choose_direct(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& divided,
+                        const Contributors& contributors, const DirectSettings& settings) {
+  UsageMask direct(layout.parameter_count);
+  if (!settings.allowed || !contributors.are_known()) return direct;
+  int64_t bytes = 0;
+  for (const BucketLayout& bucket : layout.buckets) {
+    for (const ParameterSlice& slice : bucket.slices) {
+      const size_t parameter = slice.parameter;
+      if (slice.length == 0 || !agreed.test(parameter) || divided.test(parameter)) continue;
+      if (transport_for(contributors.ranks(parameter), settings.world_size) == Transport::kAllReduce) continue;
+      direct.set(parameter);
+      bytes += slice.length * bucket.element_bytes;
+    }
+  }
+  return bytes >= settings.min_bytes ? direct : UsageMask(layout.parameter_count);
+}
+
+// Of one kind of buckets.
+std::vector<DirectStretch> direct_stretches(const LayoutOfBuckets& layout, uint64_t kind, const UsageMask& direct,
+                                            const Contributors& contributors) {
+  std::vector<DirectStretch> stretches;
+  for (size_t b = 0; b < layout.buckets.size(); ++b) {
+    if (layout.buckets[b].kind != kind) continue;
+    for (const ParameterSlice& slice : layout.buckets[b].slices) {
+      if (!direct.test(slice.parameter)) continue;
+      const RankSet ranks = contributors.ranks(slice.parameter);
+      if (!stretches.empty()) {
+        auto& [last, last_ranks] = stretches.back();
+        if (last.place == b && last.offset + last.length == slice.offset && last_ranks == ranks) {
+          last.length += slice.length;
+          continue;
+        }
+      }
+      stretches.push_back({{b, slice.offset, slice.length}, ranks});
+    }
+  }
+  return stretches;
+}
+
+void add_direct_messages(const LayoutOfBuckets& layout, const Contributors& contributors,
+                         const DirectSettings& settings, WirePlan& plan) {
+  std::vector<std::pair<uint64_t, int64_t>> kinds;
+  for (const BucketLayout& bucket : layout.buckets) {
+    const std::pair<uint64_t, int64_t> kind{bucket.kind, bucket.element_bytes};
+    if (!bucket.sparse && std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) kinds.push_back(kind);
+  }
+  for (const auto& [kind, element_bytes] : kinds) {
+    const std::vector<DirectStretch> stretches = direct_stretches(layout, kind, plan.direct, contributors);
+    for (DirectMessage& message : make_direct_messages(stretches, element_bytes, settings)) {
+      const std::vector<uint32_t> buckets = buckets_of(message);
+      for (const uint32_t bucket : buckets) {
+        ++plan.buckets[bucket].messages_touching;
+        plan.buckets[bucket].disposition = Disposition::kPacked;
+      }
+      plan.buckets[buckets.back()].direct.push_back(std::move(message));
+    }
+  }
+}
+
 }  // namespace
+
+std::vector<uint32_t> buckets_of(const DirectMessage& message) {
+  std::vector<uint32_t> buckets;
+  for (const DirectGroup& group : message.groups) {
+    for (const DirectPart& part : group.parts) buckets.push_back(static_cast<uint32_t>(part.place));
+  }
+  std::sort(buckets.begin(), buckets.end());
+  buckets.erase(std::unique(buckets.begin(), buckets.end()), buckets.end());
+  return buckets;
+}
 
 Message& WirePlanner::open_message(const BucketLayout& layout) {
   for (Message& message : open_) {
@@ -117,12 +187,19 @@ BucketPlan WirePlanner::add_bucket(uint32_t bucket, const UsageMask& agreed) {
 }
 
 WirePlan make_wire_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& divided,
-                        const PlanSettings& settings) {
+                        const Contributors& contributors, const PlanSettings& settings) {
   WirePlan plan;
-  WirePlanner planner(layout, divided, settings);
-  plan.in_place = UsageMask(layout.parameter_count);
+  plan.direct = choose_direct(layout, agreed, divided, contributors, settings.direct);
+  UsageMask otherwise = divided, reduced = agreed;
+  for (size_t i = 0; i < layout.parameter_count; ++i) {
+    if (!plan.direct.test(i)) continue;
+    otherwise.set(i);
+    reduced.clear(i);
+  }
+  WirePlanner planner(layout, otherwise, settings);
+  plan.in_place = plan.direct;
   for (uint32_t b = 0; b < layout.buckets.size(); ++b) {
-    plan.buckets.push_back(planner.add_bucket(b, agreed));
+    plan.buckets.push_back(planner.add_bucket(b, reduced));
     for (const Message& message : plan.buckets.back().launches) {
       if (!message.in_place) continue;
       const Slice& stretch = message.slices.front();
@@ -132,6 +209,7 @@ WirePlan make_wire_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, 
     }
   }
   if (plan.buckets.empty()) return plan;
+  if (plan.direct.count() > 0) add_direct_messages(layout, contributors, settings.direct, plan);
   // The last bucket closed what nothing could join any more; that was known earlier, so let it leave earlier.
   std::vector<Message> closed_last = std::move(plan.buckets.back().launches);
   plan.buckets.back().launches.clear();

@@ -5,7 +5,8 @@
 // that many nearly empty buckets do not cost many latencies. A message leaves when the last bucket it draws from is
 // ready; messages that leave with the same bucket leave in the order of the plan.
 //
-// Parameters that are agreed on by units are no part of it: they travel beside it, see unit_plan.h.
+// What few ranks contribute does not go round a ring, see direct_plan.h. Parameters that are agreed on by units are no
+// part of this: they travel beside it, see unit_plan.h.
 //
 // Always holds: every used parameter's slice is covered exactly once; a message draws from buckets of one kind only;
 // what is sent beyond the used slices stays under `gap_fraction` of them, bucket by bucket.
@@ -16,7 +17,9 @@
 #include <vector>
 
 #include "layout/bucket_layout.h"
+#include "layout/contributors.h"
 #include "layout/usage_mask.h"
+#include "wire/direct_plan.h"
 
 namespace ddp_hooks {
 
@@ -28,6 +31,7 @@ struct PlanSettings {
   // A gap between two runs of a bucket is sent along when it is at most this fraction of the two runs' mean length and
   // the whole then travels in place.
   double gap_fraction = 0;
+  DirectSettings direct;
 };
 
 struct Message {
@@ -44,7 +48,8 @@ struct Message {
 enum class Disposition : uint8_t { kSkipped, kPacked, kWhole };
 
 struct BucketPlan {
-  std::vector<Message> launches;  // leave when this bucket is ready
+  std::vector<Message> launches;      // leave when this bucket is ready,
+  std::vector<DirectMessage> direct;  // and then these; their places are buckets
   // How many messages, of this bucket's or of a later bucket's launches, carry slices of this bucket.
   int32_t messages_touching = 0;
   Disposition disposition = Disposition::kSkipped;
@@ -52,7 +57,8 @@ struct BucketPlan {
 
 struct WirePlan {
   std::vector<BucketPlan> buckets;
-  UsageMask in_place;  // the parameters that travel where they lie in their buckets
+  UsageMask in_place;  // the parameters that travel from where they lie in their buckets
+  UsageMask direct;    // those that are not all-reduced
 };
 
 // Plans bucket by bucket, for detectors that learn a bucket's mask only when it is ready. Leftovers stay open from one
@@ -78,6 +84,9 @@ class WirePlanner {
 
 // The whole plan at once. Leftovers leave with the last bucket that adds to them instead of with the last of all.
 WirePlan make_wire_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& divided,
-                        const PlanSettings& settings);
+                        const Contributors& contributors, const PlanSettings& settings);
+
+// Those that a message has parts of, ascending.
+std::vector<uint32_t> buckets_of(const DirectMessage& message);
 
 }  // namespace ddp_hooks

@@ -23,6 +23,7 @@ def generate(seed: int, ranks: int) -> Program:
 class _Generator:
     def __init__(self, seed: int, ranks: int) -> None:
         self.random = random.Random(f"{seed} on {ranks}")
+        self.transports = random.Random(f"transports of {seed} on {ranks}")
         self.ranks = ranks
         self.program = Program(seed, ranks)
         self.options = self.program.options
@@ -157,6 +158,20 @@ class _Generator:
             self.static_use = [self._some_layers() for _ in range(self.ranks)]
 
     def _policy(self) -> str | dict[str, Any]:
+        policy = self._policy_but_for_transports()
+        # By numbers of its own, so that what seeds found before this was there stays what it was.
+        if policy == "allreduce" or self.transports.random() < 0.3:
+            return policy
+        settings = policy if isinstance(policy, dict) else policy_of(policy).to_dict()
+        changed = {name: value for name, value in settings.items() if value != getattr(DEFAULTS, name)}
+        # Presets all-reduce what is as small as what is trained here.
+        direct = {
+            "min_direct_bytes": self.transports.choice([0, 0, 0, 1000]),
+            "segment_bytes": self.transports.choice([1, 40, 1000, 1 << 20]),
+        }
+        return {**changed, **direct}
+
+    def _policy_but_for_transports(self) -> str | dict[str, Any]:
         policy = self._policy_but_for_units()
         # Presets divide nothing that is as small as what is trained here.
         if policy == "allreduce" or not self.chance(0.6):

@@ -1,0 +1,136 @@
+#include "wire/direct_plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <deque>
+#include <utility>
+
+namespace ddp_hooks {
+namespace {
+
+int lowest(RankSet set) {
+  return std::countr_zero(set);
+}
+
+// What each rank is given to send in one or two phases, in the order in which it was dealt.
+class Deal {
+ public:
+  Deal(int world_size, int64_t segment) : world_size_(world_size), segment_(segment), load_(count()), dealt_(count()) {}
+
+  void add(const DirectStretch& stretch) {
+    DirectPart rest = stretch.part;
+    while (rest.length > 0) {
+      DirectPart part = rest;
+      part.length = std::min(rest.length, segment_);
+      rest.offset += part.length;
+      rest.length -= part.length;
+      deal({part, stretch.contributors}, least_loaded(stretch.contributors));
+    }
+  }
+
+  // Others spread a part of what one rank alone has too much of.
+  void balance() {
+    if (world_size_ < 3) return;
+    // Each turn moves a segment, and none comes back.
+    for (;;) {
+      const size_t most = static_cast<size_t>(std::max_element(load_.begin(), load_.end()) - load_.begin());
+      const size_t least = static_cast<size_t>(std::min_element(load_.begin(), load_.end()) - load_.begin());
+      std::deque<DirectStretch>& own = dealt_[most].own;
+      if (own.empty()) return;
+      const DirectStretch stretch = own.back();
+      const int64_t moved = stretch.part.length * (world_size_ - 2);
+      if (load_[least] + moved >= load_[most]) return;
+      own.pop_back();
+      load_[most] -= moved;
+      load_[least] += moved;
+      dealt_[least].owned.push_front(stretch);
+    }
+  }
+
+  std::vector<DirectMessage> messages() {
+    std::vector<DirectMessage> messages;
+    collect(Transport::kSpread, &Hand::own, messages);
+    collect(Transport::kByOwner, &Hand::owned, messages);
+    return messages;
+  }
+
+ private:
+  struct Hand {
+    std::deque<DirectStretch> own;    // what it alone contributes, and spreads
+    std::deque<DirectStretch> owned;  // what others contribute, too, or alone
+  };
+
+  size_t count() const { return static_cast<size_t>(world_size_); }
+
+  size_t least_loaded(RankSet ranks) const {
+    auto best = static_cast<size_t>(lowest(ranks));
+    for (size_t rank = best + 1; rank < count(); ++rank) {
+      if (contains(ranks, static_cast<int>(rank)) && load_[rank] < load_[best]) best = rank;
+    }
+    return best;
+  }
+
+  void deal(const DirectStretch& stretch, size_t owner) {
+    const bool alone = std::has_single_bit(stretch.contributors);
+    load_[owner] += stretch.part.length * (world_size_ - 1);
+    for (size_t rank = 0; !alone && rank < count(); ++rank) {
+      if (rank != owner && contains(stretch.contributors, static_cast<int>(rank))) load_[rank] += stretch.part.length;
+    }
+    (alone ? dealt_[owner].own : dealt_[owner].owned).push_back(stretch);
+  }
+
+  // Message i holds the i-th segment of each rank.
+  void collect(Transport transport, std::deque<DirectStretch> Hand::* pile, std::vector<DirectMessage>& messages) {
+    const size_t first = messages.size();
+    for (size_t owner = 0; owner < count(); ++owner) {
+      size_t number = first;
+      int64_t filled = 0;
+      for (const DirectStretch& stretch : dealt_[owner].*pile) {
+        if (filled > 0 && filled + stretch.part.length > segment_) {
+          ++number;
+          filled = 0;
+        }
+        filled += stretch.part.length;
+        if (number == messages.size()) messages.push_back({transport, {}, 0});
+        append(messages[number], stretch, static_cast<int>(owner));
+      }
+    }
+  }
+
+  static void append(DirectMessage& message, const DirectStretch& stretch, int owner) {
+    auto group = std::find_if(message.groups.begin(), message.groups.end(), [&](const DirectGroup& candidate) {
+      return candidate.contributors == stretch.contributors && candidate.owner == owner;
+    });
+    if (group == message.groups.end()) {
+      message.groups.push_back({stretch.contributors, owner, 0, {}});
+      group = message.groups.end() - 1;
+    }
+    message.numel += stretch.part.length;
+    group->numel += stretch.part.length;
+    if (!group->parts.empty()) {
+      DirectPart& last = group->parts.back();
+      if (last.place == stretch.part.place && last.offset + last.length == stretch.part.offset) {
+        last.length += stretch.part.length;
+        return;
+      }
+    }
+    group->parts.push_back(stretch.part);
+  }
+
+  const int world_size_;
+  const int64_t segment_;      // elements
+  std::vector<int64_t> load_;  // elements that each rank sends
+  std::vector<Hand> dealt_;
+};
+
+}  // namespace
+
+std::vector<DirectMessage> make_direct_messages(const std::vector<DirectStretch>& stretches, int64_t element_bytes,
+                                                const DirectSettings& settings) {
+  Deal deal(settings.world_size, std::max<int64_t>(1, settings.segment_bytes / element_bytes));
+  for (const DirectStretch& stretch : stretches) deal.add(stretch);
+  deal.balance();
+  return deal.messages();
+}
+
+}  // namespace ddp_hooks

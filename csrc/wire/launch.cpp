@@ -1,0 +1,45 @@
+#include "wire/launch.h"
+
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <exception>
+#include <optional>
+#include <utility>
+
+#include "kernels/devices.h"
+
+namespace ddp_hooks {
+
+void when_back(c10d::Work& work, c10::Device device, Launch launch, OnSuccess on_success) {
+  work.getFuture()->addCallback(
+      [launch = std::move(launch), on_success = std::move(on_success), device](c10::ivalue::Future& future) {
+        const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
+        std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
+        if (!error) {
+          try {
+            on_success(future);
+          } catch (...) {
+            error = std::current_exception();
+          }
+        }
+        for (BucketInFlight* bucket : launch.buckets) {
+          if (error) {
+            bucket->fail(error);
+          } else {
+            bucket->message_done();
+          }
+        }
+      });
+}
+
+void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double divisor, bool divides) {
+  RECORD_FUNCTION("ddp_hooks::gather", std::vector<c10::IValue>());
+  divides ? gather_divided(to, from, divisor) : gather_scaled(to, from, 1 / divisor);
+}
+
+void keep_for_stream(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) tensor.record_stream(current_stream(tensor.device()));
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,33 @@
+// Memory that messages are put together in, kept from step to step.
+//
+// Always holds: what a step took is nobody else's until the step is over; messages under way keep their own reference.
+// Thread-safety: none; the engine locks. Ranks may differ.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+#include "wire/step_in_flight.h"
+
+namespace ddp_hooks {
+
+class Staging {
+ public:
+  at::Tensor take(StepInFlight& step, int64_t numel, const at::TensorOptions& options) {
+    if (step.next_staging == buffers_.size()) buffers_.emplace_back();
+    at::Tensor& buffer = buffers_[step.next_staging++];
+    if (!buffer.defined() || buffer.numel() < numel || buffer.dtype() != options.dtype() ||
+        buffer.device() != options.device()) {
+      buffer = at::empty({numel}, options);
+    }
+    return buffer.narrow(0, 0, numel);
+  }
+
+  void drop() { buffers_.clear(); }
+
+ private:
+  std::vector<at::Tensor> buffers_;  // in the order in which a step takes them
+};
+
+}  // namespace ddp_hooks
