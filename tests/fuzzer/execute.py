@@ -168,7 +168,9 @@ class _Run:
         self._look("end")
         if self.state is not None:
             self.trace.counters = {
-                name: value for name, value in self.state.stats().to_dict().items() if not name.endswith("_seconds")
+                name: value
+                for name, value in self.state.stats().to_dict().items()
+                if not name.endswith("_seconds") and name != "sent_bytes"  # each rank's own
             }
             self._check_statistics(self.state)
         if self.buffer_sync is not None:

@@ -1,0 +1,424 @@
+"""What few ranks contribute does not go round a ring: who contributes, how it then travels, and what comes of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import test_units
+import torch
+from spawn import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Scenario, Trainer, compare, register
+
+import ddp_hooks
+from ddp_hooks import _C, Policy
+
+DIRECT = Policy("direct", min_direct_bytes=0, segment_bytes=300)
+DIRECT_ROWS = replace(DIRECT, name="direct rows", units="on", min_divided_bytes=0, min_unit_bytes=1)
+
+
+# --- who contributes, without processes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 33, 64])
+def test_planes_say_what_masks_say(ranks: int) -> None:
+    """Against the obvious: keep every rank's mask. In whatever order ranks are merged, and in whatever groups."""
+    generator = random.Random(ranks)
+    for bits in (1, 64, 130):
+        masks = []
+        for _ in range(ranks):
+            mask = _C.UsageMask(bits)
+            for bit in range(bits):
+                if generator.random() < generator.choice([0, 1 / ranks, 1]):
+                    mask.set(bit)
+            masks.append(mask)
+        pieces = [_C.write_planes(mask, rank, ranks) for rank, mask in enumerate(masks)]
+        while len(pieces) > 1:
+            first, second = (pieces.pop(generator.randrange(len(pieces))) for _ in range(2))
+            pieces.append(_C.merge_planes(first, second, bits, ranks))
+        for bit, (count, found) in enumerate(_C.read_planes(pieces[0], bits, ranks)):
+            contributors = [rank for rank, mask in enumerate(masks) if mask.test(bit)]
+            assert count == len(contributors)
+            assert found == (1 << contributors[0] if count == 1 else 0)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 63, 64, 65])
+def test_planes_of_nobody_change_nothing(bits: int) -> None:
+    planes = _C.write_planes(_C.UsageMask(bits, True), 3, 5)
+    nobody = [0] * len(planes)
+    assert _C.merge_planes(planes, nobody, bits, 5) == _C.merge_planes(nobody, planes, bits, 5) == planes
+
+
+def test_planes_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected the planes of so many bits and ranks"):
+        _C.read_planes([0], 64, 8)
+
+
+# --- how it travels
+
+
+def transfers(contributors: int, ranks: int) -> dict[_C.Transport, int]:
+    """How often a byte crosses a link, counted by hand."""
+    count = contributors.bit_count()
+    possible = {_C.Transport.ALL_REDUCE: 2 * (ranks - 1)}
+    if count == 1:
+        possible[_C.Transport.SPREAD] = ranks - 1
+    if count > 1:
+        possible[_C.Transport.BY_OWNER] = (count - 1) + (ranks - 1)
+    return possible
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_transport_with_the_fewest_transfers(ranks: int) -> None:
+    for contributors in range(1, 2**ranks):
+        possible = transfers(contributors, ranks)
+        chosen = _C.transport_for(contributors, ranks)
+        # But a second phase that saves next to nothing is not worth its latency.
+        least = min(possible.values())
+        assert possible[chosen] == least or possible[chosen] * 0.9 < least
+    everybody = 2**ranks - 1
+    assert _C.transport_for(everybody, ranks) == _C.Transport.ALL_REDUCE
+    assert _C.transport_for(0, ranks) == _C.Transport.ALL_REDUCE  # nobody knows who
+
+
+class Case:
+    """Random parameters, and who contributes to which."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.ranks = draw.choice([2, 3, 4])
+        self.parameters = draw.randint(1, 30)
+        buckets, parameter = [], 0
+        while parameter < self.parameters:
+            slices, offset = [], 0
+            for _ in range(min(draw.randint(1, 5), self.parameters - parameter)):
+                length = draw.choice([0, 1, 7, 100, 1000])
+                slices.append(_C.ParameterSlice(parameter, offset, length))
+                offset += length
+                parameter += 1
+            buckets.append(_C.BucketLayout(slices, 4, draw.choice([0, 0, 1])))
+        self.layout = _C.LayoutOfBuckets(buckets, self.parameters)
+        self.by_rank = [_C.UsageMask(self.parameters) for _ in range(self.ranks)]
+        self.agreed = _C.UsageMask(self.parameters)
+        share = draw.choice([0.2, 0.5, 0.9])
+        for mask in self.by_rank:
+            for i in range(self.parameters):
+                if draw.random() < share:
+                    mask.set(i)
+            self.agreed.merge(mask)
+        self.segment_bytes = draw.choice([1, 40, 400, 10_000])
+
+    def contributors(self, parameter: int) -> int:
+        return sum(mask.test(parameter) << rank for rank, mask in enumerate(self.by_rank))
+
+    def plan(self, least: int = 0) -> list[_C.BucketPlan]:
+        direct = _C.DirectSettings(
+            allowed=True, world_size=self.ranks, segment_bytes=self.segment_bytes, min_bytes=least
+        )
+        settings = _C.PlanSettings(in_place_bytes=400, pack_bytes=4000, gap_fraction=0.0, direct=direct)
+        return _C.make_wire_plan(self.layout, self.agreed, settings, by_rank=self.by_rank)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_used_element_travels_once(seed: int) -> None:
+    case = Case(seed)
+    elements: Counter[tuple[int, int]] = Counter()
+    touching: Counter[int] = Counter()
+    for ready, plan in enumerate(case.plan()):
+        for message in plan.launches:
+            touching.update({piece.bucket for piece in message.slices})
+            for piece in message.slices:
+                elements.update((piece.bucket, piece.offset + i) for i in range(piece.length))
+        for message in plan.direct:
+            places = {part.place for group in message.groups for part in group.parts}
+            assert max(places) == ready  # when the last of its gradients is there, and no later
+            assert len({case.layout.buckets[place].element_bytes for place in places}) == 1
+            touching.update(places)
+            assert message.numel == sum(group.numel for group in message.groups)
+            for group in message.groups:
+                assert group.numel == sum(part.length for part in group.parts)
+                elements.update((part.place, part.offset + i) for part in group.parts for i in range(part.length))
+    used: Counter[tuple[int, int]] = Counter()
+    for b, bucket in enumerate(case.layout.buckets):
+        for piece in bucket.slices:
+            if case.agreed.test(piece.parameter):
+                used.update((b, piece.offset + i) for i in range(piece.length))
+    assert elements == used
+    assert {b: plan.messages_touching for b, plan in enumerate(case.plan()) if plan.messages_touching} == touching
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_owners_contribute_and_messages_are_small(seed: int) -> None:
+    case = Case(seed)
+    where = {
+        (b, piece.offset + i): piece.parameter
+        for b, bucket in enumerate(case.layout.buckets)
+        for piece in bucket.slices
+        for i in range(piece.length)
+    }
+    segment = max(1, case.segment_bytes // 4)
+    for message in itertools.chain.from_iterable(plan.direct for plan in case.plan()):
+        by_owner: Counter[int] = Counter()
+        for group in message.groups:
+            by_owner[group.owner] += group.numel
+            alone = group.contributors.bit_count() == 1
+            if message.transport == _C.Transport.SPREAD:
+                assert alone
+                assert group.contributors == 1 << group.owner
+            else:
+                assert alone or group.contributors >> group.owner & 1
+            for part in group.parts:
+                assert case.contributors(where[part.place, part.offset]) == group.contributors
+        assert max(by_owner.values()) <= segment
+
+
+def test_nobody_spreads_everything() -> None:
+    """What one rank of four has alone is dealt out, so that its link carries it once and not three times."""
+    slices = [_C.ParameterSlice(0, 0, 120_000)]
+    layout = _C.LayoutOfBuckets([_C.BucketLayout(slices, 4)], 1)
+    masks = [_C.UsageMask(1, rank == 2) for rank in range(4)]
+    direct = _C.DirectSettings(allowed=True, world_size=4, segment_bytes=4000, min_bytes=0)
+    settings = _C.PlanSettings(in_place_bytes=1 << 20, pack_bytes=1 << 20, gap_fraction=0.0, direct=direct)
+    sent: Counter[int] = Counter()
+    for message in _C.make_wire_plan(layout, masks[2], settings, by_rank=masks)[0].direct:
+        for group in message.groups:
+            if group.owner == 2:
+                sent[2] += 3 * group.numel
+            else:
+                sent[2] += group.numel
+                sent[group.owner] += 2 * group.numel
+    assert max(sent.values()) == sent[2] <= 1.05 * 120_000
+    assert min(sent[rank] for rank in (0, 1, 3)) >= 0.6 * 120_000
+
+
+def test_so_little_is_all_reduced() -> None:
+    case = Case(3)
+    assert any(plan.direct for plan in case.plan())
+    assert not any(plan.direct for plan in case.plan(least=1 << 30))
+
+
+# --- against plain DDP
+
+
+class RandomRanks(Scenario):
+    """Each layer is used by a random set of ranks, from nobody to everybody."""
+
+    steps = 8
+    tolerance = 1e-5
+
+    def build(self) -> nn.Module:
+        class Layers(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(nn.Linear(width, width) for width in (8, 16, 8, 4, 24, 8))
+                self.head = nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+                for i in used:
+                    layer = self.layers[i]
+                    width = layer.in_features
+                    x = x + nn.functional.pad(layer(x[:, :width] if width < 8 else x.repeat(1, 3)[:, :width]), (0, 8))[
+                        :, :8
+                    ]
+                return self.head(x)
+
+        return Layers()
+
+    def step(self, t: Trainer, i: int) -> None:
+        used = [layer for layer in range(6) if t.generator.initial_seed() * 7919 + layer * 31 + i * 17 & 3 > 1]
+        t.ddp(t.batch(3, 8), used).square().mean().backward()
+
+
+class Half(RandomRanks):
+    tolerance = 1e-2
+
+    def build(self) -> nn.Module:
+        return super().build().bfloat16()
+
+    def step(self, t: Trainer, i: int) -> None:
+        used = [layer for layer in range(6) if (layer + i + t.rank) % 3 == 0]
+        t.ddp(t.batch(3, 8, dtype=torch.bfloat16), used).float().square().mean().backward()
+
+
+class KeptGradients(RandomRanks):
+    """What is left of an earlier step is sent again where another rank uses the parameter."""
+
+    def run(self, t: Trainer) -> None:
+        for i in range(self.steps):
+            self.step(t, i)
+            t.record()
+            if i % 3 == 2:
+                t.optimizer.step()
+                t.optimizer.zero_grad()
+
+
+class ManyBuckets(RandomRanks):
+    ddp_options = {"bucket_cap_mb": 0.0005, "gradient_as_bucket_view": True}
+
+
+SCENARIOS = [RandomRanks, Half, KeptGradients, ManyBuckets]
+ROWS = [
+    test_units.OnOneRank,
+    test_units.RankBuckets,
+    test_units.Rows,
+    test_units.Views,
+    test_units.GradientsStay,
+    test_units.BrainExperts,
+    test_units.ComplexExperts,
+    test_units.SpecialNumbers,
+    test_units.NegativeZeros,
+    test_units.NoSync,
+]
+
+
+def same_as_plain_ddp(rank: int) -> None:
+    for scenario in SCENARIOS:
+        for native in (True, False):
+            compare(rank, scenario(), DIRECT, native)
+        compare(rank, scenario(), replace(DIRECT, in_place_bytes=0, segment_bytes=64), True)
+    for scenario in ROWS:
+        compare(rank, scenario(), DIRECT_ROWS, True)
+        compare(rank, scenario(), DIRECT, True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_same_as_plain_ddp(world_size: int) -> None:
+    run_ranks(world_size, same_as_plain_ddp, timeout=300.0)
+
+
+class Heads(nn.Module):
+    def __init__(self, heads: int, width: int = 64) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(width, width)
+        self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(heads))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](torch.tanh(self.trunk(x)))
+
+
+def bytes_by_transport(rank: int, world_size: int) -> None:
+    """A head for each rank, and two that half of the ranks use."""
+    ddp = DistributedDataParallel(Heads(world_size + 2), find_unused_parameters=True)
+    state = register(ddp, DIRECT, True)
+    head = sum(p.numel() for p in ddp.module.trunk.parameters()) * 4
+    ddp(torch.ones(2, 64), rank).sum().backward()
+    stats = state.stats()
+    assert stats.payload_bytes == head * (world_size + 1)
+    assert (stats.spread_bytes, stats.owner_bytes) == (head * world_size, 0)
+    ring = 2 * (world_size - 1) * head // world_size
+    assert stats.sent_bytes == ring + (world_size - 1) * head
+    assert state.usage()[f"heads.{rank}.weight"].ranks == (rank,)
+    assert state.usage()["trunk.weight"].ranks == tuple(range(world_size))
+    assert state.usage()[f"heads.{world_size}.weight"].ranks == ()
+    assert "spread by the one rank that has them" in str(stats)
+
+    ddp.zero_grad()
+    state.reset_stats()
+    ddp(torch.ones(2, 64), world_size + rank % 2).sum().backward()
+    stats = state.stats()
+    if world_size == 4:
+        assert (stats.spread_bytes, stats.owner_bytes) == (0, 2 * head)
+        # Each of a head's two contributors owns half of it: receives the other's, and sends the sum to three.
+        assert stats.sent_bytes == pytest.approx(ring + head / 2 + 3 * head / 2, rel=0.02)
+    state.set_policy(replace(DIRECT, direct=False))
+    state.reset_stats()
+    ddp(torch.ones(2, 64), rank).sum().backward()
+    assert (state.stats().spread_bytes, state.stats().owner_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_by_transport(world_size: int) -> None:
+    run_ranks(world_size, bytes_by_transport, world_size)
+
+
+def on_a_grid(rank: int) -> None:
+    """Six ranks are two axes, where planes say who is alone; what several contribute is all-reduced."""
+    ddp = DistributedDataParallel(Heads(8), find_unused_parameters=True)
+    state = register(ddp, DIRECT, True)
+    plain = DistributedDataParallel(Heads(8), find_unused_parameters=True)
+    plain.load_state_dict(ddp.state_dict())
+    head = sum(p.numel() for p in ddp.module.trunk.parameters()) * 4
+    for head_of_rank in (rank, 6 + rank % 2):
+        for module in (ddp, plain):
+            module.zero_grad()
+            module(torch.full((2, 64), 0.1 * rank), head_of_rank).sum().backward()
+        for ours, expected in zip(ddp.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (expected.grad is None)
+            if ours.grad is not None:
+                torch.testing.assert_close(ours.grad, expected.grad)
+    assert state.stats().spread_bytes == 6 * head
+    assert state.stats().owner_bytes == 0
+    assert state.usage()["heads.6.weight"].ranks is None
+    assert state.usage()["heads.5.weight"].ranks == ()
+
+
+def test_on_a_grid() -> None:
+    run_ranks(6, on_a_grid, timeout=300.0)
+
+
+def rows_by_rank(rank: int) -> None:
+    ddp = DistributedDataParallel(test_units.Table(300))
+    state = register(ddp, DIRECT_ROWS, True)
+    ddp(torch.tensor([[1, 2 + rank, 7 + rank, 100]])).square().mean().backward()
+    units = state.usage()["table.weight"].units
+    assert units == ddp_hooks.statistics.UnitUsage(300, 4, 6, (4, 4))
+    row = 8 * 4
+    assert state.stats().spread_bytes == 4 * row
+
+
+def test_rows_by_rank() -> None:
+    run_ranks(2, rows_by_rank)
+
+
+def halves_pay(rank: int) -> None:
+    """Two halves of a table make all of it; but what one rank has alone costs half."""
+    ddp = DistributedDataParallel(test_units.Table(1024, 64))
+    state = register(ddp, replace(test_units.ADAPTIVE, direct=True, min_direct_bytes=0), True)
+    half = torch.arange(1024).reshape(2, -1)[rank][None]
+    for _ in range(4):
+        ddp(half).sum().backward()
+        ddp.zero_grad()
+    assert state.stats().units_steps == 3
+    assert state.stats().spread_bytes == 3 * 1024 * 64 * 4
+
+
+def test_halves_pay() -> None:
+    run_ranks(2, halves_pay)
+
+
+# --- averages over contributors
+
+
+def average_of_contributors(rank: int, world_size: int) -> None:
+    def gradients(policy: Policy | None) -> tuple[dict[str, torch.Tensor], ddp_hooks.SkipUnusedState | None]:
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Heads(world_size + 1), find_unused_parameters=True)
+        state = None if policy is None else register(ddp, policy, True)
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
+        # The last head is used by all but rank 0, which uses its own.
+        ddp(x, 0 if rank == 0 else world_size).square().mean().backward()
+        return {name: p.grad for name, p in ddp.module.named_parameters() if p.grad is not None}, state
+
+    plain, _ = gradients(None)
+    count = {"heads.0": 1, f"heads.{world_size}": world_size - 1, "trunk": world_size}
+    for base in (DIRECT, DIRECT_ROWS, replace(DIRECT, direct=False), replace(DIRECT_ROWS, direct=False)):
+        ours, _ = gradients(replace(base, average="contributors"))
+        assert ours.keys() == plain.keys()
+        for name, gradient in ours.items():
+            factor = world_size / count[name.rsplit(".", 1)[0]]
+            torch.testing.assert_close(gradient, plain[name] * factor, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_average_of_contributors(world_size: int) -> None:
+    run_ranks(world_size, average_of_contributors, world_size)
+
+
+def test_an_average_of_contributors_needs_to_know_them() -> None:
+    with pytest.raises(ValueError, match=r"Policy.average: expected 'world' without the graph detector"):
+        Policy("mine", graph=False, average="contributors")
