@@ -86,7 +86,7 @@ class Policy:
     pack_bytes: int = 4 << 20
     gap_fraction: float = 1 / 128
     direct: bool = True
-    segment_bytes: int = 1 << 20
+    segment_bytes: int = 256 << 10
     min_direct_bytes: int = 256 << 10
     average: Average = "world"
     min_zero_fraction: float = 0.05
