@@ -178,8 +178,8 @@ def plan_bucket_by_bucket(
     layout: LayoutOfBuckets, agreed: UsageMask, settings: PlanSettings, divided: UsageMask | None = None
 ) -> list[BucketPlan]: ...
 
-# `used` is the mask of all units of all gradients, and `by_rank` what of it each rank uses. Returns for each message that
-# is all-reduced whether it travels in place, and its runs (gradient, offset, length); and the other messages.
+# `used` is the mask of all units of all gradients, and `by_rank` what of it each rank uses. Returns for each message
+# that is all-reduced whether it travels in place, and its runs (gradient, offset, length); and the other messages.
 def make_unit_plan(
     gradients: Sequence[Units],
     used: UsageMask,
@@ -333,8 +333,9 @@ def compress(mask: UsageMask) -> list[int]: ...
 # Set union; raises ValueError, with the mask unchanged, when the words are no mask of its size.
 def merge_compressed(words: Sequence[int], into: UsageMask) -> None: ...
 
-# Take the mask of a rank, its number and how many there are; the planes of two sets of ranks, the bits of a mask and how
-# many ranks there are; and the last two again. What is read: for each bit how many ranks set it and which, a bit each.
+# Take the mask of a rank, its number and how many there are; the planes of two sets of ranks, the bits of a mask and
+# how many ranks there are; and the last two again. What is read: for each bit how many ranks set it and which, a bit
+# each.
 def write_planes(arg0: UsageMask, arg1: int, arg2: int, /) -> list[int]: ...
 def merge_planes(arg0: Sequence[int], arg1: Sequence[int], arg2: int, arg3: int, /) -> list[int]: ...
 def read_planes(arg0: Sequence[int], arg1: int, arg2: int, /) -> list[tuple[int, int]]: ...
@@ -365,8 +366,8 @@ class Engine:
     def statistics(self) -> Statistics: ...
     def reset_statistics(self) -> None: ...
     # (here, anywhere), of size 0 before the first step; and of what was agreed on by units: parameter, number of units,
-    # how many of them were used here, how many anywhere, and by each rank. And, if somebody asked, for each parameter how
-    # many ranks contributed and which, a bit each, as far as that is known.
+    # how many of them were used here, how many anywhere, and by each rank. And, if somebody asked, for each parameter
+    # how many ranks contributed and which, a bit each, as far as that is known.
     def usage(
         self,
     ) -> tuple[UsageMask, UsageMask, list[tuple[int, int, int, int, list[int]]], list[tuple[int, int]]]: ...

@@ -52,9 +52,10 @@ class Policy:
         pack_bytes: gathered gradients leave when this many bytes have come together. Bytes.
         gap_fraction: unused gradients between two used runs are sent along when they make up at most this fraction of
             the runs' mean length, because one message in place is cheaper than two.
-        direct: what few ranks contribute need not go round a ring with everybody's zeros: what one rank alone has it sends
-            to the others, and what some have one of them sums (docs/protocol.md, "Who contributes"). It takes half of an
-            all-reduce's bytes, or a third less. Needs ``graph``, and a group of gloo or NCCL of at most 64 ranks.
+        direct: what few ranks contribute need not go round a ring with everybody's zeros: what one rank alone has it
+            sends to the others, and what some have one of them sums (docs/protocol.md, "Who contributes"). That takes
+            half of an all-reduce's bytes, or a third less. Needs ``graph``, and a group of gloo or NCCL of at most 64
+            ranks; elsewhere everything is all-reduced.
         segment_bytes: such gradients travel in messages of about so much from each rank. Bytes.
         min_direct_bytes: with less than this of them in a step, or in a bucket's units, all are all-reduced. Bytes.
         average: ``"world"`` divides by the number of ranks, as DDP does; ``"contributors"`` divides each parameter's

@@ -53,8 +53,8 @@ class Statistics:
         payload_bytes: the gradients that travelled, however they did. Bytes.
         spread_bytes: so many of them one rank alone contributed, and sent to the others. Bytes.
         owner_bytes: so many of them some ranks contributed and one of these summed. Bytes.
-        sent_bytes: what this rank sent of gradients: of all-reduces what a ring would send, 2 (n - 1) / n of their bytes,
-            otherwise as it was. Bytes.
+        sent_bytes: what this rank sent of gradients: of all-reduces what a ring would send, 2 (n - 1) / n of their
+            bytes, otherwise as it was. Bytes.
         mask_bytes: what was handed to the control group to agree on usage masks. Bytes.
         exchanges: mask exchanges.
         plan_cache_hits: steps whose wire plan was known already.
