@@ -71,7 +71,7 @@ def _run_file(named: str, main: ModuleType) -> None:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
-        python = os.path.basename(sys.executable or "python")
+        python = sys.orig_argv[0] if sys.orig_argv else "python"
         print(f"{python}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
         raise SystemExit(2) from None
     _put_first_in_path(os.path.dirname(os.path.realpath(path)))
