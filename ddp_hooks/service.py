@@ -106,6 +106,9 @@ class Service:
         self._names: list[str] = []
         self._places: dict[str, int] = {}  # of the names
         self._index: ParameterIndex | None = None
+        # Of every parameter that the module's Reducers have had since it is served, by name. Bytes.
+        self._reduced_bytes: dict[str, int] = {}
+        self._bytes_now = 0  # of those that its Reducer has now
         self._declared: list[set[str]] = []  # one set for each `unused` block that is open
         self._declared_once: set[str] = set()  # for the next forward pass
         self._declared_now: set[str] = set()  # for the one that has begun
@@ -166,7 +169,8 @@ class Service:
         self._finalizer.detach()
         self.engine = None
         self._control_groups = None
-        self._index = None
+        # The state may live on, for its statistics, and must not keep the parameters.
+        self._parameters, self._index = [], None
         self._ddp = None
 
     # --- engines
@@ -187,6 +191,9 @@ class Service:
         self._names = [names.get(id(parameter), f"#{i}") for i, parameter in enumerate(self._parameters)]
         self._places = {name: place for place, name in enumerate(self._names)}
         self._index = ParameterIndex(ddp.module)
+        sizes = {self._names[i]: parameter.numel() * parameter.element_size() for i, parameter in enumerate(reduced)}
+        self._reduced_bytes |= sizes
+        self._bytes_now = sum(sizes.values())
         assert self._control_groups is not None
         engine = _C.Engine(
             reducer=ddp.reducer,
@@ -260,7 +267,8 @@ class Service:
         if problem is None and policy != self._policy:
             problem = (
                 f"expected the policy that the module's hook has already ({self._policy.name!r}), received "
-                f"{policy.name!r}; call state.set_policy() on every rank to change it, or state.close() first"
+                f"{policy.name!r}; call state.set_policy() on every rank to change it, or state.close() first "
+                "(ddp_hooks.states() has the state)"
             )
         description = {_REGISTERED: "yes", **describe(policy, ddp, *parameters_of(ddp))}
         settle("register", propose(ddp, "register", description, problem, ("", ())), error)
@@ -359,7 +367,8 @@ class Service:
         """Return the counters since this module is served; those of a service that was closed stay."""
         if self.engine is None:
             return self._earlier
-        return self._earlier + Statistics.read(self.engine.statistics())
+        removed = sum(self._reduced_bytes.values()) - self._bytes_now
+        return self._earlier + Statistics.read(self.engine.statistics(), self._bytes_now, removed)
 
     def reset_statistics(self) -> None:
         """Set all counters to zero."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .wording import read_fields, short
+from .wording import describe_bytes, read_fields, short
+
+# What fits in a terminal.
+_COLUMNS = 100
 
 # What a checkpoint has to hold. Counters that came later start at zero where they are missing.
 _FIRST_FIELDS = (
@@ -28,10 +32,6 @@ _FIRST_FIELDS = (
 )
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.2f} MB"
-
-
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """Counters since the state was made or :meth:`SkipUnusedState.reset_stats`.
@@ -49,7 +49,10 @@ class Statistics:
         buckets_packed: buckets of which a part was sent.
         buckets_skipped: buckets of which nothing was sent.
         messages: collectives that carried gradients.
-        dense_bytes: what plain DDP would have handed to its all-reduces. Bytes.
+        dense_bytes: what plain DDP would have handed to its all-reduces, with the parameters that the module's Reducer
+            has at the time. Bytes.
+        rebuilt_bytes: what it would have handed over besides, had no rebuild taken parameters out of the module's
+            Reducer that were in it before. Bytes.
         payload_bytes: the gradients that travelled, however they did. Bytes.
         spread_bytes: so many of them one rank alone contributed, and sent to the others. Bytes.
         owner_bytes: so many of them some ranks contributed and one of these summed. Bytes.
@@ -83,11 +86,21 @@ class Statistics:
     spread_bytes: int = 0
     owner_bytes: int = 0
     sent_bytes: int = 0
+    rebuilt_bytes: int = 0
 
     @classmethod
-    def read(cls, source: Any) -> Statistics:
-        """Copy the counters from an object with the same attributes."""
-        return cls(**{field.name: getattr(source, field.name) for field in fields(cls)})
+    def read(cls, source: Any, reduced_bytes: int = 0, removed_bytes: int = 0) -> Statistics:
+        """Copy the counters from an engine.
+
+        Args:
+            source: an object with the same attributes but ``rebuilt_bytes``, which is worked out here.
+            reduced_bytes: of the parameters in its Reducer. Bytes.
+            removed_bytes: of those that rebuilds have taken out of it. Bytes.
+        """
+        counters = {field.name: getattr(source, field.name) for field in fields(cls) if field.name != "rebuilt_bytes"}
+        # What was taken out and is thawed later counts as dense in those steps in which it has a gradient.
+        missing = source.steps * (reduced_bytes + removed_bytes) - source.dense_bytes
+        return cls(**counters, rebuilt_bytes=min(max(missing, 0), source.steps * removed_bytes))
 
     def __add__(self, other: Statistics) -> Statistics:
         """Sum the counters of two stretches of a run."""
@@ -128,12 +141,24 @@ class Statistics:
             return 0.0
         return 1.0 - (self.payload_bytes + self.mask_bytes) / self.dense_bytes
 
+    @property
+    def wrapped_bytes(self) -> int:
+        """What plain DDP would have handed over for the model as it was wrapped, which it cannot rebuild. Bytes."""
+        return self.dense_bytes + self.rebuilt_bytes
+
+    @property
+    def saved_of_wrapped_fraction(self) -> float:
+        """As :attr:`saved_fraction`, of :attr:`wrapped_bytes`: what rebuilds have spared counts as saved, too."""
+        if self.wrapped_bytes == 0:
+            return 0.0
+        return 1.0 - (self.payload_bytes + self.mask_bytes) / self.wrapped_bytes
+
     def __str__(self) -> str:
-        """Return a summary of a few lines."""
+        """Return a summary of a few lines, none longer than 100 columns."""
         steps = max(self.steps, 1)
         lines = [
-            f"{self.steps} steps: sent {_megabytes(self.payload_bytes)} of {_megabytes(self.dense_bytes)} "
-            f"({self.saved_fraction:.1%} saved), {_megabytes(self.payload_bytes // steps)} a step in "
+            f"{self.steps} steps: sent {describe_bytes(self.payload_bytes)} of {describe_bytes(self.dense_bytes)} "
+            f"({self.saved_fraction:.1%} saved), {describe_bytes(self.payload_bytes // steps)} a step in "
             f"{self.messages / steps:.1f} messages",
             f"buckets: {self.buckets_whole} whole, {self.buckets_packed} in part, {self.buckets_skipped} skipped; "
             f"wire plans: {self.plan_cache_hits} from the cache, {self.plan_cache_misses} made",
@@ -141,19 +166,25 @@ class Statistics:
             f"{self.exchange_wait_seconds / steps * 1e6:.0f} us a step; hook: "
             f"{self.hook_seconds / steps * 1e6:.0f} us a step besides",
         ]
+        if self.rebuilt_bytes:
+            lines.insert(
+                1,
+                f"of the model as it was wrapped, before rebuilds: {describe_bytes(self.wrapped_bytes)} "
+                f"({self.saved_of_wrapped_fraction:.1%} saved)",
+            )
         if self.values_steps:
             lines.append(f"values detector: on in {self.values_steps} of {self.steps} steps")
         if self.spread_bytes or self.owner_bytes:
             lines.append(
-                f"transports: {_megabytes(self.spread_bytes)} spread by the one rank that has them, "
-                f"{_megabytes(self.owner_bytes)} summed by owners, the rest all-reduced"
+                f"transports: {describe_bytes(self.spread_bytes)} spread by the one rank that has them, "
+                f"{describe_bytes(self.owner_bytes)} summed by owners, the rest all-reduced"
             )
         if self.units_steps:
             lines.append(
                 f"units: agreed on in {self.units_steps} of {self.steps} steps, {self.units_sent:,} of "
                 f"{self.units_agreed_on:,} sent"
             )
-        return "\n".join(lines)
+        return "\n".join(textwrap.fill(line, _COLUMNS, subsequent_indent="  ") for line in lines)
 
 
 @dataclass(frozen=True, slots=True)

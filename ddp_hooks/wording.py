@@ -14,6 +14,8 @@ Saved = TypeVar("Saved")
 _LONGEST = 160
 _LONGEST_NAME = 60
 _SHOWN = 6
+_UNITS = (("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
+_LARGEST_NUMBER = 1e5
 
 
 class _Short(reprlib.Repr):
@@ -113,6 +115,12 @@ def read_fields(kind: type[Saved], saved: Mapping[str, Any], required: Sequence[
     """
     check_fields(kind.__name__, saved, required, [field.name for field in fields(kind)])  # type: ignore[arg-type]
     return kind(**saved)
+
+
+def describe_bytes(count: float) -> str:
+    """Return a number of bytes for people, from megabytes on in a unit that leaves few digits before the point."""
+    unit, size = next((each for each in _UNITS if abs(count) < _LARGEST_NUMBER * each[1]), _UNITS[-1])
+    return f"{count / size:,.2f} {unit}"
 
 
 def short_list(names: Sequence[object]) -> str:

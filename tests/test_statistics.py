@@ -6,8 +6,13 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+import torch
+from spawn import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import _C, ParameterUsage, Statistics, statistics
+import ddp_hooks
+from ddp_hooks import _C, ParameterUsage, SkipUnusedState, Statistics, statistics
 
 FIELDS = [field.name for field in dataclasses.fields(Statistics)]
 
@@ -32,15 +37,37 @@ def test_addition_sums_every_counter() -> None:
 
 def test_read_copies_every_counter() -> None:
     source = SimpleNamespace(**numbered(7).to_dict())
+    expected = dataclasses.replace(numbered(7), rebuilt_bytes=0)
     copy = Statistics.read(source)
-    assert copy == numbered(7)
+    assert copy == expected
     source.steps += 1
-    assert copy == numbered(7)
+    assert copy == expected
+
+
+@pytest.mark.parametrize(
+    ("dense", "reduced", "removed", "rebuilt"),
+    [
+        (1000, 100, 0, 0),
+        (1000, 100, 50, 500),
+        (1200, 100, 50, 300),  # what was removed had a gradient in four of ten steps
+        (1500, 100, 50, 0),
+        (1700, 100, 50, 0),  # so had what was never in the Reducer
+        (400, 100, 50, 500),  # sparse gradients
+    ],
+)
+def test_what_rebuilds_have_spared(dense: int, reduced: int, removed: int, rebuilt: int) -> None:
+    source = SimpleNamespace(**Statistics(steps=10, dense_bytes=dense, payload_bytes=60, mask_bytes=15).to_dict())
+    statistics = Statistics.read(source, reduced, removed)
+    assert statistics.rebuilt_bytes == rebuilt
+    assert statistics.wrapped_bytes == dense + rebuilt
+    assert statistics.saved_fraction == pytest.approx(1 - 75 / dense)
+    assert statistics.saved_of_wrapped_fraction == pytest.approx(1 - 75 / (dense + rebuilt))
 
 
 def test_the_engine_has_the_same_counters() -> None:
     engine_counters = {name for name in vars(_C.Statistics) if not name.startswith("_")}
-    assert engine_counters == set(FIELDS)
+    # What a rebuild took away is unknown to the engine that came after it.
+    assert engine_counters == set(FIELDS) - {"rebuilt_bytes"}
 
 
 def test_every_counter_is_described() -> None:
@@ -54,12 +81,17 @@ def test_round_trip_through_a_dict() -> None:
 
 
 def test_an_older_checkpoint_is_read_with_new_counters_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = numbered(3).to_dict()
+    # As 0.1.0 wrote them, before units and rebuilds were counted.
+    first = {name: value for name, value in numbered(3).to_dict().items() if name in statistics._FIRST_FIELDS}
+    read = Statistics.from_dict(first)
+    assert (read.units_steps, read.units_agreed_on, read.units_sent, read.rebuilt_bytes) == (0, 0, 0, 0)
+    assert read.to_dict() | first == read.to_dict()
+    older = dict(first)
     del older["hook_seconds"]
     with pytest.raises(ValueError, match="without hook_seconds"):
         Statistics.from_dict(older)
     monkeypatch.setattr(statistics, "_FIRST_FIELDS", tuple(older))  # as if the counter were a newer one
-    assert Statistics.from_dict(older) == dataclasses.replace(numbered(3), hook_seconds=0.0)
+    assert Statistics.from_dict(older) == dataclasses.replace(read, hook_seconds=0.0)
 
 
 def test_is_frozen() -> None:
@@ -106,6 +138,10 @@ def test_summary_of_a_run() -> None:
         "buckets: 20 whole, 30 in part, 40 skipped; wire plans: 7 from the cache, 3 made",
         "masks: 10 exchanges, 1,280 bytes, waited 100 us a step; hook: 250 us a step besides",
     ]
+    rebuilt = dataclasses.replace(statistics, rebuilt_bytes=3_000_000_000)
+    assert str(rebuilt).splitlines()[1] == (
+        "of the model as it was wrapped, before rebuilds: 5,000.00 MB (90.0% saved)"
+    )
     with_values = dataclasses.replace(statistics, values_steps=4)
     assert str(with_values).splitlines()[3:] == ["values detector: on in 4 of 10 steps"]
 
@@ -114,6 +150,73 @@ def test_summary_before_the_first_step() -> None:
     assert str(Statistics()).startswith("0 steps: sent 0.00 MB of 0.00 MB (0.0% saved)")
 
 
+def test_a_summary_fits_in_a_terminal() -> None:
+    large = Statistics(**{name: type(getattr(Statistics(), name))(10**15 + 1) for name in FIELDS})
+    for counters in (Statistics(), numbered(10**6), large):
+        lines = str(counters).splitlines()
+        assert max(map(len, lines)) <= 100, lines
+    assert "1,000.00 TB" in str(large)
+
+
 def test_equal_counters_are_equal_statistics() -> None:
     assert numbered(1) == numbered(1)
     assert len({numbered(1), numbered(1), numbered(2)}) == 2
+
+
+def _rebuilt_and_resumed(rank: int) -> None:
+    """Savings count against the model as it was wrapped, also over a checkpoint."""
+
+    def bytes_of(module: nn.Module) -> int:
+        return sum(p.numel() * p.element_size() for p in module.parameters())
+
+    def wrap() -> tuple[DistributedDataParallel, SkipUnusedState]:
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8)))
+        return ddp, ddp_hooks.register(ddp, "skip_unused")
+
+    def train(ddp: DistributedDataParallel, steps: int) -> None:
+        for _ in range(steps):
+            ddp(torch.ones(2, 64)).sum().backward()
+
+    ddp, state = wrap()
+    whole, trunk = bytes_of(ddp.module), bytes_of(ddp.module[0])
+    train(ddp, 2)
+    ddp_hooks.freeze(ddp, "0")
+    train(ddp, 2)
+    assert state.stats().rebuilt_bytes == 0
+    assert ddp_hooks.rebuild(ddp)
+    train(ddp, 3)
+    rebuilt = state.stats()
+    assert (rebuilt.dense_bytes, rebuilt.rebuilt_bytes) == (7 * whole - 3 * trunk, 3 * trunk)
+    assert rebuilt.wrapped_bytes == 7 * whole
+    assert rebuilt.payload_bytes == 7 * whole - 5 * trunk
+    expected = 1 - (rebuilt.payload_bytes + rebuilt.mask_bytes) / (7 * whole)
+    assert rebuilt.saved_of_wrapped_fraction == pytest.approx(expected)
+    # Late: what was taken out has a gradient again, which counts as dense.
+    ddp_hooks.unfreeze(ddp, "0")
+    train(ddp, 1)
+    assert state.stats().wrapped_bytes == 8 * whole
+    assert state.stats().rebuilt_bytes == 3 * trunk
+    ddp_hooks.rebuild(ddp)
+    train(ddp, 1)
+    assert (state.stats().wrapped_bytes, state.stats().rebuilt_bytes) == (9 * whole, 3 * trunk)
+
+    # A resumed run wraps the whole model: what was taken out is back, until it is frozen and rebuilt again.
+    resumed, other = wrap()
+    other.load_state_dict(state.state_dict())
+    assert other.stats() == state.stats()
+    ddp_hooks.freeze(resumed, "0")
+    train(resumed, 1)
+    assert other.stats().dense_bytes == state.stats().dense_bytes + whole
+    ddp_hooks.rebuild(resumed)
+    train(resumed, 1)
+    assert other.stats().dense_bytes == state.stats().dense_bytes + 2 * whole - trunk
+    assert (other.stats().wrapped_bytes, other.stats().rebuilt_bytes) == (11 * whole, 4 * trunk)
+    other.reset_stats()
+    train(resumed, 1)
+    assert (other.stats().wrapped_bytes, other.stats().rebuilt_bytes) == (whole, trunk)
+    other.close()
+    assert (other.stats().wrapped_bytes, other.stats().rebuilt_bytes) == (whole, trunk)
+
+
+def test_savings_against_the_model_as_it_was_wrapped() -> None:
+    run_ranks(2, _rebuilt_and_resumed)
