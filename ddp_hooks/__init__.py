@@ -7,6 +7,8 @@
     ...
     print(state.stats())
 
+Where a trainer makes the module, ``ddp_hooks.enable()`` before it starts does the same for each one that is made.
+
 Around it: freezing at any time, and parameters and buffers in step without a backward pass.
 """
 
@@ -26,8 +28,9 @@ except ImportError as _error:
 from ._version import __version__
 from .absentees import RanksAbsentError
 from .agreement import RanksDisagreeError
+from .enabling import disable, enable
 from .freezing import FreezeSchedule, freeze, rebuild, unfreeze
-from .hooks import SkipUnusedState, register, skip_unused_hook
+from .hooks import SkipUnusedState, register, skip_unused_hook, states
 from .policies import PRESETS, Policy
 from .statistics import ParameterUsage, Statistics, UnitUsage
 from .sync import (
@@ -68,11 +71,14 @@ __all__ = [
     "__version__",
     "average_parameters",
     "broadcast_parameters",
+    "disable",
+    "enable",
     "freeze",
     "rebuild",
     "register",
     "share_parameters",
     "skip_unused_hook",
+    "states",
     "unfreeze",
     "verify_replicas",
 ]

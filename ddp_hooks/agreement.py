@@ -42,6 +42,10 @@ class RanksDisagreeError(RuntimeError):
     """The ranks asked for different things; nothing was exchanged and no tensor changed."""
 
 
+class RefusedError(RuntimeError):
+    """A rank cannot take part, or the ranks differ; every rank raises it, and nothing has changed on any."""
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What one rank is about to do, in words.
@@ -236,7 +240,7 @@ def settle(function: str, proposals: Sequence[Proposal], error: Exception | None
         What each rank brought of its own, by rank.
 
     Raises:
-        RuntimeError: with every rank's problem, or every difference.
+        RefusedError: with every rank's problem, or every difference.
         Exception: ``error``, on the rank that has it.
     """
     problems = [each.problem for each in proposals]
@@ -244,7 +248,7 @@ def settle(function: str, proposals: Sequence[Proposal], error: Exception | None
         if error is not None:
             raise error
         refused = [f"{ranks}: {problem}" for problem, ranks in _by_value(problems) if problem is not None]
-        raise RuntimeError(f"{function}: refused on every rank. {'; '.join(refused)}")
+        raise RefusedError(f"{function}: refused on every rank. {'; '.join(refused)}")
     differences = []
     for key in dict.fromkeys(key for each in proposals for key in each.description):
         expected, *others = [each.description.get(key, "nothing") for each in proposals]
@@ -254,7 +258,7 @@ def settle(function: str, proposals: Sequence[Proposal], error: Exception | None
             if received != expected
         ]
     if differences:
-        raise RuntimeError(
+        raise RefusedError(
             f"{function}: the ranks disagree: {'; '.join(differences)}. Pass the same module and policy on every rank"
         )
     return [each.own for each in proposals]

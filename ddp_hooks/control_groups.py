@@ -109,14 +109,15 @@ def grid(ranks: int, largest_axis: int) -> list[int]:
 
 
 def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int) -> Any:
-    store = dist.PrefixStore(name, _store_of(ddp.process_group))  # type: ignore[attr-defined]
+    store = dist.PrefixStore(name, store_of(ddp.process_group))  # type: ignore[attr-defined]
     group = dist.ProcessGroupGloo(store, rank, ranks, timeout=_timeout_of(ddp))
     # What torch's own groups are told, for its flight recorder.
     group.options.group_name = name  # type: ignore[assignment]
     return group
 
 
-def _store_of(group: Any) -> Any:
+def store_of(group: Any) -> Any:
+    """Return the store of a process group, or the default group's if it has none of its own."""
     try:
         store = group.get_group_store()
     except RuntimeError:

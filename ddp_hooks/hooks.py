@@ -3,6 +3,7 @@
 There is no ``from __future__ import annotations`` here: DDP compares the annotations of a hook as objects.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,9 @@ from .statistics import ParameterUsage, Statistics
 from .wording import check_fields, short
 
 _C = _extension.load()
+
+# Every state that was tied to a module, in this order.
+_tied: list[weakref.ref["SkipUnusedState"]] = []
 
 
 class SkipUnusedState:
@@ -82,6 +86,7 @@ class SkipUnusedState:
         self._policy = resolved
         self._earlier, self._service = self.stats(), None
         self._service = Service(ddp, resolved, groups, hook=skip_unused_hook, state=self, native=native)
+        _tied[:] = [other for other in _tied if other() not in (None, self)] + [weakref.ref(self)]
 
     def _is_bound(self) -> bool:
         return self._service is not None and self._service.engine is not None
@@ -186,6 +191,9 @@ class SkipUnusedState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the settings and statistics of a checkpoint; every rank calls it.
 
+        What :func:`ddp_hooks.rebuild` had taken out of the module's Reducer is in it again, because a resumed run wraps
+        the whole model: freeze it, and call ``rebuild`` again.
+
         Args:
             state_dict: what :meth:`state_dict` returned.
 
@@ -279,6 +287,16 @@ def register(ddp: torch.nn.Module, policy: Policy | str = "auto") -> SkipUnusedS
     state._start(PRESETS["auto"], Statistics())
     state._bind(module, policy, native=True)
     return state
+
+
+def states() -> list[SkipUnusedState]:
+    """Return the states that serve modules of this process now, in the order in which they were tied to them.
+
+    They are those of :func:`register`, of :class:`SkipUnusedState` and of :func:`ddp_hooks.enable`; not those that were
+    closed, or whose modules are gone.
+    """
+    living = [state() for state in _tied]
+    return [state for state in living if state is not None and state._service is not None and state._service.ddp]
 
 
 def _decode(state_dict: dict[str, Any]) -> tuple[Policy, Statistics]:

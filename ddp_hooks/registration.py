@@ -35,7 +35,9 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
         )
     if _C.reducer_has_hook(ddp.reducer):
         registered = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
-        return f"a communication hook is registered already ({registered}), and DDP takes one"
+        # One of this package may have come with ddp_hooks.enable, so that its state is in nobody's hands.
+        way_out = "; ddp_hooks.states() has its state, which close() ends" if registered == "skip_unused_hook" else ""
+        return f"a communication hook is registered already ({registered}), and DDP takes one{way_out}"
     if ddp.device_type not in ("cpu", "cuda"):
         return f"expected parameters on the CPU or on CUDA, received some on {ddp.device_type}, without kernels for it"
     if ddp.device_type == "cuda" and not _C.has_cuda():

@@ -1,0 +1,190 @@
+"""The hook for every DDP module that is made from now on, whoever makes it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from .agreement import RanksDisagreeError, RefusedError
+from .construction import watch_construction
+from .hooks import SkipUnusedState, register
+from .policies import Policy, resolve
+from .precedence import give_way_to_other_hooks
+from .roll_call import call_roll
+from .wording import short_list
+
+# How long a module's first rank waits for the others to make theirs under `enable`, too. Making one ends in
+# collectives, so those that come at all come at about the same time.
+PATIENCE_SECONDS = 60.0
+
+_lock = threading.RLock()
+_open: list[Enabling] = []
+_watch = ExitStack()
+
+
+@dataclass(frozen=True, slots=True)
+class MadeModule:
+    """What became of a DDP module that was made.
+
+    Attributes:
+        name: its model's class.
+        rank: this process's rank in the module's group.
+        world_size: that group's size.
+        state: what serves it; None where nothing does.
+        problem: why nothing does; None where something does.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    state: SkipUnusedState | None
+    problem: str | None
+
+
+class Enabling:
+    """What :func:`enable` returns: as a context manager it ends with its block.
+
+    Args:
+        policy: what modules are served with.
+        report: what to tell of each module that is made, or None.
+
+    Attributes:
+        policy: the same.
+    """
+
+    def __init__(self, policy: Policy, report: Callable[[MadeModule], object] | None = None) -> None:
+        self.policy = policy
+        self._report = report
+        with _lock:
+            if not _open:
+                _watch.enter_context(watch_construction(_serve))
+            _open.append(self)
+
+    def end(self) -> None:
+        """Leave modules that are made from now on to what was enabled before, if anything was; may be called again."""
+        with _lock:
+            if self in _open:
+                _open.remove(self)
+                if not _open:
+                    _watch.close()
+
+    def __enter__(self) -> Enabling:
+        """Return this; it is in force already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End it."""
+        self.end()
+
+    def __repr__(self) -> str:
+        """Name the policy, and whether modules that are made now get the hook."""
+        return f"<ddp_hooks.enable(policy={self.policy.name!r}): {'in force' if self in _open else 'ended'}>"
+
+    def serve(self, ddp: DistributedDataParallel) -> None:
+        """Give a new module the hook, or say why it trains on as plain DDP; every rank that has enabled it calls it."""
+        name = type(ddp.module).__name__ if hasattr(ddp, "module") else type(ddp).__name__
+        state, problem = _try_to_register(ddp, self.policy)
+        if state is not None:
+            give_way_to_other_hooks(ddp)
+        else:
+            # From the caller of this, and of DDP's `__init__`.
+            warnings.warn(
+                f"ddp_hooks.enable: {name} trains on as plain DistributedDataParallel. {problem}", stacklevel=4
+            )
+        if self._report is not None:
+            group = ddp.process_group
+            self._report(MadeModule(name, dist.get_rank(group), dist.get_world_size(group), state, problem))
+
+
+def enable(policy: Policy | str = "auto", **settings: Any) -> Enabling:
+    """Give every DistributedDataParallel module that is made from now on the hook, whoever makes it.
+
+    For programs in which a trainer makes the module: one line before it starts, on every rank, does what
+    :func:`ddp_hooks.register` does for each module, at the end of the module's own ``__init__``. Modules that were made
+    before are left alone, and so are copies. :func:`ddp_hooks.states` returns the states.
+
+    A module that cannot be served trains on as plain DDP, on every rank, and each rank warns and says why. That is
+    also so where some rank has not called this: the others wait a minute for it, and say which one it is. A hook that
+    is registered with a module later (``ddp.register_comm_hook``) takes the place of this one, with a warning.
+
+    Enabled again, the latest policy holds for what is made then; :func:`disable` ends all of them.
+
+    Args:
+        policy: a preset's name or a :class:`ddp_hooks.Policy`, as for :func:`ddp_hooks.register`.
+        settings: fields of the policy to set differently, as in ``enable("skip_unused", rebuild_after=100)``.
+
+    Returns:
+        A context manager, for which it is in force within the block only. It need not be used as one.
+
+    Raises:
+        TypeError, ValueError: there is no such policy or setting. Nothing is enabled then.
+
+    Example::
+
+        ddp_hooks.enable()
+        trainer.fit(model, loader)  # which wraps the model
+
+        with ddp_hooks.enable("skip_zeros"):
+            trainer.fit(model, loader)
+    """
+    return Enabling(adjust(resolve(policy), settings))
+
+
+def disable() -> None:
+    """Leave DDP modules that are made from now on as they are; those with a hook keep it.
+
+    Everything that was enabled is ended. Called where nothing is, it does nothing.
+    """
+    with _lock:
+        for enabling in list(_open):
+            enabling.end()
+
+
+def adjust(policy: Policy, settings: dict[str, Any]) -> Policy:
+    """Return the policy with some of its fields set differently.
+
+    Raises:
+        TypeError: a policy has no such field, or a value is of the wrong type.
+        ValueError: a value is out of range.
+    """
+    known = [field.name for field in fields(Policy)]
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise TypeError(
+            f"enable: expected fields of ddp_hooks.Policy as settings ({', '.join(known)}), received "
+            f"{short_list(unknown)}"
+        )
+    return replace(policy, **settings)
+
+
+def _serve(ddp: DistributedDataParallel) -> None:
+    with _lock:
+        enabling = _open[-1] if _open else None
+    if enabling is not None:
+        enabling.serve(ddp)
+
+
+def _try_to_register(ddp: DistributedDataParallel, policy: Policy) -> tuple[SkipUnusedState | None, str | None]:
+    absent = call_roll(ddp.process_group, "enable", PATIENCE_SECONDS)
+    if absent:
+        who = f"{'rank' if len(absent) == 1 else 'ranks'} {short_list([str(rank) for rank in absent])}"
+        return None, (
+            f"expected every rank to make it under ddp_hooks.enable(), waited {PATIENCE_SECONDS:g} s for {who} in "
+            "vain; call enable() on every rank before any module is made, or start all of them with `python -m "
+            "ddp_hooks run`"
+        )
+    try:
+        return register(ddp, policy), None
+    except (RefusedError, RanksDisagreeError) as refusal:
+        # Every rank knows of these. Of other errors only this one may, so they are no reason to go on.
+        return None, str(refusal)
