@@ -23,7 +23,7 @@ except ImportError as _error:
         raise
     # `python -m ddp_hooks info` is what people call to find out why it does not load.
     print(_extension.describe())
-    sys.exit(str(_error))
+    sys.exit(_extension.fold(str(_error)))
 
 from ._version import __version__
 from .absentees import RanksAbsentError

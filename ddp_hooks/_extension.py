@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -68,6 +69,11 @@ def describe() -> str:
         f"python     {sys.version.split()[0]}, {sys.executable}",
     ]
     return "\n".join(lines)
+
+
+def fold(text: str) -> str:
+    """Return text in lines that a terminal shows whole; words, and so names and paths, are not divided."""
+    return textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False)
 
 
 def runs_as_command() -> bool:

@@ -1,0 +1,25 @@
+"""``python -m ddp_hooks info``: what is installed, and whether it works."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ddp_hooks import _extension
+
+
+def add_to(commands: Any) -> None:
+    """Describe the command to an argument parser's ``add_subparsers()``."""
+    parser = commands.add_parser(
+        "info",
+        help="print versions, and why ddp_hooks does not load if it does not",
+        description="Prints the versions of ddp_hooks, torch and Python. If ddp_hooks does not load, it says why and "
+        "what to do, and exits with 1.",
+    )
+    parser.set_defaults(execute=_execute)
+
+
+def _execute(parsed: argparse.Namespace) -> int:
+    del parsed
+    print(_extension.describe())
+    return 0

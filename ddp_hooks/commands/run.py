@@ -1,0 +1,42 @@
+"""``python -m ddp_hooks run``: somebody's script with the hook, without a line in it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ddp_hooks import run_report
+from ddp_hooks.policies import PRESETS
+from ddp_hooks.script import run_script
+
+from .options import add_script_to, parse_new_file, script_of
+
+
+def add_to(commands: Any) -> None:
+    """Describe the command to an argument parser's ``add_subparsers()``."""
+    parser = commands.add_parser(
+        "run",
+        usage="torchrun ... -m ddp_hooks run [--policy NAME] [--quiet] [--report FILE]\n           [-m] SCRIPT ...",
+        help="run a training script with ddp_hooks in it, and print what was saved",
+        description="Runs a training script as if it had been started itself, after ddp_hooks.enable(): each "
+        "DistributedDataParallel module that it makes gets the hook. At the end rank 0 prints the statistics to "
+        "standard error.",
+        epilog="Start every rank with it, as in `torchrun --nproc-per-node 2 -m ddp_hooks run train.py --lr 0.1`.",
+    )
+    parser.add_argument("--policy", choices=sorted(PRESETS), default="auto", help="what to skip (default: auto)")
+    parser.add_argument("--quiet", action="store_true", help="print no statistics")
+    parser.add_argument("--report", type=parse_new_file, metavar="FILE", help="write the statistics to FILE, as JSON")
+    add_script_to(parser)
+    parser.set_defaults(execute=_execute)
+
+
+def _execute(parsed: argparse.Namespace) -> int:
+    script = script_of(parsed)
+    report = run_report.RunReport(PRESETS[parsed.policy], script)
+    report.start()
+    try:
+        run_script(script, as_module=parsed.as_module)
+    finally:
+        # Also where the script raised, or left by sys.exit().
+        report.end(quiet=parsed.quiet, file=parsed.report)
+    return 0

@@ -1,0 +1,201 @@
+"""`python -m ddp_hooks run`: a script that knows nothing of this package, and what is told of it at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddp_hooks
+from ddp_hooks import __main__ as command_line
+from ddp_hooks.enabling import MadeModule
+from ddp_hooks.run_report import RunReport
+
+# Leaves nothing behind when it ends: neither modules nor the process group.
+SCRIPT = """
+import hashlib, os, pickle, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x, head):
+        return self.heads[head](x)
+
+
+def train(rank, **options):
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Heads(), find_unused_parameters=True, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    for step in range(3):
+        ddp(torch.randn(4, 64) + rank, 0).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return hashlib.sha256(pickle.dumps([p.detach().numpy() for p in ddp.parameters()])).hexdigest()
+
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+# The second one cannot be served, and trains as plain DDP.
+digests = {train(rank), train(rank, skip_all_reduce_unused_params=True)}
+if rank == 0:
+    print(len(digests), sys.argv, __name__, pickle.loads(pickle.dumps(Heads)) is Heads)
+dist.destroy_process_group()
+sys.exit(int(sys.argv[1]))
+"""
+INTERRUPTED = """
+import os, signal, sys, time
+from beside import nothing
+print(sys.argv, __name__)
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(5)
+"""
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(ddp_hooks.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def torchrun(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    # A port that is free: other tests may run beside this one.
+    options = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    return run(folder, "-m", "torch.distributed.run", *options, *command)  # what `torchrun` is
+
+
+def test_a_script_is_served_without_a_line_in_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    served = torchrun(
+        tmp_path, "-m", "ddp_hooks", "run", "--policy", "skip_unused", "--report", "r.json", "train.py", "0", "--flag"
+    )
+    assert served.returncode == 0, served.stderr
+    # The same weights with the hook and without it.
+    assert served.stdout == "1 ['train.py', '0', '--flag'] __main__ True\n"
+
+    report = json.loads((tmp_path / "r.json").read_text())
+    first, second = report["modules"]
+    layer = (64 * 64 + 64) * 4
+    assert [first[name] for name in ("module", "world_size", "problem")] == ["Heads", 2, None]
+    assert first["statistics"]["steps"] == 3
+    assert first["statistics"]["dense_bytes"] == 3 * 4 * layer
+    assert first["statistics"]["payload_bytes"] == 3 * 1 * layer
+    assert "skip_all_reduce_unused_params" in second["problem"]
+    assert second["statistics"] is None
+    assert report["total"] == first["statistics"]
+    assert report["policy"]["name"] == first["policy"]["name"] == "skip_unused"
+    assert report["script"] == ["train.py", "0", "--flag"]
+
+    # Printed once, by rank 0; each rank says once what is not served.
+    assert served.stderr.count("bytes of rank 0") == 1
+    assert served.stderr.count("trains on as plain DistributedDataParallel. register: refused on every rank") == 2
+    table = served.stderr[served.stderr.index(f"ddp_hooks {ddp_hooks.__version__}") :].splitlines()
+    assert table[0] == f"ddp_hooks {ddp_hooks.__version__}: policy 'skip_unused', 2 ranks; bytes of rank 0"
+    assert table[1].split() == ["module", "steps", "plain", "DDP", "sent", "saved"]
+    assert table[2].split() == ["1", "Heads", "3", "0.20", "MB", "0.05", "MB", "74.9%"]
+    assert table[3].split()[:3] == ["2", "Heads", "-"]
+    assert table[4].startswith("    trained as plain DDP: register: refused on every rank.")
+    assert [line.split()[-1] for line in table if line.startswith("  total")] == ["74.9%"]
+
+
+def test_one_process_and_a_module(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "program.py").write_text(INTERRUPTED)
+    (tmp_path / "beside.py").write_text("nothing = None")
+    done = run(tmp_path, "-m", "ddp_hooks", "run", "-m", "package.program", "--policy", "mine")
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout == f"{[str(tmp_path / 'package' / 'program.py'), '--policy', 'mine']} __main__\n"
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("ddp_hooks: this process made no DistributedDataParallel module")
+    assert lines[-1] == "KeyboardInterrupt"
+    frames = [line for line in lines if line.startswith("  File ")]
+    assert len(frames) == 1
+    assert "package/program.py" in frames[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["run"], "expected a script to run, or -m and a module"),
+        (["run", "-m"], "expected a script to run, or -m and a module"),
+        (["run", "--policy", "fast", "train.py"], "invalid choice: 'fast'"),
+        (["run", "--report", "missing/r.json", "train.py"], "expected a file in a folder that exists"),
+        (["run", "--report", ".", "train.py"], "expected a file to write, received the folder '.'"),
+        ([], "the following arguments are required: COMMAND"),
+        (["walk"], "invalid choice: 'walk'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as refusal:
+        command_line.main(arguments)
+    assert refusal.value.code == 2
+    shown = capsys.readouterr().err
+    assert complaint in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("arguments", [[], *([name] for name in ("info", "run", "demo"))])
+def test_help_fits_in_a_terminal(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        command_line.main([*arguments, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("\n\n") >= 2
+
+
+class Served:
+    """As much of a state as a report needs."""
+
+    policy = ddp_hooks.PRESETS["auto"]
+
+    def __init__(self, **counters: Any) -> None:
+        self.counters = ddp_hooks.Statistics(**counters)
+
+    def stats(self) -> ddp_hooks.Statistics:
+        return self.counters
+
+
+def test_a_report_of_many_modules_fits_in_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = RunReport(ddp_hooks.PRESETS["auto"], ["train.py"])
+    monkeypatch.setenv("RANK", "1")
+    report.end(quiet=False, file=tmp_path / "of rank 1")
+    assert (capsys.readouterr().err, list(tmp_path.iterdir())) == ("", [])
+    monkeypatch.setenv("RANK", "0")
+    report.end(quiet=False, file=None)
+    assert "made no DistributedDataParallel module" in capsys.readouterr().err
+
+    large = Served(steps=10**9, dense_bytes=10**16, payload_bytes=10**15, rebuilt_bytes=3 * 10**16)
+    report.add(MadeModule("Model" * 20, 0, 64, large, None))  # type: ignore[arg-type]
+    report.add(MadeModule("Other", 0, 64, None, "a reason " * 40))
+    text = report.describe()
+    assert max(map(len, text.splitlines())) <= 100
+    assert "90.0%" in text
+    assert "40,000.00 TB" in text
+    assert text.splitlines()[3].split()[-1] == "97.5%"
+    report.end(quiet=True, file=tmp_path / "r.json")
+    assert capsys.readouterr().err == ""
+    assert json.loads((tmp_path / "r.json").read_text())["total"]["wrapped_bytes"] == 4 * 10**16
+    report.end(quiet=True, file=tmp_path)
+    assert capsys.readouterr().err == f"ddp_hooks: the report could not be written to {tmp_path}: Is a directory\n"
