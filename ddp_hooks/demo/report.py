@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ TOLERANCE_ON_MORE_RANKS = 1e-5
 
 GIGABIT_LINK_BYTES_PER_SECOND = 1e9 / 8
 MEGABYTE = 1e6
+# What fits in a terminal.
+COLUMNS = 100
 
 Numbers = dict[str, Any]
 
@@ -153,20 +156,20 @@ def find_problems(numbers: Numbers) -> list[str]:
 def format_table(numbers: Numbers) -> str:
     """Return the table of all phases, plain DDP beside ddp_hooks."""
     header = (
-        f"{'':<35}{'MB per step and rank':^27}{'ms per step (median)':^24}{'test accuracy':^20}{'weights':>12}\n"
-        f"{'phase':<35}{'plain':>8}{'ddp_hooks':>11}{'saved':>8}"
-        f"{'plain':>10}{'ddp_hooks':>11}   {'plain':>9}{'ddp_hooks':>11}{'differ by':>12}"
+        f"{'':<33}{'MB a step and rank':^23}{'ms a step (median)':>18}{'test accuracy':>18}{'weights':>8}\n"
+        f"{'phase':<33}{'plain':>7}{'ddp_hooks':>10}{'saved':>6}"
+        f"{'plain':>8}{'ddp_hooks':>10}{'plain':>8}{'ddp_hooks':>10}{'differ':>8}"
     )
     rows = []
     for number, phase in enumerate(numbers["phases"], 1):
         plain, hooks = phase["plain"], phase["ddp_hooks"]
         saved = 100 * (1.0 - hooks["bytes_per_step"] / plain["bytes_per_step"])
         rows.append(
-            f"{number}  {phase['title']:<32}"
-            f"{plain['bytes_per_step'] / MEGABYTE:>8.1f}{hooks['bytes_per_step'] / MEGABYTE:>11.1f}{round(saved):>7d}%"
-            f"{plain['milliseconds_median']:>10.0f}{hooks['milliseconds_median']:>11.0f}   "
-            f"{plain['mean_accuracy']:>9.1%}{hooks['mean_accuracy']:>11.1%}"
-            f"{phase['weights_difference']:>12.2g}"
+            f"{number} {phase['title']:<31}"
+            f"{plain['bytes_per_step'] / MEGABYTE:>7.1f}{hooks['bytes_per_step'] / MEGABYTE:>10.1f}{round(saved):>5d}%"
+            f"{plain['milliseconds_median']:>8.0f}{hooks['milliseconds_median']:>10.0f}"
+            f"{plain['mean_accuracy']:>8.1%}{hooks['mean_accuracy']:>10.1%}"
+            f"{phase['weights_difference']:>8.1g}"
         )
     line = "-" * max(len(row) for row in [*header.splitlines(), *rows])
     return "\n".join([line, header, line, *rows, line])
@@ -190,13 +193,18 @@ def describe_outcome(numbers: Numbers) -> str:
     seconds_per_byte = 2 * (ranks - 1) / ranks / GIGABIT_LINK_BYTES_PER_SECOND
     saved_seconds = (plain - hooks) / steps * seconds_per_byte
     lines = [
-        verdict,
+        textwrap.fill(verdict, COLUMNS),
         "",
-        f"Time, measured:  a step took {middle} with ddp_hooks (middle half of the steps: {low} to {high}).",
-        "                 The ranks talk over loopback, which is as fast as memory: bytes are what counts here,",
-        "                 time is won on a real network.",
-        f"Time, computed:  over 1 Gbit/s the bytes saved would have taken {saved_seconds:.2g} s per step (ring",
-        "                 all-reduce, nothing hidden behind backward); this was not measured.",
+        _item(
+            "Time, measured:",
+            f"a step took {middle} with ddp_hooks (middle half of the steps: {low} to {high}). The ranks talk over "
+            "loopback, which is as fast as memory: bytes are what counts here, time is won on a real network.",
+        ),
+        _item(
+            "Time, computed:",
+            f"over 1 Gbit/s the bytes saved would have taken {saved_seconds:.2g} s per step (ring all-reduce, nothing "
+            "hidden behind backward); this was not measured.",
+        ),
         *_describe_rows(numbers, seconds_per_byte),
     ]
     seen = [
@@ -205,11 +213,14 @@ def describe_outcome(numbers: Numbers) -> str:
         if all(phase[run]["loopback_bytes_per_step"] is not None for phase in numbers["phases"])
     ]
     if len(seen) == 2:
-        lines += [
-            f"Cross-check:     the kernel counted {format_size(seen[0])} per step on the loopback interface with "
-            f"plain DDP and {format_size(seen[1])}",
-            "                 with ddp_hooks (all ranks together, and any other program that used it meanwhile).",
-        ]
+        lines.append(
+            _item(
+                "Cross-check:",
+                f"the kernel counted {format_size(seen[0])} per step on the loopback interface with plain DDP and "
+                f"{format_size(seen[1])} with ddp_hooks (all ranks together, and any other program that used it "
+                "meanwhile).",
+            )
+        )
     return "\n".join(lines)
 
 
@@ -224,12 +235,18 @@ def _describe_rows(numbers: Numbers, seconds_per_byte: float) -> list[str]:
     ratios = [step["ddp_hooks_milliseconds"] / step["plain_milliseconds"] for step in _without_warm_up(phase["steps"])]
     change = _describe_change(_median(ratios) - 1.0)
     return [
-        f"Rows:            from step {first_step} of phase {len(numbers['phases'])} on, {rows:,.0f} of the table's "
-        f"{table_rows:,} rows travelled in a step, {format_size(sent_bytes)}",
-        f"                 instead of {format_size(table_bytes)}. Over 1 Gbit/s the other rows would have taken "
-        f"{(table_bytes - sent_bytes) * seconds_per_byte:.2g} s per step",
-        f"                 (computed as above). All that this phase skips together: {change} per step (measured).",
+        _item(
+            "Rows:",
+            f"from step {first_step} of phase {len(numbers['phases'])} on, {rows:,.0f} of the table's {table_rows:,} "
+            f"rows travelled in a step, {format_size(sent_bytes)} instead of {format_size(table_bytes)}. Over 1 Gbit/s "
+            f"the other rows would have taken {(table_bytes - sent_bytes) * seconds_per_byte:.2g} s per step (computed "
+            f"as above). All that this phase skips together: {change} per step (measured).",
+        )
     ]
+
+
+def _item(label: str, text: str) -> str:
+    return textwrap.fill(text, COLUMNS, initial_indent=f"{label:<17}", subsequent_indent=" " * 17)
 
 
 def _describe_change(change: float) -> str:
@@ -238,11 +255,12 @@ def _describe_change(change: float) -> str:
 
 
 def describe_setup(numbers: Numbers) -> str:
-    """Return one line about the machine's and the model's part in the numbers."""
-    return (
+    """Return a sentence about the machine's and the model's part in the numbers."""
+    return textwrap.fill(
         f"ddp_hooks {numbers['ddp_hooks']}, torch {numbers['torch']}; {numbers['ranks']} ranks of "
         f"{numbers['threads_per_rank']} thread(s), gloo over loopback; {numbers['parameters'] / 1e6:.1f} million "
-        f"parameters, {len(numbers['tasks'])} tasks, {numbers['steps_per_phase']} steps a phase (first one not timed)"
+        f"parameters, {len(numbers['tasks'])} tasks, {numbers['steps_per_phase']} steps a phase (first one not timed)",
+        COLUMNS,
     )
 
 
