@@ -19,11 +19,11 @@ def blocks(page: str) -> list[str]:
 def run_blocks(rank: int, page: str) -> int:
     namespace: dict[str, Any] = {"rank": rank}
     for number, block in enumerate(blocks(page)):
-        exec(compile(block, f"{page}, block {number}", "exec"), namespace)
+        exec(compile(block, f"{page}, block {number}", "exec", dont_inherit=True), namespace)
     return len(blocks(page))
 
 
 # The counts guard against a fence that the pattern does not see.
-@pytest.mark.parametrize(("page", "count"), [("synchronising.md", 10), ("freezing.md", 9)])
+@pytest.mark.parametrize(("page", "count"), [("synchronising.md", 10), ("freezing.md", 9), ("anywhere.md", 4)])
 def test_the_code_on_the_page_runs(page: str, count: int) -> None:
     assert run_ranks(2, run_blocks, page) == [count, count]
