@@ -58,10 +58,13 @@ class Enabling:
 
     Attributes:
         policy: the same.
+        states: of each module that was served, in the order in which they were made. A state keeps its statistics when
+            its module goes, as it does when a trainer has finished.
     """
 
     def __init__(self, policy: Policy, report: Callable[[MadeModule], object] | None = None) -> None:
         self.policy = policy
+        self.states: list[SkipUnusedState] = []
         self._report = report
         with _lock:
             if not _open:
@@ -95,6 +98,7 @@ class Enabling:
         name = type(ddp.module).__name__ if hasattr(ddp, "module") else type(ddp).__name__
         state, problem = _try_to_register(ddp, self.policy)
         if state is not None:
+            self.states.append(state)
             give_way_to_other_hooks(ddp)
         else:
             # From the caller of this, and of DDP's `__init__`.
@@ -111,7 +115,8 @@ def enable(policy: Policy | str = "auto", **settings: Any) -> Enabling:
 
     For programs in which a trainer makes the module: one line before it starts, on every rank, does what
     :func:`ddp_hooks.register` does for each module, at the end of the module's own ``__init__``. Modules that were made
-    before are left alone, and so are copies. :func:`ddp_hooks.states` returns the states.
+    before are left alone, and so are copies. :func:`ddp_hooks.states` returns the states of modules that are there;
+    what this returns has those of modules that a trainer has dropped, too.
 
     A module that cannot be served trains on as plain DDP, on every rank, and each rank warns and says why. That is
     also so where some rank has not called this: the others wait a minute for it, and say which one it is. A hook that
@@ -124,15 +129,16 @@ def enable(policy: Policy | str = "auto", **settings: Any) -> Enabling:
         settings: fields of the policy to set differently, as in ``enable("skip_unused", rebuild_after=100)``.
 
     Returns:
-        A context manager, for which it is in force within the block only. It need not be used as one.
+        Its ``states``; and a context manager, with which it is in force in the block only. It need not be used as one.
 
     Raises:
         TypeError, ValueError: there is no such policy or setting. Nothing is enabled then.
 
     Example::
 
-        ddp_hooks.enable()
+        enabled = ddp_hooks.enable()
         trainer.fit(model, loader)  # which wraps the model
+        print(enabled.states[0].stats())
 
         with ddp_hooks.enable("skip_zeros"):
             trainer.fit(model, loader)

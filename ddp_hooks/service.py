@@ -171,6 +171,7 @@ class Service:
         self._control_groups = None
         # The state may live on, for its statistics, and must not keep the parameters.
         self._parameters, self._index = [], None
+        self._names, self._places, self._reduced_bytes = [], {}, {}
         self._ddp = None
 
     # --- engines

@@ -140,6 +140,7 @@ def _modules_of_others(rank: int) -> None:
     gc.collect()
     assert is_plain()
     assert states() == [through_python]
+    assert context.states == served
     assert served[1].stats().steps > 0
     ddp_hooks.disable()
 
