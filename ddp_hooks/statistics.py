@@ -108,9 +108,35 @@ class Statistics:
             return NotImplemented
         return Statistics(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
+    def __sub__(self, earlier: Statistics) -> Statistics:
+        """Return the counters of the stretch of a run since ``earlier``."""
+        if not isinstance(earlier, Statistics):
+            return NotImplemented
+        return Statistics(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the counters as plain values, for checkpoints and logs."""
+        """Return the counters as plain values, for checkpoints."""
         return asdict(self)
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return what a logger draws as curves: the fraction saved, and counters for each step.
+
+        Returns:
+            Numbers by name: ``ddp_hooks/saved_fraction``, ``ddp_hooks/saved_of_wrapped_fraction``, and of dense,
+            payload and mask bytes, messages, and the seconds of :attr:`exchange_wait_seconds` and :attr:`hook_seconds`
+            the mean of a step. All zero before the first step.
+        """
+        steps = max(self.steps, 1)
+        return {
+            "ddp_hooks/saved_fraction": self.saved_fraction,
+            "ddp_hooks/saved_of_wrapped_fraction": self.saved_of_wrapped_fraction,
+            "ddp_hooks/dense_bytes_per_step": self.dense_bytes / steps,
+            "ddp_hooks/payload_bytes_per_step": self.payload_bytes / steps,
+            "ddp_hooks/mask_bytes_per_step": self.mask_bytes / steps,
+            "ddp_hooks/messages_per_step": self.messages / steps,
+            "ddp_hooks/exchange_wait_seconds_per_step": self.exchange_wait_seconds / steps,
+            "ddp_hooks/hook_seconds_per_step": self.hook_seconds / steps,
+        }
 
     @classmethod
     def from_dict(cls, counters: Mapping[str, Any]) -> Statistics:

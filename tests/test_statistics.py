@@ -35,6 +35,29 @@ def test_addition_sums_every_counter() -> None:
     assert numbered(1) + numbered(100) == numbered(100) + numbered(1)
 
 
+def test_subtraction_leaves_a_stretch_of_a_run() -> None:
+    assert numbered(100) + numbered(1) - numbered(1) == numbered(100)
+    assert numbered(5) - numbered(5) == Statistics()
+    with pytest.raises(TypeError):
+        numbered(5) - 3
+
+
+def test_metrics_are_numbers_of_a_step() -> None:
+    first = Statistics(steps=4, dense_bytes=4000, payload_bytes=900, mask_bytes=100, messages=8, hook_seconds=2.0)
+    then = first + Statistics(steps=1, dense_bytes=1000, payload_bytes=40, mask_bytes=10, rebuilt_bytes=1000)
+    expected = {
+        "saved_fraction": 0.75,
+        "payload_bytes_per_step": 225,
+        "messages_per_step": 2,
+        "hook_seconds_per_step": 0.5,
+    }
+    assert {name: first.to_metrics()[f"ddp_hooks/{name}"] for name in expected} == expected
+    metrics = (then - first).to_metrics()
+    assert metrics["ddp_hooks/saved_fraction"] == 0.95
+    assert metrics["ddp_hooks/saved_of_wrapped_fraction"] == 0.975
+    assert set(Statistics().to_metrics().values()) == {0}
+
+
 def test_read_copies_every_counter() -> None:
     source = SimpleNamespace(**numbered(7).to_dict())
     expected = dataclasses.replace(numbered(7), rebuilt_bytes=0)
