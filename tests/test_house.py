@@ -179,6 +179,21 @@ def test_python() -> None:
     assert python_problems(sources, PYTHON_ROOMS) == []
 
 
+# What other people's training loops need is imported by those who name the room.
+TRAINERS = {"accelerate", "lightning", "pytorch_lightning", "tensorboard", "transformers"}
+
+
+def test_only_the_integrations_import_trainers() -> None:
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "ddp_hooks").rglob("*.py")}
+    for path, text in sources.items():
+        imported = {
+            alias.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for alias in node.names
+        }
+        imported |= {node.module or "" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
+        packages = {name.partition(".")[0] for name in imported}
+        assert path.startswith("ddp_hooks/integrations/") or not packages & {*TRAINERS, "integrations"}, path
+
+
 STATE = "class State:\n    def __init__(self):\n        self._engine = _make()\ndef _make(): ...\n"
 
 

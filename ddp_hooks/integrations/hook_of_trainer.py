@@ -1,0 +1,77 @@
+"""The hook on whatever module a trainer trains: trainers wrap a model anew for each run, or keep their wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ..hooks import SkipUnusedState, register
+from ..policies import Policy
+from ..statistics import Statistics
+
+
+class HookOfTrainer:
+    """The hook of one trainer: one state after the other, whose statistics go on.
+
+    Args:
+        policy: as for :func:`ddp_hooks.register`.
+
+    Attributes:
+        state: the state of the module that was registered last; None before.
+    """
+
+    def __init__(self, policy: Policy | str) -> None:
+        self.state: SkipUnusedState | None = None
+        self._policy = policy
+        self._saved: dict[str, Any] = {}  # of a checkpoint, until there is a state that takes it
+        self._logged = Statistics()
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        """Register the hook with a module, unless it serves that one already. Every rank calls it.
+
+        Args:
+            ddp: the module that will be trained.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as for :func:`ddp_hooks.register`.
+        """
+        if self.state is not None and self.state.serves(ddp):
+            return
+        saved = self.state_dict()
+        self.state, self._saved = register(ddp, self._policy), {}
+        if saved:
+            self._go_on(self.state, saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the state saves; empty before there is any."""
+        return self._saved if self.state is None else self.state.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the statistics of a checkpoint, at once or when a module is registered. Every rank calls it.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+        """
+        if self.state is None:
+            self._saved = state_dict
+        elif state_dict:
+            self._go_on(self.state, state_dict)
+
+    def _go_on(self, state: SkipUnusedState, saved: dict[str, Any]) -> None:
+        # The policy is the one that stands in the program that runs now, not the one of the run before.
+        state.load_state_dict({**saved, "policy": state.policy.to_dict()})
+        self._logged = state.stats()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what a logger is to be told about the steps since this was called last.
+
+        Returns:
+            As :meth:`Statistics.to_metrics`; empty if there was no step.
+        """
+        if self.state is None:
+            return {}
+        now = self.state.stats()
+        since = now if now.steps < self._logged.steps else now - self._logged  # fewer after reset_stats()
+        self._logged = now
+        return since.to_metrics() if since.steps else {}

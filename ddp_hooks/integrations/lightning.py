@@ -1,0 +1,76 @@
+"""Lightning: a callback that registers the hook when the strategy has wrapped the module, and logs what it saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ..hooks import SkipUnusedState
+from ..policies import Policy
+from ..wording import check_flag
+from .hook_of_trainer import HookOfTrainer
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ModuleNotFoundError:  # the same, under the name that it had first
+    from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
+
+
+class SkipUnusedCallback(Callback):
+    """Registers the hook with the module that each ``trainer.fit`` trains.
+
+    The strategy stays as it is: ``"ddp"``, ``"ddp_find_unused_parameters_true"``, or a ``DDPStrategy``. On one device
+    without a strategy there is nobody to send to, and the callback does nothing.
+
+    Args:
+        policy: as for :func:`ddp_hooks.register`.
+        log: log the statistics of the steps since the last time (``ddp_hooks/saved_fraction`` and others, see
+            :meth:`ddp_hooks.Statistics.to_metrics`) whenever the trainer logs (``log_every_n_steps``).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: from ``trainer.fit``, as for :func:`ddp_hooks.register`.
+
+    Example::
+
+        trainer = Trainer(strategy="ddp", devices=2, callbacks=[SkipUnusedCallback()])
+    """
+
+    def __init__(self, policy: Policy | str = "auto", *, log: bool = True) -> None:
+        check_flag("SkipUnusedCallback: log", log)
+        self._hook = HookOfTrainer(policy)
+        self._log = log
+
+    @property
+    def state(self) -> SkipUnusedState | None:
+        """The hook's state, for statistics and usage; None before the first ``trainer.fit`` has wrapped the module."""
+        return self._hook.state
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Register: the module is wrapped now, and was not yet in `setup`."""
+        module = trainer.strategy.model
+        ddp = getattr(module, "_orig_mod", module)
+        if isinstance(ddp, DistributedDataParallel):
+            self._hook.register(ddp)
+        elif trainer.world_size > 1:
+            raise TypeError(
+                "SkipUnusedCallback: expected a strategy that wraps the module in DistributedDataParallel, received "
+                f'{type(trainer.strategy).__name__}; use strategy="ddp", or leave the callback out'
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what the steps since the last time have saved, if Lightning will write a row now."""
+        # As Lightning's own monitors do. Logging costs more than the hook, so not in every step.
+        if self._log and trainer._logger_connector.should_update_logs:
+            metrics = self._hook.take_metrics()
+            pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return policy and statistics, for the trainer's checkpoint."""
+        return self._hook.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the statistics of a checkpoint (``ckpt_path``); the policy stays the one that was asked for."""
+        self._hook.load_state_dict(state_dict)

@@ -1,0 +1,87 @@
+"""transformers' Trainer: a callback that registers the hook with what Trainer has wrapped, and logs what it saves."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..hooks import SkipUnusedState
+from ..policies import Policy
+from ..wording import check_flag, short
+from .hook_of_trainer import HookOfTrainer
+
+
+class SkipUnusedCallback(TrainerCallback):
+    """Registers the hook with the module that each ``trainer.train()`` trains.
+
+    Args:
+        trainer: the trainer that it is added to. Trainer hands its callbacks the model alone; only the trainer itself
+            knows the module that is wrapped around it.
+        policy: as for :func:`ddp_hooks.register`.
+        log: add the statistics of the steps since the last time (``ddp_hooks/saved_fraction`` and others, see
+            :meth:`ddp_hooks.Statistics.to_metrics`) to Trainer's logs whenever it logs a loss (``logging_steps``).
+
+    Raises:
+        TypeError: at once, if ``trainer`` is none.
+        TypeError, ValueError, RuntimeError: from ``trainer.train()``, as for :func:`ddp_hooks.register`.
+
+    Example::
+
+        trainer = Trainer(model, arguments, train_dataset=dataset)
+        trainer.add_callback(SkipUnusedCallback(trainer))
+        trainer.train()
+    """
+
+    def __init__(self, trainer: Trainer, policy: Policy | str = "auto", *, log: bool = True) -> None:
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"SkipUnusedCallback: expected the Trainer that it is added to, received {short(trainer)}; call "
+                "trainer.add_callback(SkipUnusedCallback(trainer))"
+            )
+        check_flag("SkipUnusedCallback: log", log)
+        # Weakly, because the trainer holds its callbacks.
+        self._trainer = weakref.ref(trainer)
+        self._hook = HookOfTrainer(policy)
+        self._log = log
+
+    @property
+    def state(self) -> SkipUnusedState | None:
+        """The hook's state, for statistics and usage; None before the first ``trainer.train()``."""
+        return self._hook.state
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Register. A second ``train()`` meets the wrapper of the first one, which has its hook."""
+        trainer = self._trainer()
+        if trainer is None:
+            return
+        module = trainer.model_wrapped
+        ddp = getattr(module, "_orig_mod", module)
+        if isinstance(ddp, DistributedDataParallel):
+            self._hook.register(ddp)
+        elif args.world_size > 1:
+            raise TypeError(
+                "SkipUnusedCallback: expected a model that Trainer wraps in DistributedDataParallel, received "
+                f"{short(module)}; train without FSDP or DeepSpeed, or leave the callback out"
+            )
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **others: Any,
+    ) -> None:
+        """Log what the steps since the last time have saved, with each loss."""
+        trainer = self._trainer()
+        # Without a loss it is what was logged below, an evaluation, or the summary at the end.
+        if not self._log or trainer is None or "loss" not in (logs or {}):
+            return
+        metrics = self._hook.take_metrics()
+        if metrics:
+            trainer.log(metrics)

@@ -1,0 +1,288 @@
+"""The callback in Lightning itself: as plain DDP, whatever Lightning does to the module before, between and after."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from trainers import (
+    STEPS,
+    Branching,
+    Items,
+    Training,
+    assert_trained_alike,
+    differ_between_ranks,
+    make_model,
+    make_optimizer,
+    run_launched,
+    sent,
+    train_by_hand,
+    weights_of,
+)
+
+import ddp_hooks
+from ddp_hooks.integrations.lightning import SkipUnusedCallback
+
+SEARCHING = "ddp_find_unused_parameters_true"
+
+
+class Lightning(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_model()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch)["loss"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.model)
+
+
+def make_trainer(*callbacks: Callback, **options: Any) -> Trainer:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    defaults = {"accelerator": "cpu", "devices": 2, "strategy": SEARCHING, "max_epochs": 1, **quiet}
+    # Its own sampler would shuffle.
+    defaults["use_distributed_sampler"] = False
+    return Trainer(callbacks=list(callbacks), **{**defaults, **options})
+
+
+def loader(first_step: int = 0) -> DataLoader[Any]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return DataLoader(Items(STEPS), batch_size=1, sampler=range(2 * first_step + rank, 2 * STEPS, 2))
+
+
+def fit(module: LightningModule, *callbacks: Callback, **options: Any) -> Training:
+    make_trainer(*callbacks, **options).fit(module, loader())
+    ours = [callback for callback in callbacks if isinstance(callback, SkipUnusedCallback)]
+    return Training(weights_of(module), ours[0].state.stats() if ours else None)
+
+
+# --- one line
+
+
+def trains_as_plain_ddp(rank: int) -> None:
+    assert torch.equal(fit(Lightning()).weights[0], train_by_hand(rank, None).weights[0])
+    assert_trained_alike(rank, fit(Lightning(), SkipUnusedCallback("skip_unused")))
+
+
+def test_trains_as_plain_ddp() -> None:
+    run_launched(trains_as_plain_ddp)
+
+
+class ManualLightning(Lightning):
+    automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.model(**batch)["loss"])
+        optimizer.step()
+
+
+def trains_by_manual_optimization(rank: int) -> None:
+    assert_trained_alike(rank, fit(ManualLightning(), SkipUnusedCallback("skip_unused")))
+
+
+def test_trains_by_manual_optimization() -> None:
+    run_launched(trains_by_manual_optimization)
+
+
+def enable_does_the_same(rank: int) -> None:
+    callback = SkipUnusedCallback("skip_unused")
+    with ddp_hooks.enable("skip_unused") as enabled:
+        weights = fit(Lightning()).weights
+        # Together: the callback takes the hook that is there.
+        together = fit(Lightning(), callback)
+    assert callback.state is enabled.states[1]
+    assert_trained_alike(rank, Training(weights, enabled.states[0].stats()))
+    assert_trained_alike(rank, together)
+
+
+def test_enable_does_the_same() -> None:
+    run_launched(enable_does_the_same)
+
+
+# --- one fit after the other
+
+
+def goes_on_in_a_second_fit(rank: int) -> None:
+    callback, module = SkipUnusedCallback("skip_unused"), Lightning()
+    trainer = make_trainer(callback)
+    trainer.fit(module, loader())
+    first = callback.state
+    assert_trained_alike(rank, Training(weights_of(module), first.stats()))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader())
+    assert callback.state is not first
+    assert callback.state.stats().steps == 2 * STEPS
+    again = sent(callback.state.stats() - first.stats())
+    assert again == sent(first.stats())  # the same items, and so the same branches
+    assert not differ_between_ranks(weights_of(module))
+
+
+def test_goes_on_in_a_second_fit() -> None:
+    run_launched(goes_on_in_a_second_fit)
+
+
+class Watch(Callback):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(trainer.model, DistributedDataParallel)
+        self.ddp = weakref.ref(trainer.model)
+
+
+def leaves_with_the_module(rank: int) -> None:
+    watch, callback = Watch(), SkipUnusedCallback()
+    fit(Lightning(), watch, callback)
+    gc.collect()
+    assert watch.ddp() is None
+    assert callback.state.stats().steps == STEPS
+
+
+def test_leaves_with_the_module() -> None:
+    run_launched(leaves_with_the_module)
+
+
+def resumes_from_a_checkpoint(rank: int, folder: Path) -> None:
+    half = STEPS // 2
+    first = make_trainer(SkipUnusedCallback("skip_unused"), limit_train_batches=half)
+    first.fit(Lightning(), loader())
+    path = str(folder / "half.ckpt")
+    first.save_checkpoint(path)
+
+    module, callback = Lightning(), SkipUnusedCallback("allreduce")
+    second = make_trainer(callback, max_epochs=2)
+    second.fit(module, loader(half), ckpt_path=path)
+    whole, before = train_by_hand(rank, "skip_unused"), train_by_hand(rank, "skip_unused", half)
+    assert torch.equal(weights_of(module)[0], whole.weights[0])
+    # The bytes of before go on; the policy is the one that the program asks for now.
+    statistics = callback.state.stats()
+    assert statistics.steps == STEPS
+    assert statistics.dense_bytes == whole.statistics.dense_bytes
+    dense_rest = whole.statistics.dense_bytes - before.statistics.dense_bytes
+    assert statistics.payload_bytes == before.statistics.payload_bytes + dense_rest
+
+
+def test_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    run_launched(resumes_from_a_checkpoint, tmp_path)
+
+
+# --- freezing
+
+
+class Backbone(LightningModule):
+    """Needs both epochs: one with its backbone frozen, one without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = make_model()
+        self.backbone, self.rest = model.backbone, torch.nn.ModuleList([*model.branches, model.head])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        samples = torch.randn(4, self.backbone.in_features, generator=torch.Generator().manual_seed(int(batch["item"])))
+        hidden = torch.relu(self.backbone(samples))
+        for layer in self.rest[:-1]:
+            hidden = torch.relu(layer(hidden))
+        return self.rest[-1](hidden).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.rest.parameters(), lr=0.05, momentum=0.9)
+
+
+class LateBackboneFinetuning(BackboneFinetuning):
+    """Freezes once the module is wrapped, which plain DDP can do if it searches the graph in each step."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None: ...
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self.freeze_before_training(pl_module)
+
+
+def finetunes_a_backbone(rank: int) -> None:
+    thaw = {"unfreeze_backbone_at_epoch": 1, "lambda_func": lambda epoch: 1.5, "backbone_initial_lr": 0.02}
+    wrong = fit(Backbone(), BackboneFinetuning(**thaw), strategy="ddp", max_epochs=2)
+    assert differ_between_ranks(wrong.weights), "plain DDP averages the backbone now: say so in docs/trainers.md"
+
+    right = fit(Backbone(), LateBackboneFinetuning(**thaw), max_epochs=2)
+    assert not differ_between_ranks(right.weights)
+    skip = ddp_hooks.PRESETS["skip_unused"]
+    for policy, first in ((skip, True), (skip, False), (dataclasses.replace(skip, rebuild_after=2), True)):
+        callback, finetuning = SkipUnusedCallback(policy), BackboneFinetuning(**thaw)
+        callbacks = (callback, finetuning) if first else (finetuning, callback)
+        ours = fit(Backbone(), *callbacks, strategy="ddp", max_epochs=2)
+        for a, b in zip(ours.weights, right.weights, strict=True):
+            assert torch.equal(a, b)
+        # Frozen, it costs nothing, and DDP does not even know it; thawed, it is sent.
+        rest, whole = (sum(4 * weight.numel() for weight in weights) for weights in (ours.weights[2:], ours.weights))
+        assert ours.statistics.payload_bytes == STEPS * (rest + whole)
+
+
+def test_finetunes_a_backbone() -> None:
+    run_launched(finetunes_a_backbone)
+
+
+# --- what is logged
+
+
+def logs_what_is_saved(rank: int, folder: Path) -> None:
+    logger = CSVLogger(folder, name="", version="")
+    callback = SkipUnusedCallback("skip_unused")
+    trainer = make_trainer(callback, logger=logger, log_every_n_steps=2)
+    trainer.fit(Lightning(), loader())
+    statistics = callback.state.stats()
+    payload = "ddp_hooks/payload_bytes_per_step"
+    if rank == 0:
+        text = (folder / "metrics.csv").read_text().splitlines()
+        assert len(text) == 1 + STEPS // 2, text
+        column = text[0].split(",").index(payload)
+        assert sum(float(row.split(",")[column]) for row in text[1:]) * 2 == statistics.payload_bytes
+    assert 0 < trainer.callback_metrics["ddp_hooks/saved_fraction"] < 1
+    silent = make_trainer(SkipUnusedCallback(log=False))
+    silent.fit(Lightning(), loader())
+    assert not silent.callback_metrics
+
+
+def test_logs_what_is_saved(tmp_path: Path) -> None:
+    run_launched(logs_what_is_saved, tmp_path)
+
+
+# --- what has no DDP
+
+
+class Unwrapped(DDPStrategy):
+    def configure_ddp(self) -> None: ...
+
+
+def refuses_another_strategy(rank: int) -> None:
+    with pytest.raises(TypeError, match=r'expected a strategy that wraps .* received Unwrapped; use strategy="ddp"'):
+        fit(Lightning(), SkipUnusedCallback(), strategy=Unwrapped())
+    with pytest.raises((ValueError, RuntimeError), match="expected one of allreduce"):
+        fit(Lightning(), SkipUnusedCallback("everything" if rank == 0 else "auto"))
+
+
+def test_refuses_another_strategy() -> None:
+    run_launched(refuses_another_strategy)
+
+
+def test_alone_it_does_nothing() -> None:
+    callback = SkipUnusedCallback()
+    trainer = make_trainer(callback, devices=1, strategy="auto")
+    trainer.fit(Lightning(), loader())
+    assert callback.state is None
+    assert callback.state_dict() == {}
+    assert isinstance(trainer.lightning_module.model, Branching)
+    with pytest.raises(TypeError, match="expected SkipUnusedCallback: log to be True or False, received 3"):
+        SkipUnusedCallback(log=3)
