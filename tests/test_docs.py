@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from spawn import run_ranks
+from trainers import run_launched
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -27,3 +28,7 @@ def run_blocks(rank: int, page: str) -> int:
 @pytest.mark.parametrize(("page", "count"), [("synchronising.md", 10), ("freezing.md", 9), ("anywhere.md", 4)])
 def test_the_code_on_the_page_runs(page: str, count: int) -> None:
     assert run_ranks(2, run_blocks, page) == [count, count]
+
+
+def test_the_code_for_trainers_runs() -> None:
+    assert run_launched(run_blocks, "trainers.md") == [8, 8]
