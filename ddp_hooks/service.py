@@ -383,9 +383,7 @@ class Service:
         if len(here) == 0:
             return {}
         used_here, used_anywhere = set(here.indices()), set(anywhere.indices())
-        counts = {
-            parameter: UnitUsage(*numbers, tuple(by_rank) or None) for parameter, *numbers, by_rank in units
-        }
+        counts = {parameter: UnitUsage(*numbers, tuple(by_rank) or None) for parameter, *numbers, by_rank in units}
         return {
             name: ParameterUsage(
                 name,

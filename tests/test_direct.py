@@ -222,9 +222,12 @@ class RandomRanks(Scenario):
                 for i in used:
                     layer = self.layers[i]
                     width = layer.in_features
-                    x = x + nn.functional.pad(layer(x[:, :width] if width < 8 else x.repeat(1, 3)[:, :width]), (0, 8))[
-                        :, :8
-                    ]
+                    x = (
+                        x
+                        + nn.functional.pad(layer(x[:, :width] if width < 8 else x.repeat(1, 3)[:, :width]), (0, 8))[
+                            :, :8
+                        ]
+                    )
                 return self.head(x)
 
         return Layers()
