@@ -394,6 +394,29 @@ def test_halves_pay() -> None:
     run_ranks(2, halves_pay)
 
 
+def gradient_by_hand(rank: int) -> None:
+    """Rank 0 makes a gradient of what it said it would not use, which rank 1 alone then would not receive."""
+    ddp = DistributedDataParallel(Heads(2), find_unused_parameters=True)
+    register(ddp, DIRECT, True)
+    other = ddp.module.heads[1].weight
+
+    def make(_: torch.Tensor) -> None:
+        if rank == 0:
+            other.grad = torch.ones_like(other)
+
+    ddp.module.trunk.weight.register_hook(make)
+    ddp.module.heads[0].weight.register_hook(make)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"parameter 'heads.1.weight' was unused here when .* was not sent"):
+            ddp(torch.ones(2, 64), 0).sum().backward()
+    else:
+        ddp(torch.ones(2, 64), 1).sum().backward()
+
+
+def test_gradient_by_hand() -> None:
+    run_ranks(2, gradient_by_hand)
+
+
 # --- averages over contributors
 
 

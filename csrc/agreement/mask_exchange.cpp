@@ -1,6 +1,7 @@
 #include "agreement/mask_exchange.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -99,6 +100,7 @@ class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
   const ControlGroups& groups() const { return *groups_; }
 
   void start(const std::shared_ptr<MaskInTransit>& transit) {
+    RECORD_FUNCTION("ddp_hooks::start_masks", std::vector<c10::IValue>());
     std::lock_guard lock(mutex_);
     if (!is_one_gather()) line_.push_back(transit);
     gather(transit);

@@ -108,6 +108,7 @@ void Engine::close(bool remove_hook, bool dying) {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
+  RECORD_FUNCTION("ddp_hooks::bucket", std::vector<c10::IValue>());
   const Stopwatch stopwatch;
   // A joined rank runs the hook outside of any backward pass and does not hold the Reducer's mutex.
   ReducerLock reducer_lock;
@@ -168,6 +169,7 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   if (layout.sparse) statistics_.dense_bytes += payload_bytes(bucket.getBuffer());
   if (!shadow) {
     fill_slots(index);
+    note_unheard(index);
     // Before the bucket is sent, because then gradients are where autograd has left them. Alone nobody asks.
     if (!layout.sparse && data_group_->getSize() > 1) {
       units_.look(layout, step_->buckets[index].flat(), slots_, step_->agreed, step_number_);
@@ -191,6 +193,22 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   if (index + 1 < layout_->buckets.size()) return;
   sender_.send_sums(step_);
   close_step();
+  // Not earlier, so that nobody waits for messages that this rank has not started.
+  TORCH_CHECK(
+      !step_->unheard, "ddp_hooks: parameter '", names_[*step_->unheard],
+      "' was unused here when the mask exchange began and has a gradient now, which was not sent: expected what "
+      "is used to stand when backward reaches the module's outputs. A gradient made by hand during this pass "
+      "can be the cause");
+}
+
+// What travels from those who contribute, by what was agreed, would leave out a gradient of which nothing was said.
+void Engine::note_unheard(uint32_t bucket) {
+  Step& step = *step_;
+  if (!step.plan || step.plan->direct.count() == 0) return;
+  for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
+    if (!step.plan->direct.test(slice.parameter) || step.local.test(slice.parameter)) continue;
+    if (slots_.has_gradient(slice.parameter)) step.unheard = slice.parameter;
+  }
 }
 
 void Engine::fill_slots(uint32_t bucket) {

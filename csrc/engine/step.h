@@ -27,6 +27,7 @@ struct Step : StepInFlight {
   std::optional<ValuesOfStep> values;
   std::optional<WirePlanner> planner;
   std::optional<UnitsOfStep> units;  // where some parameters are agreed on by units
+  std::optional<size_t> unheard;     // a parameter with a gradient that was not sent
   bool rebuild = false;              // the Reducer is to be made anew after this backward pass
 };
 

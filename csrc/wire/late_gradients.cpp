@@ -1,6 +1,7 @@
 #include "wire/late_gradients.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 
@@ -64,6 +65,7 @@ void average_alike(c10d::Backend& group, const std::vector<LateGradient>& gradie
 
 LateMessages average_late_gradients(c10d::Backend& group, const std::vector<LateGradient>& gradients, double factor,
                                     bool wait) {
+  RECORD_FUNCTION("ddp_hooks::late_gradients", std::vector<c10::IValue>());
   const at::NoGradGuard no_grad;
   LateMessages sent;
   std::vector<LateGradient> rest = gradients;

@@ -15,6 +15,7 @@ namespace {
 // bits, all gradients would be off by what 1/n is.
 void scale(at::Tensor run, double divisor, bool divides) {
   if (divisor == 1) return;
+  RECORD_FUNCTION("ddp_hooks::scale", std::vector<c10::IValue>());
   divides ? run.div_(divisor) : at::mul_out(run, run, at::native::wrapped_scalar_tensor(1 / divisor));
 }
 
