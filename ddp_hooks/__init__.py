@@ -28,6 +28,15 @@ except ImportError as _error:
 from ._version import __version__
 from .absentees import RanksAbsentError
 from .agreement import RanksDisagreeError
+from .doctor import (
+    Diagnosis,
+    ExpectationHandle,
+    Findings,
+    UnexpectedUseError,
+    diagnose,
+    expect_unused,
+    expect_used,
+)
 from .enabling import disable, enable
 from .freezing import FreezeSchedule, freeze, rebuild, unfreeze
 from .hooks import SkipUnusedState, register, skip_unused_hook, states
@@ -53,6 +62,9 @@ __all__ = [
     "PRESETS",
     "BufferStatistics",
     "BufferSync",
+    "Diagnosis",
+    "ExpectationHandle",
+    "Findings",
     "FreezeSchedule",
     "ParameterUsage",
     "PeriodicModelAverager",
@@ -67,12 +79,16 @@ __all__ = [
     "SyncReport",
     "SyncWork",
     "TensorDifference",
+    "UnexpectedUseError",
     "UnitUsage",
     "__version__",
     "average_parameters",
     "broadcast_parameters",
+    "diagnose",
     "disable",
     "enable",
+    "expect_unused",
+    "expect_used",
     "freeze",
     "rebuild",
     "register",

@@ -45,6 +45,40 @@ class ControlGroups:
     """A ``_C.ControlGroups``, which closes them."""
 
 
+@dataclass(frozen=True, slots=True)
+class SmallGroup:
+    """One gloo group of a module's ranks, for small messages on the host; like the control groups nobody else's."""
+
+    backend: Any
+    """Its collectives; None with one rank only."""
+    keeper: Any
+    """A ``_C.ControlGroups``, which closes it. It has to be let go of last."""
+
+
+def open_small_group(ddp: DistributedDataParallel, function: str, problem: str | None = None) -> SmallGroup:
+    """Open a group for what is no mask exchange; collective over the module's process group.
+
+    Args:
+        ddp: the module.
+        function: what every rank calls.
+        problem: what keeps this rank from it, or None.
+
+    Raises:
+        RuntimeError: some rank has a problem, or could not open it; the same on every rank.
+    """
+    name = settle(function, propose(ddp, function, {}, problem, new_name()))[0]
+    ranks = dist.get_world_size(ddp.process_group)
+    backend, error = None, None
+    if ranks > 1:
+        try:
+            backend = _open_group(ddp, f"{name}/small", dist.get_rank(ddp.process_group), ranks)
+        except RuntimeError as caught:
+            error = caught
+    problem = None if error is None else f"could not open a group for small messages: {error}"
+    settle(function, propose(ddp, function, {}, problem), error)
+    return SmallGroup(backend, _C.ControlGroups(world_size=ranks, all=backend, axes=[]))
+
+
 def new_name() -> str:
     """Make a name for control groups; the ranks use rank 0's."""
     return f"ddp_hooks/{uuid.uuid4().hex}"

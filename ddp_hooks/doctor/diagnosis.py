@@ -1,0 +1,197 @@
+"""Watching the steps of a DDP module, and what came of it."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import _extension
+from ..reducer import parameters_of
+from ..registration import find_ddp
+from ..service import registered_service
+from .findings import Findings, RankRecord, find
+from .recorder import Recorder
+from .side_channel import SideChannel
+from .text import describe, describe_unfinished
+
+_C = _extension.load()
+
+
+class Diagnosis:
+    """Watches a DDP module while its block is open; :func:`ddp_hooks.diagnose` makes it.
+
+    Entering and leaving the block are collective: every rank of the module's group does it, between two steps. A block
+    that an exception leaves is not: each rank then knows of itself only.
+
+    Attributes:
+        recorder: what this rank writes down.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp: DistributedDataParallel | None = ddp
+        self._findings: Findings | None = None
+        self._channel: SideChannel | None = None
+        self.recorder: Recorder | None = None
+
+    def __enter__(self) -> Diagnosis:
+        """Begin to watch.
+
+        Raises:
+            RuntimeError: on every rank, when a rank's module cannot be watched, or it is being watched already.
+        """
+        ddp = self._ddp
+        if ddp is None or self.recorder is not None:
+            raise RuntimeError("diagnose: expected a diagnosis that is new, received one that was used; make another")
+        problem = why_not_watched(ddp)
+        self._channel = SideChannel(ddp, "diagnose", problem)
+        self.recorder = Recorder(ddp)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Take every hook off, and put together what the ranks saw."""
+        if isinstance(error, Exception):
+            self.abandon(error)
+        else:
+            self.conclude()
+
+    def conclude(self) -> Findings:
+        """Stop watching, and put together what the ranks saw; every rank calls it.
+
+        Raises:
+            RuntimeError: the block was not entered, or the ranks watched different modules.
+        """
+        if self._findings is None:
+            recorder, channel = self._stop()
+            own = self._describe(recorder)
+            collected = channel.collect(zlib.compress(pickle.dumps(own), 1))
+            channel.close()
+            records: list[RankRecord] = [pickle.loads(zlib.decompress(each)) for each in collected]
+            self._findings = find(records, recorder.layouts, _check(records))
+            self._ddp = None
+        return self._findings
+
+    def abandon(self, error: BaseException | None = None) -> Findings:
+        """Stop watching without asking the others: only what this rank saw counts.
+
+        Args:
+            error: why; names are added to it if it says that DDP waits for gradients.
+        """
+        if self._findings is None:
+            recorder, channel = self._stop()
+            channel.close()
+            notes = ["the block ended with an error, so only this rank's steps are known"]
+            missing = recorder.missing()
+            if error is not None and is_unfinished_reduction(error):
+                text = describe_unfinished({channel.rank: missing})
+                notes.append(text)
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(text)
+            self._findings = find([self._describe(recorder)], recorder.layouts, notes)
+            self._ddp = None
+        return self._findings
+
+    @property
+    def findings(self) -> Findings:
+        """What was found.
+
+        Raises:
+            RuntimeError: the block has not ended yet.
+        """
+        if self._findings is None:
+            raise RuntimeError("diagnose: expected the block to have ended; read the findings after it")
+        return self._findings
+
+    def __str__(self) -> str:
+        """Return what was found as a text for a terminal."""
+        return "a diagnosis that has not ended" if self._findings is None else describe(self._findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what was found as plain values, for JSON.
+
+        Raises:
+            RuntimeError: the block has not ended yet.
+        """
+        return self.findings.to_dict()
+
+    def _stop(self) -> tuple[Recorder, SideChannel]:
+        if self.recorder is None or self._channel is None:
+            raise RuntimeError("diagnose: expected a block, as in `with ddp_hooks.diagnose(ddp) as diagnosis:`")
+        self.recorder.close()
+        return self.recorder, self._channel
+
+    def _describe(self, recorder: Recorder) -> RankRecord:
+        ddp = self._ddp
+        assert ddp is not None  # what the callers have made sure of
+        reduced, late = parameters_of(ddp)
+        named = [name for name, _ in ddp.module.named_parameters()]
+        known = set(recorder.watch.names)
+        return RankRecord(
+            tuple(recorder.watch.names),
+            tuple(parameter.numel() * parameter.element_size() for parameter in [*reduced, *late]),
+            recorder.watch.reduced_count,
+            tuple(name for name in named if name not in known),
+            tuple(named),
+            tuple(recorder.steps),
+            tuple(layout.hash() for layout in recorder.layouts),
+            bool(ddp.find_unused_parameters),
+            bool(ddp.static_graph),
+            registered_service(ddp) is not None,
+        )
+
+
+def diagnose(ddp: torch.nn.Module) -> Diagnosis:
+    """Watch the steps of a DDP module, and say which parameters are unused and what ``ddp_hooks`` would save.
+
+    Nothing changes: gradients, hooks and what DDP sends are what they are without it. Every rank opens the block.
+
+    Args:
+        ddp: the module, or what ``torch.compile`` returned for it.
+
+    Returns:
+        A context manager. After its block, ``print`` it, or read ``findings``.
+
+    Raises:
+        TypeError: it is no DDP module.
+
+    Example::
+
+        with ddp_hooks.diagnose(ddp) as diagnosis:
+            for batch in itertools.islice(loader, 20):
+                step(batch)
+        print(diagnosis)
+    """
+    return Diagnosis(find_ddp(ddp, "diagnose"))
+
+
+def why_not_watched(ddp: DistributedDataParallel) -> str | None:
+    """Say why a module cannot be watched; None if it can."""
+    if getattr(ddp, "_delay_all_reduce_all_params", False):
+        return "delay_all_reduce_named_params delays every parameter, so DDP has no buckets; do not set it"
+    if getattr(ddp, "_use_python_reducer", False):
+        return "DDP's Python reducer (compiled autograd) has no buckets; set torch._dynamo.config.optimize_ddp = True"
+    if _C.reducer_is_in_backward(ddp.reducer):
+        return "a backward pass is under way; open the block between two steps"
+    return None
+
+
+def is_unfinished_reduction(error: BaseException) -> bool:
+    """Say whether an error is DDP's about gradients that did not come in the pass before."""
+    return isinstance(error, RuntimeError) and "Expected to have finished reduction" in str(error)
+
+
+def _check(records: list[RankRecord]) -> list[str]:
+    first = records[0]
+    for rank, other in enumerate(records):
+        if (other.names, other.layouts) != (first.names, first.layouts):
+            raise RuntimeError(
+                f"diagnose: expected the same parameters in the same buckets on every rank, received others on rank "
+                f"{rank} than on rank 0; wrap the same model on every rank"
+            )
+    return []

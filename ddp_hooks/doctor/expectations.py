@@ -1,0 +1,182 @@
+"""Assertions by name: an error on every rank in the step in which a parameter is no longer used, or is.
+
+*Used* means: in this synchronised step a gradient was accumulated into the parameter on some rank, be it all zeros;
+gradients of ``no_sync`` passes count for the step that reduces them. A parameter that is frozen is not used.
+
+What each rank used is put together when a synchronised backward pass has ended: after DDP has reduced everything and
+written every ``.grad``, in a small message of a byte for each parameter. So all ranks know the same, raise in the same
+step, from ``backward()``, and DDP is ready for the next step whether or not somebody catches the error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ..agreement import settle
+from ..parameters import ParameterIndex, Selector
+from ..registration import find_ddp, propose
+from ..wording import short_list
+from .diagnosis import why_not_watched
+from .gradient_watch import GradientWatch, Silence
+from .side_channel import SideChannel
+
+
+class UnexpectedUseError(RuntimeError):
+    """A parameter that was expected to be used was not, or the other way round; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Expectation:
+    """What was expected of some parameters."""
+
+    function: str
+    used: bool
+    names: frozenset[str]
+
+
+class ExpectationHandle:
+    """An expectation; :meth:`remove` takes it back."""
+
+    def __init__(self, guard: _Guard, expectation: _Expectation) -> None:
+        self._guard: _Guard | None = guard
+        self._expectation = expectation
+
+    def remove(self) -> None:
+        """Take the expectation back, between two steps; every rank does. May be called again."""
+        if self._guard is not None:
+            self._guard.forget(self._expectation)
+            self._guard = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that are meant, sorted."""
+        return tuple(sorted(self._expectation.names))
+
+
+class _Guard(Silence):
+    """Checks the expectations of one module; the module's hooks hold it."""
+
+    def __init__(self, ddp: DistributedDataParallel, channel: SideChannel) -> None:
+        self._channel = channel
+        self.expectations: list[_Expectation] = []
+        self._watch = GradientWatch(ddp, self)
+        self._steps = 0
+        self._ddp = weakref.ref(ddp)
+        finalizer = weakref.finalize(ddp, channel.close)
+        finalizer.atexit = False
+
+    def forget(self, expectation: _Expectation) -> None:
+        self.expectations = [one for one in self.expectations if one is not expectation]
+        if not self.expectations:
+            self._watch.close()
+            self._channel.close()
+            ddp = self._ddp()
+            if ddp is not None and _guards.get(ddp) is self:
+                del _guards[ddp]
+
+    def step_done(self) -> None:
+        here = bytes(self._watch.used)
+        anywhere = self._channel.unite(here)
+        step, self._steps = self._steps, self._steps + 1
+        used = {name for name, one in zip(self._watch.names, anywhere, strict=True) if one}
+        problems = []
+        for one in self.expectations:
+            wrong = sorted(one.names - used if one.used else one.names & used)
+            if wrong:
+                problems.append(f"{one.function}: {self._describe(one, wrong, here)}")
+        if problems:
+            raise UnexpectedUseError(
+                f"{'; '.join(problems)}. This was step {step} since the first expectation; the gradients of all ranks "
+                "are reduced, and .grad holds them"
+            )
+
+    def _describe(self, expectation: _Expectation, wrong: list[str], here: bytes) -> str:
+        if expectation.used:
+            return (
+                f"expected some rank to use {short_list(sorted(expectation.names))}, but no rank had a "
+                f"gradient for {short_list(wrong)}; look whether forward calls it and its output reaches the loss"
+            )
+        places = {name: place for place, name in enumerate(self._watch.names)}
+        mine = [name for name in wrong if here[places[name]]]
+        where = "this rank, too" if mine else "other ranks, not this one"
+        return (
+            f"expected no rank to use {short_list(sorted(expectation.names))}, but there were gradients for "
+            f"{short_list(wrong)} ({where})"
+        )
+
+
+_guards: weakref.WeakKeyDictionary[DistributedDataParallel, _Guard] = weakref.WeakKeyDictionary()
+
+
+def expect_used(ddp: torch.nn.Module, *what: Selector) -> ExpectationHandle:
+    """Raise on every rank in the first step in which some of these parameters get no gradient on any rank.
+
+    Every rank calls it, with the same arguments, between two steps. With a hook of this package or without. It costs
+    one small message a step, after backward.
+
+    Args:
+        ddp: the DDP module, or what ``torch.compile`` returned for it.
+        what: patterns of parameter names, modules or parameters, as for :func:`ddp_hooks.freeze`.
+
+    Returns:
+        A handle with ``remove()``.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the other ranks raise a RuntimeError then.
+        RuntimeError: the ranks expect different things, or a backward pass is under way.
+        UnexpectedUseError: from ``backward()``, on every rank, when it is no longer so. The step is reduced then, and
+            training may go on.
+    """
+    return _expect("expect_used", True, ddp, what)
+
+
+def expect_unused(ddp: torch.nn.Module, *what: Selector) -> ExpectationHandle:
+    """Raise on every rank in the first step in which some of these parameters get a gradient on some rank.
+
+    Arguments, errors and cost as for :func:`expect_used`.
+
+    Args:
+        ddp: as for :func:`expect_used`.
+        what: as for :func:`expect_used`.
+
+    Returns:
+        A handle with ``remove()``.
+    """
+    return _expect("expect_unused", False, ddp, what)
+
+
+def _expect(function: str, used: bool, module: torch.nn.Module, what: tuple[Selector, ...]) -> ExpectationHandle:
+    ddp = find_ddp(module, function)
+    names: frozenset[str] = frozenset()
+    problem: Exception | None = None
+    try:
+        if not what:
+            raise ValueError(f"{function}: expected patterns, modules or parameters, received none")
+        names = frozenset(ParameterIndex(ddp.module).select(*what))
+        ignored = sorted(names & set(ddp.parameters_to_ignore))
+        if ignored:
+            raise ValueError(
+                f"{function}: expected parameters of DDP, received {short_list(ignored)}, which it ignores"
+            )
+        reason = why_not_watched(ddp)
+        if reason is not None:
+            raise RuntimeError(f"{function}: {reason}")
+    except (TypeError, ValueError, RuntimeError) as error:
+        problem = error
+    description = {"parameters": short_list(sorted(names)) + f" ({len(names)})", "digest": _digest(names)}
+    settle(function, propose(ddp, function, description, None if problem is None else str(problem)), problem)
+    guard = _guards.get(ddp)
+    if guard is None:
+        guard = _guards[ddp] = _Guard(ddp, SideChannel(ddp, function))
+    expectation = _Expectation(function, used, names)
+    guard.expectations.append(expectation)
+    return ExpectationHandle(guard, expectation)
+
+
+def _digest(names: frozenset[str]) -> str:
+    return hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,199 @@
+"""Everything that a diagnosis found, as values, and how it follows from what the ranks wrote down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .prediction import dense_bytes, predict, unite
+from .questions import Answer, Facts, advise, answer_all
+from .recorder import Step, slots_of
+from .timing import Division, divide, estimate, put_together
+from .verdicts import IGNORED, ModuleVerdict, ParameterVerdict, group_by_module, judge
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutlook:
+    """What a policy would have made of the steps that were watched.
+
+    Attributes:
+        policy: its name.
+        payload_bytes: what it hands to collectives of gradients in all steps. Bytes.
+        exact: whether the hook sends exactly that; for ``auto`` it is what it settles at.
+        saved_fraction: of plain DDP's bytes.
+        step_seconds: what a step would take, estimated; None with one rank.
+    """
+
+    policy: str
+    payload_bytes: int
+    exact: bool
+    saved_fraction: float
+    step_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What a rank brings to the others: plain values.
+
+    Attributes:
+        names: of its parameters, those that DDP reduces first.
+        sizes: their bytes.
+        reduced_count: how many DDP reduces.
+        ignored: the parameters that DDP ignores at the user's wish.
+        order: all names in the model's order.
+        steps: what it wrote down.
+        layouts: a hash of each of its bucket layouts.
+        find_unused_parameters: DDP's setting.
+        static_graph: likewise.
+        has_hook: a hook of this package is registered.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    reduced_count: int
+    ignored: tuple[str, ...]
+    order: tuple[str, ...]
+    steps: tuple[Step, ...]
+    layouts: tuple[int, ...]
+    find_unused_parameters: bool
+    static_graph: bool
+    has_hook: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a diagnosis found; the same on every rank. Bytes and seconds are a step's where it does not say otherwise.
+
+    Attributes:
+        ranks: how many took part.
+        steps: how many synchronised steps were watched.
+        dense_bytes: what plain DDP handed over in all of them. Bytes.
+        parameters: what became of each, in the model's order.
+        modules: the same, put together by module.
+        policies: what each policy would have made of it.
+        division: how a step divides; None before the second step.
+        answers: to the questions that people ask.
+        advice: the one line to add, or why not.
+        notes: what limits this diagnosis.
+    """
+
+    ranks: int
+    steps: int
+    dense_bytes: int
+    parameters: tuple[ParameterVerdict, ...]
+    modules: tuple[ModuleVerdict, ...]
+    policies: tuple[PolicyOutlook, ...]
+    division: Division | None
+    answers: tuple[Answer, ...]
+    advice: str
+    notes: tuple[str, ...]
+
+    def verdict(self, name: str) -> ParameterVerdict:
+        """Return what became of one parameter.
+
+        Args:
+            name: as in the wrapped model.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        for one in self.parameters:
+            if one.name == name:
+                return one
+        raise KeyError(f"expected the name of a parameter of the wrapped model, received {name!r}")
+
+    def policy(self, name: str) -> PolicyOutlook:
+        """Return what a policy would have made of the steps.
+
+        Args:
+            name: of a preset.
+
+        Raises:
+            KeyError: nothing is known of it.
+        """
+        for one in self.policies:
+            if one.policy == name:
+                return one
+        raise KeyError(f"expected one of {', '.join(one.policy for one in self.policies)}, received {name!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values, for JSON."""
+        return asdict(self)
+
+
+def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[str] = ()) -> Findings:
+    """Find out what there is to find out.
+
+    Args:
+        records: each rank's, with the same parameters.
+        layouts: the bucket layouts (``_C.LayoutOfBuckets``), which are the same on every rank.
+        notes: what is known to limit it.
+    """
+    first = records[0]
+    notes = list(notes)
+    count = min(len(record.steps) for record in records)
+    if any(len(record.steps) != count for record in records):
+        notes.append(f"the ranks ran different numbers of steps; the first {count} of each are compared")
+    ranks = [record.steps[:count] for record in records]
+    slots = [slots_of(layout) for layout in layouts]
+    by_step = list(zip(*ranks, strict=True))
+    united = [unite(steps, layouts[steps[0].layout], slots[steps[0].layout]) for steps in by_step]
+    dense = [dense_bytes(step.layout) for step in united]
+    late = {i: size for i, size in enumerate(first.sizes) if i >= first.reduced_count}
+    predictions = predict(united, late, len(records)) if united else {}
+    if predictions and "skip_zeros" not in predictions:
+        notes.append("values were not looked at in every step (memory, or a device without a scan): skip_unused only")
+    verdicts = judge(first.names, first.sizes, first.reduced_count, ranks, united) if united else []
+    verdicts += [ParameterVerdict(name, 0, IGNORED, 0, (), None, ()) for name in first.ignored]
+    place = {name: number for number, name in enumerate(first.order)}
+    verdicts.sort(key=lambda one: place.get(one.name, len(place)))
+    if first.has_hook:
+        notes.append("a hook of this package is registered, so the times are with it, and none is estimated")
+    times = [put_together(steps, sizes) for steps, sizes in zip(by_step, dense, strict=True)]
+    searches = [max(step.search_seconds for step in steps) for steps in by_step]
+    division = divide(times, searches, len(records)) if len(times) > 1 else None
+    total = sum(map(sum, dense))
+    outlooks = tuple(
+        PolicyOutlook(
+            name,
+            one.payload_bytes,
+            one.exact,
+            1 - one.payload_bytes / total if total and len(records) > 1 else 0.0,
+            None if division is None or len(records) == 1 or first.has_hook else estimate(times, one.by_step, division),
+        )
+        for name, one in predictions.items()
+    )
+    facts = Facts(
+        len(records),
+        count,
+        first.find_unused_parameters,
+        first.static_graph,
+        first.has_hook,
+        tuple(verdicts),
+        tuple(group_by_module(verdicts)),
+        _same_every_step(ranks),
+        _same_order(ranks),
+        division,
+    )
+    savings = {one.policy: (one.saved_fraction, one.step_seconds) for one in outlooks}
+    return Findings(
+        len(records),
+        count,
+        total,
+        facts.parameters,
+        facts.modules,
+        outlooks,
+        division,
+        tuple(answer_all(facts)),
+        advise(facts, savings),
+        tuple(notes),
+    )
+
+
+def _same_every_step(ranks: Sequence[Sequence[Step]]) -> bool:
+    return all(len({step.received for step in steps}) <= 1 for steps in ranks)
+
+
+def _same_order(ranks: Sequence[Sequence[Step]]) -> bool:
+    return all(len({step.order for step in steps}) <= 1 for steps in ranks)

@@ -1,0 +1,195 @@
+"""The questions that people ask before they add a line, answered from what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .timing import Division
+from .verdicts import FROZEN_AFTER, NEVER, SOME_RANKS, SOMETIMES, THAWED, ModuleVerdict, ParameterVerdict
+
+# Below this part of the bytes a hook is not worth a line.
+LEAST_SAVED = 0.02
+# What looking at values has to save besides to be worth it.
+_LEAST_MORE = 0.05
+_UNUSED = (NEVER, SOMETIMES, SOME_RANKS, FROZEN_AFTER)
+_NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One of the questions, and its answer.
+
+    Attributes:
+        question: in words.
+        verdict: ``yes``, ``no``, or a figure.
+        reason: why.
+    """
+
+    question: str
+    verdict: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the answers follow from.
+
+    Attributes:
+        ranks: how many.
+        steps: how many were watched.
+        find_unused_parameters: DDP's setting.
+        static_graph: likewise.
+        has_hook: a hook of this package is registered.
+        parameters: what became of each.
+        modules: the same by module.
+        same_parameters: each rank used the same ones in every step.
+        same_order: and their gradients came in the same order.
+        division: how a step divides, or None.
+    """
+
+    ranks: int
+    steps: int
+    find_unused_parameters: bool
+    static_graph: bool
+    has_hook: bool
+    parameters: tuple[ParameterVerdict, ...]
+    modules: tuple[ModuleVerdict, ...]
+    same_parameters: bool
+    same_order: bool
+    division: Division | None
+
+
+def answer_all(facts: Facts) -> list[Answer]:
+    """Answer every question; none before the first step."""
+    if facts.steps == 0:
+        return []
+    answers = [_is_the_search_needed(facts), _is_a_static_graph_legal(facts), _is_something_forgotten(facts)]
+    if any(one.verdict == THAWED for one in facts.parameters):
+        answers.append(_is_something_apart(facts))
+    if facts.division is not None:
+        answers.append(_what_does_the_search_cost(facts, facts.division))
+    return answers
+
+
+def _is_the_search_needed(facts: Facts) -> Answer:
+    question = "Is find_unused_parameters needed?"
+    unused = [one for one in facts.parameters if one.verdict in _UNUSED]
+    seen = f"in {facts.steps} steps on {_count(facts.ranks, 'rank')}"
+    if not unused:
+        if facts.find_unused_parameters:
+            return Answer(question, "no", f"it is set, and {seen} every parameter was used; leave it out")
+        return Answer(question, "no", f"it is not set, and {seen} every parameter was used")
+    if all(one.verdict == FROZEN_AFTER for one in unused):
+        return Answer(
+            question,
+            "no, if you wrap later",
+            f"all that is unused ({_names(unused)}) is frozen: freeze before wrapping, or call "
+            "ddp_hooks.rebuild(ddp, find_unused_parameters=False) after freezing",
+        )
+    if all(one.verdict in (NEVER, FROZEN_AFTER) for one in unused):
+        return Answer(
+            question,
+            "yes, as the model stands",
+            f"{_names(unused)} got no gradient in any step; freeze or remove it before wrapping, and it is not needed",
+        )
+    if not facts.find_unused_parameters and facts.static_graph:
+        return Answer(question, "no", "static_graph=True has found out what is unused in its first step")
+    return Answer(question, "yes", f"{_names(unused)} was unused in some steps or on some ranks")
+
+
+def _is_a_static_graph_legal(facts: Facts) -> Answer:
+    question = "Is static_graph=True legal?"
+    if facts.steps < 2:
+        return Answer(question, "unknown", "that takes two steps at least")
+    if not facts.same_parameters:
+        return Answer(question, "no", "which parameters a rank uses changes from step to step")
+    if not facts.same_order:
+        return Answer(
+            question, "probably not", "gradients came in another order in some steps, so the graph is not the same"
+        )
+    return Answer(
+        question, "as far as seen", f"each rank used the same parameters, in the same order, in {facts.steps} steps"
+    )
+
+
+def _is_something_forgotten(facts: Facts) -> Answer:
+    question = "Is something unused that was probably meant to be used?"
+    whole = [one for one in facts.modules if one.verdict == NEVER and one.is_module]
+    single = [one for one in facts.modules if one.verdict == NEVER and not one.is_module]
+    if whole:
+        return Answer(
+            question,
+            "probably",
+            f"no parameter of {_names(whole)} got a gradient in any step, though they require one: look whether "
+            "forward calls it, whether its output reaches the loss, and for .detach() or no_grad() behind it",
+        )
+    if single:
+        return Answer(question, "perhaps", f"{_names(single)} got no gradient, while the rest of its module did")
+    return Answer(question, "no", "everything that requires a gradient got one in some step")
+
+
+def _is_something_apart(facts: Facts) -> Answer:
+    apart = [one for one in facts.parameters if one.verdict == THAWED]
+    return Answer(
+        "Do the ranks train something apart?",
+        "yes",
+        f"{_names(apart)} was frozen when DDP was built and is trained now; plain DDP does not average it, so the "
+        "ranks' weights differ. ddp_hooks.register(ddp) averages it; or wrap the model after thawing",
+    )
+
+
+def _what_does_the_search_cost(facts: Facts, division: Division) -> Answer:
+    question = "What does the search of the graph cost?"
+    cost = f"{division.search_seconds * 1e3:.2f} ms a step"
+    part = division.search_seconds / division.step_seconds if division.step_seconds else 0.0
+    where = f"{part:.1%} of a step, between the model's forward pass and the end of DDP's"
+    if facts.find_unused_parameters and not facts.static_graph:
+        return Answer(question, cost, f"{where}; and an all-reduce of what was used at the end of each step")
+    return Answer(question, "nothing", f"DDP does not search here (what it does in its place takes {cost})")
+
+
+def advise(facts: Facts, savings: Mapping[str, tuple[float, float | None]]) -> str:
+    """Return the one line to add, or "do not", with the reason.
+
+    Args:
+        facts: what was seen.
+        savings: by policy, the part of the bytes that it saves, and what a step would take. Seconds.
+    """
+    if facts.has_hook:
+        return "ddp_hooks is registered already; print(state.stats()) says what it saves."
+    if not savings:
+        return "Nothing can be said before a step was watched."
+    if facts.ranks == 1:
+        return "Do not: one rank has nobody to send to. Run on two at least."
+    plain, _ = savings["skip_unused"]
+    best = max(savings, key=lambda name: savings[name][0])
+    policy = "auto" if "auto" in savings and savings["auto"][0] >= plain + _LEAST_MORE else "skip_unused"
+    saved, seconds = savings[policy]
+    apart = any(one.verdict == THAWED for one in facts.parameters)
+    if saved < LEAST_SAVED and not apart:
+        return (
+            f"Do not: no policy would save {LEAST_SAVED:.0%} of the bytes (the best, {best}: {savings[best][0]:.1%})."
+        )
+    line = f'state = ddp_hooks.register(ddp, "{policy}")'
+    unused = [one for one in facts.parameters if one.verdict in (NEVER, FROZEN_AFTER)]
+    changing = [one for one in facts.parameters if one.verdict in (SOMETIMES, SOME_RANKS)]
+    text = f"Add, after wrapping: {line}. It saves {saved:.1%} of the bytes"
+    if facts.division is not None and seconds is not None:
+        gain = 1 - seconds / facts.division.step_seconds
+        text += f" and about {max(gain, 0):.0%} of a step"
+        if gain < LEAST_SAVED:
+            text += ", because computing hides the sending here: it pays on a slower link"
+    if policy == "skip_unused" and unused and not changing:
+        text += f". Or, without it, freeze {_names(unused)} before wrapping"
+    return f"{text}."
+
+
+def _names(of: Sequence[ParameterVerdict] | Sequence[ModuleVerdict]) -> str:
+    names = [one.name or "the whole model" for one in of]
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

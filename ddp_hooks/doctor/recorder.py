@@ -1,0 +1,334 @@
+"""What one rank writes down while its steps run: as little work as possible; everything else waits for the end.
+
+Gradients are looked at when they have just been accumulated and DDP has not reduced them yet, with the scan that the
+hook itself uses: what it finds then is what the hook would find.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import _extension
+from ..policies import PRESETS
+from .gradient_watch import GradientWatch, Silence
+
+_C = _extension.load()
+
+# What a rank keeps of its masks of rows at most.
+MOST_MASK_BYTES = 64 << 20
+# What a gradient holds: not looked at or nothing, a non-zero in every unit, or in some.
+NOTHING, EVERYTHING, SOMETHING = 0, 1, 2
+
+
+@dataclass(slots=True)
+class Step:
+    """One synchronised step on one rank; a byte for each parameter where it says so.
+
+    Attributes:
+        received: 1 if a gradient was accumulated here.
+        sent: 1 if the graph detector would call it used here.
+        frozen: 1 if it requires no gradient now.
+        values: NOTHING, EVERYTHING or SOMETHING.
+        masks: of what holds SOMETHING, the compressed mask of its units.
+        layout: which of the rank's layouts.
+        order: the parameters in the order in which gradients came, as 32-bit integers.
+        ready: when each bucket was complete here, in seconds since the step before ended.
+        gradients_seconds: when all gradients were there, likewise.
+        seconds: when DDP had finalised, likewise: what the step took.
+        search_seconds: how long DDP took after the model's forward pass; it is then that it searches the graph.
+        looked: whether the values were looked at; not any more when the memory for it is full.
+    """
+
+    received: bytes
+    sent: bytes
+    frozen: bytes
+    values: bytes
+    masks: dict[int, bytes]
+    layout: int
+    order: bytes
+    ready: list[float]
+    gradients_seconds: float
+    seconds: float
+    search_seconds: float
+    looked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a parameter stands in a bucket, and how it falls apart; in real elements."""
+
+    bucket: int
+    length: int
+    element_bytes: int
+    unit_length: int
+    units: int
+    sparse: bool
+
+
+def slots_of(layout: Any) -> dict[int, Slot]:
+    """Return by parameter where it stands in a layout (a ``_C.LayoutOfBuckets``), and its units under every preset."""
+    policy = PRESETS["skip_zeros"]
+    settings = _C.UnitSettings(
+        min_divided_bytes=policy.min_divided_bytes,
+        min_unit_bytes=policy.min_unit_bytes,
+        max_unit_bytes=policy.max_unit_bytes,
+    )
+    slots = {}
+    for number, bucket in enumerate(layout.buckets):
+        for piece in bucket.slices:
+            units = _C.units_of(piece, bucket.element_bytes, settings)
+            slots[piece.parameter] = Slot(
+                number, piece.length, bucket.element_bytes, units.length, len(units), bucket.sparse
+            )
+    return slots
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What is known of the step that is under way."""
+
+    values: bytearray
+    masks: dict[int, bytes] = field(default_factory=dict)
+    pending: list[tuple[int, Any]] = field(default_factory=list)
+    times: dict[int, float] = field(default_factory=dict)
+    begun: float = 0.0
+    gradients: float = 0.0
+    reduced: float = 0.0
+    search: float = 0.0
+    looked: bool = True
+
+
+class Recorder(Silence):
+    """Writes down the steps of one module on this rank.
+
+    Args:
+        ddp: the module.
+        most_mask_bytes: the most memory for masks of rows. Bytes.
+
+    Attributes:
+        watch: what it hears from.
+        steps: what was written down.
+        layouts: the bucket layouts that steps refer to.
+        last_order: the parameters that have their gradient in the pass that is under way, or that ended last.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, most_mask_bytes: int = MOST_MASK_BYTES) -> None:
+        self.steps: list[Step] = []
+        self.layouts: list[Any] = []
+        self.passes_begun = 0
+        self.last_progress = time.monotonic()
+        self.on_step: Any = None
+        self._most_mask_bytes = most_mask_bytes
+        self._mask_bytes = 0
+        self._layout_hash: int | None = None
+        self._slots: dict[int, Slot] = {}
+        self._full: dict[int, list[int]] = {}
+        self._interned: dict[bytes, bytes] = {}
+        self._unused_by: dict[bytes, frozenset[int]] = {}
+        self._started: float | None = None  # when the step before ended
+        self._model_done: float | None = None
+        self._scans = ddp.device_type == "cpu" or (ddp.device_type == "cuda" and _C.has_cuda())
+        # DDP's reduction begins with the first gradient where it finds out what is unused.
+        self._searches = bool(ddp.find_unused_parameters) and not ddp.static_graph
+        self.watch = GradientWatch(ddp, self)
+        self._pass = self._new_pass()
+        self._read_layout(ddp)
+
+    def close(self) -> None:
+        """Stop listening; what was written down stays."""
+        self.watch.close()
+
+    def _new_pass(self) -> _Pass:
+        return _Pass(bytearray(len(self.watch.used)), looked=self._scans and self._mask_bytes <= self._most_mask_bytes)
+
+    # --- what the watch tells
+
+    def forward_begins(self) -> None:
+        """Note when the first step begins; the others begin where the one before ended."""
+        if self._started is None:
+            self._started = time.perf_counter()
+
+    def model_done(self) -> None:
+        """Note when the model's forward pass was through."""
+        self._model_done = time.perf_counter()
+
+    def forward_done(self) -> None:
+        """Note how long DDP took after the model."""
+        if self._model_done is not None:
+            self._pass.search += time.perf_counter() - self._model_done
+            self._model_done = None
+
+    def pass_begins(self, synchronises: bool) -> None:
+        """Look at gradients of before that DDP would send along for parameters that this pass leaves out."""
+        if not synchronises:
+            return
+        self.passes_begun += 1
+        self._pass.times = {}
+        self._pass.begun = time.perf_counter()
+        if self._pass.looked:
+            self._look_at_old_gradients()
+
+    def gradient_done(self, index: int, parameter: torch.Tensor, synchronises: bool) -> None:
+        """Look at a gradient, and note the time."""
+        if synchronises:
+            if self._pass.looked:
+                self._look(index, parameter)
+            self._pass.times[index] = time.perf_counter()
+
+    def gradients_done(self) -> None:
+        """Note the time."""
+        self._pass.gradients = time.perf_counter()
+
+    def step_reduced(self) -> None:
+        """Note the time."""
+        self._pass.reduced = time.perf_counter()
+
+    def step_done(self) -> None:
+        """Write the step down."""
+        ddp = self.watch.ddp
+        if ddp is None:
+            return
+        done, self._pass = self._pass, self._new_pass()
+        for index, scan in done.pending:
+            self._take(done, index, scan.wait()[0])
+        self._mask_bytes += sum(map(len, done.masks.values()))
+        start = self._started if self._started is not None else done.begun
+        received = bytes(self.watch.used)
+        frozen = bytes(not parameter.requires_grad for parameter in self.watch.parameters)
+        self.steps.append(
+            Step(
+                self._intern(received),
+                self._intern(self._find_sent(ddp, received, frozen)),
+                self._intern(frozen),
+                self._intern(bytes(done.values)),
+                done.masks,
+                self._read_layout(ddp),
+                self._intern(array("I", done.times).tobytes()),
+                self._bucket_times(done, start),
+                done.gradients - start,
+                done.reduced - start,
+                done.search,
+                done.looked,
+            )
+        )
+        self.last_progress = time.monotonic()
+        # The next step begins where DDP ended, so that what is done here counts for it, as it does for the program.
+        self._started = done.reduced
+        if self.on_step is not None:
+            self.on_step(len(self.steps))
+
+    def missing(self) -> list[str]:
+        """Name what has no gradient in the pass that is under way, or in the one that did not end."""
+        ddp, came = self.watch.ddp, self._pass.times
+        unused = self._read_unused(ddp) if ddp is not None and self._searches else frozenset()
+        parameters = self.watch.parameters
+        return [
+            name
+            for i, name in enumerate(self.watch.names[: self.watch.reduced_count])
+            if i not in came and i not in unused and (i >= len(parameters) or parameters[i].requires_grad)
+        ]
+
+    # --- how
+
+    def _intern(self, content: bytes) -> bytes:
+        # Steps repeat; equal ones share their bytes.
+        return self._interned.setdefault(content, content)
+
+    def _read_layout(self, ddp: DistributedDataParallel) -> int:
+        layout = _C.reducer_layout(ddp.reducer)
+        found = layout.hash()
+        if found != self._layout_hash:
+            self._layout_hash = found
+            self.layouts.append(layout)
+            self._slots = slots_of(layout)
+            self._full = {index: _full_words(slot.units) for index, slot in self._slots.items()}
+        return len(self.layouts) - 1
+
+    def _bucket_times(self, done: _Pass, start: float) -> list[float]:
+        ready = [done.begun] * len(self.layouts[-1].buckets)
+        for index, moment in done.times.items():
+            slot = self._slots.get(index)
+            if slot is not None and moment > ready[slot.bucket]:
+                ready[slot.bucket] = moment
+        return [moment - start for moment in ready]
+
+    def _find_sent(self, ddp: DistributedDataParallel, received: bytes, frozen: bytes) -> bytes:
+        """Say what the graph detector would call used here: what is in the graph, whether a gradient came or not."""
+        reduced = self.watch.reduced_count
+        if 0 not in received[:reduced]:
+            sent = bytearray(received)
+        elif self._searches or ddp.static_graph:
+            unused = self._unused_by.get(received)
+            if unused is None:
+                unused = self._unused_by[received] = self._read_unused(ddp)
+            sent = bytearray(
+                received[i] or (i not in unused and (self._searches or not frozen[i])) for i in range(reduced)
+            )
+        else:
+            # Without a search DDP takes everything that is not frozen for used.
+            sent = bytearray(received[i] or not frozen[i] for i in range(reduced))
+        # Those that DDP does not know are averaged by the hook as soon as they are thawed.
+        return bytes(sent[:reduced]) + bytes(not one for one in frozen[reduced:])
+
+    def _read_unused(self, ddp: DistributedDataParallel) -> frozenset[int]:
+        return frozenset(_C.probe_reducer(ddp.reducer)["unused_parameters_"])
+
+    def _look_at_old_gradients(self) -> None:
+        ddp = self.watch.ddp
+        if ddp is None or not (self._searches or ddp.static_graph):
+            return
+        parameters = self.watch.parameters[: self.watch.reduced_count]
+        if all(parameter.grad is None for parameter in parameters):
+            return
+        for index in self._read_unused(ddp):
+            if parameters[index].grad is not None:
+                self._look(index, parameters[index])
+
+    def _look(self, index: int, parameter: torch.Tensor) -> None:
+        slot, gradient = self._slots.get(index), parameter.grad
+        if slot is None or slot.sparse or gradient is None or slot.length == 0:
+            return
+        flat = _flatten(gradient, parameter)
+        scan = _C.start_unit_scan(flat, 0, slot.length, slot.unit_length)
+        if flat.is_cpu:
+            self._take(self._pass, index, scan.wait()[0])
+        else:
+            self._pass.pending.append((index, scan))
+
+    def _take(self, into: _Pass, index: int, words: list[int]) -> None:
+        into.masks.pop(index, None)
+        if words == self._full[index]:
+            into.values[index] = EVERYTHING
+        elif any(words):
+            into.values[index] = SOMETHING
+            into.masks[index] = zlib.compress(array("Q", words).tobytes(), 1)
+        else:
+            into.values[index] = NOTHING
+
+
+def _full_words(bits: int) -> list[int]:
+    words = [(1 << 64) - 1] * (bits // 64)
+    return [*words, (1 << bits % 64) - 1] if bits % 64 else words
+
+
+def _flatten(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the gradient's elements in the order in which DDP has them in a bucket, flat and real."""
+    gradient = gradient.detach()
+    if gradient.is_complex():
+        # A bucket holds a complex gradient as its real view.
+        gradient = torch.view_as_real(gradient.contiguous())
+        return gradient.reshape(-1)
+    if gradient.is_contiguous():
+        return gradient.view(-1)
+    if gradient.stride() != parameter.stride():
+        gradient = torch.empty_like(parameter).copy_(gradient)
+    if gradient.is_contiguous():
+        return gradient.view(-1)
+    return torch.as_strided(gradient, (gradient.numel(),), (1,), gradient.storage_offset())

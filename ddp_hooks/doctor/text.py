@@ -1,0 +1,152 @@
+"""What was found, as text for a terminal: nothing wider than 100 columns but what a single name needs."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .verdicts import MEANING, MOSTLY_ZERO, SOME_RANKS, SOMETIMES, USED, ModuleVerdict, ParameterVerdict
+
+if TYPE_CHECKING:
+    from .findings import Findings
+
+_WIDTH = 100
+_LINES_SHOWN = 40
+_NAMES_SHOWN = 8
+
+
+def describe(findings: Findings) -> str:
+    """Return everything that was found, in the order in which it is asked for."""
+    lines = [
+        f"ddp_hooks doctor: {_count(findings.steps, 'step')} on {_count(findings.ranks, 'rank')}, "
+        f"{_count(len(findings.parameters), 'parameter')}, "
+        f"{megabytes(findings.dense_bytes // max(findings.steps, 1))} of gradients a step"
+    ]
+    if findings.steps:
+        lines += ["", "Parameters", *_parameter_lines(findings)]
+        lines += ["", "Questions"]
+        for answer in findings.answers:
+            lines += _wrap(f"{answer.question} {answer.verdict[:1].upper()}{answer.verdict[1:]}: {answer.reason}.")
+        lines += ["", "A step", *_step_lines(findings)]
+        lines += ["", "What ddp_hooks would send", *_policy_lines(findings)]
+    lines += ["", *_wrap(findings.advice, indent="")]
+    for note in findings.notes:
+        lines += _wrap(f"Note: {note}.", indent="")
+    return "\n".join(lines)
+
+
+def describe_unfinished(missing: Mapping[int, Sequence[str]]) -> str:
+    """Say by name what DDP waits for; ``missing`` are the parameters without a gradient, by rank."""
+    lines = ["ddp_hooks doctor: DDP waits for the gradients of parameters that the last backward pass left out"]
+    everyone = set.intersection(*(set(names) for names in missing.values())) if missing else set()
+    for rank, names in sorted(missing.items()):
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" if names[8:] else "")
+        lines += _wrap(f"rank {rank}: {shown or 'none: it has all of its gradients'}")
+    if len(missing) > 1:
+        differ = sorted({name for names in missing.values() for name in names} - everyone)
+        if differ:
+            lines += _wrap(
+                "The ranks differ, so one waits for messages that another never sends. Wrap with "
+                "find_unused_parameters=True, so that every rank takes part for every parameter; "
+                "ddp_hooks.register(ddp) then sends only what somebody used"
+            )
+            return "\n".join(lines)
+    lines += _wrap("Wrap with find_unused_parameters=True, freeze them before wrapping, or use them in the loss")
+    return "\n".join(lines)
+
+
+def megabytes(size: float) -> str:
+    """Return bytes in a unit that suits them."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:,.2f} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def _parameter_lines(findings: Findings) -> Iterator[str]:
+    rows = [
+        (one.name or "(the whole model)", _verdict(one, findings), megabytes(one.dense_bytes))
+        for one in findings.modules
+        if one.verdict != USED
+    ]
+    used = [one for one in findings.parameters if one.verdict == USED]
+    if used:
+        size = sum(one.dense_bytes for one in used)
+        rows.append((f"({len(used)} of {len(findings.parameters)})", MEANING[USED], megabytes(size)))
+    shown = rows[: _LINES_SHOWN - 1] + rows[-1:] if len(rows) > _LINES_SHOWN else rows
+    widths = [max(len(row[0]) for row in shown), max(len(row[2]) for row in shown)]
+    for number, (name, verdict, size_text) in enumerate(shown):
+        if number == len(shown) - 1 and len(rows) > len(shown):
+            yield f"  ... and {len(rows) - len(shown)} more"
+        yield f"  {name:<{widths[0]}}  {size_text:>{widths[1]}}  {verdict}"
+
+
+def _verdict(group: ModuleVerdict, findings: Findings) -> str:
+    members = _members(group, findings.parameters)
+    text = group.verdict
+    if group.verdict in (SOMETIMES, SOME_RANKS):
+        steps = sorted({one.steps_used for one in members})
+        text += f": {_range(steps)} of {findings.steps} steps"
+    if group.verdict == SOME_RANKS:
+        ranks = sorted({rank for one in members for rank in one.ranks_used})
+        text += f", rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+    if group.verdict == MOSTLY_ZERO:
+        zero = [one.zero_rows for one in members if one.zero_rows is not None]
+        text += f": {sum(zero) / len(zero):.1%} of them"
+    elif group.verdict in MEANING and group.verdict not in (SOMETIMES, SOME_RANKS):
+        text += f": {MEANING[group.verdict]}"
+    if group.is_module:
+        text += f" ({_count(group.parameters, 'parameter')})"
+    return text
+
+
+def _members(group: ModuleVerdict, parameters: Sequence[ParameterVerdict]) -> list[ParameterVerdict]:
+    inside = f"{group.name}." if group.name else ""
+    return [
+        one
+        for one in parameters
+        if one.verdict == group.verdict and (one.name == group.name or one.name.startswith(inside))
+    ]
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _step_lines(findings: Findings) -> Iterator[str]:
+    division = findings.division
+    if division is None:
+        yield "  Two steps at least are needed for times."
+        return
+    part = division.exposed_seconds / division.step_seconds if division.step_seconds else 0.0
+    yield f"  {division.step_seconds * 1e3:.1f} ms in all"
+    yield f"  {division.compute_seconds * 1e3:.1f} ms of computing, until the slowest rank has its gradients"
+    yield f"  {division.exposed_seconds * 1e3:.1f} ms ({part:.0%}) of sending that no computing hides"
+    if division.bytes_per_second is not None:
+        yield f"  the link carries {megabytes(division.bytes_per_second)} of gradients a second"
+
+
+def _policy_lines(findings: Findings) -> Iterator[str]:
+    steps = max(findings.steps, 1)
+    yield f"  {'policy':<12} {'bytes a step':>12} {'saved':>7} {'a step takes':>13}"
+    division = findings.division
+    plain = "" if division is None else f"{division.step_seconds * 1e3:.1f} ms"
+    yield f"  {'plain DDP':<12} {megabytes(findings.dense_bytes // steps):>12} {'':>7} {plain:>13}"
+    for one in findings.policies:
+        seconds = "" if one.step_seconds is None else f"~{one.step_seconds * 1e3:.1f} ms"
+        settled = "" if one.exact else "  once it has settled"
+        size = megabytes(one.payload_bytes // steps)
+        yield f"  {one.policy:<12} {size:>12} {one.saved_fraction:>7.1%} {seconds:>13}{settled}"
+    yield "  Bytes are exact, masks not counted; times are estimated (docs/doctor.md has the formula)."
+
+
+def _wrap(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

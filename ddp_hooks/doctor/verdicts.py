@@ -1,0 +1,188 @@
+"""What became of each parameter in the steps that were watched, and the modules that this points to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .prediction import UnionStep, zero_units
+from .recorder import Step
+
+NEVER = "never used"
+SOMETIMES = "used in some steps"
+SOME_RANKS = "used by some ranks only"
+FROZEN_BEFORE = "frozen before wrapping"
+FROZEN_AFTER = "frozen after wrapping"
+THAWED = "frozen when wrapped, trained since"
+ALL_ZERO = "all zero"
+MOSTLY_ZERO = "mostly zero by rows"
+USED = "used"
+IGNORED = "ignored by DDP"
+
+MEANING = {
+    NEVER: "requires a gradient and got none, in any step, on any rank",
+    SOMETIMES: "in some steps no rank used it",
+    SOME_RANKS: "in some steps only some ranks used it",
+    FROZEN_BEFORE: "DDP does not know it, and sends nothing for it",
+    FROZEN_AFTER: "DDP sends zeros for it",
+    THAWED: "DDP does not know it: the ranks train it APART",
+    ALL_ZERO: "it gets gradients, and they are zero on every rank in every step",
+    MOSTLY_ZERO: "at least half of its rows are zero on every rank",
+    USED: "used by every rank in every step",
+    IGNORED: "left out at the user's wish",
+}
+# From here on a gradient counts as mostly zero.
+_MOSTLY = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterVerdict:
+    """What became of one parameter.
+
+    Attributes:
+        name: in the wrapped model.
+        dense_bytes: what plain DDP hands over for it in each step. Bytes.
+        verdict: one of the keys of ``MEANING``.
+        steps_used: in how many steps some rank used it.
+        ranks_used: the ranks that ever did.
+        zero_rows: which part of its rows (units) was zero on every rank, the mean over the steps in which it was used;
+            None where values were not looked at.
+        pattern: for each rank a text with one character a step: ``#`` used, ``.`` not, ``-`` frozen.
+    """
+
+    name: str
+    dense_bytes: int
+    verdict: str
+    steps_used: int
+    ranks_used: tuple[int, ...]
+    zero_rows: float | None
+    pattern: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleVerdict:
+    """Parameters of one module, or a single one, with the same verdict.
+
+    Attributes:
+        name: of the largest module all of whose parameters have it, or of the parameter; "" for the whole model.
+        verdict: theirs.
+        parameters: how many they are.
+        dense_bytes: theirs together. Bytes.
+        is_module: whether it is a whole module.
+    """
+
+    name: str
+    verdict: str
+    parameters: int
+    dense_bytes: int
+    is_module: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+
+def judge(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    reduced_count: int,
+    ranks: Sequence[Sequence[Step]],
+    united: Sequence[UnionStep],
+) -> list[ParameterVerdict]:
+    """Judge each parameter.
+
+    Args:
+        names: of the parameters, those that DDP reduces first.
+        sizes: their bytes.
+        reduced_count: how many DDP reduces.
+        ranks: for each rank its steps, the same number on each.
+        united: the steps as all ranks together saw them.
+    """
+    return [
+        _judge_one(index, name, size, index < reduced_count, ranks, united)
+        for index, (name, size) in enumerate(zip(names, sizes, strict=True))
+    ]
+
+
+def _judge_one(
+    index: int,
+    name: str,
+    size: int,
+    reduced: bool,
+    ranks: Sequence[Sequence[Step]],
+    united: Sequence[UnionStep],
+) -> ParameterVerdict:
+    received = [[bool(step.received[index]) for step in steps] for steps in ranks]
+    frozen = [[bool(step.frozen[index]) for step in steps] for steps in ranks]
+    pattern = tuple(
+        "".join("#" if here else "-" if still else "." for here, still in zip(*rows, strict=True))
+        for rows in zip(received, frozen, strict=True)
+    )
+    by_step = [[rank[number] for rank in received] for number in range(len(united))]
+    steps_used = sum(any(step) for step in by_step)
+    ranks_used = tuple(rank for rank, steps in enumerate(received) if any(steps))
+    looked = [
+        step for step, here in zip(united, by_step, strict=True) if any(here) and step.looked and index in step.slots
+    ]
+    zero_rows = sum(zero_units(step, index) for step in looked) / len(looked) if looked else None
+    always_frozen = all(all(steps) for steps in frozen)
+    if not reduced:
+        verdict = THAWED if steps_used else FROZEN_BEFORE
+    elif always_frozen and steps_used == 0:
+        verdict = FROZEN_AFTER
+    elif steps_used == 0:
+        verdict = NEVER
+    elif any(any(step) and not all(step) for step in by_step):
+        verdict = SOME_RANKS
+    elif steps_used < len(united):
+        verdict = SOMETIMES
+    elif looked and all(index not in step.units for step in looked):
+        verdict = ALL_ZERO
+    elif zero_rows is not None and zero_rows >= _MOSTLY:
+        verdict = MOSTLY_ZERO
+    else:
+        verdict = USED
+    return ParameterVerdict(name, size if reduced else 0, verdict, steps_used, ranks_used, zero_rows, pattern)
+
+
+def group_by_module(verdicts: Sequence[ParameterVerdict]) -> list[ModuleVerdict]:
+    """Put parameters with the same verdict together, under the largest module that has no other ones.
+
+    Args:
+        verdicts: of all parameters.
+
+    Returns:
+        In the order of the parameters' names in the model.
+    """
+    kinds: dict[str, set[str]] = {}
+    for one in verdicts:
+        for module in _modules_around(one.name):
+            kinds.setdefault(module, set()).add(one.verdict)
+    groups: dict[tuple[str, str], list[ParameterVerdict]] = {}
+    for one in verdicts:
+        whole = [module for module in _modules_around(one.name) if kinds[module] == {one.verdict}]
+        # The outermost comes first.
+        groups.setdefault((whole[0] if whole else one.name, one.verdict), []).append(one)
+    names = {one.name for one in verdicts}
+    return [
+        ModuleVerdict(name, verdict, len(some), sum(one.dense_bytes for one in some), name not in names)
+        for (name, verdict), some in groups.items()
+    ]
+
+
+def _modules_around(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
+
+
+def bytes_by_verdict(verdicts: Sequence[ParameterVerdict]) -> Mapping[str, int]:
+    """Return how many bytes of a dense step have which verdict."""
+    totals: dict[str, int] = {}
+    for one in verdicts:
+        totals[one.verdict] = totals.get(one.verdict, 0) + one.dense_bytes
+    return totals
