@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from ddp_hooks.commands import demo, info, run
 from ddp_hooks.commands.options import CommandParser
+from ddp_hooks.doctor import command as doctor
 
-COMMANDS = (info, run, demo)
+COMMANDS = (info, run, doctor, demo)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The doctor against what obviously happened: a list of who got a gradient when, and what the hook then really sends."""
+"""The doctor against what obviously happened: who got a gradient when, and what the hook then really sends."""
 
 from __future__ import annotations
 

@@ -224,6 +224,10 @@ class Recorder(Silence):
         if self.on_step is not None:
             self.on_step(len(self.steps))
 
+    def is_unfinished(self) -> bool:
+        """Say whether a synchronised pass has begun that DDP has not finalised."""
+        return bool(self._pass.times)
+
     def missing(self) -> list[str]:
         """Name what has no gradient in the pass that is under way, or in the one that did not end."""
         ddp, came = self.watch.ddp, self._pass.times

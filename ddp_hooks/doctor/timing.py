@@ -103,10 +103,12 @@ def divide(steps: Sequence[StepTimes], searches: Sequence[float], ranks: int) ->
     """
     steady = steps[1:] or steps
     pace = median(fit_link(times) for times in steady)
+    step_seconds = median(times.ended for times in steady)
+    compute_seconds = min(median(times.computed for times in steady), step_seconds)
     return Division(
-        median(times.ended for times in steady),
-        median(times.computed for times in steady),
-        median(max(times.ended - times.computed, 0.0) for times in steady),
+        step_seconds,
+        compute_seconds,
+        step_seconds - compute_seconds,
         None if ranks == 1 or pace == 0 else 1 / pace,
         median(searches[1:] or searches),
     )

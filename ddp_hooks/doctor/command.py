@@ -1,0 +1,218 @@
+"""``python -m ddp_hooks doctor SCRIPT``: runs a script as it is, with plain DDP, and says what was seen."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..construction import watch_construction
+from ..script import run_script
+from .diagnosis import Diagnosis, diagnose, is_unfinished_reduction
+from .noticeboard import Noticeboard
+from .page import draw_page
+from .watchdog import Watchdog
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line asks for.
+
+    Attributes:
+        script: the script or module, and its own arguments.
+        as_module: whether it is a module.
+        steps: how many synchronised steps are watched.
+        go_on: let the run go on after them.
+        json: where to write what was found, or None.
+        html: where to draw it, or None.
+        patience_seconds: how long no step may end before the run is taken to hang.
+    """
+
+    script: tuple[str, ...]
+    as_module: bool = False
+    steps: int = 30
+    go_on: bool = False
+    json: Path | None = None
+    html: Path | None = None
+    patience_seconds: float = 300.0
+
+
+class _EnoughSeen(SystemExit):
+    """Ends the script: all steps were watched. On every rank in the same step, from ``backward()``."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the subparsers of ``python -m ddp_hooks``."""
+    defaults = Options(())
+    parser = commands.add_parser(
+        "doctor",
+        help="run a script with plain DDP and say which parameters are unused, and what ddp_hooks would save",
+        description="Run a training script as it is, with plain DDP, watch its first steps, and print which "
+        "parameters are unused, frozen or zero, what a step consists of, and what ddp_hooks would save. Start it as "
+        "the script is started: torchrun --nproc-per-node 2 -m ddp_hooks doctor train.py ARGS",
+    )
+    parser.add_argument("--steps", type=_parse_count, default=defaults.steps, help="how many to watch (%(default)s)")
+    parser.add_argument(
+        "--continue", dest="go_on", action="store_true", help="let the script go on after them, in place of ending it"
+    )
+    parser.add_argument("--json", type=Path, help="write everything to this file, too")
+    parser.add_argument("--html", type=Path, help="draw who used what in which step, one page without anything else")
+    parser.add_argument(
+        "--patience",
+        type=_parse_seconds,
+        default=defaults.patience_seconds,
+        help="seconds without a finished step after which the run is taken to hang: names are printed, and it ends "
+        "(%(default)s)",
+    )
+    parser.add_argument("-m", dest="as_module", action="store_true", help="what follows is a module, as for python -m")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+    parser.set_defaults(execute=lambda parsed: run(read_options(parser, parsed)))
+
+
+def read_options(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Options:
+    """Return what was asked for; without a script the parser ends the program."""
+    script = parsed.script[1:] if parsed.script[:1] == ["--"] else parsed.script
+    if not script:
+        parser.error("expected a script to run, received none")
+    return Options(
+        tuple(script), parsed.as_module, parsed.steps, parsed.go_on, parsed.json, parsed.html, parsed.patience
+    )
+
+
+def run(options: Options) -> int:
+    """Run the script, and print and write what was seen.
+
+    Args:
+        options: what the command line asks for.
+
+    Returns:
+        The exit status: 0 when the steps were watched.
+
+    Raises:
+        BaseException: what the script raised.
+    """
+    session = _Session(options)
+    with watch_construction(session.watch):
+        try:
+            run_script(options.script, as_module=options.as_module)
+        except _EnoughSeen:
+            pass
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                session.abandon(end)
+                raise
+        except BaseException as error:
+            session.abandon(error)
+            raise
+    session.conclude()
+    return session.status()
+
+
+class _Session:
+    """The modules that a run has made, each with its diagnosis."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._open: list[tuple[Diagnosis, Watchdog]] = []
+        self._concluded: list[Diagnosis] = []
+        self._rank = int(os.environ.get("RANK", "0"))
+
+    def watch(self, ddp: DistributedDataParallel) -> None:
+        """Begin to watch a module that was just made; every rank makes it."""
+        if self._concluded and not self._open:
+            return  # the run goes on by itself
+        diagnosis = diagnose(ddp).__enter__()
+        self._rank = dist.get_rank()
+        recorder = diagnosis.recorder
+        assert recorder is not None  # it was entered
+        number = len(self._open)
+        board = Noticeboard(str(number), dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group))
+        recorder.on_step = self._make_counter()
+        self._open.append((diagnosis, Watchdog(recorder, board, self._options.patience_seconds)))
+
+    def _make_counter(self) -> Callable[[int], None]:
+        def step_ended(steps: int) -> None:
+            if steps < self._options.steps:
+                return
+            if not self._options.go_on:
+                raise _EnoughSeen(0)
+            self.conclude()
+
+        return step_ended
+
+    def conclude(self) -> None:
+        """Put together what the ranks saw; every rank comes here at the same point."""
+        waiting, self._open = self._open, []
+        for diagnosis, watchdog in waiting:
+            watchdog.stop()
+            diagnosis.conclude()
+            self._concluded.append(diagnosis)
+        if waiting:
+            self._report()
+
+    def abandon(self, error: BaseException) -> None:
+        """Say what this rank saw before the error, and which gradients DDP waits for if that is what it was."""
+        waiting, self._open = self._open, []
+        for diagnosis, watchdog in waiting:
+            recorder = diagnosis.recorder
+            if recorder is not None and is_unfinished_reduction(error) and recorder.is_unfinished():
+                watchdog.explain("DDP refuses the next forward pass")
+            watchdog.stop()
+            diagnosis.abandon()
+            if diagnosis.findings.steps:
+                self._concluded.append(diagnosis)
+        if self._concluded and not self._options.go_on:
+            self._report()
+
+    def status(self) -> int:
+        """Return the exit status."""
+        if self._concluded:
+            return 0
+        if self._rank == 0:
+            print("ddp_hooks doctor: the script made no DistributedDataParallel module", file=sys.stderr)
+        return 2
+
+    def _report(self) -> None:
+        if self._rank != 0:
+            return
+        for number, diagnosis in enumerate(self._concluded):
+            if len(self._concluded) > 1:
+                print(f"\n--- module {number + 1} of {len(self._concluded)}")
+            print(diagnosis, flush=True)
+        if self._options.json is not None:
+            found = {"version": 1, "diagnoses": [diagnosis.to_dict() for diagnosis in self._concluded]}
+            _write(self._options.json, json.dumps(found, indent=1) + "\n")
+        if self._options.html is not None:
+            _write(self._options.html, draw_page([diagnosis.findings for diagnosis in self._concluded]))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+        print(f"wrote {path}", flush=True)
+    except OSError as error:
+        print(f"ddp_hooks doctor: could not write {path}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def _parse_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, received {text!r}")
+    return int(text)
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, received {text!r}")
+    return seconds

@@ -1,0 +1,92 @@
+"""Notices that a run stands still or dies because ranks used different parameters, and names them before it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from .noticeboard import Noticeboard
+from .recorder import Recorder
+from .text import describe_unfinished
+
+_POLL_SECONDS = 0.5
+# How long ranks wait for each other's word, and for rank 0 to print them.
+WORD_SECONDS = 5.0
+_PRINT_SECONDS = 2 * WORD_SECONDS
+EXIT_CODE = 1
+
+
+class Watchdog:
+    """A thread beside the run.
+
+    Args:
+        recorder: what this rank writes down.
+        board: where ranks leave word.
+        patience_seconds: how long a run may stand still.
+        end: ends the process with a code; another one in tests.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        board: Noticeboard,
+        patience_seconds: float,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._recorder = recorder
+        self._board = board
+        self._patience = patience_seconds
+        self._end = end
+        self._stopped = threading.Event()
+        self._claimed = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="ddp_hooks doctor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the thread end; may be called again."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_PRINT_SECONDS)
+
+    def explain(self, reason: str) -> None:
+        """Put together what every rank misses, and print it on rank 0, or here if rank 0 does not.
+
+        Args:
+            reason: what has happened to this rank, in a few words.
+        """
+        if not self._claimed.acquire(blocking=False):
+            # The other thread of this process is at it.
+            self._board.wait_until_printed(_PRINT_SECONDS)
+            return
+        self._stopped.set()
+        own = {"reason": reason, "missing": self._recorder.missing(), "steps": len(self._recorder.steps)}
+        self._board.leave(own)
+        if self._board.rank != 0 and self._board.wait_until_printed(_PRINT_SECONDS):
+            return
+        words = self._board.read(WORD_SECONDS) or {self._board.rank: own}
+        lines = [describe_unfinished({rank: word["missing"] for rank, word in words.items()})]
+        lines += [
+            f"  rank {rank}: {word['reason']}, after {word['steps']} finished steps" for rank, word in words.items()
+        ]
+        silent = [str(rank) for rank in range(self._board.ranks) if rank not in words]
+        if silent:
+            lines.append(f"  no word from rank {', '.join(silent)}: ended, or busy elsewhere")
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        self._board.note_printed()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_POLL_SECONDS):
+            stood = time.monotonic() - self._recorder.last_progress
+            if stood > self._patience:
+                reason = f"no step has ended for {stood:.0f} s"
+            elif self._board.someone_calls():
+                reason = f"waiting, for {stood:.0f} s"
+            else:
+                continue
+            self.explain(reason)
+            sys.stdout.flush()
+            self._end(EXIT_CODE)
+            return
