@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from spawn import run_ranks
@@ -13,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
+from ddp_hooks.doctor import timing
 
 
 class Branches(nn.Module):
@@ -145,3 +149,186 @@ def exactness(rank: int) -> None:
 
 def test_bytes_are_those_that_the_hook_sends() -> None:
     run_ranks(2, exactness)
+
+
+# --- what must not change
+
+
+class Tower(nn.Module):
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8, sparse=sparse)
+        self.body = nn.Linear(8, 8)
+        self.spare = nn.Linear(8, 8)
+
+    def forward(self, rows: torch.Tensor, spare: bool = False) -> torch.Tensor:
+        x = self.body(self.table(rows))
+        return self.spare(x) if spare else x
+
+
+def hooks_of(ddp: DistributedDataParallel) -> list[Any]:
+    hooks: list[Any] = [list(module._forward_hooks) + list(module._forward_pre_hooks) for module in ddp.modules()]
+    return hooks + [list(p._post_accumulate_grad_hooks or {}) for p in ddp.parameters()]
+
+
+def leave_no_trace(rank: int) -> None:
+    rows = torch.arange(4) + rank
+    plain, watched = (
+        DistributedDataParallel(Tower(), find_unused_parameters=True, gradient_as_bucket_view=True) for _ in range(2)
+    )
+    watched.load_state_dict(plain.state_dict())
+    order: list[str] = []
+    watched.module.body.weight.register_post_accumulate_grad_hook(lambda p: order.append("first"))
+    hooks = hooks_of(watched)
+    with ddp_hooks.diagnose(watched) as diagnosis:
+        watched.module.body.weight.register_post_accumulate_grad_hook(lambda p: order.append("second")).remove()
+        for i in range(4):
+            for ddp in (plain, watched):
+                ddp.zero_grad(set_to_none=i != 2)
+                with ddp.no_sync() if i == 1 else nullcontext():
+                    ddp(rows, spare=i == 3 and rank == 0).square().sum().backward()
+            for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
+                assert (a.grad is None) == (b.grad is None)
+                assert a.grad is None or torch.equal(a.grad, b.grad), "gradients changed"
+        with pytest.raises(RuntimeError, match="received one that was used"):
+            diagnosis.__enter__()
+    assert hooks_of(watched) == hooks
+    assert order == ["first"] * 4
+    assert diagnosis.findings.steps == 3  # one of the passes was not synchronised
+    assert diagnosis.findings.verdict("spare.weight").pattern == ("..#", "...")
+    with pytest.raises(KeyError, match="spare"):
+        diagnosis.findings.verdict("module.spare")
+    # A rank that cannot take part is an error on both.
+    with pytest.raises(RuntimeError, match=r"diagnose|expected"), ddp_hooks.diagnose(broken(watched, rank)):
+        pass
+
+
+def broken(ddp: DistributedDataParallel, rank: int) -> DistributedDataParallel:
+    if rank == 1:
+        ddp._use_python_reducer = True
+    return ddp
+
+
+def diagnose_oddities(rank: int) -> None:
+    rows = torch.arange(4) + rank
+    # Thawed after wrapping: DDP leaves each rank alone with it, and the hook averages it.
+    found = []
+    for policy in (None, "skip_unused"):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(freeze(Tower()), find_unused_parameters=True)
+        ddp.module.spare.requires_grad_(True)
+        state = ddp_hooks.register(ddp, policy) if policy else None
+        with ddp_hooks.diagnose(ddp) as diagnosis:
+            for _ in range(2):
+                ddp(rows, spare=True).sum().backward()
+        found.append(diagnosis.findings)
+        if state is not None:
+            assert diagnosis.findings.policy("skip_unused").payload_bytes == state.stats().payload_bytes
+            assert "registered already" in diagnosis.findings.advice
+    assert found[0].verdict("spare.weight").verdict == "frozen when wrapped, trained since"
+    assert found[0].policies[0].payload_bytes == found[1].policies[0].payload_bytes
+    assert any(one.question == "Do the ranks train something apart?" for one in found[0].answers)
+    # Sparse gradients are left out of the count and nothing breaks; all used, so the flag is not needed.
+    ddp = DistributedDataParallel(Tower(sparse=True), find_unused_parameters=True)
+    with ddp_hooks.diagnose(ddp) as diagnosis:
+        for _ in range(3):
+            ddp(rows, spare=True).sum().backward()
+    answers = {one.question: one.verdict for one in diagnosis.findings.answers}
+    assert answers["Is find_unused_parameters needed?"] == "no"
+    assert answers["Is static_graph=True legal?"] == "as far as seen"
+    assert diagnosis.findings.advice.startswith("Do not")
+    # No step at all.
+    with ddp_hooks.diagnose(ddp) as diagnosis:
+        pass
+    assert diagnosis.findings.steps == 0
+    assert "Nothing can be said" in str(diagnosis)
+    # The memory for masks is full after a step.
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    with ddp_hooks.diagnose(ddp) as diagnosis:
+        assert diagnosis.recorder is not None
+        diagnosis.recorder.most_mask_bytes = 0
+        run_steps(ddp, rank, 4)
+    assert [one.policy for one in diagnosis.findings.policies] == ["skip_unused"]
+    assert any("memory" in note for note in diagnosis.findings.notes)
+
+
+def freeze(model: Tower) -> Tower:
+    model.spare.requires_grad_(False)
+    return model
+
+
+def name_what_is_unfinished(rank: int) -> str:
+    ddp = DistributedDataParallel(Tower())
+    diagnosis = ddp_hooks.diagnose(ddp)
+
+    def run_two_steps() -> None:
+        with diagnosis:
+            for _ in range(2):
+                ddp(torch.arange(3)).sum().backward()
+
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
+        run_two_steps()
+    text = str(diagnosis)
+    assert f"rank {rank}: spare.weight, spare.bias" in text
+    if hasattr(caught.value, "add_note"):
+        assert "spare.weight, spare.bias" in caught.value.__notes__[0]
+    return text
+
+
+def diagnose_alone(rank: int) -> None:
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    ddp = DistributedDataParallel(Tower(), find_unused_parameters=True, process_group=groups[rank])
+    with ddp_hooks.diagnose(ddp) as diagnosis:
+        for _ in range(3):
+            ddp(torch.arange(3)).sum().backward()
+    assert diagnosis.findings.policy("skip_unused").payload_bytes == 0
+    assert "Do not: one rank has nobody to send to" in str(diagnosis)
+    assert diagnosis.findings.verdict("spare.weight").verdict == "never used"
+
+
+def everything_else(rank: int) -> None:
+    leave_no_trace(rank)
+    diagnose_oddities(rank)
+    name_what_is_unfinished(rank)
+    diagnose_alone(rank)
+
+
+def test_the_module_is_left_as_it_was_and_oddities_are_understood() -> None:
+    run_ranks(2, everything_else)
+
+
+# --- the model of the link
+
+
+def queue(ready: list[float], sizes: list[int], rate: float, tick: float = 1e-4) -> float:
+    """Carry byte after byte, tick by tick: when the last bucket is through."""
+    left = [float(size) for size in sizes]
+    now = 0.0
+    while any(left) or now < ready[-1]:
+        waiting = next((b for b, size in enumerate(left) if size > 0), None)
+        if waiting is not None and ready[min(waiting, len(ready) - 1)] <= now:
+            left[waiting] = max(left[waiting] - rate * tick, 0.0)
+        now += tick
+    return now
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_formula_is_a_queue(seed: int) -> None:
+    rng = random.Random(seed)
+    buckets = rng.randrange(1, 6)
+    ready = sorted(rng.uniform(0, 0.1) for _ in range(buckets))
+    sizes = [rng.randrange(1, 1000) for _ in range(buckets)]
+    rate = rng.uniform(3000, 50_000)
+    end = timing.end_of_step(ready, sizes, 1 / rate)
+    assert end == pytest.approx(queue(ready, sizes, rate), abs=2e-3)
+    # What it is told took so long gives the rate back, and the estimate the time of the smaller step.
+    steps = [timing.StepTimes(tuple(ready), ready[-1], end, tuple(sizes))] * 3
+    division = timing.divide(steps, [0.0] * 3, 2)
+    assert timing.end_of_step(ready, sizes, 1 / division.bytes_per_second) == pytest.approx(end, rel=1e-6)
+    fewer = [size // 2 for size in sizes]
+    estimate = timing.estimate(steps, [fewer] * 3, division)
+    # Where computing hides the sending, nothing tells the rate; then it is taken to be as slow as can be.
+    assert ready[-1] <= estimate <= end + 1e-9
+    if end > ready[-1] + sum(sizes) / rate * 0.999:
+        assert estimate == pytest.approx(queue(ready, fewer, rate), abs=2e-3)
+    assert division.compute_seconds + division.exposed_seconds == pytest.approx(division.step_seconds)

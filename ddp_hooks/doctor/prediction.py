@@ -6,14 +6,13 @@ turn themselves on and off; for it, what it comes to rest at is given.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .. import _extension
 from ..policies import PRESETS
-from .recorder import EVERYTHING, SOMETHING, Slot, Step
+from .recorder import EVERYTHING, SOMETHING, Slot, Step, unpack
 
 _C = _extension.load()
 
@@ -76,7 +75,7 @@ def unite(steps: Sequence[Step], layout: Any, slots: dict[int, Slot]) -> UnionSt
                 found = (1 << slot.units) - 1
                 break
             if step.values[index] == SOMETHING:
-                found |= int.from_bytes(zlib.decompress(step.masks[index]), "little")
+                found |= unpack(step.masks[index], slot.units)
         if found:
             units[index] = found
     return UnionStep(used, units, layout, slots, all(step.looked for step in steps))

@@ -74,7 +74,7 @@ def answer_all(facts: Facts) -> list[Answer]:
 
 def _is_the_search_needed(facts: Facts) -> Answer:
     question = "Is find_unused_parameters needed?"
-    unused = [one for one in facts.parameters if one.verdict in _UNUSED]
+    unused = [one for one in facts.modules if one.verdict in _UNUSED]
     seen = f"in {facts.steps} steps on {_count(facts.ranks, 'rank')}"
     if not unused:
         if facts.find_unused_parameters:
@@ -91,11 +91,12 @@ def _is_the_search_needed(facts: Facts) -> Answer:
         return Answer(
             question,
             "yes, as the model stands",
-            f"{_names(unused)} got no gradient in any step; freeze or remove it before wrapping, and it is not needed",
+            f"no gradient came in any step for {_names(unused)}; freeze or remove that before wrapping, and it is not "
+            "needed",
         )
     if not facts.find_unused_parameters and facts.static_graph:
         return Answer(question, "no", "static_graph=True has found out what is unused in its first step")
-    return Answer(question, "yes", f"{_names(unused)} was unused in some steps or on some ranks")
+    return Answer(question, "yes", f"unused in some steps or on some ranks: {_names(unused)}")
 
 
 def _is_a_static_graph_legal(facts: Facts) -> Answer:
@@ -121,7 +122,7 @@ def _is_something_forgotten(facts: Facts) -> Answer:
         return Answer(
             question,
             "probably",
-            f"no parameter of {_names(whole)} got a gradient in any step, though they require one: look whether "
+            f"no parameter of {_names(whole)} got a gradient in any step, though all require one: look whether "
             "forward calls it, whether its output reaches the loss, and for .detach() or no_grad() behind it",
         )
     if single:
@@ -130,7 +131,7 @@ def _is_something_forgotten(facts: Facts) -> Answer:
 
 
 def _is_something_apart(facts: Facts) -> Answer:
-    apart = [one for one in facts.parameters if one.verdict == THAWED]
+    apart = [one for one in facts.modules if one.verdict == THAWED]
     return Answer(
         "Do the ranks train something apart?",
         "yes",
@@ -172,7 +173,7 @@ def advise(facts: Facts, savings: Mapping[str, tuple[float, float | None]]) -> s
             f"Do not: no policy would save {LEAST_SAVED:.0%} of the bytes (the best, {best}: {savings[best][0]:.1%})."
         )
     line = f'state = ddp_hooks.register(ddp, "{policy}")'
-    unused = [one for one in facts.parameters if one.verdict in (NEVER, FROZEN_AFTER)]
+    unused = [one for one in facts.modules if one.verdict in (NEVER, FROZEN_AFTER)]
     changing = [one for one in facts.parameters if one.verdict in (SOMETIMES, SOME_RANKS)]
     text = f"Add, after wrapping: {line}. It saves {saved:.1%} of the bytes"
     if facts.division is not None and seconds is not None:
@@ -185,7 +186,7 @@ def advise(facts: Facts, savings: Mapping[str, tuple[float, float | None]]) -> s
     return f"{text}."
 
 
-def _names(of: Sequence[ParameterVerdict] | Sequence[ModuleVerdict]) -> str:
+def _names(of: Sequence[ModuleVerdict]) -> str:
     names = [one.name or "the whole model" for one in of]
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

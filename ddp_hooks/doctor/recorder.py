@@ -6,6 +6,7 @@ hook itself uses: what it finds then is what the hook would find.
 
 from __future__ import annotations
 
+import sys
 import time
 import zlib
 from array import array
@@ -23,6 +24,8 @@ _C = _extension.load()
 
 # What a rank keeps of its masks of rows at most.
 MOST_MASK_BYTES = 64 << 20
+# Masks of rows from here on are kept compressed. Bytes.
+_SHORT_MASK_BYTES = 1024
 # What a gradient holds: not looked at or nothing, a non-zero in every unit, or in some.
 NOTHING, EVERYTHING, SOMETHING = 0, 1, 2
 
@@ -36,7 +39,7 @@ class Step:
         sent: 1 if the graph detector would call it used here.
         frozen: 1 if it requires no gradient now.
         values: NOTHING, EVERYTHING or SOMETHING.
-        masks: of what holds SOMETHING, the compressed mask of its units.
+        masks: of what holds SOMETHING, the mask of its units; long ones are compressed. See :func:`unpack`.
         layout: which of the rank's layouts.
         order: the parameters in the order in which gradients came, as 32-bit integers.
         ready: when each bucket was complete here, in seconds since the step before ended.
@@ -58,6 +61,12 @@ class Step:
     seconds: float
     search_seconds: float
     looked: bool
+
+
+def unpack(mask: bytes, units: int) -> int:
+    """Return a mask of so many units as the bits of an integer."""
+    raw = mask if (units + 63) // 64 * 8 < _SHORT_MASK_BYTES else zlib.decompress(mask)
+    return int.from_bytes(raw, sys.byteorder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +125,17 @@ class Recorder(Silence):
         watch: what it hears from.
         steps: what was written down.
         layouts: the bucket layouts that steps refer to.
-        last_order: the parameters that have their gradient in the pass that is under way, or that ended last.
+        most_mask_bytes: what masks of rows may take. Bytes.
+        last_progress: when a step ended last, or recording began, on the monotonic clock.
+        on_step: called with the number of steps when one has ended, or None; what it raises, ``backward()`` raises.
     """
 
     def __init__(self, ddp: DistributedDataParallel, most_mask_bytes: int = MOST_MASK_BYTES) -> None:
         self.steps: list[Step] = []
         self.layouts: list[Any] = []
-        self.passes_begun = 0
         self.last_progress = time.monotonic()
         self.on_step: Any = None
-        self._most_mask_bytes = most_mask_bytes
+        self.most_mask_bytes = most_mask_bytes
         self._mask_bytes = 0
         self._layout_hash: int | None = None
         self._slots: dict[int, Slot] = {}
@@ -146,7 +156,7 @@ class Recorder(Silence):
         self.watch.close()
 
     def _new_pass(self) -> _Pass:
-        return _Pass(bytearray(len(self.watch.used)), looked=self._scans and self._mask_bytes <= self._most_mask_bytes)
+        return _Pass(bytearray(len(self.watch.used)), looked=self._scans and self._mask_bytes <= self.most_mask_bytes)
 
     # --- what the watch tells
 
@@ -169,7 +179,6 @@ class Recorder(Silence):
         """Look at gradients of before that DDP would send along for parameters that this pass leaves out."""
         if not synchronises:
             return
-        self.passes_begun += 1
         self._pass.times = {}
         self._pass.begun = time.perf_counter()
         if self._pass.looked:
@@ -312,7 +321,9 @@ class Recorder(Silence):
             into.values[index] = EVERYTHING
         elif any(words):
             into.values[index] = SOMETHING
-            into.masks[index] = zlib.compress(array("Q", words).tobytes(), 1)
+            mask = array("Q", words).tobytes()
+            # A compressor costs more to set up than a short mask is long.
+            into.masks[index] = self._intern(mask) if len(mask) < _SHORT_MASK_BYTES else zlib.compress(mask, 1)
         else:
             into.values[index] = NOTHING
 
@@ -324,7 +335,8 @@ def _full_words(bits: int) -> list[int]:
 
 def _flatten(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the gradient's elements in the order in which DDP has them in a bucket, flat and real."""
-    gradient = gradient.detach()
+    if gradient.requires_grad:
+        gradient = gradient.detach()
     if gradient.is_complex():
         # A bucket holds a complex gradient as its real view.
         gradient = torch.view_as_real(gradient.contiguous())

@@ -87,13 +87,13 @@ def _verdict(group: ModuleVerdict, findings: Findings) -> str:
     text = group.verdict
     if group.verdict in (SOMETIMES, SOME_RANKS):
         steps = sorted({one.steps_used for one in members})
-        text += f": {_range(steps)} of {findings.steps} steps"
+        text += f": somebody did in {_range(steps)} of {findings.steps} steps"
     if group.verdict == SOME_RANKS:
         ranks = sorted({rank for one in members for rank in one.ranks_used})
-        text += f", rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+        text += f", of rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
     if group.verdict == MOSTLY_ZERO:
         zero = [one.zero_rows for one in members if one.zero_rows is not None]
-        text += f": {sum(zero) / len(zero):.1%} of them"
+        text += f": {sum(zero) / len(zero):.1%} of its rows, on every rank"
     elif group.verdict in MEANING and group.verdict not in (SOMETIMES, SOME_RANKS):
         text += f": {MEANING[group.verdict]}"
     if group.is_module:
