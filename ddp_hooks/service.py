@@ -383,7 +383,10 @@ class Service:
         if len(here) == 0:
             return {}
         used_here, used_anywhere = set(here.indices()), set(anywhere.indices())
-        counts = {parameter: UnitUsage(*numbers, tuple(by_rank) or None) for parameter, *numbers, by_rank in units}
+        counts = {
+            parameter: UnitUsage(count, used, anywhere, tuple(by_rank) or None)
+            for parameter, count, used, anywhere, by_rank in units
+        }
         return {
             name: ParameterUsage(
                 name,
