@@ -14,6 +14,8 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The trainers that some tests need, and nothing else.
+TRAINERS := $(VENV)/.trainers
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
 export OMP_NUM_THREADS ?= 1
@@ -25,7 +27,7 @@ demo: build
 
 # From another folder, so that what is tested is what is installed: this checkout, or with INSTALL=install-wheel a wheel.
 INSTALL ?= build
-test: $(INSTALL)
+test: $(INSTALL) $(TRAINERS)
 	cd tests && $(abspath $(BIN))/python -m pytest $(TEST_OPTIONS)
 
 # In folders of their own, so that nothing of it gets into the ordinary build. Not with warnings as errors: of what is
@@ -52,6 +54,10 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
 	touch $@
 
+$(TRAINERS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'ddp_hooks[integrations]'
+	touch $@
+
 # From the source distribution, so that what is in that is enough.
 DIST ?= dist
 wheel: $(STAMP)
@@ -73,7 +79,7 @@ wheels:
 	mkdir -p dist
 	cp build/dist-*/* dist/
 
-check: $(STAMP)
+check: $(STAMP) $(TRAINERS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
