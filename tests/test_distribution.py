@@ -78,3 +78,43 @@ def test_without_a_compiler_it_says_which() -> None:
     assert done.stderr.strip().endswith(
         "ddp_hooks: expected a C++20 compiler, found no /nowhere/g++: install g++, or set CXX to one"
     )
+
+
+def built_wheel(source_distribution: Path) -> Path:
+    """Return the wheel that `make wheel` has made of the sources as they are, or else what it is made of."""
+    sources = [path for folder in ("csrc", "ddp_hooks") for path in (ROOT / folder).rglob("*.[hcp]*") if path.is_file()]
+    written = {".cpp", ".h", ".cu", ".py"}
+    newest = max(path.stat().st_mtime for path in sources if path.suffix in written and path.name != "_build_info.py")
+    wheels = [path for path in (ROOT / "dist").glob("*.whl") if path.stat().st_mtime > newest]
+    return wheels[0] if wheels else source_distribution
+
+
+def test_it_runs_in_a_fresh_environment(source_distribution: Path, tmp_path: Path) -> None:
+    """Fresh but for torch and what builds need, which would take minutes and gigabytes to install once more."""
+    fresh = tmp_path / "fresh"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(fresh)], check=True, timeout=TIMEOUT_SECONDS)
+    packages = next(fresh.glob("lib/python*/site-packages"))
+    (packages / "torch_from_outside.pth").write_text(str(Path(torch.__file__).parents[1]))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    python = fresh / "bin" / "python"
+    installing = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+    subprocess.run(
+        [*installing, "--no-build-isolation", "--force-reinstall", str(built_wheel(source_distribution))],
+        env=environment,
+        cwd=tmp_path,
+        check=True,
+        timeout=3 * TIMEOUT_SECONDS,
+    )
+    command = "import ddp_hooks, sys; print(ddp_hooks.__file__); from ddp_hooks.__main__ import main; sys.exit(main())"
+    done = subprocess.run(
+        [str(python), "-c", command, "info"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.splitlines()[0]).is_relative_to(fresh)
+    assert torch.__version__ in done.stdout
