@@ -3,6 +3,7 @@
     python benchmarks/scaling.py measure --hosts 2 3 4 --link 1gbit --only fit         # constants; needs root
     python benchmarks/scaling.py measure --hosts 2 3 4 --link 1gbit --only validate    # steps, beside the model's
     python benchmarks/scaling.py predict     # arithmetic alone: figures/SCALING.md and figures/scaling_*.svg
+    python benchmarks/scaling.py transports  # arithmetic alone: results/scaling_transports.json
 
 `measure` writes results/scaling_<link>.json. The fit times collectives alone, steps of DDP on groups of one rank
 (nothing is sent; as many ranks at once as in the check, so that they share the cores alike), and the hook at a quarter
@@ -17,7 +18,7 @@ import json
 import sys
 from typing import Any
 
-from scaling import check, constants, model, tables
+from scaling import check, constants, model, tables, worth
 from scaling.ranks import fit_rank
 from tools import harness, testbed
 from tools.tables import plain_cell
@@ -96,6 +97,21 @@ def _steps_of_others(results: dict[str, Any], link: str) -> list[dict[str, Any]]
     ]
 
 
+def weigh_transports(options: argparse.Namespace) -> int:
+    """Write what the transports are worth, from results that are there."""
+    if not (harness.RESULTS / f"{worth.FIT}.json").exists():
+        print(f"no {worth.FIT}.json; run scaling.py measure first", file=sys.stderr)
+        return 1
+    name = options.name or "scaling_transports"
+    header = harness.environment_header(sys.argv, max(worth.RANKS), ["1gbit"])
+    results = {"benchmark": name, "header": header, **worth.weigh_everything(harness.RESULTS)}
+    harness.write(name, results)
+    for row in [*results["rows"], *results["predictions"]]:
+        print("  ".join(f"{k}={plain_cell(k, v)}" for k, v in row.items() if v not in (None, "")))
+    print(results["sentence"])
+    return 0
+
+
 def _launch(plan: dict[str, Any], hosts: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     argv = [__file__, "measure", "--rank-plan", json.dumps(plan)]
     return testbed.launch(argv, hosts, options.link, options.timeout, echo_rank=None)[0].results
@@ -109,7 +125,7 @@ def _parameters(size: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["measure", "predict"])
+    parser.add_argument("command", choices=["measure", "predict", "transports"])
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--link", default="1gbit")
     parser.add_argument(
@@ -135,6 +151,8 @@ def main() -> int:
         return 0
     if options.command == "predict":
         return tables.write(options.name or f"scaling_{options.link}")
+    if options.command == "transports":
+        return weigh_transports(options)
     if len(set(options.hosts)) < 2 and options.only != "validate":
         parser.error("a hop cannot be told from a call at one world size: give two or more --hosts")
     return measure(options)

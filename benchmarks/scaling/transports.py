@@ -1,0 +1,358 @@
+"""What the transports move: bytes and messages of each rank, from who contributes to what. Arithmetic alone.
+
+csrc/layout/transports.h and csrc/wire/direct_plan.h say what is modelled here; tests compare the two. Nothing is
+measured or read. Sizes are in bytes; `ranks` is the world size; a set of ranks is an int with a bit for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scaling import model
+
+MOST_RANKS = 64  # beyond it nobody asks who contributes
+LARGEST_AXIS = 4  # of the grid in which ranks agree
+LEAST_GAIN = 0.1
+AT_A_TIME = 2  # messages: the threads of a gloo group
+FIRST = ("spread", "to_owners")  # the phases of a step that wait for nothing; then come the sums
+
+# A bucket is what lies in it, in order: (parameter, bytes).
+Bucket = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The part of a policy that says how gradients travel; bytes."""
+
+    in_place_bytes: int
+    pack_bytes: int
+    segment_bytes: int
+    min_direct_bytes: int
+    element_bytes: int = 4
+    direct: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What each rank sends and receives, by rank, in messages that wait for nothing."""
+
+    sent: tuple[float, ...]
+    received: tuple[float, ...]
+    messages: int
+
+    @property
+    def busiest(self) -> float:
+        """Links carry both directions at once."""
+        return max((*self.sent, *self.received), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A step's gradients: what goes round the ring, and the two phases of what does not."""
+
+    ranks: int
+    ring_bytes: int  # handed to all-reduces
+    ring_messages: int
+    spread_bytes: int
+    owner_bytes: int
+    spread: Phase
+    to_owners: Phase
+    sums: Phase
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.ring_bytes + self.spread_bytes + self.owner_bytes
+
+    @property
+    def messages(self) -> int:
+        return self.ring_messages + self.spread.messages + self.to_owners.messages + self.sums.messages
+
+    @property
+    def sent(self) -> tuple[float, ...]:
+        """By rank, in the whole step."""
+        return self._in_all()[0]
+
+    @property
+    def busiest_bytes(self) -> float:
+        """Over the busiest direction of the busiest link, in the whole step."""
+        return max(max(way) for way in self._in_all())
+
+    def seconds(self, link: model.Link, overlapped: bool = False) -> float:
+        """How long the links are busy, if all is ready at once.
+
+        Args:
+            link: what a hop and a byte cost.
+            overlapped: the least there could be: a link waits for nothing but its own bytes. Otherwise the sums start
+                when all that leaves before them has arrived everywhere.
+        """
+        ring = self.ring_messages * model.ring_hops(self.ranks) * link.hop_seconds
+        if overlapped:
+            return ring + self.busiest_bytes / link.bytes_per_second
+        ring += self.ring_bytes * model.ring_hops(self.ranks) / self.ranks / link.bytes_per_second
+        first = self.spread.messages + self.to_owners.messages
+        busiest = max(sum(by_phase) for way in self._rows(FIRST) for by_phase in zip(*way, strict=True))
+        seconds = _pipeline_seconds(busiest, first, link)
+        return ring + seconds + _pipeline_seconds(self.sums.busiest, self.sums.messages, link)
+
+    def _rows(self, phases: Sequence[str]) -> list[list[tuple[float, ...]]]:
+        """What is sent and what is received, each by phase and rank."""
+        return [[getattr(getattr(self, phase), way) for phase in phases] for way in ("sent", "received")]
+
+    def _in_all(self) -> list[tuple[float, ...]]:
+        ring = self.ring_bytes * model.ring_hops(self.ranks) / self.ranks
+        rows = self._rows((*FIRST, "sums"))
+        return [tuple(ring + sum(by_phase) for by_phase in zip(*way, strict=True)) for way in rows]
+
+
+def _pipeline_seconds(busiest_bytes: float, messages: int, link: model.Link) -> float:
+    """All start at once. While one message waits for its hop another one travels; the last one has no other."""
+    if messages == 0:
+        return 0.0
+    travelling = busiest_bytes / link.bytes_per_second
+    waiting = messages * link.hop_seconds / AT_A_TIME
+    return max(travelling, waiting) + link.hop_seconds + travelling / messages
+
+
+def known(contributors: int, ranks: int) -> int:
+    """The set as far as all ranks know it; 0 where they only know that somebody contributes.
+
+    Where one gather brings every rank's mask, all is known; planes tell only who is alone.
+    """
+    if ranks > MOST_RANKS or (len(axes(ranks)) > 1 and contributors.bit_count() != 1):
+        return 0
+    return contributors
+
+
+def transfers(contributors: int, ranks: int) -> int:
+    """How often each byte crosses a link, with the transport that is taken for a known set; a ring for 0."""
+    ring, count = model.ring_hops(ranks), contributors.bit_count()
+    owned = ranks + count - 2
+    if count == 1 and ranks > 1:
+        return ranks - 1
+    return owned if count and owned <= (1 - LEAST_GAIN) * ring else ring
+
+
+def travel(buckets: Sequence[Bucket], contributors: Sequence[int], ranks: int, settings: Settings) -> Traffic:
+    """One step's gradients.
+
+    Args:
+        buckets: all of one dtype.
+        contributors: of each parameter, the ranks that use it, whether or not everybody knows.
+        ranks: the world size.
+        settings: with `direct` off, what is used by anybody is all-reduced.
+    """
+    found = [known(who, ranks) if settings.direct else 0 for who in contributors]
+    direct = {i for i, who in enumerate(found) if who and transfers(who, ranks) < model.ring_hops(ranks)}
+    if sum(size for bucket in buckets for i, size in bucket if i in direct) < settings.min_direct_bytes:
+        direct = set()
+    used = {i for i, who in enumerate(contributors) if who}
+    deal = Deal(ranks, max(1, settings.segment_bytes // settings.element_bytes))
+    for bucket in buckets:
+        for who, size in _stretches(bucket, {i: found[i] for i in direct}):
+            deal.add(who, size // settings.element_bytes)
+    deal.balance()
+    runs = [[size for _, size in _stretches(bucket, dict.fromkeys(used - direct, 1))] for bucket in buckets]
+    spread, to_owners, sums = deal.phases(settings.element_bytes)
+    return Traffic(
+        ranks,
+        sum(map(sum, runs)),
+        _ring_messages(runs, settings),
+        deal.dealt(owned=False) * settings.element_bytes,
+        deal.dealt(owned=True) * settings.element_bytes,
+        spread,
+        to_owners,
+        sums,
+    )
+
+
+def _stretches(bucket: Bucket, marks: dict[int, int]) -> list[tuple[int, int]]:
+    """Neighbours with the same mark put together, as (mark, bytes); those without one left out."""
+    found: list[tuple[int, int]] = []
+    before = None
+    for parameter, size in bucket:
+        mark = marks.get(parameter) if size else before
+        if mark is not None and size:
+            if mark == before:
+                found[-1] = (mark, found[-1][1] + size)
+            else:
+                found.append((mark, size))
+        before = mark
+    return found
+
+
+def _ring_messages(runs: Sequence[Sequence[int]], settings: Settings) -> int:
+    """Long runs by themselves, the others packed; gaps that travel along are left out."""
+    messages = packed = 0
+    for bucket in runs:
+        for run in bucket:
+            if run >= settings.in_place_bytes:
+                messages += 1
+            else:
+                packed += run
+        if packed and packed >= settings.pack_bytes:
+            messages, packed = messages + 1, 0
+    return messages + (packed > 0)
+
+
+class Deal:
+    """Who sends what, in segments; sizes are in elements."""
+
+    def __init__(self, ranks: int, segment: int) -> None:
+        self._ranks = ranks
+        self._segment = segment
+        self._load = [0] * ranks
+        self._own: list[deque[tuple[int, int]]] = [deque() for _ in range(ranks)]  # (contributors, elements)
+        self._owned: list[deque[tuple[int, int]]] = [deque() for _ in range(ranks)]
+
+    def add(self, contributors: int, length: int) -> None:
+        """Deal a stretch, segment by segment, to those of its contributors who have least to send."""
+        members = [rank for rank in range(self._ranks) if contributors >> rank & 1]
+        while length > 0:
+            part = min(length, self._segment)
+            length -= part
+            owner = min(members, key=self._load.__getitem__)
+            for rank in members:
+                self._load[rank] += part * (self._ranks - 1 if rank == owner else 1)
+            (self._own if len(members) == 1 else self._owned)[owner].append((contributors, part))
+
+    def balance(self) -> None:
+        """Let others spread a part of what one rank alone has too much of."""
+        while self._ranks > 2:
+            most = max(range(self._ranks), key=self._load.__getitem__)
+            least = min(range(self._ranks), key=self._load.__getitem__)
+            if not self._own[most]:
+                return
+            contributors, part = self._own[most][-1]
+            moved = part * (self._ranks - 2)
+            if self._load[least] + moved >= self._load[most]:
+                return
+            self._own[most].pop()
+            self._load[most] -= moved
+            self._load[least] += moved
+            self._owned[least].appendleft((contributors, part))
+
+    def dealt(self, owned: bool) -> int:
+        return sum(part for hand in (self._owned if owned else self._own) for _, part in hand)
+
+    def phases(self, element_bytes: int) -> tuple[Phase, Phase, Phase]:
+        """What is spread, what goes to owners, and the sums that come from them."""
+        everyone = (1 << self._ranks) - 1
+        spread, to_owners, sums = (_Ledger(self._ranks) for _ in range(3))
+        for owner in range(self._ranks):
+            for _, part in self._own[owner]:
+                spread.move(1 << owner, everyone & ~(1 << owner), part)
+            for contributors, part in self._owned[owner]:
+                to_owners.move(contributors & ~(1 << owner), 1 << owner, part)
+                lacks = everyone & ~(1 << owner)
+                if contributors.bit_count() == 1:
+                    lacks &= ~contributors
+                sums.move(1 << owner, lacks, part)
+        alone, owned = (max(map(self._count, hands)) for hands in (self._own, self._owned))
+        return (
+            spread.close(alone, element_bytes),
+            to_owners.close(owned, element_bytes),
+            sums.close(owned, element_bytes),
+        )
+
+    def _count(self, hand: Sequence[tuple[int, int]]) -> int:
+        """Messages: each holds at most a segment of every rank's."""
+        messages = filled = 0
+        for _, part in hand:
+            if messages == 0 or filled + part > self._segment:
+                messages, filled = messages + 1, 0
+            filled += part
+        return messages
+
+
+class _Ledger:
+    def __init__(self, ranks: int) -> None:
+        self._ranks = range(ranks)
+        self._sent = [0] * ranks
+        self._received = [0] * ranks
+
+    def move(self, senders: int, receivers: int, elements: int) -> None:
+        """Every sender sends to every receiver."""
+        for rank in self._ranks:
+            if senders >> rank & 1:
+                self._sent[rank] += receivers.bit_count() * elements
+            if receivers >> rank & 1:
+                self._received[rank] += senders.bit_count() * elements
+
+    def close(self, messages: int, element_bytes: int) -> Phase:
+        return Phase(
+            tuple(float(elements * element_bytes) for elements in self._sent),
+            tuple(float(elements * element_bytes) for elements in self._received),
+            messages,
+        )
+
+
+def random_transfers(ranks: int, density: float) -> tuple[float, float]:
+    """Transfers of a byte where each rank contributes to each unit with one probability: ours, and the union's ring."""
+    ours = 0.0
+    for count in range(1, ranks + 1):
+        likely = math.comb(ranks, count) * density**count * (1 - density) ** (ranks - count)
+        # Masks of units travel compressed and without planes: known is all or nothing.
+        known_set = (1 << count) - 1 if len(axes(ranks)) == 1 and ranks <= MOST_RANKS else 0
+        ours += likely * transfers(known_set, ranks)
+    return ours, (1 - (1 - density) ** ranks) * model.ring_hops(ranks)
+
+
+# --- agreeing
+
+
+def axes(ranks: int) -> list[int]:
+    """The grid in which ddp_hooks agrees: axes of up to `LARGEST_AXIS` where the number of ranks has such divisors."""
+    if ranks <= LARGEST_AXIS:
+        return [ranks]
+    divisor = next((d for d in range(LARGEST_AXIS, 1, -1) if ranks % d == 0), 0)
+    divisor = divisor or next(d for d in range(2, ranks + 1) if ranks % d == 0)
+    return [divisor] if divisor == ranks else [divisor, *axes(ranks // divisor)]
+
+
+def planes(ranks: int) -> int:
+    """How many more masks travel to say who is alone: the digits of a count, and those of a rank."""
+    if len(axes(ranks)) == 1 or ranks > MOST_RANKS:
+        return 0
+    return ranks.bit_length() + (ranks - 1).bit_length()
+
+
+def mask_bytes(parameters: int, ranks: int, who: bool = True) -> int:
+    """A mask message: a bit a parameter, one for `join()` and one for gradients left over, times 1 and the planes."""
+    words = -(-(parameters + 2) // 64)
+    return model.MASK_HEADER_BYTES + 8 * words * (1 + (planes(ranks) if who else 0))
+
+
+def agree_seconds(
+    parameters: int, ranks: int, gather: model.Exchange, link: model.Link, who: bool = True
+) -> tuple[float, float]:
+    """How long agreeing takes where nothing hides it, and what each rank sends for it."""
+    message = mask_bytes(parameters, ranks, who)
+    lengths = axes(ranks)
+    return model.grid_seconds(lengths, message, gather, link), sum(n - 1 for n in lengths) * message
+
+
+# --- steps
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a step takes beside its links: constant, because at this rate a link is never idle once it has begun."""
+
+    exposed_seconds: float  # before the first bucket leaves and after the last one is back
+    hook_seconds_per_byte: float
+    hook_seconds: float = 0.0
+
+
+def step_seconds(
+    scheme: str, traffic: Traffic, host: Host, link: model.Link, agree: float = 0.0, overlapped: bool = False
+) -> float:
+    """One step under plain DDP, the oracle or ddp_hooks (`ours`), from what it hands over."""
+    seconds = host.exposed_seconds + traffic.seconds(link, overlapped)
+    if scheme != "oracle":  # the map of used parameters that follows the last bucket
+        seconds += model.ring_hops(traffic.ranks) * link.hop_seconds
+    if scheme == "ours":
+        seconds += agree + host.hook_seconds + host.hook_seconds_per_byte * traffic.payload_bytes
+    return seconds

@@ -1,0 +1,224 @@
+"""The model of the transports against the plans that the extension makes, byte by byte and without processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_hooks import _C
+from ddp_hooks.control_groups import LARGEST_AXIS, grid
+from scaling import cases, model, transports, worth
+
+LINK = model.Link(hop_seconds=1e-4, bytes_per_second=1e8)
+SETTINGS = transports.Settings(in_place_bytes=400, pack_bytes=4000, segment_bytes=400, min_direct_bytes=0)
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+def plan_of(case: cases.Case, buckets: list, ranks: int, settings: transports.Settings) -> list[_C.BucketPlan]:
+    parameters = len(case.sizes)
+    masks = [_C.UsageMask(parameters) for _ in range(ranks)]
+    agreed = _C.UsageMask(parameters)
+    for rank, mask in enumerate(masks):
+        for i, who in enumerate(case.contributors):
+            if who >> rank & 1:
+                mask.set(i)
+        agreed.merge(mask)
+    layouts = []
+    for bucket in buckets:
+        offsets = itertools.accumulate((size // 4 for _, size in bucket), initial=0)
+        slices = [_C.ParameterSlice(i, offset, size // 4) for (i, size), offset in zip(bucket, offsets, strict=False)]
+        layouts.append(_C.BucketLayout(slices, 4))
+    direct = _C.DirectSettings(
+        allowed=settings.direct,
+        world_size=ranks,
+        segment_bytes=settings.segment_bytes,
+        min_bytes=settings.min_direct_bytes,
+    )
+    plan = _C.PlanSettings(
+        in_place_bytes=settings.in_place_bytes, pack_bytes=settings.pack_bytes, gap_fraction=0.0, direct=direct
+    )
+    return _C.make_wire_plan(_C.LayoutOfBuckets(layouts, parameters), agreed, plan, by_rank=masks)
+
+
+def check_against_plan(case: cases.Case, buckets: list, ranks: int, settings: transports.Settings) -> None:
+    """Count what a plan moves, message by message, and expect the model to say the same."""
+    plan = plan_of(case, buckets, ranks, settings)
+    sent: Counter[tuple[str, int]] = Counter()
+    received: Counter[tuple[str, int]] = Counter()
+    messages: Counter[str] = Counter()
+    handed: Counter[str] = Counter()
+
+    def move(phase: str, source: int, target: int, numel: int) -> None:
+        sent[phase, source] += 4 * numel
+        received[phase, target] += 4 * numel
+
+    for launch in itertools.chain.from_iterable(bucket.launches for bucket in plan):
+        messages["ring"] += 1
+        handed["ring"] += 4 * launch.numel
+    for message in itertools.chain.from_iterable(bucket.direct for bucket in plan):
+        spread = message.transport == _C.Transport.SPREAD
+        handed["spread" if spread else "owner"] += 4 * message.numel
+        messages["spread" if spread else "owner"] += 1
+        for group in message.groups:
+            others = [rank for rank in range(ranks) if rank != group.owner]
+            for rank in others:
+                if spread:
+                    move("spread", group.owner, rank, group.numel)
+                    continue
+                if group.contributors >> rank & 1:
+                    move("to_owners", rank, group.owner, group.numel)
+                if group.contributors != 1 << rank:
+                    move("sums", group.owner, rank, group.numel)
+    told = transports.travel(buckets, case.contributors, ranks, settings)
+    assert (told.ring_bytes, told.spread_bytes, told.owner_bytes) == tuple(
+        handed[k] for k in ("ring", "spread", "owner")
+    )
+    assert (told.ring_messages, told.spread.messages) == (messages["ring"], messages["spread"])
+    assert told.to_owners.messages == told.sums.messages == messages["owner"]
+    for name in ("spread", "to_owners", "sums"):
+        phase = getattr(told, name)
+        assert phase.sent == tuple(sent[name, rank] for rank in range(ranks))
+        assert phase.received == tuple(received[name, rank] for rank in range(ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_random_plans_move_exactly_these_bytes(ranks: int) -> None:
+    for seed in range(60):
+        draw = random.Random(100 * ranks + seed)
+        sizes = tuple(4 * draw.choice([0, 1, 7, 100, 1000]) for _ in range(draw.randint(1, 30)))
+        contributors = tuple(draw.randrange(2**ranks) for _ in sizes)
+        buckets: list[list[tuple[int, int]]] = [[]]
+        for i, size in enumerate(sizes):
+            if buckets[-1] and draw.random() < 0.2:
+                buckets.append([])
+            buckets[-1].append((i, size))
+        segment, least = draw.choice([1, 40, 400, 10_000]), draw.choice([0, 0, 2000])
+        settings = transports.Settings(400, 4000, segment, least, direct=draw.random() < 0.9)
+        check_against_plan(cases.Case(sizes, contributors), buckets, ranks, settings)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("workload", ["multitask", "layerdrop"])
+def test_workloads_move_exactly_these_bytes(workload: str, ranks: int) -> None:
+    for pattern in range(2):
+        case = cases.CASES[workload](ranks, pattern)
+        check_against_plan(case, case.buckets, ranks, cases.settings_of("skip_unused"))
+
+
+@pytest.mark.parametrize("workload", ["multitask", "layerdrop"])
+def test_buckets_are_those_of_ddp(workload: str) -> None:
+    case = cases.CASES[workload](2, 0)
+    tensors = [torch.empty(size // 4, device="meta") for size in case.sizes]
+    limits = [cases.FIRST_BUCKET_BYTES, cases.BUCKET_BYTES]
+    assert dist._DEFAULT_FIRST_BUCKET_BYTES == cases.FIRST_BUCKET_BYTES
+    expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
+    assert [[i for i, _ in bucket] for bucket in case.buckets] == expected[::-1]
+
+
+def test_the_number_of_transfers_is_the_extensions() -> None:
+    for ranks in (2, 3, 4):
+        for contributors in range(2**ranks):
+            chosen = _C.transport_for(contributors, ranks)
+            found = transports.transfers(transports.known(contributors, ranks), ranks)
+            assert (found < model.ring_hops(ranks)) == (chosen != _C.Transport.ALL_REDUCE)
+
+
+def test_in_a_grid_only_who_is_alone_is_known_and_beyond_64_nobody() -> None:
+    assert transports.known(0b11, 4) == transports.known(0b11, 5) == 0b11  # a prime has no grid
+    assert transports.known(0b11, 6) == 0
+    assert transports.known(0b10, 64) == 0b10
+    assert transports.known(0b10, 65) == transports.known(0b10, 67) == 0
+
+
+def test_a_head_each_of_two_ranks_by_hand() -> None:
+    # 3 MB that both use and 1 MB of each alone: 3 MB round the ring, 1 MB each way, in two messages of half a megabyte.
+    buckets = [[(0, 3_000_000)], [(1, 1_000_000), (2, 1_000_000)]]
+    settings = transports.Settings(1 << 20, 4 << 20, 500_000, 0)
+    told = transports.travel(buckets, (0b11, 0b01, 0b10), 2, settings)
+    assert told.busiest_bytes == 4_000_000
+    assert (told.ring_messages, told.spread.messages) == (1, 2)
+    ring = model.all_reduce_seconds(2, 3e6, LINK)
+    # Two messages of 5 ms, a hop, and the last one with the links to itself.
+    assert told.seconds(LINK) == pytest.approx(ring + 0.01 + 1e-4 + 0.005)
+    assert told.seconds(LINK, overlapped=True) == pytest.approx(ring + 0.01)
+
+
+def test_two_of_four_by_owner_by_hand() -> None:
+    # 400 kB of two ranks: each owns half, receives the other's and sends it to three.
+    settings = transports.Settings(1 << 20, 4 << 20, 200_000, 0)
+    told = transports.travel([[(0, 400_000)]], (0b0011,), 4, settings)
+    assert told.to_owners.sent == told.to_owners.received == (200_000, 200_000, 0, 0)
+    assert told.sums.sent == (600_000, 600_000, 0, 0)
+    assert told.sums.received == (200_000, 200_000, 400_000, 400_000)
+    assert told.busiest_bytes == 800_000
+    assert told.seconds(LINK) == pytest.approx((0.002 + 1e-4 + 0.002) + (0.006 + 1e-4 + 0.006))
+
+
+def test_where_everybody_contributes_nothing_changes() -> None:
+    case = cases.Case((40_000, 80_000), (0b111, 0b111))
+    ours = transports.travel(case.buckets, case.contributors, 3, SETTINGS)
+    assert ours.spread_bytes == ours.owner_bytes == 0
+    assert ours.seconds(LINK) == pytest.approx(model.all_reduce_seconds(3, 120_000, LINK))
+
+
+def test_few_bytes_of_one_of_many_ranks_are_slower_than_a_ring() -> None:
+    """A loss to know of: a segment that one rank passes on to 62 takes longer than a ring does for all of them."""
+    alone = transports.travel([[(0, 1 << 20)]], (1,), 64, cases.settings_of("skip_unused"))
+    assert alone.busiest_bytes > 7 * transports.travel([[(0, 1 << 20)]], (2**64 - 1,), 64, SETTINGS).busiest_bytes
+
+
+@pytest.mark.parametrize("ranks", range(2, 130))
+def test_agreeing_goes_along_the_grid_of_the_extension(ranks: int) -> None:
+    assert transports.LARGEST_AXIS == LARGEST_AXIS
+    assert transports.axes(ranks) == ([ranks] if ranks <= LARGEST_AXIS else grid(ranks, LARGEST_AXIS))
+
+
+@pytest.mark.parametrize("ranks", [6, 8, 33, 64])
+def test_planes_are_as_long_as_the_extensions(ranks: int) -> None:
+    for parameters in (1, 62, 63, 1000):
+        mask = _C.UsageMask(parameters + 2)
+        words = len(_C.write_planes(mask, 0, ranks)) + len(mask.words())
+        assert transports.mask_bytes(parameters, ranks) == 48 + 8 * words
+        assert transports.mask_bytes(parameters, ranks, who=False) == 48 + 8 * len(mask.words())
+
+
+def test_one_gather_and_nobody_to_ask_need_no_planes() -> None:
+    assert [transports.planes(ranks) for ranks in (2, 4, 5, 61, 65, 128)] == [0] * 6
+
+
+def test_rows_of_two_ranks_at_random_by_hand() -> None:
+    # One in ten: 18% of the rows have one contributor (one transfer), 1% has two (a ring's two).
+    assert transports.random_transfers(2, 0.1) == pytest.approx((0.18 + 0.02, 0.19 * 2))
+    assert transports.random_transfers(8, 0.1)[0] == pytest.approx(transports.random_transfers(8, 0.1)[1])
+
+
+def test_measured_steps_moved_exactly_these_bytes() -> None:
+    """Messages and bytes by transport of every committed measurement; times within a sixth."""
+    rows, _, exposed = worth.compare(worth.Ground.read(RESULTS), RESULTS)
+    assert set(exposed) == {"multitask", "layerdrop"}
+    for row in rows:
+        assert not row.get("counters_not_met")
+        if row["world_size"] == 2:
+            assert row["predicted_over_measured"] == pytest.approx(1, abs=1 / 6)
+
+
+def test_counters_that_differ_and_files_that_are_missing_are_told(tmp_path: Path) -> None:
+    (tmp_path / "scaling_1gbit.json").write_text((RESULTS / "scaling_1gbit.json").read_text())
+    ground = worth.Ground.read(tmp_path)
+    assert worth.compare(ground, tmp_path) == ([], [f"{name}.json" for name in worth.MEASURED], {})
+    results = json.loads((RESULTS / "who_1gbit.json").read_text())
+    for row in results["rows"]:
+        if row["statistics"]:
+            row["statistics"]["spread_bytes"] += 4
+    (tmp_path / "who_1gbit.json").write_text(json.dumps(results))
+    rows, missing, _ = worth.compare(ground, tmp_path)
+    assert [row["counters_not_met"] for row in rows if row["scheme"] == "ours"] == ["spread_bytes"] * 2
+    assert missing == ["who_3_hosts.json", "who_4_hosts.json"]
+    assert "who_4_hosts.json" in worth.describe(rows, missing, [])
