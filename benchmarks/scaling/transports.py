@@ -15,6 +15,8 @@ from scaling import model
 
 MOST_RANKS = 64  # beyond it nobody asks who contributes
 LARGEST_AXIS = 4  # of the grid in which ranks agree
+# What gains less than this on the busiest link is all-reduced.
+MOST_OF_A_RING = 0.95
 LEAST_GAIN = 0.1
 AT_A_TIME = 2  # messages: the threads of a gloo group
 FIRST = ("spread", "to_owners")  # the phases of a step that wait for nothing; then come the sums
@@ -149,11 +151,10 @@ def travel(buckets: Sequence[Bucket], contributors: Sequence[int], ranks: int, s
     if sum(size for bucket in buckets for i, size in bucket if i in direct) < settings.min_direct_bytes:
         direct = set()
     used = {i for i, who in enumerate(contributors) if who}
-    deal = Deal(ranks, max(1, settings.segment_bytes // settings.element_bytes))
-    for bucket in buckets:
-        for who, size in _stretches(bucket, {i: found[i] for i in direct}):
-            deal.add(who, size // settings.element_bytes)
-    deal.balance()
+    deal = _deal_out(buckets, {i: found[i] for i in direct}, ranks, settings)
+    if deal.most_sent > MOST_OF_A_RING * model.ring_hops(ranks) / ranks * (deal.dealt(False) + deal.dealt(True)):
+        direct = set()
+        deal = _deal_out(buckets, {}, ranks, settings)
     runs = [[size for _, size in _stretches(bucket, dict.fromkeys(used - direct, 1))] for bucket in buckets]
     spread, to_owners, sums = deal.phases(settings.element_bytes)
     return Traffic(
@@ -197,6 +198,15 @@ def _ring_messages(runs: Sequence[Sequence[int]], settings: Settings) -> int:
     return messages + (packed > 0)
 
 
+def _deal_out(buckets: Sequence[Bucket], found: dict[int, int], ranks: int, settings: Settings) -> Deal:
+    deal = Deal(ranks, max(1, settings.segment_bytes // settings.element_bytes))
+    for bucket in buckets:
+        for who, size in _stretches(bucket, found):
+            deal.add(who, size // settings.element_bytes)
+    deal.balance()
+    return deal
+
+
 class Deal:
     """Who sends what, in segments; sizes are in elements."""
 
@@ -233,6 +243,11 @@ class Deal:
             self._load[most] -= moved
             self._load[least] += moved
             self._owned[least].appendleft((contributors, part))
+
+    @property
+    def most_sent(self) -> int:
+        """By the rank that sends most."""
+        return max(self._load)
 
     def dealt(self, owned: bool) -> int:
         return sum(part for hand in (self._owned if owned else self._own) for _, part in hand)

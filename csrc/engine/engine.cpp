@@ -271,7 +271,9 @@ void Engine::open_step(bool shadow) {
   step.used = step.agreed;
   step.nobody_joined = usage.nobody_joined;
   step.contributors = std::move(usage.contributors);
-  step.divides_by_contributors = settings_.averages_contributors && step.contributors.are_known();
+  // What is left of earlier passes is sent again by ranks that do not count as contributors, and was divided already.
+  step.divides_by_contributors =
+      settings_.averages_contributors && step.contributors.are_known() && usage.nothing_left_over;
   for (size_t i = 0; i < late_parameters_.size(); ++i) {
     if (step.agreed.test(reduced_count + i)) step.late.push_back(i);
   }

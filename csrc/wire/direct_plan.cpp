@@ -47,6 +47,9 @@ class Deal {
     }
   }
 
+  // Of the rank with the most.
+  int64_t most_sent() const { return *std::max_element(load_.begin(), load_.end()); }
+
   std::vector<DirectMessage> messages() {
     std::vector<DirectMessage> messages;
     collect(Transport::kSpread, &Hand::own, messages);
@@ -123,14 +126,27 @@ class Deal {
   std::vector<Hand> dealt_;
 };
 
-}  // namespace
-
-std::vector<DirectMessage> make_direct_messages(const std::vector<DirectStretch>& stretches, int64_t element_bytes,
-                                                const DirectSettings& settings) {
+Deal dealt(const std::vector<DirectStretch>& stretches, int64_t element_bytes, const DirectSettings& settings) {
   Deal deal(settings.world_size, std::max<int64_t>(1, settings.segment_bytes / element_bytes));
   for (const DirectStretch& stretch : stretches) deal.add(stretch);
   deal.balance();
-  return deal.messages();
+  return deal;
+}
+
+}  // namespace
+
+double busiest_rank(const std::vector<DirectStretch>& stretches, int64_t element_bytes,
+                    const DirectSettings& settings) {
+  const Deal deal = dealt(stretches, element_bytes, settings);
+  int64_t elements = 0;
+  for (const DirectStretch& stretch : stretches) elements += stretch.part.length;
+  const double ring = 2.0 * (settings.world_size - 1) / settings.world_size * static_cast<double>(elements);
+  return static_cast<double>(deal.most_sent()) / std::max(ring, 1.0);
+}
+
+std::vector<DirectMessage> make_direct_messages(const std::vector<DirectStretch>& stretches, int64_t element_bytes,
+                                                const DirectSettings& settings) {
+  return dealt(stretches, element_bytes, settings).messages();
 }
 
 }  // namespace ddp_hooks

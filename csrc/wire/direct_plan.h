@@ -55,6 +55,10 @@ struct DirectMessage {
   int64_t numel = 0;
 };
 
+// What the rank with the most to send then sends, against what each would send of these in all-reduces. 1 or more where
+// one rank has too much of it, or others would pass on too much in one piece.
+double busiest_rank(const std::vector<DirectStretch>& stretches, int64_t element_bytes, const DirectSettings& settings);
+
 // For stretches of elements of one size, none of which is to be all-reduced.
 std::vector<DirectMessage> make_direct_messages(const std::vector<DirectStretch>& stretches, int64_t element_bytes,
                                                 const DirectSettings& settings);

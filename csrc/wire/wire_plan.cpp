@@ -68,24 +68,6 @@ Message in_place_message(const BucketLayout& layout, const std::vector<Slice>& r
   return message;
 }
 
-// The parameters that need not go round a ring.
-UsageMask choose_direct(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& divided,
-                        const Contributors& contributors, const DirectSettings& settings) {
-  UsageMask direct(layout.parameter_count);
-  if (!settings.allowed || !contributors.are_known()) return direct;
-  int64_t bytes = 0;
-  for (const BucketLayout& bucket : layout.buckets) {
-    for (const ParameterSlice& slice : bucket.slices) {
-      const size_t parameter = slice.parameter;
-      if (slice.length == 0 || !agreed.test(parameter) || divided.test(parameter)) continue;
-      if (transport_for(contributors.ranks(parameter), settings.world_size) == Transport::kAllReduce) continue;
-      direct.set(parameter);
-      bytes += slice.length * bucket.element_bytes;
-    }
-  }
-  return bytes >= settings.min_bytes ? direct : UsageMask(layout.parameter_count);
-}
-
 // Of one kind of buckets.
 std::vector<DirectStretch> direct_stretches(const LayoutOfBuckets& layout, uint64_t kind, const UsageMask& direct,
                                             const Contributors& contributors) {
@@ -108,14 +90,48 @@ std::vector<DirectStretch> direct_stretches(const LayoutOfBuckets& layout, uint6
   return stretches;
 }
 
-void add_direct_messages(const LayoutOfBuckets& layout, const Contributors& contributors,
-                         const DirectSettings& settings, WirePlan& plan) {
+std::vector<std::pair<uint64_t, int64_t>> kinds_of(const LayoutOfBuckets& layout) {
   std::vector<std::pair<uint64_t, int64_t>> kinds;
   for (const BucketLayout& bucket : layout.buckets) {
     const std::pair<uint64_t, int64_t> kind{bucket.kind, bucket.element_bytes};
     if (!bucket.sparse && std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) kinds.push_back(kind);
   }
-  for (const auto& [kind, element_bytes] : kinds) {
+  return kinds;
+}
+
+// The parameters that need not go round a ring.
+UsageMask choose_direct(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& divided,
+                        const Contributors& contributors, const DirectSettings& settings) {
+  UsageMask direct(layout.parameter_count);
+  if (!settings.allowed || !contributors.are_known()) return direct;
+  int64_t bytes = 0;
+  for (const BucketLayout& bucket : layout.buckets) {
+    for (const ParameterSlice& slice : bucket.slices) {
+      const size_t parameter = slice.parameter;
+      if (slice.length == 0 || !agreed.test(parameter) || divided.test(parameter)) continue;
+      if (transport_for(contributors.ranks(parameter), settings.world_size) == Transport::kAllReduce) continue;
+      direct.set(parameter);
+      bytes += slice.length * bucket.element_bytes;
+    }
+  }
+  if (bytes < settings.min_bytes) return UsageMask(layout.parameter_count);
+  // What gains nothing stays where it can travel with no copy.
+  constexpr double kMostOfARing = 0.95;
+  for (const auto& [kind, element_bytes] : kinds_of(layout)) {
+    const std::vector<DirectStretch> stretches = direct_stretches(layout, kind, direct, contributors);
+    if (busiest_rank(stretches, element_bytes, settings) <= kMostOfARing) continue;
+    for (const BucketLayout& bucket : layout.buckets) {
+      for (const ParameterSlice& slice : bucket.slices) {
+        if (bucket.kind == kind && !bucket.sparse) direct.clear(slice.parameter);
+      }
+    }
+  }
+  return direct;
+}
+
+void add_direct_messages(const LayoutOfBuckets& layout, const Contributors& contributors,
+                         const DirectSettings& settings, WirePlan& plan) {
+  for (const auto& [kind, element_bytes] : kinds_of(layout)) {
     const std::vector<DirectStretch> stretches = direct_stretches(layout, kind, plan.direct, contributors);
     for (DirectMessage& message : make_direct_messages(stretches, element_bytes, settings)) {
       const std::vector<uint32_t> buckets = buckets_of(message);
