@@ -2,7 +2,7 @@
 
     python benchmarks/contributor_average.py
 
-Eight tasks on scikit-learn's digits, one trunk, a head for each task; each of 4 ranks draws a task in each step.
+Eight tasks on scikit-learn's digits, one trunk, a head for each task; each rank draws a task in each step.
 Trained with plain DDP, with the policy's average over the world, and over contributors, with SGD and AdamW and a sweep
 of learning rates; and with the average over the world where the heads' rate is raised by ranks / (mean number of
 contributors), which is what could be done without the policy. The models of a sweep train side by side. No root needed.
@@ -19,7 +19,6 @@ from pathlib import Path
 from contributor_average import summary, tasks, training
 from tools import harness, testbed
 
-RANKS = 4
 PLANS = {
     "default": training.Plan(
         seeds=4,
@@ -39,6 +38,7 @@ PLANS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--size", default="default", choices=list(PLANS))
     parser.add_argument("--timeout", type=float, default=900, help="seconds")
     parser.add_argument("--folder", type=Path, default=harness.RESULTS, help="where the result is written")
@@ -47,9 +47,9 @@ def main() -> int:
     if harness.is_rank():
         training.run_rank(plan)
         return 0
-    header = harness.environment_header(sys.argv, RANKS, [testbed.LOOPBACK])
+    header = harness.environment_header(sys.argv, options.hosts, [testbed.LOOPBACK])
     argv = [__file__, "--size", options.size]
-    runs = testbed.launch(argv, RANKS, testbed.LOOPBACK, options.timeout, echo_rank=None)[0].results
+    runs = testbed.launch(argv, options.hosts, testbed.LOOPBACK, options.timeout, echo_rank=None)[0].results
     rows = summary.summarise(runs, tasks.SHARES)
     distance = summary.distance_to_plain(runs, plan.checkpoints[0])
     sentence = summary.describe(rows, distance)

@@ -53,7 +53,8 @@ def number(value: float) -> float | None:
 def summarise(runs: Sequence[dict[str, Any]], shares: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     """One row for each case and way: at its best rate, and at the best rate of the average over the world.
 
-    `shares`: how often each task is drawn, by draw; weighed by it, losses make what the average over the world descends.
+    `shares`: how often each task is drawn, by draw; weighed by it, losses make what the average over
+    the world descends.
     """
     rows = []
     for case, here in cases(runs):
