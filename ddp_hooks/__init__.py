@@ -27,7 +27,7 @@ except ImportError as _error:
 
 from ._version import __version__
 from .absentees import RanksAbsentError
-from .agreement import RanksDisagreeError
+from .agreement import RanksDisagreeError, RefusedError
 from .doctor import (
     Diagnosis,
     ExpectationHandle,
@@ -71,6 +71,7 @@ __all__ = [
     "Policy",
     "RanksAbsentError",
     "RanksDisagreeError",
+    "RefusedError",
     "ReplicaReport",
     "ReplicasDifferError",
     "SharedParameters",

@@ -49,6 +49,7 @@ def engine_settings(policy: Policy, description: Mapping[str, str]) -> Any:
             direct=_C.DirectSettings(
                 allowed=policy.direct,
                 world_size=1,  # the engine asks the module's group
+                owners=policy.owners,
                 segment_bytes=policy.segment_bytes,
                 min_bytes=policy.min_direct_bytes,
             ),

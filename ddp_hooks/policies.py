@@ -52,10 +52,13 @@ class Policy:
         pack_bytes: gathered gradients leave when this many bytes have come together. Bytes.
         gap_fraction: unused gradients between two used runs are sent along when they make up at most this fraction of
             the runs' mean length, because one message in place is cheaper than two.
-        direct: what few ranks contribute need not go round a ring with everybody's zeros: what one rank alone has it
-            sends to the others, and what some have one of them sums (docs/protocol.md, "Who contributes"). That takes
-            half of an all-reduce's bytes, or a third less. Needs ``graph``, and a group of gloo or NCCL of at most 64
-            ranks; elsewhere everything is all-reduced.
+        direct: what one rank alone contributes it sends to the others, which takes half of the bytes of an all-reduce
+            with everybody's zeros (docs/protocol.md, "Who contributes"). Needs ``graph``, and a group of gloo or NCCL
+            of at most 64 ranks; elsewhere everything is all-reduced.
+        owners: what some ranks contribute and others do not, one of them sums and sends on, which takes up to a third
+            less of the bytes. It also lets other ranks pass on a part of what one has too much of. Off, because sums
+            leave only at the end of backward: with four hosts on two cores LayerDrop's step took 1.16 times that with
+            all-reduces (benchmarks/results/who_4_hosts_owners.json). Needs ``direct``.
         segment_bytes: such gradients travel in messages of about so much from each rank. Bytes.
         min_direct_bytes: with less than this of them in a step, or in a bucket's units, all are all-reduced. Bytes.
         average: ``"world"`` divides by the number of ranks, as DDP does; ``"contributors"`` divides each parameter's
@@ -87,6 +90,7 @@ class Policy:
     pack_bytes: int = 4 << 20
     gap_fraction: float = 1 / 128
     direct: bool = True
+    owners: bool = False
     segment_bytes: int = 256 << 10
     min_direct_bytes: int = 256 << 10
     average: Average = "world"
@@ -103,7 +107,7 @@ class Policy:
         """Refuse settings that cannot be meant."""
         if not isinstance(self.name, str):
             raise TypeError(f"Policy.name: expected a str, received {short(self.name)}")
-        for field in ("graph", "direct"):
+        for field in ("graph", "direct", "owners"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"Policy.{field}: expected a bool, received {short(getattr(self, field))}")
         if not isinstance(self.average, str) or self.average not in get_args(Average):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import test_units
 import torch
+import torch.distributed as dist
 from spawn import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +19,7 @@ from training import Scenario, Trainer, compare, register
 import ddp_hooks
 from ddp_hooks import _C, Policy
 
-DIRECT = Policy("direct", min_direct_bytes=0, segment_bytes=300)
+DIRECT = Policy("direct", min_direct_bytes=0, segment_bytes=300, owners=True)
 DIRECT_ROWS = replace(DIRECT, name="direct rows", units="on", min_divided_bytes=0, min_unit_bytes=1)
 
 
@@ -62,6 +63,12 @@ def test_planes_of_another_size_are_refused() -> None:
 # --- how it travels
 
 
+def test_owners_sum_only_if_they_are_asked_to() -> None:
+    assert _C.transport_for(0b0011, 4, True) == _C.Transport.BY_OWNER
+    assert _C.transport_for(0b0011, 4, False) == _C.Transport.ALL_REDUCE
+    assert _C.transport_for(0b0010, 4, False) == _C.Transport.SPREAD
+
+
 def transfers(contributors: int, ranks: int) -> dict[_C.Transport, int]:
     """How often a byte crosses a link, counted by hand."""
     count = contributors.bit_count()
@@ -77,13 +84,13 @@ def transfers(contributors: int, ranks: int) -> dict[_C.Transport, int]:
 def test_the_transport_with_the_fewest_transfers(ranks: int) -> None:
     for contributors in range(1, 2**ranks):
         possible = transfers(contributors, ranks)
-        chosen = _C.transport_for(contributors, ranks)
+        chosen = _C.transport_for(contributors, ranks, True)
         # But a second phase that saves next to nothing is not worth its latency.
         least = min(possible.values())
         assert possible[chosen] == least or possible[chosen] * 0.9 < least
     everybody = 2**ranks - 1
-    assert _C.transport_for(everybody, ranks) == _C.Transport.ALL_REDUCE
-    assert _C.transport_for(0, ranks) == _C.Transport.ALL_REDUCE  # nobody knows who
+    assert _C.transport_for(everybody, ranks, True) == _C.Transport.ALL_REDUCE
+    assert _C.transport_for(0, ranks, True) == _C.Transport.ALL_REDUCE  # nobody knows who
 
 
 class Case:
@@ -118,7 +125,7 @@ class Case:
 
     def plan(self, least: int = 0) -> list[_C.BucketPlan]:
         direct = _C.DirectSettings(
-            allowed=True, world_size=self.ranks, segment_bytes=self.segment_bytes, min_bytes=least
+            allowed=True, world_size=self.ranks, owners=True, segment_bytes=self.segment_bytes, min_bytes=least
         )
         settings = _C.PlanSettings(in_place_bytes=400, pack_bytes=4000, gap_fraction=0.0, direct=direct)
         return _C.make_wire_plan(self.layout, self.agreed, settings, by_rank=self.by_rank)
@@ -182,7 +189,7 @@ def test_nobody_spreads_everything() -> None:
     slices = [_C.ParameterSlice(0, 0, 120_000)]
     layout = _C.LayoutOfBuckets([_C.BucketLayout(slices, 4)], 1)
     masks = [_C.UsageMask(1, rank == 2) for rank in range(4)]
-    direct = _C.DirectSettings(allowed=True, world_size=4, segment_bytes=4000, min_bytes=0)
+    direct = _C.DirectSettings(allowed=True, world_size=4, owners=True, segment_bytes=4000, min_bytes=0)
     settings = _C.PlanSettings(in_place_bytes=1 << 20, pack_bytes=1 << 20, gap_fraction=0.0, direct=direct)
     sent: Counter[int] = Counter()
     for message in _C.make_wire_plan(layout, masks[2], settings, by_rank=masks)[0].direct:
@@ -415,6 +422,76 @@ def gradient_by_hand(rank: int) -> None:
 
 def test_gradient_by_hand() -> None:
     run_ranks(2, gradient_by_hand)
+
+
+class WaitsForAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def sums_wait_for_nobody(rank: int) -> None:
+    """Rank 0 has all buckets before a collective of backward, for which the owners of what it lacks wait."""
+    group = dist.new_group([0, 1, 2])
+
+    class Stem(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stems = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+            self.head = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor, stems: list[int]) -> torch.Tensor:
+            for stem in stems:
+                x = self.stems[stem](x)
+            return self.head(WaitsForAll.apply(x, group))
+
+    x = torch.ones(2, 64).requires_grad_()
+    gradients = []
+    for policy in (None, DIRECT):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Stem(), find_unused_parameters=True)
+        state = None if policy is None else register(ddp, policy, True)
+        for stems in ([], [0, 1], [0]), ([2], [1, 2], [1]):
+            ddp(x, stems[rank]).sum().backward()
+        gradients.append([p.grad for p in ddp.parameters()])
+    assert state.stats().owner_bytes > 0
+    for ours, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_sums_wait_for_nobody() -> None:
+    run_ranks(3, sums_wait_for_nobody)
+
+
+def masks_of_a_failed_pass(rank: int) -> None:
+    """Both ranks take up masks of a pass that failed, which say that each uses the other's head."""
+    ddp = DistributedDataParallel(Heads(2), find_unused_parameters=True)
+    register(ddp, DIRECT, True)
+    x = torch.ones(2, 64)
+
+    def fail(_: object) -> None:
+        raise ValueError("on purpose")
+
+    output = ddp(x, rank)
+    output.grad_fn.register_prehook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        (output * 1.0).sum().backward()
+    with pytest.raises(RuntimeError, match=r"parameter 'heads\..*' was unused here when .* was not sent"):
+        ddp(x, 1 - rank).sum().backward()
+    ddp.zero_grad()
+    ddp(x, 1 - rank).sum().backward()
+    assert all(p.grad is not None for p in ddp.parameters())
+
+
+def test_masks_of_a_failed_pass() -> None:
+    run_ranks(2, masks_of_a_failed_pass)
 
 
 # --- averages over contributors

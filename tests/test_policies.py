@@ -156,6 +156,7 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
         "values": "on",
         "units": "on",
         "direct": False,
+        "owners": True,
         "average": "contributors",
         "gap_fraction": 0.5,
         "min_zero_fraction": 0.5,

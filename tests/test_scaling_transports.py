@@ -38,6 +38,7 @@ def plan_of(case: cases.Case, buckets: list, ranks: int, settings: transports.Se
     direct = _C.DirectSettings(
         allowed=settings.direct,
         world_size=ranks,
+        owners=settings.owners,
         segment_bytes=settings.segment_bytes,
         min_bytes=settings.min_direct_bytes,
     )
@@ -100,7 +101,9 @@ def test_random_plans_move_exactly_these_bytes(ranks: int) -> None:
                 buckets.append([])
             buckets[-1].append((i, size))
         segment, least = draw.choice([1, 40, 400, 10_000]), draw.choice([0, 0, 2000])
-        settings = transports.Settings(400, 4000, segment, least, direct=draw.random() < 0.9)
+        settings = transports.Settings(
+            400, 4000, segment, least, direct=draw.random() < 0.9, owners=draw.random() < 0.7
+        )
         check_against_plan(cases.Case(sizes, contributors), buckets, ranks, settings)
 
 
@@ -125,9 +128,10 @@ def test_buckets_are_those_of_ddp(workload: str) -> None:
 def test_the_number_of_transfers_is_the_extensions() -> None:
     for ranks in (2, 3, 4):
         for contributors in range(2**ranks):
-            chosen = _C.transport_for(contributors, ranks)
-            found = transports.transfers(transports.known(contributors, ranks), ranks)
-            assert (found < model.ring_hops(ranks)) == (chosen != _C.Transport.ALL_REDUCE)
+            for owners in (False, True):
+                chosen = _C.transport_for(contributors, ranks, owners)
+                found = transports.transfers(transports.known(contributors, ranks), ranks, owners)
+                assert (found < model.ring_hops(ranks)) == (chosen != _C.Transport.ALL_REDUCE)
 
 
 def test_in_a_grid_only_who_is_alone_is_known_and_beyond_64_nobody() -> None:
@@ -140,7 +144,7 @@ def test_in_a_grid_only_who_is_alone_is_known_and_beyond_64_nobody() -> None:
 def test_a_head_each_of_two_ranks_by_hand() -> None:
     # 3 MB that both use and 1 MB of each alone: 3 MB round the ring, 1 MB each way, in two messages of half a megabyte.
     buckets = [[(0, 3_000_000)], [(1, 1_000_000), (2, 1_000_000)]]
-    settings = transports.Settings(1 << 20, 4 << 20, 500_000, 0)
+    settings = transports.Settings(1 << 20, 4 << 20, 500_000, 0, owners=True)
     told = transports.travel(buckets, (0b11, 0b01, 0b10), 2, settings)
     assert told.busiest_bytes == 4_000_000
     assert (told.ring_messages, told.spread.messages) == (1, 2)
@@ -151,12 +155,12 @@ def test_a_head_each_of_two_ranks_by_hand() -> None:
 
 
 def test_two_of_four_by_owner_by_hand() -> None:
-    # 400 kB of two ranks: each owns half, receives the other's and sends it to three.
-    settings = transports.Settings(1 << 20, 4 << 20, 200_000, 0)
-    told = transports.travel([[(0, 400_000)]], (0b0011,), 4, settings)
-    assert told.to_owners.sent == told.to_owners.received == (200_000, 200_000, 0, 0)
-    assert told.sums.sent == (600_000, 600_000, 0, 0)
-    assert told.sums.received == (200_000, 200_000, 400_000, 400_000)
+    # 400 kB of each pair of ranks: each owns half, receives the other's and sends it to three.
+    settings = transports.Settings(1 << 20, 4 << 20, 200_000, 0, owners=True)
+    told = transports.travel([[(0, 400_000), (1, 400_000)]], (0b0011, 0b1100), 4, settings)
+    assert told.to_owners.sent == told.to_owners.received == (200_000,) * 4
+    assert told.sums.sent == (600_000,) * 4
+    assert told.sums.received == (600_000,) * 4
     assert told.busiest_bytes == 800_000
     assert told.seconds(LINK) == pytest.approx((0.002 + 1e-4 + 0.002) + (0.006 + 1e-4 + 0.006))
 
@@ -195,8 +199,8 @@ def test_one_gather_and_nobody_to_ask_need_no_planes() -> None:
 
 def test_rows_of_two_ranks_at_random_by_hand() -> None:
     # One in ten: 18% of the rows have one contributor (one transfer), 1% has two (a ring's two).
-    assert transports.random_transfers(2, 0.1) == pytest.approx((0.18 + 0.02, 0.19 * 2))
-    assert transports.random_transfers(8, 0.1)[0] == pytest.approx(transports.random_transfers(8, 0.1)[1])
+    assert transports.random_transfers(2, 0.1, True) == pytest.approx((0.18 + 0.02, 0.19 * 2))
+    assert transports.random_transfers(8, 0.1, True)[0] == pytest.approx(transports.random_transfers(8, 0.1, True)[1])
 
 
 def test_measured_steps_moved_exactly_these_bytes() -> None:

@@ -101,7 +101,11 @@ def settings_of(policy: str, segment_bytes: int | None = None) -> transports.Set
 
     preset = ddp_hooks.PRESETS[policy]
     return transports.Settings(
-        preset.in_place_bytes, preset.pack_bytes, segment_bytes or preset.segment_bytes, preset.min_direct_bytes
+        preset.in_place_bytes,
+        preset.pack_bytes,
+        segment_bytes or preset.segment_bytes,
+        preset.min_direct_bytes,
+        owners=preset.owners,
     )
 
 

@@ -35,6 +35,7 @@ class Settings:
     min_direct_bytes: int
     element_bytes: int = 4
     direct: bool = True
+    owners: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +129,13 @@ def known(contributors: int, ranks: int) -> int:
     return contributors
 
 
-def transfers(contributors: int, ranks: int) -> int:
+def transfers(contributors: int, ranks: int, owners: bool) -> int:
     """How often each byte crosses a link, with the transport that is taken for a known set; a ring for 0."""
     ring, count = model.ring_hops(ranks), contributors.bit_count()
     owned = ranks + count - 2
     if count == 1 and ranks > 1:
         return ranks - 1
-    return owned if count and owned <= (1 - LEAST_GAIN) * ring else ring
+    return owned if owners and count and owned <= (1 - LEAST_GAIN) * ring else ring
 
 
 def travel(buckets: Sequence[Bucket], contributors: Sequence[int], ranks: int, settings: Settings) -> Traffic:
@@ -147,7 +148,9 @@ def travel(buckets: Sequence[Bucket], contributors: Sequence[int], ranks: int, s
         settings: with `direct` off, what is used by anybody is all-reduced.
     """
     found = [known(who, ranks) if settings.direct else 0 for who in contributors]
-    direct = {i for i, who in enumerate(found) if who and transfers(who, ranks) < model.ring_hops(ranks)}
+    direct = {
+        i for i, who in enumerate(found) if who and transfers(who, ranks, settings.owners) < model.ring_hops(ranks)
+    }
     if sum(size for bucket in buckets for i, size in bucket if i in direct) < settings.min_direct_bytes:
         direct = set()
     used = {i for i, who in enumerate(contributors) if who}
@@ -203,7 +206,8 @@ def _deal_out(buckets: Sequence[Bucket], found: dict[int, int], ranks: int, sett
     for bucket in buckets:
         for who, size in _stretches(bucket, found):
             deal.add(who, size // settings.element_bytes)
-    deal.balance()
+    if settings.owners:
+        deal.balance()
     return deal
 
 
@@ -304,14 +308,14 @@ class _Ledger:
         )
 
 
-def random_transfers(ranks: int, density: float) -> tuple[float, float]:
+def random_transfers(ranks: int, density: float, owners: bool) -> tuple[float, float]:
     """Transfers of a byte where each rank contributes to each unit with one probability: ours, and the union's ring."""
     ours = 0.0
     for count in range(1, ranks + 1):
         likely = math.comb(ranks, count) * density**count * (1 - density) ** (ranks - count)
         # Masks of units travel compressed and without planes: known is all or nothing.
         known_set = (1 << count) - 1 if len(axes(ranks)) == 1 and ranks <= MOST_RANKS else 0
-        ours += likely * transfers(known_set, ranks)
+        ours += likely * transfers(known_set, ranks, owners)
     return ours, (1 - (1 - density) ** ranks) * model.ring_hops(ranks)
 
 

@@ -277,7 +277,7 @@ def weigh_rows() -> list[dict[str, Any]]:
     rows = []
     for density in ROW_DENSITIES:
         for ranks in RANKS[:4]:
-            ours, union = transports.random_transfers(ranks, density)
+            ours, union = transports.random_transfers(ranks, density, ground.settings.owners)
             ring = model.ring_hops(ranks)
             rows.append(
                 {

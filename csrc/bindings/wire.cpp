@@ -22,12 +22,15 @@ void bind_wire(py::module_& m) {
       .value("ALL_REDUCE", Transport::kAllReduce)
       .value("SPREAD", Transport::kSpread)
       .value("BY_OWNER", Transport::kByOwner);
-  m.def("transport_for", &transport_for);
+  m.def("transport_for", [](RankSet contributors, int world_size, bool owners) {
+    return transport_for(contributors, {world_size, owners});
+  });
   py::class_<DirectSettings>(m, "DirectSettings")
-      .def(py::init([](bool allowed, int world_size, int64_t segment_bytes, int64_t min_bytes) {
-             return DirectSettings{allowed, world_size, segment_bytes, min_bytes};
+      .def(py::init([](bool allowed, int world_size, bool owners, int64_t segment_bytes, int64_t min_bytes) {
+             return DirectSettings{allowed, {world_size, owners}, segment_bytes, min_bytes};
            }),
-           py::kw_only(), py::arg("allowed"), py::arg("world_size"), py::arg("segment_bytes"), py::arg("min_bytes"));
+           py::kw_only(), py::arg("allowed"), py::arg("world_size"), py::arg("owners"), py::arg("segment_bytes"),
+           py::arg("min_bytes"));
   py::class_<DirectPart>(m, "DirectPart")
       .def_readonly("place", &DirectPart::place)
       .def_readonly("offset", &DirectPart::offset)

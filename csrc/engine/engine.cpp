@@ -191,14 +191,29 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
             const Contributors& contributors) { send_units(settled, gradients, used, contributors); });
   }
   if (index + 1 < layout_->buckets.size()) return;
-  sender_.send_sums(step_);
+  send_sums();
   close_step();
   // Not earlier, so that nobody waits for messages that this rank has not started.
   TORCH_CHECK(
       !step_->unheard, "ddp_hooks: parameter '", names_[*step_->unheard],
       "' was unused here when the mask exchange began and has a gradient now, which was not sent: expected what "
-      "is used to stand when backward reaches the module's outputs. A gradient made by hand during this pass "
-      "can be the cause");
+      "is used to stand when backward reaches the module's outputs. An earlier backward pass that failed "
+      "half-way, or a gradient made by hand during this one, can be the cause");
+}
+
+// At the end of backward, since the ranks whose contributions this one waits for may still stand in some other
+// collective of their backward passes, which waits for this rank. The Reducer queues its own last act later.
+void Engine::send_sums() {
+  if (!sender_.has_sums(step_)) return;
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), step = step_] {
+    std::lock_guard lock(self->mutex_);
+    const at::NoGradGuard no_grad;
+    try {
+      self->sender_.send_sums(step);
+    } catch (...) {
+      step->fail(std::current_exception());
+    }
+  });
 }
 
 // What travels from those who contribute, by what was agreed, would leave out a gradient of which nothing was said.
@@ -206,9 +221,13 @@ void Engine::note_unheard(uint32_t bucket) {
   Step& step = *step_;
   if (!step.plan || step.plan->direct.count() == 0) return;
   for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
-    if (!step.plan->direct.test(slice.parameter) || step.local.test(slice.parameter)) continue;
+    if (!step.plan->direct.test(slice.parameter)) continue;
+    // Not what this rank uses: it may have taken up masks that an earlier pass, which failed, had sent.
+    if (contains(step.contributors.ranks(slice.parameter), data_group_->getRank())) continue;
     if (slots_.has_gradient(slice.parameter)) step.unheard = slice.parameter;
   }
+  // Fails when the last bucket is sent; until then it must not complete.
+  if (step.unheard) step.buckets[bucket].hold();
 }
 
 void Engine::fill_slots(uint32_t bucket) {
@@ -234,8 +253,9 @@ void Engine::send_bucket(uint32_t bucket, const BucketPlan& plan) {
 // What a group and a policy allow.
 EngineSettings Engine::fitted(EngineSettings settings) const {
   DirectSettings& direct = settings.plan.direct;
-  direct.world_size = data_group_->getSize();
-  direct.allowed = direct.allowed && settings.agreement.graph_detector && DirectSender::is_possible(*data_group_);
+  direct.transports.world_size = data_group_->getSize();
+  direct.allowed = direct.allowed && settings.agreement.graph_detector &&
+                   DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
   settings.agreement.asks_who = direct.allowed || settings.averages_contributors;
   return settings;
 }
@@ -294,7 +314,7 @@ void Engine::open_step(bool shadow) {
       step.agreed.subtract(chosen);
       step.units.emplace(*layout_, layout_.hash(), prelude_->agreement(), slots_, units_, std::move(chosen),
                          step_number, !usage.same_everywhere, !step.buckets.front().buffer().is_cpu(),
-                         WhoSettings{settings_.plan.direct.allowed, settings_.plan.direct.world_size,
+                         WhoSettings{settings_.plan.direct.allowed, settings_.plan.direct.transports,
                                      settings_.plan.direct.min_bytes});
     }
   }

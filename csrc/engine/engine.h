@@ -119,6 +119,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void refresh_layout();
   void fill_slots(uint32_t bucket);
   void note_unheard(uint32_t bucket);
+  void send_sums();
   void average_late(const Step& step, bool contribute);
 
   // Recursive, because buckets may complete while it is held, and what users have chained to their futures runs then

@@ -16,17 +16,22 @@ namespace ddp_hooks {
 
 enum class Transport : uint8_t { kAllReduce, kSpread, kByOwner };
 
+struct Transports {
+  int world_size = 1;
+  bool owners = false;  // whether sums by owner are among them
+};
+
 // The one with the fewest transfers; all-reduce where nobody knows who contributes.
-Transport transport_for(RankSet contributors, int world_size);
+Transport transport_for(RankSet contributors, const Transports& transports);
 
 // Its transfers, as a part of those of an all-reduce: 1 for that, 1/2 for a spread.
-double relative_cost(RankSet contributors, int world_size);
+double relative_cost(RankSet contributors, const Transports& transports);
 
 // What the used units come to: each element counted at its relative cost, and those that are not all-reduced.
 struct UnitsCost {
   double elements = 0;
   int64_t direct_elements = 0;
 };
-UnitsCost cost_of(const Units& units, const UsageMask& used, const Contributors& who, int world_size);
+UnitsCost cost_of(const Units& units, const UsageMask& used, const Contributors& who, const Transports& transports);
 
 }  // namespace ddp_hooks

@@ -126,7 +126,7 @@ Contributors UnitsOfStep::who_matters(const Bucket& bucket, const UsageMask& any
   if (!who_.matters || !who.are_known()) return {};
   int64_t elements = 0;
   for (const DividedGradient& divided : bucket.gradients) {
-    elements += cost_of(divided.units, anywhere, who, who_.world_size).direct_elements;
+    elements += cost_of(divided.units, anywhere, who, who_.transports).direct_elements;
   }
   return elements * layout_.buckets[bucket.index].element_bytes >= who_.min_bytes ? who : Contributors();
 }
@@ -148,7 +148,7 @@ bool UnitsOfStep::try_settle(Bucket& bucket, uint32_t ready, const Settled& sett
     counts = {divided.parameter, divided.units.count(), bucket.used_here[i], count_in(divided.units, anywhere), {}};
     for (const UsageMask& mask : bucket.exchange->contributors().by_rank())
       counts.by_rank.push_back(count_in(divided.units, mask));
-    const double used = cost_of(divided.units, anywhere, who, who_.world_size).elements;
+    const double used = cost_of(divided.units, anywhere, who, who_.transports).elements;
     const bool whole = travels_whole(divided.units, used);
     detector_.observe(divided.parameter, step_number_, divided.units.slice_length,
                       whole ? divided.units.slice_length : static_cast<int64_t>(used));

@@ -22,6 +22,7 @@
 #include "agreement/usage_agreement.h"
 #include "kernels/unit_scan.h"
 #include "layout/bucket_layout.h"
+#include "layout/transports.h"
 #include "layout/units.h"
 #include "layout/usage_mask.h"
 #include "reducer/bucket_slots.h"
@@ -48,7 +49,7 @@ struct UnitCounts {
 // Whether units may travel otherwise than by all-reduces.
 struct WhoSettings {
   bool matters = false;
-  int world_size = 1;
+  Transports transports;
   int64_t min_bytes = 0;  // with less in a bucket that would not be all-reduced, all of it is
 };
 

@@ -15,7 +15,12 @@ int lowest(RankSet set) {
 // What each rank is given to send in one or two phases, in the order in which it was dealt.
 class Deal {
  public:
-  Deal(int world_size, int64_t segment) : world_size_(world_size), segment_(segment), load_(count()), dealt_(count()) {}
+  Deal(const Transports& transports, int64_t segment)
+      : world_size_(transports.world_size),
+        owners_(transports.owners),
+        segment_(segment),
+        load_(count()),
+        dealt_(count()) {}
 
   void add(const DirectStretch& stretch) {
     DirectPart rest = stretch.part;
@@ -30,7 +35,7 @@ class Deal {
 
   // Others spread a part of what one rank alone has too much of.
   void balance() {
-    if (world_size_ < 3) return;
+    if (world_size_ < 3 || !owners_) return;
     // Each turn moves a segment, and none comes back.
     for (;;) {
       const size_t most = static_cast<size_t>(std::max_element(load_.begin(), load_.end()) - load_.begin());
@@ -121,13 +126,14 @@ class Deal {
   }
 
   const int world_size_;
+  const bool owners_;
   const int64_t segment_;      // elements
   std::vector<int64_t> load_;  // elements that each rank sends
   std::vector<Hand> dealt_;
 };
 
 Deal dealt(const std::vector<DirectStretch>& stretches, int64_t element_bytes, const DirectSettings& settings) {
-  Deal deal(settings.world_size, std::max<int64_t>(1, settings.segment_bytes / element_bytes));
+  Deal deal(settings.transports, std::max<int64_t>(1, settings.segment_bytes / element_bytes));
   for (const DirectStretch& stretch : stretches) deal.add(stretch);
   deal.balance();
   return deal;
@@ -140,7 +146,8 @@ double busiest_rank(const std::vector<DirectStretch>& stretches, int64_t element
   const Deal deal = dealt(stretches, element_bytes, settings);
   int64_t elements = 0;
   for (const DirectStretch& stretch : stretches) elements += stretch.part.length;
-  const double ring = 2.0 * (settings.world_size - 1) / settings.world_size * static_cast<double>(elements);
+  const double ring =
+      2.0 * (settings.transports.world_size - 1) / settings.transports.world_size * static_cast<double>(elements);
   return static_cast<double>(deal.most_sent()) / std::max(ring, 1.0);
 }
 

@@ -25,7 +25,7 @@ namespace ddp_hooks {
 
 struct DirectSettings {
   bool allowed = false;
-  int world_size = 1;
+  Transports transports;
   int64_t segment_bytes = 1;  // what one rank sends in one message
   int64_t min_bytes = 0;      // with less to send than this, nothing leaves the all-reduces
 };

@@ -83,8 +83,14 @@ at::TensorOptions options_of(const DirectPlaces& places) {
 
 }  // namespace
 
-bool DirectSender::is_possible(const c10d::ProcessGroup& group) {
-  const std::string name = group.getBackendName();
+bool DirectSender::is_possible(c10d::ProcessGroup& group, c10::Device device) {
+  // A group of several backends, one for each device, has no name of its own; and one written in Python no backend.
+  std::string name;
+  try {
+    name = group.getBackend(device.type())->getBackendName();
+  } catch (const c10::Error&) {
+    name = group.getBackendName();
+  }
   return group.getSize() > 1 && group.getSize() <= kMostRanksInSet && (name == "gloo" || name == "nccl");
 }
 
@@ -210,6 +216,11 @@ at::Tensor DirectSender::sum(StepInFlight& step, const Waiting& waiting) const {
   }
   add_zero(sums);
   return sums;
+}
+
+bool DirectSender::has_sums(const std::shared_ptr<StepInFlight>& step) const {
+  return std::any_of(waiting_.begin(), waiting_.end(),
+                     [&](const Waiting& waiting) { return waiting.launch.step == step; });
 }
 
 void DirectSender::send_sums(const std::shared_ptr<StepInFlight>& step) {

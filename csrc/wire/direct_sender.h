@@ -2,8 +2,8 @@
 //
 // What one rank alone contributes it sends to all others, and every rank adds the zero that the others' contributions
 // are: so -0.0 becomes +0.0, as in a sum. What several contribute goes to its owner first, who sums it in the order of
-// the ranks; the sums follow when the last bucket of the step is ready, because on one group every rank has to start
-// collectives in the same order, and a completion knows no order.
+// the ranks; the sums follow at the end of backward, because on one group every rank has to start collectives in the
+// same order, and a completion knows no order.
 //
 // Always holds: what is summed is summed in one place. Thread-safety: the engine locks; completions run in the process
 // group's threads. Every rank must agree on: the messages and their order.
@@ -36,11 +36,13 @@ class DirectSender {
   DirectSender(c10d::ProcessGroup& group, Staging& staging, MessageStatistics& statistics)
       : group_(group), staging_(staging), statistics_(statistics) {}
 
-  // Whether the group has what this needs; the same on every rank.
-  static bool is_possible(const c10d::ProcessGroup& group);
+  // Whether the group has what this needs for gradients on that device; the same on every rank.
+  static bool is_possible(c10d::ProcessGroup& group, c10::Device device);
 
   void send(Launch launch, const DirectMessage& message, DirectPlaces places);
 
+  // Whether any message of the step awaits that.
+  bool has_sums(const std::shared_ptr<StepInFlight>& step) const;
   // Waits for contributions to what this rank owns, sums them and sends the sums. After the last bucket's messages.
   void send_sums(const std::shared_ptr<StepInFlight>& step);
 

@@ -42,6 +42,7 @@ class MessageSender {
                   const std::vector<DividedGradient>& gradients, const UnitPlan& plan);
 
   // After the last bucket's messages. Waits for contributions to what this rank sums.
+  bool has_sums(const std::shared_ptr<StepInFlight>& step) const { return direct_.has_sums(step); }
   void send_sums(const std::shared_ptr<StepInFlight>& step) { direct_.send_sums(step); }
 
   // To be called when a parameter's gradient is final, which may be long before its bucket is ready: copies it to where

@@ -34,15 +34,15 @@ void add_direct(Runs& runs, const UnitRun& run, RankSet ranks) {
 }
 
 Runs runs_of(size_t index, const Units& units, const UsageMask& used, const Contributors& contributors,
-             int world_size) {
-  if (travels_whole(units, cost_of(units, used, contributors, world_size).elements)) {
+             const Transports& transports) {
+  if (travels_whole(units, cost_of(units, used, contributors, transports).elements)) {
     return {{{index, 0, units.slice_length}}, {}};
   }
   Runs runs;
   for_each_used(units, used, [&](int64_t unit, size_t bit) {
     const UnitRun run{index, units.begin(unit), units.end(unit) - units.begin(unit)};
     const RankSet ranks = contributors.are_known() ? contributors.ranks(bit) : 0;
-    if (transport_for(ranks, world_size) == Transport::kAllReduce) {
+    if (transport_for(ranks, transports) == Transport::kAllReduce) {
       add_reduced(runs, run);
     } else {
       add_direct(runs, run, ranks);
@@ -79,7 +79,7 @@ UnitPlan make_unit_plan(const std::vector<Units>& gradients, const UsageMask& us
   std::vector<UnitRun> reduced;
   std::vector<DirectStretch> direct;
   for (size_t i = 0; i < gradients.size(); ++i) {
-    const Runs runs = runs_of(i, gradients[i], used, contributors, settings.direct.world_size);
+    const Runs runs = runs_of(i, gradients[i], used, contributors, settings.direct.transports);
     reduced.insert(reduced.end(), runs.reduced.begin(), runs.reduced.end());
     direct.insert(direct.end(), runs.direct.begin(), runs.direct.end());
   }

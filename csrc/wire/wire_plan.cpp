@@ -109,7 +109,7 @@ UsageMask choose_direct(const LayoutOfBuckets& layout, const UsageMask& agreed, 
     for (const ParameterSlice& slice : bucket.slices) {
       const size_t parameter = slice.parameter;
       if (slice.length == 0 || !agreed.test(parameter) || divided.test(parameter)) continue;
-      if (transport_for(contributors.ranks(parameter), settings.world_size) == Transport::kAllReduce) continue;
+      if (transport_for(contributors.ranks(parameter), settings.transports) == Transport::kAllReduce) continue;
       direct.set(parameter);
       bytes += slice.length * bucket.element_bytes;
     }

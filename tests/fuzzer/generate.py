@@ -168,6 +168,7 @@ class _Generator:
         direct = {
             "min_direct_bytes": self.transports.choice([0, 0, 0, 1000]),
             "segment_bytes": self.transports.choice([1, 40, 1000, 1 << 20]),
+            "owners": self.transports.random() < 0.7,
         }
         return {**changed, **direct}
 
