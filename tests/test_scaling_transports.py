@@ -101,9 +101,8 @@ def test_random_plans_move_exactly_these_bytes(ranks: int) -> None:
                 buckets.append([])
             buckets[-1].append((i, size))
         segment, least = draw.choice([1, 40, 400, 10_000]), draw.choice([0, 0, 2000])
-        settings = transports.Settings(
-            400, 4000, segment, least, direct=draw.random() < 0.9, owners=draw.random() < 0.7
-        )
+        allowed = {"direct": draw.random() < 0.9, "owners": draw.random() < 0.7}
+        settings = transports.Settings(400, 4000, segment, least, **allowed)
         check_against_plan(cases.Case(sizes, contributors), buckets, ranks, settings)
 
 
