@@ -277,7 +277,7 @@ def weigh_rows() -> list[dict[str, Any]]:
     rows = []
     for density in ROW_DENSITIES:
         for ranks in RANKS[:4]:
-            ours, union = transports.random_transfers(ranks, density, ground.settings.owners)
+            ours, union = transports.random_transfers(ranks, density, owners=True)
             ring = model.ring_hops(ranks)
             rows.append(
                 {
