@@ -4,7 +4,8 @@
 # make fuzz   an hour of random programs, with plain DDP and with the hook; FUZZ_OPTIONS='--seeds 0:5000' or others
 # make check  the linters
 # make wheel   a source distribution and a wheel in dist/; make wheels one for each of TORCH_VERSIONS
-# make cuda-compile  compile the CUDA kernels alone: no GPU and no torch with CUDA needed, only nvcc
+# make cuda-compile  compile the CUDA kernels alone, and check what calls them: no GPU and no torch with CUDA needed,
+#                    only nvcc
 # make clean  remove what was built
 #
 # TORCH=torch==2.12.0 and PYTHON=python3.12 choose other versions; MAX_JOBS limits how many compilers run at once.
@@ -90,12 +91,18 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# So that the kernels do not rot where torch has no CUDA. Nothing is kept.
+# So that the kernels do not rot where torch has no CUDA, nor what calls them, which any torch can check. Nothing is kept.
 NVCC ?= nvcc
 CUDA_ARCH ?= sm_90
 NVCC_FLAGS := -std=c++20 -O3 -Icsrc -arch=$(CUDA_ARCH) -Werror all-warnings -Xptxas -warn-spills \
   -Xcompiler -Wall,-Wextra,-Werror
-cuda-compile:
+TORCH_HEADERS = $(shell $(BIN)/python -c \
+  'from torch.utils.cpp_extension import include_paths; print(*("-isystem " + path for path in include_paths()))')
+cuda-compile: $(STAMP)
+	@for file in csrc/kernels/*.cpp; do \
+	  echo "$(CXX) -fsyntax-only -DDDP_HOOKS_WITH_CUDA $$file"; \
+	  $(CXX) -std=c++20 -fsyntax-only -Wall -Wextra -Werror -DDDP_HOOKS_WITH_CUDA -Icsrc $(TORCH_HEADERS) "$$file" || exit 1; \
+	done
 	@if command -v $(NVCC) >/dev/null; then \
 	  for file in csrc/kernels/cuda/*.cu; do \
 	    echo "$(NVCC) $$file"; $(NVCC) $(NVCC_FLAGS) -c "$$file" -o /dev/null || exit 1; \
