@@ -411,7 +411,8 @@ class Verdict:
 
     def is_torch_alone(self) -> bool:
         if self.kind == "hung":
-            return all(rank.hangs_in_torch_alone() for rank in self.ranks if rank.hung)
+            hung = [rank for rank in self.ranks if rank.hung]
+            return all(rank.hangs_in_torch_alone() or rank.hangs_in_torchs_crash() for rank in hung)
         wrong = [rank for rank in self.ranks if rank.code not in self.program.allowed_codes(rank.rank)]
         return self.kind == "crashed" and all(rank.crashes_in_torch_alone() for rank in wrong)
 

@@ -31,6 +31,7 @@ from pathlib import Path
 STACK_SECONDS = 0.3
 GDB_SECONDS = 60
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+TERMINATED = "terminate called without an active exception"
 OURS_IN_STACK = re.compile(r"ddp_hooks::|ddp_hooks/_C\b")
 
 
@@ -103,8 +104,16 @@ class Rank:
             return not any(OURS_IN_STACK.search(stack) for stack in self._native_stacks())
         # The main thread may run into the same, so that more than one is on its way out.
         unwound = [stack for stack in self._native_stacks() if "_Unwind_" in stack]
-        is_known = "terminate called without an active exception" in self.output() and bool(unwound)
+        # Threads that write at once may write over each other, and over what C++ says before it ends the process.
+        is_known = bool(unwound) and (TERMINATED in self.output() or "__gxx_personality_v0" in unwound[0])
         return is_known and all("ProcessGroup" in stack and not OURS_IN_STACK.search(stack) for stack in unwound)
+
+    def hangs_in_torchs_crash(self) -> bool:
+        """Whether a rank that crashed so could not print its stacks: the thread that crashed held malloc's lock."""
+        if not self.hung or TERMINATED not in self.output():
+            return False
+        unwound = [stack for stack in self.output().split("\nThread ") if "_Unwind_ForcedUnwind" in stack]
+        return bool(unwound) and not any(OURS_IN_STACK.search(stack) for stack in unwound)
 
     def _native_stacks(self) -> list[str]:
         return re.split(r"^SIG\w+\(\d+\), PID: ", self.output(), flags=re.MULTILINE)[1:]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -121,7 +123,14 @@ def run(folder: Path, *command: str, flags: tuple[str, ...] = ()) -> tuple[int, 
     """Run Python, and return its status and what it shows, without what it shows of itself."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     completed = subprocess.run(
-        [sys.executable, *flags, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, *flags, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        # What a shell has started in the background ignores Ctrl-C.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     shown = [line for line in completed.stderr.splitlines() if not PYTHONS_FRAMES.match(line)]
     return completed.returncode, ADDRESS.sub("0x", completed.stdout), shown
