@@ -102,6 +102,10 @@ class Rank:
         deleted = r"^Fatal Python error: _PyThreadState_DeleteCurrent: .*\nPython runtime state: finalizing"
         if re.search(deleted, self.output(), re.MULTILINE):
             return not any(OURS_IN_STACK.search(stack) for stack in self._native_stacks())
+        # The stacks may get lost, too. C++ says this of a thread that is unwound, and of one that nobody has joined
+        # when its object goes; this package detaches those that it starts.
+        if TERMINATED in self.output() and not self._native_stacks():
+            return True
         # The main thread may run into the same, so that more than one is on its way out.
         unwound = [stack for stack in self._native_stacks() if "_Unwind_" in stack]
         # Threads that write at once may write over each other, and over what C++ says before it ends the process.
