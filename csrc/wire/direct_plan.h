@@ -5,9 +5,9 @@
 // *owns* a part, receives the others' contributions, sums them in the order of the ranks and spreads the sum, n + k - 2
 // times. With all of them that is the ring's number, and the ring it is, too, where nobody knows who contributes.
 //
-// What a rank has to send decides how long it takes, so parts are dealt to owners by load, and where one rank would
-// spread much more than the others, another one owns a part of it, receives it once and spreads it. Messages are cut
-// small and hold a segment of each rank's, so that links carry both directions at once.
+// What a rank has to send decides how long it takes. So, where owners are allowed, parts are dealt to them by load, and
+// what one rank would spread much more of than the others, another one owns a part of, receives once and spreads.
+// Messages are cut small and hold a segment of each rank's, so that links carry both directions at once.
 //
 // Always holds: every stretch is in the messages exactly once, perhaps cut; the owner of a part with several
 // contributors is one of them. Thread-safety: none needed; these are functions. Every rank must agree on all that goes
@@ -44,13 +44,13 @@ struct DirectStretch {
 // Parts that the same ranks contribute and the same rank owns; they lie one after the other in what is sent.
 struct DirectGroup {
   RankSet contributors = 0;
-  int owner = 0;
+  int owner = 0;  // who spreads it, or sums it first
   int64_t numel = 0;
   std::vector<DirectPart> parts;
 };
 
 struct DirectMessage {
-  Transport transport = Transport::kSpread;  // by owner if any of it is
+  Transport transport = Transport::kSpread;  // of all of it
   std::vector<DirectGroup> groups;
   int64_t numel = 0;
 };
