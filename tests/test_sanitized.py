@@ -22,6 +22,7 @@ COUNTS_OFF = [
     f"c10::detail::atomic_combined_refcount_decrement(std::atomic<unsigned long>&) intrusive_ptr.h:102 {OURS}",
 ]
 VECTOR_GOES = f"std::vector<unsigned int, std::allocator<unsigned int> >::~vector() stl_vector.h:730 {OURS}"
+TENSORS_GO = "std::vector<std::vector<at::Tensor, std::allocator<at::Tensor> >, std::allocator<void> >::~vector()"
 SHARED_GOES = (
     f"std::_Sp_counted_ptr_inplace<ddp_hooks::MaskInTransit, std::allocator<void> >::_M_dispose() <null> {OURS}"
 )
@@ -60,6 +61,7 @@ def race(freeing: list[str], using: list[str], kind: str = "data race") -> str:
         pytest.param(
             [DELETE, RUN_LOOP], [f"c10d::Work::wait(long) <null> {TORCH}", MERGES], id="a worker drops a work"
         ),
+        pytest.param([DELETE, f"{TENSORS_GO} <null> {TORCH}"], [MERGES], id="a worker drops a work's tensors"),
         pytest.param(
             [FREE, f"{STORAGE}::reset_not_null_(c10::StorageImpl*) <null> (libc10.so+0x1)"],
             [MERGES],
@@ -84,6 +86,7 @@ def test_last_drop_is_no_race(freeing: list[str], using: list[str]) -> None:
     [
         pytest.param([DELETE, VECTOR_GOES, STEP_GOES], [MERGES], id="a member of ours"),
         pytest.param([DELETE, SHARED_GOES], [MERGES], id="what we count"),
+        pytest.param([DELETE, f"{TENSORS_GO} stl_vector.h:730 {OURS}", STEP_GOES], [MERGES], id="tensors that we hold"),
         pytest.param([DELETE, VECTOR_GOES, STEP_GOES, DROPS_WORK, SENDS], [MERGES], id="ours, held by a work"),
         pytest.param(
             [DELETE, f"c10::intrusive_ptr<ddp_hooks::Thing>::reset_() intrusive_ptr.h:402 {OURS}"],
