@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -468,6 +469,40 @@ def sums_wait_for_nobody(rank: int) -> None:
 
 def test_sums_wait_for_nobody() -> None:
     run_ranks(3, sums_wait_for_nobody)
+
+
+def statistics_while_sums_wait(rank: int) -> None:
+    """Whoever sums waits for what comes in through gloo's threads, and these may be asking for statistics."""
+
+    class Stems(nn.Module):
+        """Their bucket is the last, behind those whose callbacks take gloo's threads."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stems = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+            self.trunk = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+        def forward(self, x: torch.Tensor, stem: int) -> torch.Tensor:
+            return self.trunk(self.stems[stem](x))
+
+    ddp = DistributedDataParallel(Stems(), find_unused_parameters=True, bucket_cap_mb=0.001)
+    state = ddp_hooks.SkipUnusedState(ddp, replace(DIRECT, in_place_bytes=0))
+    x = torch.ones(2, 64)
+
+    def look(future):  # type: ignore[no-untyped-def]
+        time.sleep(0.2)  # until backward has come to its end
+        assert state.stats().steps > 0
+        return future.value()
+
+    ddp.register_comm_hook(state, lambda state, bucket: ddp_hooks.skip_unused_hook(state, bucket).then(look))
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(x, min(rank, 1)).sum().backward()
+    assert state.stats().owner_bytes > 0
+
+
+def test_statistics_while_sums_wait() -> None:
+    run_ranks(3, statistics_while_sums_wait)
 
 
 def masks_of_a_failed_pass(rank: int) -> None:

@@ -204,16 +204,26 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
 // At the end of backward, since the ranks whose contributions this one waits for may still stand in some other
 // collective of their backward passes, which waits for this rank. The Reducer queues its own last act later.
 void Engine::send_sums() {
-  if (!sender_.has_sums(step_)) return;
+  if (!sender_.contributions(step_)) return;
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), step = step_] {
-    std::lock_guard lock(self->mutex_);
     const at::NoGradGuard no_grad;
     try {
-      self->sender_.send_sums(step);
+      // Waits without the lock: gloo's threads, which bring the contributions, may run callbacks of the user's futures
+      // that ask for statistics.
+      while (const auto contributions = self->contributions_to_sums(step)) {
+        contributions->wait();
+        std::lock_guard lock(self->mutex_);
+        self->sender_.send_sums(step);
+      }
     } catch (...) {
       step->fail(std::current_exception());
     }
   });
+}
+
+c10::intrusive_ptr<c10d::Work> Engine::contributions_to_sums(const std::shared_ptr<Step>& step) {
+  std::lock_guard lock(mutex_);
+  return sender_.contributions(step);
 }
 
 // What travels from those who contribute, by what was agreed, would leave out a gradient of which nothing was said.

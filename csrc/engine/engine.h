@@ -120,6 +120,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void fill_slots(uint32_t bucket);
   void note_unheard(uint32_t bucket);
   void send_sums();
+  c10::intrusive_ptr<c10d::Work> contributions_to_sums(const std::shared_ptr<Step>& step);
   void average_late(const Step& step, bool contribute);
 
   // Recursive, because buckets may complete while it is held, and what users have chained to their futures runs then

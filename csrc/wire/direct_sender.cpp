@@ -218,19 +218,18 @@ at::Tensor DirectSender::sum(StepInFlight& step, const Waiting& waiting) const {
   return sums;
 }
 
-bool DirectSender::has_sums(const std::shared_ptr<StepInFlight>& step) const {
-  return std::any_of(waiting_.begin(), waiting_.end(),
-                     [&](const Waiting& waiting) { return waiting.launch.step == step; });
+c10::intrusive_ptr<c10d::Work> DirectSender::contributions(const std::shared_ptr<StepInFlight>& step) {
+  // Of a pass that was broken off, nothing is summed.
+  while (!waiting_.empty() && waiting_.front().launch.step != step) waiting_.pop_front();
+  return waiting_.empty() ? nullptr : waiting_.front().work;
 }
 
 void DirectSender::send_sums(const std::shared_ptr<StepInFlight>& step) {
-  while (!waiting_.empty()) {
-    Waiting waiting = std::move(waiting_.front());
-    waiting_.pop_front();
-    if (waiting.launch.step != step) continue;  // of a pass that was broken off
-    waiting.work->wait();
-    send_sums_of(std::move(waiting));
-  }
+  // Whoever waited may have been dropped meanwhile.
+  if (!contributions(step)) return;
+  Waiting waiting = std::move(waiting_.front());
+  waiting_.pop_front();
+  send_sums_of(std::move(waiting));
 }
 
 void DirectSender::send_sums_of(Waiting waiting) {

@@ -41,9 +41,10 @@ class DirectSender {
 
   void send(Launch launch, const DirectMessage& message, DirectPlaces places);
 
-  // Whether any message of the step awaits that.
-  bool has_sums(const std::shared_ptr<StepInFlight>& step) const;
-  // Waits for contributions to what this rank owns, sums them and sends the sums. After the last bucket's messages.
+  // The contributions that the step's oldest unsummed message waits for; none if there is no such message.
+  c10::intrusive_ptr<c10d::Work> contributions(const std::shared_ptr<StepInFlight>& step);
+  // Sums what this rank owns of that message, when its contributions are there, and sends the sums. After the last
+  // bucket's messages.
   void send_sums(const std::shared_ptr<StepInFlight>& step);
 
   // Forgets what is waited for.

@@ -41,8 +41,10 @@ class MessageSender {
   void send_units(const std::shared_ptr<StepInFlight>& step, uint32_t bucket,
                   const std::vector<DividedGradient>& gradients, const UnitPlan& plan);
 
-  // After the last bucket's messages. Waits for contributions to what this rank sums.
-  bool has_sums(const std::shared_ptr<StepInFlight>& step) const { return direct_.has_sums(step); }
+  // What this rank sums, after the last bucket's messages; see DirectSender.
+  c10::intrusive_ptr<c10d::Work> contributions(const std::shared_ptr<StepInFlight>& step) {
+    return direct_.contributions(step);
+  }
   void send_sums(const std::shared_ptr<StepInFlight>& step) { direct_.send_sums(step); }
 
   // To be called when a parameter's gradient is final, which may be long before its bucket is ready: copies it to where
