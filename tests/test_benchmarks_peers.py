@@ -57,3 +57,12 @@ def compare(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["ncf", "omnireduce:0.1", "zero_times_sum", "mixture"])
 def test_the_prototype_sends_used_rows_and_gives_the_gradients_of_ddp(name: str, ranks: int) -> None:
     run_ranks(ranks, compare, name)
+
+
+def test_a_policy_with_other_settings() -> None:
+    peer = peers.find("ours:auto:native:owners=True,segment_bytes=4096")
+    assert peer.is_ours
+    assert "segment_bytes=4096" in peer.title
+    for unknown in ("ours:auto:python:owners=True", "ours:auto:native:owners", "ours:none:native:owners=True"):
+        with pytest.raises(ValueError, match="expected one of plain, oracle"):
+            peers.find(unknown)

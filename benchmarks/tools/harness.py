@@ -145,7 +145,7 @@ class _Measurement:
         for name in dict.fromkeys((peers.BASELINE, *plan.peers)):
             # Whether a peer applies follows from the workload and the installation, so ranks agree about it.
             try:
-                self._variants[name] = peers.PEERS[name].build(self._context)
+                self._variants[name] = peers.find(name).build(self._context)
             except peers.NotApplicable as why:
                 self._left_out[name] = str(why)
 
@@ -285,7 +285,7 @@ class _Measurement:
             formula = used_bytes * share / goodput + statistics.median(compute)
         rows = []
         for name, times in slowest.items():
-            peer, check = peers.PEERS[name], checks[name]
+            peer, check = peers.find(name), checks[name]
             stats = check.pop("statistics")
             steps = stats["steps"] if stats else 0
             if stats:

@@ -6,6 +6,7 @@ variants', so that a round compares like with like and memory holds the weights 
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -236,11 +237,11 @@ def _attach_nothing(ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook(None, send_nothing)
 
 
-def _ways_to_pack(**settings: Any) -> Any:
+def _with_settings(policy: str, settings: dict[str, Any]) -> Callable[[Context], Variant]:
     def build(context: Context) -> Variant:
-        import ddp_hooks
+        from ddp_hooks.policies import resolve
 
-        return _ours(ddp_hooks.Policy("skip_unused", **settings), True)(context)
+        return _ours(dataclasses.replace(resolve(policy), **settings), True)(context)
 
     return build
 
@@ -339,9 +340,9 @@ def _all_peers() -> list[Peer]:
             peers.append(Peer(f"ours:{policy}:{how}", title, _ours(policy, native), is_ours=True))
     title = "ddp_hooks skip_unused, native, find_unused_parameters=False"
     peers.append(Peer("ours:skip_unused:native:no_fu", title, _ours("skip_unused", True, False), is_ours=True))
-    gather_all = _ways_to_pack(in_place_bytes=1 << 40)
+    gather_all = _with_settings("skip_unused", {"in_place_bytes": 1 << 40})
     peers.append(Peer("ours:gather", "ddp_hooks, everything gathered", gather_all, is_ours=True))
-    in_place = _ways_to_pack(in_place_bytes=0)
+    in_place = _with_settings("skip_unused", {"in_place_bytes": 0})
     peers.append(Peer("ours:in_place", "ddp_hooks, every run in place", in_place, is_ours=True))
     peers.append(Peer("ours:rebuilt", "ddp_hooks after rebuild()", _rebuilt, is_ours=True))
     peers.append(Peer("ours:declared", "ddp_hooks, unused parameters declared", _declared, is_ours=True))
@@ -351,6 +352,26 @@ def _all_peers() -> list[Peer]:
 
 
 PEERS = {peer.name: peer for peer in _all_peers()}
+
+
+def find(name: str) -> Peer:
+    """Return the peer of that name, or a policy of ours with other settings.
+
+    Args:
+        name: a key of `PEERS`, or that of a policy registered natively and settings behind it:
+            ``ours:auto:native:owners=True,segment_bytes=65536``.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name in PEERS:
+        return PEERS[name]
+    known, _, settings = name.rpartition(":")
+    if known not in PEERS or not known.endswith(":native") or "=" not in settings:
+        raise ValueError(f"expected one of {', '.join(PEERS)}, or ours:POLICY:native:SETTING=VALUE, received {name}")
+    values = {key: ast.literal_eval(text) for key, _, text in (pair.partition("=") for pair in settings.split(","))}
+    build = _with_settings(known.split(":")[1], values)
+    return Peer(name, f"{PEERS[known].title}, {settings}", build, is_ours=True)
 
 
 def max_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

@@ -408,7 +408,9 @@ class _Run:
             zero_signs: bool | torch.Tensor = not gradient
             if gradient and ours is not None and theirs is not None and ours.shape == theirs.shape:
                 zero_signs = self._free_signs(what.removeprefix("gradient of "), ours, theirs)
-            found = difference(ours, theirs, scale=scale, zero_signs=zero_signs)
+            used = what.removeprefix("gradient of ") in self.trace.used.get(moment, ())
+            left_over = gradient and self.program.options.gradient_as_bucket_view and not used
+            found = difference(ours, theirs, scale=scale, zero_signs=zero_signs, left_over=left_over)
             if found is not None:
                 self.trace.differences.append(f"rank {self.rank}, after {moment}: {what} {found}")
         if self.trace.in_step != {m: v for m, v in plain.in_step.items() if m in self.trace.in_step}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -164,10 +165,11 @@ class _Generator:
             return policy
         settings = policy if isinstance(policy, dict) else policy_of(policy).to_dict()
         changed = {name: value for name, value in settings.items() if value != getattr(DEFAULTS, name)}
-        # Presets all-reduce what is as small as what is trained here.
+        # Presets all-reduce what is as small as what is trained here. A message for each number takes too long of many.
+        large = any(math.prod(layer.get("shape", [0])) > 100_000 for layer in self.program.layers)
         direct = {
             "min_direct_bytes": self.transports.choice([0, 0, 0, 1000]),
-            "segment_bytes": self.transports.choice([1, 40, 1000, 1 << 20]),
+            "segment_bytes": max(self.transports.choice([1, 40, 1000, 1 << 20]), 10_000 * large),
             "owners": self.transports.random() < 0.7,
         }
         return {**changed, **direct}
