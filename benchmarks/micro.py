@@ -12,6 +12,7 @@
 | copy | nonzero_scan, gather_scaled, scatter; through the binding, whose own cost is beside it | `copy_` |
 | unit_scan | start_unit_scan over a table of zeros and a dense one | reading all of it (`amax`) |
 | exchange | an OR over all ranks by all-reduce, all_gather, grids of small all_gathers; not hidden | all-reduce |
+| transports | bringing everybody what one rank alone has, or two: all_to_alls, broadcasts, all_gather | all-reduce |
 | registration | backward over 200 tiny buckets, with `register` and with `ddp.register_comm_hook` | plain DDP |
 
 A grid arranges n ranks as r1 x r2 x ...: an all_gather in each dimension, masks ORed in between, makes the sum of
@@ -27,11 +28,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from micro import local, ranks, units
+from micro import local, ranks, transports, units
 from tools import harness, testbed
 from tools.tables import plain_cell
 
-PARTS = ("mask", "mask_codec", "plan", "copy", "unit_scan", "exchange", "registration")
+PARTS = ("mask", "mask_codec", "plan", "copy", "unit_scan", "exchange", "transports", "registration")
 COMPILED = {"mask": local.describe_mask, "mask_codec": local.describe_mask_codec, "plan": local.describe_plan}
 CROWD = 8  # from this many ranks on, fewer rounds
 
@@ -44,6 +45,8 @@ def run_rank(plan: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     if plan["part"] == "exchange":
         ranks.exchange_rank(plan["rounds"])
+    elif plan["part"] == "transports":
+        transports.transports_rank(plan["rounds"])
     else:
         ranks.registration_rank(plan["rounds"])
     dist.barrier()
@@ -72,9 +75,9 @@ def run_part(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any
     rows = []
     for link in options.links:
         for hosts in options.hosts:
-            rounds = options.rounds or (200 if hosts < CROWD else 60)
-            rows += launch(part, hosts, link, rounds, options.timeout)
-    return rows, ranks.describe_exchange(rows)
+            rounds = 8 if part == "transports" else 200 if hosts < CROWD else 60
+            rows += launch(part, hosts, link, options.rounds or rounds, options.timeout)
+    return rows, transports.describe_transports(rows) if part == "transports" else ranks.describe_exchange(rows)
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
@@ -86,8 +89,8 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[*PARTS, "all"])
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4], help="for exchange")
-    parser.add_argument("--links", nargs="+", default=["loopback", "1gbit"], help="for exchange")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4], help="for exchange and transports")
+    parser.add_argument("--links", nargs="+", default=["loopback", "1gbit"], help="for exchange and transports")
     parser.add_argument("--rounds", type=int, help="default: what gives steady medians, by part")
     parser.add_argument("--max-mib", type=int, default=256, help="for copy: the largest message")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, for each set of ranks")
@@ -102,7 +105,8 @@ def main() -> int:
     failed = False
     for part in PARTS if options.part == "all" else [options.part]:
         name = options.name or f"micro_{part}"
-        by_part = {"exchange": (max(options.hosts), options.links), "registration": (2, [testbed.LOOPBACK])}
+        over_links = (max(options.hosts), options.links)
+        by_part = {"exchange": over_links, "transports": over_links, "registration": (2, [testbed.LOOPBACK])}
         world_size, links = by_part.get(part, (1, []))
         header = harness.environment_header(sys.argv, world_size, links)
         try:

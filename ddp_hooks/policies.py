@@ -57,8 +57,8 @@ class Policy:
             of at most 64 ranks; elsewhere everything is all-reduced.
         owners: what some ranks contribute and others do not, one of them sums and sends on, which takes up to a third
             less of the bytes. It also lets other ranks pass on a part of what one has too much of. Off, because sums
-            leave only at the end of backward: with four hosts on two cores LayerDrop's step took 1.16 times that with
-            all-reduces (benchmarks/results/who_4_hosts_owners.json). Needs ``direct``.
+            leave only at the end of backward: with four hosts on two cores LayerDrop's step took 1.26 times that with
+            all-reduces (benchmarks/results/who_4_hosts.json). Needs ``direct``.
         segment_bytes: such gradients travel in messages of about so much from each rank. Bytes.
         min_direct_bytes: with less than this of them in a step, or in a bucket's units, all are all-reduced. Bytes.
         average: ``"world"`` divides by the number of ranks, as DDP does; ``"contributors"`` divides each parameter's

@@ -57,7 +57,7 @@ def run_compiled(part: str, rounds: int) -> list[dict[str, Any]]:
     for line in done.stdout.splitlines():
         raw = json.loads(line)
         samples, base = raw.pop("samples"), raw.pop("baseline_samples")
-        rows.append({"part": part, **raw, **_against(samples, base), "rounds": rounds})
+        rows.append({"part": part, **raw, **_against(samples, base), "rounds": len(samples)})
     return rows
 
 

@@ -280,6 +280,13 @@ int main(int count, char** arguments) {
       }
       time_codec("clustered", clusters(units), rounds);
     }
+    // 64 MiB of bits: whether it stays linear.
+    const size_t most = size_t{64} << 23;
+    const int few = std::min(rounds, 3);
+    for (const char* const density : {"1e-4", "1e-2"}) {
+      time_codec(density, mask_of(draw(most, std::atof(density), 5)), few);
+    }
+    time_codec("clustered", clusters(most), few);
     return 0;
   }
   for (const size_t parameters : {100, 1'000, 10'000, 100'000}) {

@@ -390,7 +390,7 @@ class Testbed:
         return [] if self.is_loopback else ["ip", "netns", "exec", f"{self._name}-h{rank}"]
 
     def _environment(self, rank: int, folder: Path, more: dict[str, str]) -> dict[str, str]:
-        port = _free_port() if self.is_loopback and rank == 0 else None
+        port = free_port() if self.is_loopback and rank == 0 else None
         if port is not None:
             self._port = port
         values = {
@@ -443,7 +443,7 @@ class Testbed:
         self._processes.clear()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     import socket
 
     with socket.socket() as probe:
