@@ -8,9 +8,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
+from ..control_groups import LARGEST_AXIS, grid
 from ..reducer import parameters_of
 from ..registration import find_ddp
 from ..service import registered_service
@@ -18,8 +20,12 @@ from .findings import Findings, RankRecord, find
 from .recorder import Recorder
 from .side_channel import SideChannel
 from .text import describe, describe_unfinished
+from .traffic import World
 
 _C = _extension.load()
+
+# Who contributes is known of so many ranks at most (csrc/layout/contributors.h).
+_MOST_DIRECT_RANKS = 64
 
 
 class Diagnosis:
@@ -143,6 +149,7 @@ class Diagnosis:
             bool(ddp.find_unused_parameters),
             bool(ddp.static_graph),
             registered_service(ddp) is not None,
+            _describe_world(ddp),
         )
 
 
@@ -168,6 +175,22 @@ def diagnose(ddp: torch.nn.Module) -> Diagnosis:
         print(diagnosis)
     """
     return Diagnosis(find_ddp(ddp, "diagnose"))
+
+
+def _describe_world(ddp: DistributedDataParallel) -> World:
+    group = ddp.process_group
+    ranks = dist.get_world_size(group)
+    # As the engine asks it: a group of several backends has no name of its own, and one written in Python no backend.
+    try:
+        name = group._get_backend(torch.device(ddp.device_type)).name()
+    except RuntimeError:
+        name = group.name()
+    return World(
+        ranks,
+        1 < ranks <= _MOST_DIRECT_RANKS and name in ("gloo", "nccl"),
+        len(grid(ranks, LARGEST_AXIS)) == 1,
+        ddp.device_type != "cpu",
+    )
 
 
 def why_not_watched(ddp: DistributedDataParallel) -> str | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .prediction import dense_bytes, predict, unite
+from .prediction import Prediction, dense_bytes, predict
 from .questions import Answer, Facts, advise, answer_all
 from .recorder import Step, slots_of
 from .timing import Division, divide, estimate, put_together
+from .traffic import World, unite
 from .verdicts import IGNORED, ModuleVerdict, ParameterVerdict, group_by_module, judge
 
 
@@ -20,6 +21,9 @@ class PolicyOutlook:
     Attributes:
         policy: its name.
         payload_bytes: what it hands to collectives of gradients in all steps. Bytes.
+        payload_bytes_by_step: in each of them. Bytes.
+        spread_bytes: so many of them one rank alone has, and sends to the others. Bytes.
+        sent_bytes: what each rank sends of gradients in all steps, as ``state.stats().sent_bytes`` counts. Bytes.
         exact: whether the hook sends exactly that; for ``auto`` it is what it settles at.
         saved_fraction: of plain DDP's bytes.
         step_seconds: what a step would take, estimated; None with one rank.
@@ -27,6 +31,9 @@ class PolicyOutlook:
 
     policy: str
     payload_bytes: int
+    payload_bytes_by_step: tuple[int, ...]
+    spread_bytes: int
+    sent_bytes: tuple[int, ...]
     exact: bool
     saved_fraction: float
     step_seconds: float | None
@@ -47,6 +54,7 @@ class RankRecord:
         find_unused_parameters: DDP's setting.
         static_graph: likewise.
         has_hook: a hook of this package is registered.
+        world: what decides how gradients travel.
     """
 
     names: tuple[str, ...]
@@ -59,6 +67,7 @@ class RankRecord:
     find_unused_parameters: bool
     static_graph: bool
     has_hook: bool
+    world: World
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +150,7 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
     united = [unite(steps, layouts[steps[0].layout], slots[steps[0].layout]) for steps in by_step]
     dense = [dense_bytes(step.layout) for step in united]
     late = {i: size for i, size in enumerate(first.sizes) if i >= first.reduced_count}
-    predictions = predict(united, late, len(records)) if united else {}
+    predictions = predict(united, late, replace(first.world, ranks=len(records))) if united else {}
     if predictions and "skip_zeros" not in predictions:
         notes.append("values were not looked at in every step (memory, or a device without a scan): skip_unused only")
     verdicts = judge(first.names, first.sizes, first.reduced_count, ranks, united) if united else []
@@ -157,10 +166,15 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
     outlooks = tuple(
         PolicyOutlook(
             name,
-            one.payload_bytes,
+            one.total.payload_bytes,
+            tuple(sum(part.payload_bytes for part in step) for step in one.by_step),
+            one.total.spread_bytes,
+            one.total.sent_bytes,
             one.exact,
-            1 - one.payload_bytes / total if total and len(records) > 1 else 0.0,
-            None if division is None or len(records) == 1 or first.has_hook else estimate(times, one.by_step, division),
+            1 - one.total.payload_bytes / total if total and len(records) > 1 else 0.0,
+            None
+            if division is None or len(records) == 1 or first.has_hook
+            else estimate(times, _ring_bytes(one), division),
         )
         for name, one in predictions.items()
     )
@@ -189,6 +203,10 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         advise(facts, savings),
         tuple(notes),
     )
+
+
+def _ring_bytes(prediction: Prediction) -> list[list[float]]:
+    return [[one.ring_bytes for one in step] for step in prediction.by_step]
 
 
 def _same_every_step(ranks: Sequence[Sequence[Step]]) -> bool:

@@ -47,6 +47,8 @@ class Step:
         seconds: when DDP had finalised, likewise: what the step took.
         search_seconds: how long DDP took after the model's forward pass; it is then that it searches the graph.
         looked: whether the values were looked at; not any more when the memory for it is full.
+        left_over: a gradient of an earlier pass was there of a parameter that this one leaves out, and would be sent
+            along if another rank uses it.
     """
 
     received: bytes
@@ -61,6 +63,7 @@ class Step:
     seconds: float
     search_seconds: float
     looked: bool
+    left_over: bool
 
 
 def unpack(mask: bytes, units: int) -> int:
@@ -112,6 +115,7 @@ class _Pass:
     reduced: float = 0.0
     search: float = 0.0
     looked: bool = True
+    held: tuple[int, ...] = ()  # what had a gradient when the pass began
 
 
 class Recorder(Silence):
@@ -181,6 +185,8 @@ class Recorder(Silence):
             return
         self._pass.times = {}
         self._pass.begun = time.perf_counter()
+        reduced = self.watch.parameters[: self.watch.reduced_count]
+        self._pass.held = tuple(i for i, parameter in enumerate(reduced) if parameter.grad is not None)
         if self._pass.looked:
             self._look_at_old_gradients()
 
@@ -211,10 +217,11 @@ class Recorder(Silence):
         start = self._started if self._started is not None else done.begun
         received = bytes(self.watch.used)
         frozen = bytes(not parameter.requires_grad for parameter in self.watch.parameters)
+        sent = self._find_sent(ddp, received, frozen)
         self.steps.append(
             Step(
                 self._intern(received),
-                self._intern(self._find_sent(ddp, received, frozen)),
+                self._intern(sent),
                 self._intern(frozen),
                 self._intern(bytes(done.values)),
                 done.masks,
@@ -225,6 +232,7 @@ class Recorder(Silence):
                 done.reduced - start,
                 done.search,
                 done.looked,
+                not all(sent[i] for i in done.held),
             )
         )
         self.last_progress = time.monotonic()
@@ -297,12 +305,13 @@ class Recorder(Silence):
         ddp = self.watch.ddp
         if ddp is None or not (self._searches or ddp.static_graph):
             return
-        parameters = self.watch.parameters[: self.watch.reduced_count]
-        if all(parameter.grad is None for parameter in parameters):
+        held = set(self._pass.held)
+        # The gradient that has just come is none of them.
+        if not held - self._pass.times.keys():
             return
-        for index in self._read_unused(ddp):
-            if parameters[index].grad is not None:
-                self._look(index, parameters[index])
+        parameters = self.watch.parameters
+        for index in self._read_unused(ddp) & held:
+            self._look(index, parameters[index])
 
     def _look(self, index: int, parameter: torch.Tensor) -> None:
         slot, gradient = self._slots.get(index), parameter.grad

@@ -64,7 +64,7 @@ def put_together(steps: Sequence[Step], dense: tuple[int, ...]) -> StepTimes:
     return StepTimes(tuple(ready), max(step.gradients_seconds for step in steps), ended, dense)
 
 
-def end_of_step(ready: Sequence[float], sizes: Sequence[int], seconds_per_byte: float) -> float:
+def end_of_step(ready: Sequence[float], sizes: Sequence[float], seconds_per_byte: float) -> float:
     """Return when the last bucket is through: the module's formula.
 
     Args:
@@ -114,12 +114,12 @@ def divide(steps: Sequence[StepTimes], searches: Sequence[float], ranks: int) ->
     )
 
 
-def estimate(steps: Sequence[StepTimes], sizes: Sequence[Sequence[int]], division: Division) -> float:
+def estimate(steps: Sequence[StepTimes], sizes: Sequence[Sequence[float]], division: Division) -> float:
     """Return what a step would take with other bytes: the median over the steps but the first. Seconds.
 
     Args:
         steps: each step's times.
-        sizes: for each step, the bytes that leave with each bucket.
+        sizes: for each step, what leaves with each bucket, in bytes of an all-reduce.
         division: what was measured.
     """
     if division.bytes_per_second is None:

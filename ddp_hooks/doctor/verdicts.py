@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .prediction import UnionStep, zero_units
 from .recorder import Step
+from .traffic import UnionStep, zero_units
 
 NEVER = "never used"
 SOMETIMES = "used in some steps"

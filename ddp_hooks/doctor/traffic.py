@@ -1,0 +1,369 @@
+"""What the hook hands over in a step: its own plans, made of what all ranks wrote down of that step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from .. import _extension
+from ..policies import PRESETS
+from .recorder import EVERYTHING, SOMETHING, Slot, Step, unpack
+
+_C = _extension.load()
+
+# Of a gradient of which this much is used all is sent (csrc/layout/units.cpp).
+_WHOLE = (15, 16)
+# The form of a compressed mask that holds its bits as they are (docs/protocol.md).
+_BITMAP = 1
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What decides how gradients travel, besides what they hold.
+
+    Attributes:
+        ranks: how many there are in the module's group.
+        is_direct: what one rank alone contributes may leave the all-reduces: a group of gloo or NCCL.
+        knows_units: every rank learns which rank uses which unit: masks are gathered at once, not along a grid.
+        is_on_device: gradients lie on a device, where the host waits for what is asked of them.
+    """
+
+    ranks: int
+    is_direct: bool = True
+    knows_units: bool = True
+    is_on_device: bool = False
+
+    @property
+    def ring(self) -> float:
+        """How many times the bytes of an all-reduce a rank sends, and receives."""
+        return 2 * (self.ranks - 1) / self.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What leaves with a bucket, or in a step.
+
+    Attributes:
+        payload_bytes: the gradients that travel, however they do. Bytes.
+        spread_bytes: so many of them one rank alone has, and sends to the others. Bytes.
+        sent_bytes: what each rank sends, as ``state.stats().sent_bytes`` counts. Bytes.
+        ring_bytes: an all-reduce of so many would keep the busiest link as long. Bytes.
+        messages: how many.
+    """
+
+    payload_bytes: int = 0
+    spread_bytes: int = 0
+    sent_bytes: tuple[int, ...] = ()
+    ring_bytes: float = 0.0
+    messages: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Return both together."""
+        if not (self.sent_bytes and other.sent_bytes):
+            sent = self.sent_bytes or other.sent_bytes
+        else:
+            sent = tuple(a + b for a, b in zip(self.sent_bytes, other.sent_bytes, strict=True))
+        return Traffic(
+            self.payload_bytes + other.payload_bytes,
+            self.spread_bytes + other.spread_bytes,
+            sent,
+            self.ring_bytes + other.ring_bytes,
+            self.messages + other.messages,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UnionStep:
+    """One step as all ranks together saw it.
+
+    Attributes:
+        used: the parameters that some rank used, as the graph detector counts.
+        units: of those that hold a non-zero on some rank, which of their units do, as the bits of an integer.
+        layout: the bucket layout (a ``_C.LayoutOfBuckets``).
+        slots: where the parameters stand in it.
+        looked: whether every rank looked at values.
+        ranks: what each rank wrote down.
+    """
+
+    used: frozenset[int]
+    units: dict[int, int]
+    layout: Any
+    slots: dict[int, Slot]
+    looked: bool
+    ranks: tuple[Step, ...]
+
+    @property
+    def divisible(self) -> frozenset[int]:
+        """The used parameters that have more than one unit."""
+        return frozenset(
+            i for i in self.used if i in self.slots and self.slots[i].units > 1 and not self.slots[i].sparse
+        )
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether every rank announced the same parameters, so that nobody waits for the last bucket to ask more."""
+        first = self.ranks[0]
+        return all((step.sent, step.left_over) == (first.sent, first.left_over) for step in self.ranks)
+
+    def units_by_rank(self, index: int) -> list[int]:
+        """Return which units of a parameter hold a non-zero on each rank, as the bits of integers."""
+        return [units_of_rank(step, index, self.slots[index]) for step in self.ranks]
+
+
+def unite(steps: Sequence[Step], layout: Any, slots: dict[int, Slot]) -> UnionStep:
+    """Put together what the ranks wrote down of one step.
+
+    Args:
+        steps: each rank's.
+        layout: the bucket layout of the step.
+        slots: where the parameters stand in it.
+    """
+    used = frozenset(i for i in range(len(steps[0].sent)) if any(step.sent[i] for step in steps))
+    units: dict[int, int] = {}
+    for index, slot in slots.items():
+        found = 0
+        for step in steps:
+            if step.values[index] == EVERYTHING:
+                found = (1 << slot.units) - 1
+                break
+            found |= units_of_rank(step, index, slot)
+        if found:
+            units[index] = found
+    return UnionStep(used, units, layout, slots, all(step.looked for step in steps), tuple(steps))
+
+
+def units_of_rank(step: Step, index: int, slot: Slot) -> int:
+    """Return which units of a parameter held a non-zero on one rank, as the bits of an integer."""
+    if step.values[index] == EVERYTHING:
+        return (1 << slot.units) - 1
+    return unpack(step.masks[index], slot.units) if step.values[index] == SOMETHING else 0
+
+
+def zero_units(step: UnionStep, index: int) -> float:
+    """Return which part of a parameter's units is zero on every rank in a step."""
+    slot = step.slots[index]
+    return 1 - step.units.get(index, 0).bit_count() / max(slot.units, 1)
+
+
+# --- units
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """What the used units of a parameter come to in a step. Elements.
+
+    Attributes:
+        used: that some rank uses.
+        alone: that one rank alone uses.
+        length: of the parameter.
+    """
+
+    used: int
+    alone: int
+    length: int
+
+    def is_whole(self, who: bool) -> bool:
+        """Say whether so much is used that all of it is sent; what one rank spreads counts half of a ring."""
+        return (2 * self.used - self.alone * who) * _WHOLE[1] >= 2 * self.length * _WHOLE[0]
+
+    def observed(self, who: bool) -> int:
+        """Return what the adaptive detector counts as sent."""
+        return self.length if self.is_whole(who) else (2 * self.used - self.alone * who) // 2
+
+
+def unit_cost(step: UnionStep, index: int) -> UnitCost:
+    """Return what the used units of a parameter come to."""
+    slot = step.slots[index]
+    several = anyone = 0
+    for mask in step.units_by_rank(index):
+        several |= anyone & mask
+        anyone |= mask
+    return UnitCost(_elements(slot, anyone), _elements(slot, anyone & ~several), slot.length)
+
+
+def who_matters(world: World, costs: Iterable[UnitCost], element_bytes: int) -> bool:
+    """Say whether units of a bucket are spread: there has to be enough that one rank alone uses."""
+    policy = PRESETS["skip_zeros"]
+    knows = world.is_direct and world.knows_units and policy.direct
+    return knows and sum(cost.alone for cost in costs) * element_bytes >= policy.min_direct_bytes
+
+
+def units_traffic(step: UnionStep, bucket: int, chosen: Sequence[int], world: World) -> Traffic:
+    """Return what is sent of the units of some parameters of one bucket.
+
+    Args:
+        step: the step.
+        bucket: which.
+        chosen: the parameters, in the order of the bucket's slices.
+        world: who sends.
+    """
+    element_bytes = step.layout.buckets[bucket].element_bytes
+    costs = {i: unit_cost(step, i) for i in chosen}
+    who = who_matters(world, costs.values(), element_bytes)
+    gradients: list[Any] = []
+    used: list[int] = []
+    by_rank: list[list[int]] = [[] for _ in range(world.ranks if who else 0)]
+    for index in chosen:
+        slot = step.slots[index]
+        if costs[index].is_whole(who):
+            # All of it is one run, whatever its mask says.
+            masks, unit_length, units = [1] * world.ranks, slot.length, 1
+        else:
+            masks, unit_length, units = step.units_by_rank(index), slot.unit_length, slot.units
+        gradients.append(_C.Units(unit_length, slot.length, 64 * len(used)))
+        union = 0
+        for mask in masks:
+            union |= mask
+        used += _words(union, units)
+        for theirs, mask in zip(by_rank, masks, strict=False):
+            theirs += _words(mask, units)
+    everyone = [_mask_of_words(words) for words in by_rank]
+    settings = plan_settings("skip_zeros", world)
+    reduced, direct = _C.make_unit_plan(gradients, _mask_of_words(used), element_bytes, settings, everyone)
+    sizes = [sum(length for _, _, length in runs) * element_bytes for _, runs in reduced]
+    return _sum(
+        [*(_all_reduce(size, world) for size in sizes), *(_direct(one, element_bytes, world) for one in direct)]
+    )
+
+
+# --- whole parameters
+
+
+def graph_traffic(step: UnionStep, world: World) -> list[Traffic]:
+    """Return what leaves with each bucket when whole parameters travel that somebody used."""
+    return _planned(step, step.used, frozenset(), "skip_unused", world)
+
+
+def mixed_traffic(
+    step: UnionStep, divided: frozenset[int], values: bool, units: Sequence[Traffic], world: World
+) -> list[Traffic]:
+    """Return what leaves with each bucket when some parameters travel by units.
+
+    Args:
+        step: the step.
+        divided: those parameters.
+        values: whether of the others only those travel that hold a non-zero.
+        units: what is sent of each bucket's units.
+        world: who sends.
+    """
+    last = len(step.layout.buckets) - 1
+    if values:
+        rest = frozenset(i for i in step.used - divided if i in step.units)
+        sizes = _moved(_planned_by_bucket(step, rest, divided, world), step.is_alike, last)
+    else:
+        sizes = _planned(step, step.used - divided, divided, "skip_zeros", world)
+    return [a + b for a, b in zip(sizes, _moved(units, step.is_alike, last), strict=True)]
+
+
+def _moved(sizes: Sequence[Traffic], alike: bool, last: int) -> list[Traffic]:
+    # What needs an answer about a bucket's values leaves when the next bucket is ready, or when all are.
+    moved = [Traffic()] * (last + 1)
+    for number, size in enumerate(sizes):
+        place = min(number + 1, last) if alike else last
+        moved[place] = moved[place] + size
+    return moved
+
+
+def _planned(
+    step: UnionStep, chosen: frozenset[int], divided: frozenset[int], policy: str, world: World
+) -> list[Traffic]:
+    # A rank that sends what its mask does not say would not be heard, so then all is all-reduced.
+    said = world.is_direct and not any(one.left_over for one in step.ranks)
+    by_rank = [_mask(step, {i for i in chosen if one.sent[i]}) for one in step.ranks] if said else []
+    settings = plan_settings(policy, world)
+    plans = _C.make_wire_plan(step.layout, _mask(step, chosen), settings, _mask(step, divided), by_rank)
+    return [_traffic_of(step, plan, world) for plan in plans]
+
+
+def _planned_by_bucket(step: UnionStep, chosen: frozenset[int], divided: frozenset[int], world: World) -> list[Traffic]:
+    settings = plan_settings("skip_zeros", world)
+    plans = _C.plan_bucket_by_bucket(step.layout, _mask(step, chosen), settings, _mask(step, divided))
+    return [_traffic_of(step, plan, world) for plan in plans]
+
+
+def _traffic_of(step: UnionStep, plan: Any, world: World) -> Traffic:
+    buckets = step.layout.buckets
+    found = [
+        _all_reduce(message.numel * buckets[message.slices[0].bucket].element_bytes, world) for message in plan.launches
+    ]
+    for message in plan.direct:
+        found.append(_direct(message, buckets[message.groups[0].parts[0].place].element_bytes, world))
+    return _sum(found)
+
+
+# --- messages
+
+
+def _all_reduce(size: int, world: World) -> Traffic:
+    return Traffic(size, 0, (2 * (world.ranks - 1) * size // world.ranks,) * world.ranks, size, 1)
+
+
+def _direct(message: Any, element_bytes: int, world: World) -> Traffic:
+    if message.transport != _C.Transport.SPREAD:
+        raise AssertionError("expected what one rank has alone to be spread, and no owners, as in every preset")
+    size = message.numel * element_bytes
+    own = [0] * world.ranks
+    for group in message.groups:
+        own[group.owner] += group.numel * element_bytes
+    sent = tuple((world.ranks - 1) * mine for mine in own)
+    # A link carries both directions at once.
+    busiest = max(max(there, size - mine) for there, mine in zip(sent, own, strict=True))
+    return Traffic(size, size, sent, busiest / world.ring, 1)
+
+
+def _sum(parts: Iterable[Traffic]) -> Traffic:
+    total = Traffic()
+    for part in parts:
+        total = total + part
+    return total
+
+
+# --- masks
+
+
+@cache
+def plan_settings(name: str, world: World) -> Any:
+    """Return a preset's settings for plans, as the engine of a module of that world has them."""
+    policy = PRESETS[name]
+    return _C.PlanSettings(
+        in_place_bytes=policy.in_place_bytes,
+        pack_bytes=policy.pack_bytes,
+        gap_fraction=policy.gap_fraction,
+        direct=_C.DirectSettings(
+            allowed=world.is_direct and policy.direct,
+            world_size=world.ranks,
+            owners=policy.owners,
+            segment_bytes=policy.segment_bytes,
+            min_bytes=policy.min_direct_bytes,
+        ),
+    )
+
+
+def _mask(step: UnionStep, chosen: Iterable[int]) -> Any:
+    mask = _C.UsageMask(step.layout.parameter_count)
+    for index in chosen:
+        if index < step.layout.parameter_count:
+            mask.set(index)
+    return mask
+
+
+def _words(mask: int, bits: int) -> list[int]:
+    count = math.ceil(bits / 64)
+    raw = mask.to_bytes(8 * count, "little")
+    return [int.from_bytes(raw[8 * i : 8 * i + 8], "little") for i in range(count)]
+
+
+def _mask_of_words(words: list[int]) -> Any:
+    mask = _C.UsageMask(64 * len(words))
+    _C.merge_compressed([_BITMAP, *words], mask)
+    return mask
+
+
+def _elements(slot: Slot, mask: int) -> int:
+    used = mask.bit_count() * slot.unit_length
+    if mask >> (slot.units - 1) & 1:
+        used -= slot.units * slot.unit_length - slot.length  # the last unit may be shorter
+    return used
