@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
 from ddp_hooks.doctor import timing
+from ddp_hooks.doctor.traffic import Traffic
 
 
 class Branches(nn.Module):
@@ -322,11 +323,11 @@ def test_the_formula_is_a_queue(seed: int) -> None:
     end = timing.end_of_step(ready, sizes, 1 / rate)
     assert end == pytest.approx(queue(ready, sizes, rate), abs=2e-3)
     # What it is told took so long gives the rate back, and the estimate the time of the smaller step.
-    steps = [timing.StepTimes(tuple(ready), ready[-1], end, tuple(sizes))] * 3
+    steps = [timing.StepTimes(tuple(ready), ready[-1], end, tuple(sizes), (0.0,) * buckets)] * 3
     division = timing.divide(steps, [0.0] * 3, 2)
     assert timing.end_of_step(ready, sizes, 1 / division.bytes_per_second) == pytest.approx(end, rel=1e-6)
     fewer = [size // 2 for size in sizes]
-    estimate = timing.estimate(steps, [fewer] * 3, division)
+    estimate = timing.estimate(steps, [[Traffic(size, ring_bytes=size) for size in fewer]] * 3, division)
     # Where computing hides the sending, nothing tells the rate; then it is taken to be as slow as can be.
     assert ready[-1] <= estimate <= end + 1e-9
     if end > ready[-1] + sum(sizes) / rate * 0.999:

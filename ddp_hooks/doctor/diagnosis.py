@@ -16,6 +16,7 @@ from ..control_groups import LARGEST_AXIS, grid
 from ..reducer import parameters_of
 from ..registration import find_ddp
 from ..service import registered_service
+from . import timing
 from .findings import Findings, RankRecord, find
 from .recorder import Recorder
 from .side_channel import SideChannel
@@ -150,6 +151,8 @@ class Diagnosis:
             bool(ddp.static_graph),
             registered_service(ddp) is not None,
             _describe_world(ddp),
+            # A device copies beside the host.
+            timing.measure_copying(recorder.largest_bucket_bytes if ddp.device_type == "cpu" else 0),
         )
 
 

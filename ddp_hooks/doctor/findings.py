@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
-from .prediction import Prediction, dense_bytes, predict
+from .prediction import dense_bytes, predict
 from .questions import Answer, Facts, advise, answer_all
 from .recorder import Step, slots_of
 from .timing import Division, divide, estimate, put_together
@@ -55,6 +56,7 @@ class RankRecord:
         static_graph: likewise.
         has_hook: a hook of this package is registered.
         world: what decides how gradients travel.
+        copy_seconds_per_byte: how fast it copies in memory.
     """
 
     names: tuple[str, ...]
@@ -68,6 +70,7 @@ class RankRecord:
     static_graph: bool
     has_hook: bool
     world: World
+    copy_seconds_per_byte: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,11 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         notes.append("a hook of this package is registered, so the times are with it, and none is estimated")
     times = [put_together(steps, sizes) for steps, sizes in zip(by_step, dense, strict=True)]
     searches = [max(step.search_seconds for step in steps) for steps in by_step]
-    division = divide(times, searches, len(records)) if len(times) > 1 else None
+    division = (
+        divide(times, searches, len(records), fmean(record.copy_seconds_per_byte for record in records))
+        if len(times) > 1
+        else None
+    )
     total = sum(map(sum, dense))
     outlooks = tuple(
         PolicyOutlook(
@@ -172,9 +179,7 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
             one.total.sent_bytes,
             one.exact,
             1 - one.total.payload_bytes / total if total and len(records) > 1 else 0.0,
-            None
-            if division is None or len(records) == 1 or first.has_hook
-            else estimate(times, _ring_bytes(one), division),
+            None if division is None or len(records) == 1 or first.has_hook else estimate(times, one.by_step, division),
         )
         for name, one in predictions.items()
     )
@@ -203,10 +208,6 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         advise(facts, savings),
         tuple(notes),
     )
-
-
-def _ring_bytes(prediction: Prediction) -> list[list[float]]:
-    return [[one.ring_bytes for one in step] for step in prediction.by_step]
 
 
 def _same_every_step(ranks: Sequence[Sequence[Step]]) -> bool:

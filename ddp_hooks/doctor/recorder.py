@@ -43,6 +43,7 @@ class Step:
         layout: which of the rank's layouts.
         order: the parameters in the order in which gradients came, as 32-bit integers.
         ready: when each bucket was complete here, in seconds since the step before ended.
+        copied: how much DDP had copied into its buckets by then; zeros, which it only writes, count half. Bytes.
         gradients_seconds: when all gradients were there, likewise.
         seconds: when DDP had finalised, likewise: what the step took.
         search_seconds: how long DDP took after the model's forward pass; it is then that it searches the graph.
@@ -59,6 +60,7 @@ class Step:
     layout: int
     order: bytes
     ready: list[float]
+    copied: list[float]
     gradients_seconds: float
     seconds: float
     search_seconds: float
@@ -227,7 +229,7 @@ class Recorder(Silence):
                 done.masks,
                 self._read_layout(ddp),
                 self._intern(array("I", done.times).tobytes()),
-                self._bucket_times(done, start),
+                *self._bucket_times(done, start, bool(ddp.gradient_as_bucket_view)),
                 done.gradients - start,
                 done.reduced - start,
                 done.search,
@@ -240,6 +242,11 @@ class Recorder(Silence):
         self._started = done.reduced
         if self.on_step is not None:
             self.on_step(len(self.steps))
+
+    @property
+    def largest_bucket_bytes(self) -> int:
+        """Of the layouts that were seen."""
+        return max((bucket.numel * bucket.element_bytes for one in self.layouts for bucket in one.buckets), default=0)
 
     def is_unfinished(self) -> bool:
         """Say whether a synchronised pass has begun that DDP has not finalised."""
@@ -272,13 +279,23 @@ class Recorder(Silence):
             self._full = {index: _full_words(slot.units) for index, slot in self._slots.items()}
         return len(self.layouts) - 1
 
-    def _bucket_times(self, done: _Pass, start: float) -> list[float]:
+    def _bucket_times(self, done: _Pass, start: float, views: bool) -> tuple[list[float], list[float]]:
         ready = [done.begun] * len(self.layouts[-1].buckets)
+        copied = [0.0] * len(ready)
+        # With the first gradient DDP writes zeros for what the graph leaves out.
+        absent = self._slots.keys() - done.times.keys() if self._searches else ()
+        zeros = sum(self._slots[i].length * self._slots[i].element_bytes for i in absent) / 2
+        # Gradients that are views of a bucket and were there before are accumulated where they lie.
+        in_place = set(done.held) if views else set()
+        so_far = 0.0
         for index, moment in done.times.items():
             slot = self._slots.get(index)
-            if slot is not None and moment > ready[slot.bucket]:
-                ready[slot.bucket] = moment
-        return [moment - start for moment in ready]
+            if slot is None:
+                continue
+            if moment > ready[slot.bucket]:
+                ready[slot.bucket], copied[slot.bucket] = moment, so_far
+            so_far = max(so_far, zeros) + (0 if index in in_place else slot.length * slot.element_bytes)
+        return [moment - start for moment in ready], copied
 
     def _find_sent(self, ddp: DistributedDataParallel, received: bytes, frozen: bytes) -> bytes:
         """Say what the graph detector would call used here: what is in the graph, whether a gradient came or not."""

@@ -6,16 +6,26 @@ constant rate carries them one after the other::
     end(0) = ready(0) + bytes(0) / rate,    end(b) = max(end(b - 1), ready(b)) + bytes(b) / rate
 
 ``ready`` is measured, and the rate is the one with which the last bucket of plain DDP ends when the step was measured
-to end. The estimate for a policy is the same sum with the bytes that it sends.
+to end. The estimate for a policy is the same sum with the bytes that it sends, and without the time in which DDP copies
+into its buckets what the policy leaves where it is.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import accumulate
+from statistics import fmean, median
+
+import torch
 
 from .recorder import Step
+from .traffic import Traffic
+
+# Long enough that no cache near a core holds it. Bytes.
+_LONGEST_COPY = 16 << 20
+_COPIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +37,14 @@ class StepTimes:
         computed: when the slowest rank had all its gradients.
         ended: when DDP had finalised, the mean of the ranks.
         dense_bytes: of each bucket.
+        copied: how much a rank had copied into buckets when each bucket was complete, the mean of the ranks. Bytes.
     """
 
     ready: tuple[float, ...]
     computed: float
     ended: float
     dense_bytes: tuple[int, ...]
+    copied: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,7 @@ class Division:
         exposed_seconds: from then to the end: sending that nothing hides.
         bytes_per_second: what the link carries, counted in bytes handed to collectives; None with one rank.
         search_seconds: what DDP does between the model's forward pass and the end of its own, on the slowest rank.
+        copy_seconds_per_byte: what it takes a rank to copy gradients; 0 on a device, which does it beside the host.
     """
 
     step_seconds: float
@@ -52,6 +65,7 @@ class Division:
     exposed_seconds: float
     bytes_per_second: float | None
     search_seconds: float
+    copy_seconds_per_byte: float = 0.0
 
 
 def put_together(steps: Sequence[Step], dense: tuple[int, ...]) -> StepTimes:
@@ -61,7 +75,26 @@ def put_together(steps: Sequence[Step], dense: tuple[int, ...]) -> StepTimes:
         # A bucket does not leave before those in front of it.
         ready.append(max(max(moments), ready[-1] if ready else 0.0))
     ended = sum(step.seconds for step in steps) / len(steps)
-    return StepTimes(tuple(ready), max(step.gradients_seconds for step in steps), ended, dense)
+    copied = tuple(fmean(amounts) for amounts in zip(*(step.copied for step in steps), strict=True))
+    return StepTimes(tuple(ready), max(step.gradients_seconds for step in steps), ended, dense, copied)
+
+
+def measure_copying(most_bytes: int) -> float:
+    """Return how long a copy in memory takes, in seconds per byte.
+
+    Args:
+        most_bytes: no more than this is copied at once; nothing is if it is 0. Bytes.
+    """
+    size = min(most_bytes, _LONGEST_COPY)
+    if size == 0:
+        return 0.0
+    source, target = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+    seconds = []
+    for _ in range(_COPIES):
+        begun = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - begun)
+    return median(seconds) / size
 
 
 def end_of_step(ready: Sequence[float], sizes: Sequence[float], seconds_per_byte: float) -> float:
@@ -79,6 +112,22 @@ def end_of_step(ready: Sequence[float], sizes: Sequence[float], seconds_per_byte
     return max(end, last)
 
 
+def ready_without_copies(times: StepTimes, traffic: Sequence[Traffic], seconds_per_byte: float) -> list[float]:
+    """Return when each bucket is complete if only what travels is copied: when it leaves.
+
+    Args:
+        times: of a step.
+        traffic: what leaves with each bucket.
+        seconds_per_byte: of a copy.
+    """
+    before = [0, *accumulate(one.payload_bytes for one in traffic)]
+    ready: list[float] = []
+    for moment, copied, sent in zip(times.ready, times.copied, before, strict=False):
+        earlier = moment - max(copied - sent, 0.0) * seconds_per_byte
+        ready.append(max(earlier, ready[-1] if ready else 0.0))
+    return ready
+
+
 def fit_link(times: StepTimes) -> float:
     """Return the seconds per byte with which plain DDP's step ends when it ended; 0 if nothing was sent."""
     if sum(times.dense_bytes) == 0 or not times.ready:
@@ -93,13 +142,16 @@ def fit_link(times: StepTimes) -> float:
     return high
 
 
-def divide(steps: Sequence[StepTimes], searches: Sequence[float], ranks: int) -> Division:
+def divide(
+    steps: Sequence[StepTimes], searches: Sequence[float], ranks: int, copy_seconds_per_byte: float = 0.0
+) -> Division:
     """Summarise the steps.
 
     Args:
         steps: each step's times.
         searches: for each step, how long DDP took after the model's forward pass, on the slowest rank. Seconds.
         ranks: how many there are.
+        copy_seconds_per_byte: what a copy in memory takes.
     """
     steady = steps[1:] or steps
     pace = median(fit_link(times) for times in steady)
@@ -111,24 +163,28 @@ def divide(steps: Sequence[StepTimes], searches: Sequence[float], ranks: int) ->
         step_seconds - compute_seconds,
         None if ranks == 1 or pace == 0 else 1 / pace,
         median(searches[1:] or searches),
+        copy_seconds_per_byte,
     )
 
 
-def estimate(steps: Sequence[StepTimes], sizes: Sequence[Sequence[float]], division: Division) -> float:
+def estimate(steps: Sequence[StepTimes], traffic: Sequence[Sequence[Traffic]], division: Division) -> float:
     """Return what a step would take with other bytes: the median over the steps but the first. Seconds.
 
     Args:
         steps: each step's times.
-        sizes: for each step, what leaves with each bucket, in bytes of an all-reduce.
+        traffic: for each step, what leaves with each bucket.
         division: what was measured.
     """
     if division.bytes_per_second is None:
         return division.step_seconds
     pace = 1 / division.bytes_per_second
-    pairs = list(zip(steps, sizes, strict=True))
+    pairs = list(zip(steps, traffic, strict=True))
     # Against the model's own answer for plain DDP, so that what it leaves out stays in.
     saved = median(
-        end_of_step(times.ready, times.dense_bytes, pace) - end_of_step(times.ready, size, pace)
-        for times, size in pairs[1:] or pairs
+        end_of_step(times.ready, times.dense_bytes, pace)
+        - end_of_step(
+            ready_without_copies(times, sent, division.copy_seconds_per_byte), [one.ring_bytes for one in sent], pace
+        )
+        for times, sent in pairs[1:] or pairs
     )
     return min(max(division.step_seconds - saved, 0.0), division.step_seconds + abs(saved))

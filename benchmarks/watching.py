@@ -1,0 +1,181 @@
+"""What does it cost to watch plain DDP with `ddp_hooks.diagnose`?
+
+One DDP module runs blocks of steps, watched and not, in turn: a pair of blocks with one first, then a pair with the
+other first. A block's time is the median of its steps', each the mean over the ranks, from the end of one step to the
+end of the next. The ratio is made within a pair, watched over not watched; its median and quartiles are over the pairs.
+What a host sends in a block is counted at its interface where it has one.
+
+    python benchmarks/watching.py                     # needs root and iproute2
+    python benchmarks/watching.py --links loopback --size tiny --name try
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools import harness, testbed
+
+WORKLOADS = ("all_used", "layerdrop", "ncf")
+
+
+def run_rank(plan: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        row = measure(plan)
+        if dist.get_rank() == 0:
+            testbed.report(row)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(plan: dict[str, Any]) -> dict[str, Any]:
+    """On every rank: one row."""
+    import torch
+    import torch.distributed as dist
+
+    import ddp_hooks
+    from tools import peers, workloads
+
+    workload = workloads.make(plan["workload"], plan["size"])
+    torch.manual_seed(1234)
+    context = peers.Context(workload, workload.build(), dist.get_rank(), [])
+    plain = peers.PEERS[peers.BASELINE].build(context)
+    steps = -(-plan["steps"] // workload.patterns) * workload.patterns
+    run_block(plain, workload.patterns, steps)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    sent: dict[bool, list[float]] = {True: [], False: []}
+    gc.collect()
+    gc.disable()
+    for turn in range(plan["pairs"]):
+        for watched in (True, False) if turn % 2 else (False, True):
+            if watched:
+                with ddp_hooks.diagnose(plain.module):
+                    block, moved = run_block(plain, workload.patterns, steps)
+            else:
+                block, moved = run_block(plain, workload.patterns, steps)
+            seconds[watched].append(block)
+            sent[watched].append(moved)
+    gc.enable()
+    ratios = [a / b for a, b in zip(seconds[True], seconds[False], strict=True)]
+    has_counters = all(sent[False])
+    return {
+        "workload": plan["workload"],
+        "label": workload.label,
+        "size": plan["size"],
+        "link": plan["link"],
+        "world_size": dist.get_world_size(),
+        "pairs": plan["pairs"],
+        "steps_of_a_block": steps,
+        "step_seconds": harness.quartiles(seconds[False]),
+        "watched_step_seconds": harness.quartiles(seconds[True]),
+        "ratio": harness.quartiles(ratios),
+        # Acknowledgements and what TCP repeats differ from block to block.
+        "sent_bytes": statistics.median(sent[False]) if has_counters else None,
+        "watched_sent_bytes": statistics.median(sent[True]) if has_counters else None,
+    }
+
+
+def run_block(variant: Any, patterns: int, steps: int) -> tuple[float, float]:
+    """Run steps one after the other; return the median of a step, seconds, and what this host sent in one, bytes."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    before = testbed.read_counters(with_shaper=False)
+    ends = [time.perf_counter()]
+    for step in range(steps):
+        variant.step(step % patterns)
+        variant.clear(step % patterns)
+        ends.append(time.perf_counter())
+    after = testbed.read_counters(with_shaper=False)
+    everyone = torch.tensor([b - a for a, b in itertools.pairwise(ends)], dtype=torch.float64)
+    dist.all_reduce(everyone)
+    moved = 0.0 if before is None or after is None else (after - before).tx_bytes / steps
+    return float((everyone / dist.get_world_size()).median()), moved
+
+
+def describe(rows: Sequence[dict[str, Any]]) -> str:
+    """One sentence, the worst first."""
+    worst = max(rows, key=lambda row: row["ratio"]["median"])
+    best = min(rows, key=lambda row: row["ratio"]["median"])
+    changes = [row["watched_sent_bytes"] / row["sent_bytes"] - 1 for row in rows if row["sent_bytes"]]
+    text = (
+        f"A watched step takes between {best['ratio']['median']:.3f} ({best['label']}, {best['link']}) and "
+        f"{worst['ratio']['median']:.3f} ({worst['label']}, {worst['link']}) times one that is not watched"
+    )
+    if changes:
+        text += f"; what a host sends differs by at most {max(map(abs, changes)):.2%}"
+    return text + "."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--links", nargs="+", default=[testbed.LOOPBACK, "1gbit"], help="rates, none, or loopback")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--size", default="default", help="tiny, small or default")
+    parser.add_argument("--steps", type=int, default=4, help="of a block, rounded up to whole cycles of patterns")
+    parser.add_argument("--pairs", type=int, default=8, help="of blocks on loopback; half as many elsewhere")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds, for each workload on each link")
+    parser.add_argument("--name", default="watching", help="of the result")
+    parser.add_argument("--folder", type=Path, default=harness.RESULTS, help="where it is written")
+    parser.add_argument("--plan", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if harness.is_rank():
+        run_rank(json.loads(options.plan))
+        return 0
+    results: dict[str, Any] = {
+        "benchmark": "watching",
+        "header": harness.environment_header(sys.argv, options.hosts, options.links),
+        "rows": [],
+    }
+    for link in options.links:
+        for workload in options.workloads:
+            plan = {
+                "workload": workload,
+                "link": link,
+                "size": options.size,
+                "steps": options.steps,
+                "pairs": options.pairs if link == testbed.LOOPBACK else max(options.pairs // 2, 1),
+            }
+            try:
+                argv = [__file__, "--plan", json.dumps(plan)]
+                outcomes = testbed.launch(argv, options.hosts, link, options.timeout, echo_rank=None)
+            except testbed.TestbedUnavailable as error:
+                print(f"cannot run here: {error}", file=sys.stderr)
+                return 69
+            except testbed.RankFailed as error:
+                print(error, file=sys.stderr)
+                return 1
+            row = outcomes[0].results[0]
+            results["rows"].append(row)
+            ratio = row["ratio"]
+            print(
+                f"{row['label']:<12} {link:<9} {row['step_seconds']['median'] * 1e3:8.1f} ms, watched "
+                f"{row['watched_step_seconds']['median'] * 1e3:8.1f} ms, ratio {ratio['median']:.3f} "
+                f"({ratio['q1']:.3f} to {ratio['q3']:.3f})",
+                flush=True,
+            )
+            harness.write(options.name, results, options.folder)
+    results["sentence"] = describe(results["rows"])
+    harness.write(options.name, results, options.folder)
+    print(results["sentence"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
