@@ -287,8 +287,24 @@ def diagnose_alone(rank: int) -> None:
     assert diagnosis.findings.verdict("spare.weight").verdict == "never used"
 
 
+def count_copies(rank: int) -> None:
+    """What DDP copies into its one bucket before the last gradient, the table's, comes; zeros count half."""
+    body = spare = 4 * (8 * 8 + 8)
+    for views, expected in ((False, body + spare / 2), (True, spare / 2)):
+        ddp = DistributedDataParallel(Tower(), find_unused_parameters=True, gradient_as_bucket_view=views)
+        with ddp_hooks.diagnose(ddp) as diagnosis:
+            for _ in range(2):
+                ddp.zero_grad(set_to_none=False)  # views stay where they are
+                ddp(torch.arange(3)).sum().backward()
+        assert diagnosis.recorder is not None
+        assert [step.copied for step in diagnosis.recorder.steps] == [[body + spare / 2], [expected]]
+        assert diagnosis.findings.division is not None
+        assert 1e-12 < diagnosis.findings.division.copy_seconds_per_byte < 1e-6
+
+
 def everything_else(rank: int) -> None:
     leave_no_trace(rank)
+    count_copies(rank)
     diagnose_oddities(rank)
     name_what_is_unfinished(rank)
     diagnose_alone(rank)
@@ -299,6 +315,17 @@ def test_the_module_is_left_as_it_was_and_oddities_are_understood() -> None:
 
 
 # --- the model of the link
+
+
+def test_what_is_not_copied_makes_buckets_complete_earlier() -> None:
+    times = timing.StepTimes((1.0, 2.0, 3.0), 3.0, 9.0, (100, 100, 100), (50.0, 150.0, 250.0))
+    # Everything travels, and nothing is spared.
+    assert timing.ready_without_copies(times, [Traffic(100, ring_bytes=50)] * 3, 0.01) == [1.0, 2.0, 3.0]
+    # All of it with the last bucket.
+    assert timing.ready_without_copies(times, [Traffic(), Traffic(), Traffic(300)], 0.01) == [0.5, 0.5, 3.0]
+    assert timing.ready_without_copies(times, [Traffic(), Traffic(100), Traffic(100)], 0.01) == [0.5, 1.5, 2.5]
+    assert timing.ready_without_copies(times, [Traffic()] * 3, 0.01) == [0.5, 0.5, 0.5]
+    assert timing.ready_without_copies(times, [Traffic()] * 3, 0.0) == [1.0, 2.0, 3.0]
 
 
 def queue(ready: list[float], sizes: list[int], rate: float, tick: float = 1e-4) -> float:

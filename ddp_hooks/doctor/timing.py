@@ -113,16 +113,16 @@ def end_of_step(ready: Sequence[float], sizes: Sequence[float], seconds_per_byte
 
 
 def ready_without_copies(times: StepTimes, traffic: Sequence[Traffic], seconds_per_byte: float) -> list[float]:
-    """Return when each bucket is complete if only what travels is copied: when it leaves.
+    """Return when each bucket is complete if only what travels is copied, when it leaves at the latest.
 
     Args:
         times: of a step.
         traffic: what leaves with each bucket.
         seconds_per_byte: of a copy.
     """
-    before = [0, *accumulate(one.payload_bytes for one in traffic)]
+    travelled = accumulate(one.payload_bytes for one in traffic)
     ready: list[float] = []
-    for moment, copied, sent in zip(times.ready, times.copied, before, strict=False):
+    for moment, copied, sent in zip(times.ready, times.copied, travelled, strict=False):
         earlier = moment - max(copied - sent, 0.0) * seconds_per_byte
         ready.append(max(earlier, ready[-1] if ready else 0.0))
     return ready
