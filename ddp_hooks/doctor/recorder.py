@@ -286,7 +286,9 @@ class Recorder(Silence):
         absent = self._slots.keys() - done.times.keys() if self._searches else ()
         zeros = sum(self._slots[i].length * self._slots[i].element_bytes for i in absent) / 2
         # Gradients that are views of a bucket and were there before are accumulated where they lie.
-        in_place = set(done.held) if views else set()
+        in_place = (set(done.held) & done.times.keys()) if views else set()
+        if in_place == set(list(done.times)[:1]):
+            in_place = set()  # the first one had just come when the pass was heard of
         so_far = 0.0
         for index, moment in done.times.items():
             slot = self._slots.get(index)

@@ -18,8 +18,10 @@ _SAMPLED_UNITS, _GLANCED_UNITS = 64, 8
 _LEAST_ZERO_UNITS = 1 / 8
 # A GPU's host waits for answers, so more has to be gained (ddp_hooks/engine_settings.py).
 _LEAST_ZEROS_ON_DEVICE = 0.25
-# So long the steps are repeated: pauses between probes in vain have grown beyond most recordings by then.
-_LEAST_STEPS = 640
+# So long the steps are repeated: pauses between probes in vain have grown beyond most recordings by then. And so long
+# at least, even if nothing has changed for two cycles: that takes in the first probes of everything.
+_MOST_STEPS = 640
+_LEAST_STEPS = 256
 _LEAST_CYCLES = 4
 
 
@@ -94,7 +96,7 @@ class _Simulation:
         self._failed = False
 
     def run(self) -> list[list[Traffic]]:
-        cycles = max(_LEAST_CYCLES, -(-_LEAST_STEPS // len(self._facts)))
+        cycles = max(_LEAST_CYCLES, -(-_MOST_STEPS // len(self._facts)))
         seen: list[list[list[Traffic]]] = []
         best: list[list[Traffic]] | None = None
         for cycle in range(cycles):
@@ -103,7 +105,10 @@ class _Simulation:
             sent = [self._step(first + place, facts) for place, facts in enumerate(self._facts)]
             seen.append(sent)
             if not self._failed:
+                settled = best is not None and all(a is b for a, b in zip(best, sent, strict=True))
                 best = sent
+                if settled and cycle + 1 >= _LEAST_CYCLES and first >= _LEAST_STEPS:
+                    break
         if best is not None:
             return best
         late = seen[len(seen) // 2 :]
