@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 Callback = Callable[[DistributedDataParallel], object]
+# What is called with the module when it is made, or with None if it could not be made.
+Ending = Callable[[DistributedDataParallel | None], object]
+# What is called with the arguments by name when one begins to be made.
+Beginning = Callable[[Mapping[str, Any]], Ending | None]
 
 
 class _Watcher:
-    """A callback that was asked to be called; of its own identity, because the same one may be added twice."""
+    """What was asked to be called; of its own identity, because the same may be added twice."""
 
-    def __init__(self, callback: Callback) -> None:
-        self.callback = callback
+    def __init__(self, begin: Beginning) -> None:
+        self.begin = begin
 
+
+# What somebody puts in its place need not say what it takes.
+_SIGNATURE = inspect.signature(DistributedDataParallel.__init__)
 
 _lock = threading.RLock()
 _watchers: list[_Watcher] = []
@@ -41,7 +49,24 @@ def watch_construction(callback: Callback) -> Iterator[None]:
     Args:
         callback: what it raises is raised by the module's construction.
     """
-    watcher = _Watcher(callback)
+
+    def end(ddp: DistributedDataParallel | None) -> None:
+        if ddp is not None:
+            callback(ddp)
+
+    with watch_construction_from_its_beginning(lambda arguments: end):
+        yield
+
+
+@contextmanager
+def watch_construction_from_its_beginning(begin: Beginning) -> Iterator[None]:
+    """As :func:`watch_construction`, for who has something to do before DDP's ``__init__``, too.
+
+    Args:
+        begin: called with the arguments of ``__init__`` by name, as far as they were given and can be told apart. What
+            it returns is called with the module when that is made, and with None when making it failed.
+    """
+    watcher = _Watcher(begin)
     with _lock:
         _watchers.append(watcher)
         _install()
@@ -82,13 +107,30 @@ def _wrap(original: Callable[..., None]) -> Callable[..., None]:
             original(self, *args, **options)
             return
         modules.add(id(self))
+        endings: list[Ending] = []
         try:
+            with _lock:
+                watchers = list(_watchers)
+            arguments = _name_arguments(self, args, options) if watchers else {}
+            for watcher in watchers:
+                ending = watcher.begin(arguments)
+                if ending is not None:
+                    endings.append(ending)
             original(self, *args, **options)
+        except BaseException:
+            for ending in endings:
+                ending(None)
+            raise
         finally:
             modules.discard(id(self))
-        with _lock:
-            watchers = list(_watchers)
-        for watcher in watchers:
-            watcher.callback(self)
+        for ending in endings:
+            ending(self)
 
     return __init__
+
+
+def _name_arguments(ddp: DistributedDataParallel, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return _SIGNATURE.bind(ddp, *args, **options).arguments
+    except TypeError:
+        return {}  # somebody's `__init__` takes others

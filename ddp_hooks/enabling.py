@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from types import TracebackType
@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .agreement import RanksDisagreeError, RefusedError
-from .construction import watch_construction
+from .construction import Ending, watch_construction_from_its_beginning
 from .hooks import SkipUnusedState, register
 from .policies import Policy, resolve
 from .precedence import give_way_to_other_hooks
-from .roll_call import call_roll
-from .wording import short_list
+from .roll_call import ENABLE, Visit
+from .wording import describe_ranks, short_list
 
-# How long a module's first rank waits for the others to make theirs under `enable`, too. Making one ends in
-# collectives, so those that come at all come at about the same time.
+# How long a module's first rank waits for the others to make theirs under `enable`, too, where DDP's `__init__` waits
+# for nobody (`init_sync=False`).
 PATIENCE_SECONDS = 60.0
 
 _lock = threading.RLock()
@@ -68,7 +68,7 @@ class Enabling:
         self._report = report
         with _lock:
             if not _open:
-                _watch.enter_context(watch_construction(_serve))
+                _watch.enter_context(watch_construction_from_its_beginning(_begin))
             _open.append(self)
 
     def end(self) -> None:
@@ -93,10 +93,22 @@ class Enabling:
         """Name the policy, and whether modules that are made now get the hook."""
         return f"<ddp_hooks.enable(policy={self.policy.name!r}): {'in force' if self in _open else 'ended'}>"
 
-    def serve(self, ddp: DistributedDataParallel) -> None:
-        """Give a new module the hook, or say why it trains on as plain DDP; every rank that has enabled it calls it."""
+    def serve(self, ddp: DistributedDataParallel, visit: Visit | None, *, passed_together: bool) -> None:
+        """Give a new module the hook, or say why it trains on as plain DDP; every rank that has enabled it calls it.
+
+        Args:
+            ddp: the module.
+            visit: where the ranks meet that have enabled it, since the module's construction began; or None.
+            passed_together: every rank has waited for every other one in that construction.
+        """
         name = type(ddp.module).__name__ if hasattr(ddp, "module") else type(ddp).__name__
-        state, problem = _try_to_register(ddp, self.policy)
+        if visit is not None and visit.group is not ddp.process_group:
+            visit.take_back()
+            visit = None
+        if visit is None:
+            visit, passed_together = Visit(ddp.process_group, ENABLE), False
+        absent = visit.meet(PATIENCE_SECONDS, passed_together=passed_together)
+        state, problem = (None, _describe(absent)) if absent else _try_to_register(ddp, self.policy)
         if state is not None:
             self.states.append(state)
             give_way_to_other_hooks(ddp)
@@ -119,8 +131,8 @@ def enable(policy: Policy | str = "auto", **settings: Any) -> Enabling:
     what this returns has those of modules that a trainer has dropped, too.
 
     A module that cannot be served trains on as plain DDP, on every rank, and each rank warns and says why. That is
-    also so where some rank has not called this: the others wait a minute for it, and say which one it is. A hook that
-    is registered with a module later (``ddp.register_comm_hook``) takes the place of this one, with a warning.
+    also so where some rank has not called this: the others say which one it is. A hook that is registered with a module
+    later (``ddp.register_comm_hook``) takes the place of this one, with a warning.
 
     Enabled again, the latest policy holds for what is made then; :func:`disable` ends all of them.
 
@@ -173,22 +185,42 @@ def adjust(policy: Policy, settings: dict[str, Any]) -> Policy:
     return replace(policy, **settings)
 
 
-def _serve(ddp: DistributedDataParallel) -> None:
+def _begin(arguments: Mapping[str, Any]) -> Ending | None:
     with _lock:
         enabling = _open[-1] if _open else None
-    if enabling is not None:
-        enabling.serve(ddp)
+    if enabling is None:
+        return None
+    # Before any of the collectives in DDP's `__init__`: whoever has passed those knows who comes.
+    group = _group_of(arguments)
+    visit = None if group is None else Visit(group, ENABLE)
+
+    def end(ddp: DistributedDataParallel | None) -> None:
+        if ddp is not None:
+            enabling.serve(ddp, visit, passed_together=bool(arguments.get("init_sync", True)))
+        elif visit is not None:
+            visit.take_back()
+
+    return end
+
+
+def _group_of(arguments: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """Return the group that a module will have; None where DDP will find something wrong, or nobody can tell."""
+    group, mesh = arguments.get("process_group"), arguments.get("device_mesh")
+    if "module" not in arguments or not dist.is_initialized() or (group is not None and mesh is not None):
+        return None
+    if group is None:
+        group = dist.group.WORLD if mesh is None or mesh.ndim != 1 else mesh.get_group(mesh_dim=0)
+    return group if isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0 else None
+
+
+def _describe(absent: tuple[int, ...]) -> str:
+    return (
+        f"expected every rank to make it under ddp_hooks.enable(), but {describe_ranks(absent)} did not; call enable() "
+        "on every rank before any module is made, or start all of them with `python -m ddp_hooks run`"
+    )
 
 
 def _try_to_register(ddp: DistributedDataParallel, policy: Policy) -> tuple[SkipUnusedState | None, str | None]:
-    absent = call_roll(ddp.process_group, "enable", PATIENCE_SECONDS)
-    if absent:
-        who = f"{'rank' if len(absent) == 1 else 'ranks'} {short_list([str(rank) for rank in absent])}"
-        return None, (
-            f"expected every rank to make it under ddp_hooks.enable(), waited {PATIENCE_SECONDS:g} s for {who} in "
-            "vain; call enable() on every rank before any module is made, or start all of them with `python -m "
-            "ddp_hooks run`"
-        )
     try:
         return register(ddp, policy), None
     except (RefusedError, RanksDisagreeError) as refusal:

@@ -16,6 +16,7 @@ from . import _extension
 from .parameters import Selector
 from .policies import PRESETS, Policy, resolve
 from .registration import find_ddp
+from .roll_call import meet_to_register
 from .service import Service, agree_to_serve, registered_service
 from .statistics import ParameterUsage, Statistics
 from .wording import check_fields, short
@@ -82,6 +83,7 @@ class SkipUnusedState:
         problem = None if bad_policy is None else str(bad_policy)
         if self._is_bound():
             problem = "the state already serves a DistributedDataParallel module; make one state for each module"
+        meet_to_register(ddp.process_group, function)
         groups = agree_to_serve(ddp, function, resolved, problem, bad_policy)
         self._policy = resolved
         self._earlier, self._service = self.stats(), None

@@ -4,6 +4,10 @@ A rank that never comes says nothing, and a collective without it lasts until th
 whatever that rank sends next. So the ranks meet in the store of their process group: each leaves word that it is there,
 and one of them, the last to come or the first to lose patience, writes down how it ended. That is read by all, so they
 agree, those that come later included.
+
+Nobody has to lose patience where the ranks pass something together on their way, as the construction of a DDP module,
+which waits for all of them. Each leaves word before it that it will come. What lies between makes sure that the word
+has been left, so whoever has not left it by then will not come, and those that have will.
 """
 
 from __future__ import annotations
@@ -13,43 +17,146 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .absentees import RanksAbsentError
 from .control_groups import store_of
+from .wording import describe_ranks
+
+# The place where ranks meet that make a module under `enable`.
+ENABLE = "enable"
+# How long `register` waits for ranks that took another way to their module, and may have gone on with it.
+REGISTERING_SECONDS = 10.0
 
 # How often the store is asked: soon at first, since the others are nearly there, then seldom.
 _FIRST_POLL_SECONDS = 0.002
 _LONGEST_POLL_SECONDS = 0.2
+# For ranks that are on their way for sure: they may have a large model to receive first.
+SURE_SECONDS = 900.0
+# For ranks that have left word elsewhere in the program, as it seems.
+UNSURE_SECONDS = 5.0
 
 
-def call_roll(group: dist.ProcessGroup, place: str, patience_seconds: float) -> tuple[int, ...]:
-    """Wait until every rank of a group has called this for the same place as many times as this one.
+class Visit:
+    """A visit of this rank to a place, from the moment from which others may know of it.
+
+    Ranks meet on their first visits to a place, on their second ones, and so on.
 
     Args:
         group: the process group.
         place: what the ranks come to; a part of names in the store.
-        patience_seconds: how long to wait for the others.
 
-    Returns:
-        The ranks (of the group) that did not come in time; the same on every rank that comes, also on one that comes
-        too late. Empty if all have come.
+    Attributes:
+        group: the same.
     """
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if world_size == 1:
-        return ()
-    places = dist.PrefixStore(f"ddp_hooks/{place}", store_of(group))  # type: ignore[attr-defined]
-    # Counted in the store, because another group may have had this one's name before.
-    number = places.add(f"visits/{rank}", 1)
-    store = dist.PrefixStore(str(number), places)  # type: ignore[attr-defined]
-    store.set(f"here/{rank}", "")
-    if store.add("here", 1) == world_size:
-        _end(store, [])
-    deadline, pause = time.monotonic() + patience_seconds, _FIRST_POLL_SECONDS
-    while not store.check(["absent"]):
-        if time.monotonic() >= deadline:
-            _end(store, [other for other in range(world_size) if not store.check([f"here/{other}"])])
-            break
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_POLL_SECONDS)
-    return tuple(int(other) for other in store.get("absent").decode().split())
+
+    def __init__(self, group: dist.ProcessGroup, place: str) -> None:
+        self.group = group
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._taken_back = False
+        if self._ranks == 1:
+            return
+        self._places = _places(group, place)
+        # Counted in the store, because another group may have had this one's name before.
+        number = self._places.add(f"visits/{self._rank}", 1)
+        self._places.add("visits", 1)
+        self._store = dist.PrefixStore(str(number), self._places)  # type: ignore[attr-defined]
+        self._where = _collectives_so_far(group)
+        self._store.set(f"coming/{self._rank}", "yes")
+        self._store.add(f"coming at {self._where}", 1)
+
+    def take_back(self) -> None:
+        """Undo it: this rank does not come, because the others cannot come either."""
+        if self._ranks == 1 or self._taken_back:
+            return
+        self._taken_back = True
+        self._store.set(f"coming/{self._rank}", "no")
+        self._store.add(f"coming at {self._where}", -1)
+        self._places.add(f"visits/{self._rank}", -1)
+        self._places.add("visits", -1)
+
+    def meet(self, patience_seconds: float, *, passed_together: bool = False) -> tuple[int, ...]:
+        """Come to the place, and wait for the others.
+
+        Args:
+            patience_seconds: how long to wait for them.
+            passed_together: since this visit began, this rank has waited for every rank, somewhere where those that
+                come here had begun theirs. Then it is known who comes, and nobody else is waited for.
+
+        Returns:
+            The ranks (of the group) that did not come in time; the same on every rank that comes, also on one that
+            comes too late. Empty if all have come.
+        """
+        if self._ranks == 1:
+            return ()
+        store = self._store
+        store.set(f"here/{self._rank}", "")
+        if store.add("here", 1) == self._ranks:
+            _end(store, [])
+        elif passed_together:
+            patience_seconds = self._ask_who_comes()
+        deadline, pause = time.monotonic() + patience_seconds, _FIRST_POLL_SECONDS
+        while not store.check(["absent"]):
+            if time.monotonic() >= deadline:
+                _end(store, [other for other in range(self._ranks) if not store.check([f"here/{other}"])])
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        return tuple(int(other) for other in store.get("absent").decode().split())
+
+    def _ask_who_comes(self) -> float:
+        """End it if somebody will not come for sure; otherwise return how long to wait."""
+        store = self._store
+        if store.add(f"coming at {self._where}", 0) == self._ranks:
+            return SURE_SECONDS
+        staying_away = [other for other in range(self._ranks) if not _is_coming(store, other)]
+        if staying_away:
+            _end(store, staying_away)
+        return UNSURE_SECONDS
+
+
+def meet_to_register(group: dist.ProcessGroup, function: str) -> None:
+    """Make sure that every rank registers, where some have made modules under `enable` and others have not.
+
+    Those that have may train already, on a module that was refused there. Otherwise this costs two requests to the
+    store.
+
+    Args:
+        group: the module's process group, whose ranks have waited for each other when it was made.
+        function: what every rank should have called.
+
+    Raises:
+        RanksAbsentError: ranks did not come; on every rank that did.
+    """
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return
+    places = _places(group, ENABLE)
+    visits = int(places.add(f"visits/{dist.get_rank(group)}", 0))
+    if places.add("visits", 0) == ranks * visits:
+        return
+    absent = Visit(group, "register").meet(REGISTERING_SECONDS)
+    if absent:
+        raise RanksAbsentError(
+            f"{function}: expected every rank to call it, waited {REGISTERING_SECONDS:g} s for {describe_ranks(absent)}"
+            " in vain. Some ranks have made modules under ddp_hooks.enable() and others have not: call either of the "
+            "two on every rank"
+        )
+
+
+def _places(group: dist.ProcessGroup, place: str) -> Any:
+    return dist.PrefixStore(f"ddp_hooks/{place}", store_of(group))  # type: ignore[attr-defined]
+
+
+def _collectives_so_far(group: dist.ProcessGroup) -> int:
+    # The same on every rank at the same place of a program, and another one later. Not every backend counts.
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return 0
+
+
+def _is_coming(store: Any, rank: int) -> bool:
+    word = f"coming/{rank}"
+    return bool(store.check([word])) and store.get(word) == b"yes"
 
 
 def _end(store: Any, absent: list[int]) -> None:

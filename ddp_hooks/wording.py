@@ -128,3 +128,8 @@ def short_list(names: Sequence[object]) -> str:
     shown = [name if isinstance(name, str) and len(name) <= _LONGEST_NAME else short(name) for name in names[:_SHOWN]]
     more = len(names) - len(shown)
     return ", ".join(map(str, shown)) + (f" and {more} more" if more else "")
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Return a few ranks by number, as in "rank 1" or "ranks 1, 3"."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {short_list([str(rank) for rank in ranks])}"

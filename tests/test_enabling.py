@@ -8,9 +8,11 @@ import gc
 import inspect
 import pickle
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,12 +20,13 @@ import torch
 import torch.distributed as dist
 from spawn import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import ddp_hooks
-from ddp_hooks import enabling
+from ddp_hooks import enabling, roll_call
 from ddp_hooks.construction import watch_construction
 
 METHODS = ("__init__", "register_comm_hook", "_register_builtin_comm_hook")
@@ -299,23 +302,97 @@ def _refused(rank: int) -> None:
 def _absent(rank: int) -> None:
     begin()
     expected = train(wrapped(), rank)
-    enabling.PATIENCE_SECONDS = 1.0
-    try:
+    began = time.monotonic()
+    if rank == 0:
+        ddp_hooks.enable()
+    ddp, shown = warned(wrapped)
+    assert_equal(train(ddp, rank), expected)
+    assert len(shown) == (rank == 0)
+    assert rank == 1 or "but rank 1 did not; call enable() on every rank" in shown[0]
+    # The ranks never get out of step, even when one of them is one module behind.
+    ddp_hooks.enable()
+    ddp, shown = warned(wrapped)
+    assert len(shown) == 1
+    assert_equal(train(ddp, rank), expected)
+    assert states() == []
+    ddp_hooks.disable()
+    # Registered by hand on every rank it is served, whoever has enabled it.
+    with ddp_hooks.enable() if rank == 0 else nullcontext():
+        ddp, _ = warned(wrapped)
+    state = ddp_hooks.register(ddp)
+    assert_equal(train(ddp, rank), expected)
+    assert state.stats().steps == 4
+    assert time.monotonic() - began < 10  # nobody has lost patience
+
+
+def _other_modules(rank: int) -> None:
+    """Each rank enables it for another module; rank 0 is slow to see that nobody came."""
+    begin()
+    slow = watch_construction(lambda ddp: time.sleep(0.5)) if rank == 0 else nullcontext()
+    roll_call.UNSURE_SECONDS = 1.0
+    with slow:
         if rank == 0:
             ddp_hooks.enable()
+        first, shown = warned(wrapped)
+        if rank == 0:
+            ddp_hooks.disable()
+        else:
+            ddp_hooks.enable()
+        second, more = warned(wrapped)
+    roll_call.UNSURE_SECONDS = 5.0
+    ddp_hooks.disable()
+    assert len(shown + more) == 1
+    assert "but rank 1 did not" in (shown + more)[0]
+    assert_equal(train(first, rank), train(second, rank))
+    with ddp_hooks.enable():
+        # They have made as many by now.
+        assert warned(wrapped)[1] == []
+
+
+def _by_hand_on_one_rank(rank: int) -> None:
+    begin()
+    with ddp_hooks.enable() if rank == 0 else nullcontext():
         ddp, shown = warned(wrapped)
+    assert len(shown) == (rank == 0)
+    roll_call.REGISTERING_SECONDS = 0.5
+    if rank == 1:
+        for make in (ddp_hooks.register, ddp_hooks.SkipUnusedState):
+            with pytest.raises(RuntimeError, match=r"expected every rank to call it, .* rank 0 in vain.*"):
+                make(ddp)
+    dist.barrier()
+    roll_call.REGISTERING_SECONDS = 10.0
+    assert_equal(train(ddp, rank), train(wrapped(), rank))
+
+
+def _constructions(rank: int) -> None:
+    """What the ranks know of each other before DDP's `__init__` follows what they do in it."""
+    begin()
+    frozen = Heads().requires_grad_(False)
+    group = dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2,))
+    with ddp_hooks.enable():
+        if rank == 1:
+            for wrong in (frozen, None):
+                with pytest.raises((RuntimeError, AttributeError)):
+                    DistributedDataParallel(wrong)
+            with pytest.raises(TypeError):
+                DistributedDataParallel()
+            with pytest.raises(TypeError):
+                wrapped(speed=3)
+        options: list[dict[str, Any]] = [{}, {"process_group": group}, {"device_mesh": mesh}, {"init_sync": False}]
+        modules = [wrapped(**each) for each in options]
+    assert [state.serves(ddp) for state, ddp in zip(states(), modules, strict=True)] == [True] * 4
+    expected = train(wrapped(), rank)
+    for ddp in modules:
         assert_equal(train(ddp, rank), expected)
-        assert len(shown) == (rank == 0)
-        assert rank == 1 or "waited 1 s for rank 1 in vain; call enable() on every rank" in shown[0]
-        # The ranks never get out of step, even when one of them is one module behind.
-        ddp_hooks.enable()
-        ddp, shown = warned(wrapped)
-        assert len(shown) == 1
-        assert_equal(train(ddp, rank), expected)
-        assert states() == []
-    finally:
-        ddp_hooks.disable()
-        enabling.PATIENCE_SECONDS = 60.0
+    # Nothing in this construction waits for every rank.
+    enabling.PATIENCE_SECONDS = 1.0
+    with ddp_hooks.enable() if rank == 0 else nullcontext():
+        began = time.monotonic()
+        ddp, shown = warned(lambda: wrapped(init_sync=False))
+    enabling.PATIENCE_SECONDS = 60.0
+    assert len(shown) == (rank == 0)
+    assert rank == 1 or 1.0 <= time.monotonic() - began < 10
 
 
 def test_what_cannot_be_served_trains_as_plain_ddp() -> None:
@@ -324,6 +401,18 @@ def test_what_cannot_be_served_trains_as_plain_ddp() -> None:
 
 def test_a_rank_without_enable_is_named_and_hangs_nobody() -> None:
     run_ranks(2, _absent)
+
+
+def test_ranks_that_enable_it_for_different_modules_hang_nobody() -> None:
+    run_ranks(2, _other_modules)
+
+
+def test_enabled_on_one_rank_and_registered_on_the_other_is_refused() -> None:
+    run_ranks(2, _by_hand_on_one_rank)
+
+
+def test_constructions_of_every_kind_are_counted_right() -> None:
+    run_ranks(2, _constructions)
 
 
 def test_bad_policies_are_refused_at_the_call() -> None:
