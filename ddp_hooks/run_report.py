@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,9 @@ from ._version import __version__
 from .enabling import Enabling, MadeModule
 from .policies import Policy
 from .statistics import Statistics
-from .wording import describe_bytes
+from .wording import describe_bytes, describe_part, fill
 
-# What fits in a terminal.
-_COLUMNS = 100
-_LONGEST_NAME = 30
+_LONGEST_NAME = 28
 _INDENT = "    "
 
 
@@ -90,13 +87,12 @@ class RunReport:
         }
 
     def describe(self) -> str:
-        """Return a table with a line for each module, at most 100 columns wide."""
+        """Return a table with a line for each module, at most 80 columns wide."""
         if not self._made:
-            return textwrap.fill(
+            return fill(
                 "ddp_hooks: this process made no DistributedDataParallel module, so nothing was served. Processes that "
                 "the script starts by itself are not reached: start them with torchrun, or call ddp_hooks.enable() in "
-                "them.",
-                _COLUMNS,
+                "them."
             )
         made_first = self._made[0]
         ranks = f"{made_first.world_size} {'rank' if made_first.world_size == 1 else 'ranks'}"
@@ -109,11 +105,13 @@ class RunReport:
             if made.state is None:
                 lines.append(_line(name, "-", "-", "-", "-"))
                 text = f"trained as plain DDP: {made.problem}"
-                lines.append(textwrap.fill(text, _COLUMNS, initial_indent=_INDENT, subsequent_indent=_INDENT))
+                lines.append(fill(text, _INDENT))
             else:
                 lines += _lines_of(name, made.state.stats())
         if len(self._made) > 1:
             lines += _lines_of("total", self._total())
+        if made_first.world_size == 1:
+            lines.append("  One rank has nobody to send to, with the hook or without.")
         return "\n".join(lines)
 
     def _total(self) -> Statistics:
@@ -127,13 +125,14 @@ def _to_dict(statistics: Statistics) -> dict[str, Any]:
 
 def _line(name: str, *columns: str) -> str:
     short = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
-    return f"  {short:{_LONGEST_NAME}} {columns[0]:>10}" + "".join(f" {column:>14}" for column in columns[1:])
+    steps, plain, sent, saved = columns
+    return f"  {short:{_LONGEST_NAME}} {steps:>13} {plain:>12} {sent:>12} {saved:>8}"
 
 
 def _lines_of(name: str, statistics: Statistics) -> list[str]:
     sent = statistics.payload_bytes + statistics.mask_bytes
     numbers = (f"{statistics.steps:,}", describe_bytes(statistics.dense_bytes), describe_bytes(sent))
-    lines = [_line(name, *numbers, f"{statistics.saved_fraction:.1%}")]
+    lines = [_line(name, *numbers, describe_part(statistics.saved_fraction))]
     if statistics.rebuilt_bytes:
         lines.append(
             _line(
@@ -141,7 +140,7 @@ def _lines_of(name: str, statistics: Statistics) -> list[str]:
                 "",
                 describe_bytes(statistics.wrapped_bytes),
                 "",
-                f"{statistics.saved_of_wrapped_fraction:.1%}",
+                describe_part(statistics.saved_of_wrapped_fraction),
             )
         )
     return lines

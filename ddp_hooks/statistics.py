@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .wording import describe_bytes, read_fields, short
-
-# What fits in a terminal.
-_COLUMNS = 100
+from .wording import describe_bytes, describe_part, fill, read_fields, short
 
 # What a checkpoint has to hold. Counters that came later start at zero where they are missing.
 _FIRST_FIELDS = (
@@ -35,6 +31,8 @@ _FIRST_FIELDS = (
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """Counters since the state was made or :meth:`SkipUnusedState.reset_stats`.
+
+    With those of the run before, where the state has loaded a checkpoint.
 
     All but the seconds, the bytes of sparse gradients and ``sent_bytes`` are the same on every rank. Bytes are those of
     tensors that are handed to collectives; what crosses a link depends on how they travel, which ``sent_bytes`` counts.
@@ -161,9 +159,18 @@ class Statistics:
         return statistics
 
     @property
+    def _is_alone(self) -> bool:
+        # Ranks that are several have to agree in some step, or send everything.
+        handed_over = self.messages + self.exchanges + self.payload_bytes + self.mask_bytes
+        return self.steps > 0 and handed_over == 0
+
+    @property
     def saved_fraction(self) -> float:
-        """The fraction of plain DDP's bytes that were not sent, masks counted against us; 0 before the first step."""
-        if self.dense_bytes == 0:
+        """The fraction of plain DDP's bytes that were not sent, masks counted against us; 0 before the first step.
+
+        Also 0 where there is one rank only: plain DDP has nobody to send to either.
+        """
+        if self.dense_bytes == 0 or self._is_alone:
             return 0.0
         return 1.0 - (self.payload_bytes + self.mask_bytes) / self.dense_bytes
 
@@ -175,28 +182,34 @@ class Statistics:
     @property
     def saved_of_wrapped_fraction(self) -> float:
         """As :attr:`saved_fraction`, of :attr:`wrapped_bytes`: what rebuilds have spared counts as saved, too."""
-        if self.wrapped_bytes == 0:
+        if self.wrapped_bytes == 0 or self._is_alone:
             return 0.0
         return 1.0 - (self.payload_bytes + self.mask_bytes) / self.wrapped_bytes
 
     def __str__(self) -> str:
-        """Return a summary of a few lines, none longer than 100 columns."""
+        """Return a summary of a few lines, none longer than 80 columns."""
         steps = max(self.steps, 1)
+        hook = f"hook {self.hook_seconds / steps * 1e6:.0f} us"
+        if self._is_alone:
+            return fill(
+                f"{self.steps} steps of one rank, which has nobody to send to, with the hook or without; {hook} a step",
+                "",
+                "  ",
+            )
         lines = [
             f"{self.steps} steps: sent {describe_bytes(self.payload_bytes)} of {describe_bytes(self.dense_bytes)} "
-            f"({self.saved_fraction:.1%} saved), {describe_bytes(self.payload_bytes // steps)} a step in "
-            f"{self.messages / steps:.1f} messages",
-            f"buckets: {self.buckets_whole} whole, {self.buckets_packed} in part, {self.buckets_skipped} skipped; "
-            f"wire plans: {self.plan_cache_hits} from the cache, {self.plan_cache_misses} made",
-            f"masks: {self.exchanges} exchanges, {self.mask_bytes:,} bytes, waited "
-            f"{self.exchange_wait_seconds / steps * 1e6:.0f} us a step; hook: "
-            f"{self.hook_seconds / steps * 1e6:.0f} us a step besides",
+            f"({describe_part(self.saved_fraction)} saved)",
+            f"a step: {describe_bytes(self.payload_bytes / steps)} in {self.messages / steps:.1f} messages; waited "
+            f"{self.exchange_wait_seconds / steps * 1e6:.0f} us for masks, {hook} besides",
+            f"buckets: {self.buckets_whole} whole, {self.buckets_packed} in part, {self.buckets_skipped} skipped",
+            f"masks: {self.exchanges} exchanges of {self.mask_bytes:,} bytes in all; wire plans: "
+            f"{self.plan_cache_hits} from the cache, {self.plan_cache_misses} made",
         ]
         if self.rebuilt_bytes:
             lines.insert(
                 1,
                 f"of the model as it was wrapped, before rebuilds: {describe_bytes(self.wrapped_bytes)} "
-                f"({self.saved_of_wrapped_fraction:.1%} saved)",
+                f"({describe_part(self.saved_of_wrapped_fraction)} saved)",
             )
         if self.values_steps:
             lines.append(f"values detector: on in {self.values_steps} of {self.steps} steps")
@@ -210,7 +223,7 @@ class Statistics:
                 f"units: agreed on in {self.units_steps} of {self.steps} steps, {self.units_sent:,} of "
                 f"{self.units_agreed_on:,} sent"
             )
-        return "\n".join(textwrap.fill(line, _COLUMNS, subsequent_indent="  ") for line in lines)
+        return "\n".join(fill(line, "", "  ") for line in lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ _LONGEST_NAME = 60
 _SHOWN = 6
 _UNITS = (("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
 _LARGEST_NUMBER = 1e5
+# What fits in a terminal.
+COLUMNS = 80
 
 
 class _Short(reprlib.Repr):
@@ -121,6 +124,31 @@ def describe_bytes(count: float) -> str:
     """Return a number of bytes for people, from megabytes on in a unit that leaves few digits before the point."""
     unit, size = next((each for each in _UNITS if abs(count) < _LARGEST_NUMBER * each[1]), _UNITS[-1])
     return f"{count / size:,.2f} {unit}"
+
+
+def describe_part(part: float) -> str:
+    """Return a fraction in per cent, for people: what rounds to nothing has no sign."""
+    text = f"{part:.1%}"
+    return "0.0%" if text == "-0.0%" else text
+
+
+def fill(text: str, indent: str = "", further_indent: str | None = None) -> str:
+    """Return text in lines that a terminal shows whole; no word is divided, so that names and paths can be copied.
+
+    Args:
+        text: what to say.
+        indent: what the first line begins with.
+        further_indent: what the others begin with; None for the same.
+    """
+    further = indent if further_indent is None else further_indent
+    return textwrap.fill(
+        text,
+        COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=further,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def short_list(names: Sequence[object]) -> str:

@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
 from ddp_hooks import _C, ParameterUsage, SkipUnusedState, Statistics, statistics
+from ddp_hooks.enabling import MadeModule
+from ddp_hooks.run_report import RunReport
 
 FIELDS = [field.name for field in dataclasses.fields(Statistics)]
 
@@ -157,16 +159,17 @@ def test_summary_of_a_run() -> None:
         hook_seconds=0.0025,
     )
     assert str(statistics).splitlines() == [
-        "10 steps: sent 500.00 MB of 2,000.00 MB (75.0% saved), 50.00 MB a step in 2.5 messages",
-        "buckets: 20 whole, 30 in part, 40 skipped; wire plans: 7 from the cache, 3 made",
-        "masks: 10 exchanges, 1,280 bytes, waited 100 us a step; hook: 250 us a step besides",
+        "10 steps: sent 500.00 MB of 2,000.00 MB (75.0% saved)",
+        "a step: 50.00 MB in 2.5 messages; waited 100 us for masks, hook 250 us besides",
+        "buckets: 20 whole, 30 in part, 40 skipped",
+        "masks: 10 exchanges of 1,280 bytes in all; wire plans: 7 from the cache, 3 made",
     ]
     rebuilt = dataclasses.replace(statistics, rebuilt_bytes=3_000_000_000)
     assert str(rebuilt).splitlines()[1] == (
         "of the model as it was wrapped, before rebuilds: 5,000.00 MB (90.0% saved)"
     )
     with_values = dataclasses.replace(statistics, values_steps=4)
-    assert str(with_values).splitlines()[3:] == ["values detector: on in 4 of 10 steps"]
+    assert str(with_values).splitlines()[4:] == ["values detector: on in 4 of 10 steps"]
 
 
 def test_summary_before_the_first_step() -> None:
@@ -177,8 +180,59 @@ def test_a_summary_fits_in_a_terminal() -> None:
     large = Statistics(**{name: type(getattr(Statistics(), name))(10**15 + 1) for name in FIELDS})
     for counters in (Statistics(), numbered(10**6), large):
         lines = str(counters).splitlines()
-        assert max(map(len, lines)) <= 100, lines
+        assert max(map(len, lines)) <= 80, lines
     assert "1,000.00 TB" in str(large)
+
+
+def test_what_rounds_to_nothing_has_no_sign() -> None:
+    nothing = Statistics(steps=1, messages=1, dense_bytes=10**6, payload_bytes=10**6, mask_bytes=40, rebuilt_bytes=1)
+    assert nothing.saved_fraction < 0
+    assert str(nothing).count("(0.0% saved)") == 2
+    assert "-0.1%" in str(dataclasses.replace(nothing, mask_bytes=1000))
+
+
+def _alone(rank: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    state = ddp_hooks.register(ddp)
+    for _ in range(2):
+        ddp(torch.ones(2, 8)).sum().backward()
+    statistics = state.stats()
+    assert (statistics.payload_bytes, statistics.saved_fraction, statistics.saved_of_wrapped_fraction) == (0, 0, 0)
+    assert str(statistics).startswith("2 steps of one rank, which has nobody to send to, with the hook or without;")
+    assert max(map(len, str(statistics).splitlines())) <= 80
+    report = RunReport(ddp_hooks.PRESETS["auto"], ["train.py"])
+    report.add(MadeModule("Linear", 0, 1, state, None))
+    lines = report.describe().splitlines()
+    assert "1 rank;" in lines[0]
+    assert lines[2].split()[-1] == "0.0%"
+    assert lines[-1] == "  One rank has nobody to send to, with the hook or without."
+
+
+def test_one_rank_saves_nothing() -> None:
+    run_ranks(1, _alone)
+
+
+def _nobody_uses_anything(rank: int) -> None:
+    """Several ranks that send nothing have saved everything but the masks."""
+
+    class Neither(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(64, 64)
+            self.used = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    ddp = DistributedDataParallel(Neither(), find_unused_parameters=True)
+    state = ddp_hooks.register(ddp, "skip_zeros")
+    ddp(torch.zeros(2, 8)).mul(0).sum().backward()
+    assert state.stats().payload_bytes == 0
+    assert 0.9 < state.stats().saved_fraction < 1
+
+
+def test_ranks_that_send_nothing_save_it() -> None:
+    run_ranks(2, _nobody_uses_anything)
 
 
 def test_equal_counters_are_equal_statistics() -> None:

@@ -1,28 +1,29 @@
-"""What was found, as text for a terminal: nothing wider than 100 columns but what a single name needs."""
+"""What was found, as text for a terminal: nothing wider than 80 columns but what a single name needs."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..wording import describe_part, fill
 from .verdicts import MEANING, MOSTLY_ZERO, SOME_RANKS, SOMETIMES, USED, ModuleVerdict, ParameterVerdict
 
 if TYPE_CHECKING:
     from .findings import Findings
 
-_WIDTH = 100
+_WIDEST_NAME = 30
 _LINES_SHOWN = 40
 _NAMES_SHOWN = 8
 
 
 def describe(findings: Findings) -> str:
     """Return everything that was found, in the order in which it is asked for."""
-    lines = [
+    lines = _wrap(
         f"ddp_hooks doctor: {_count(findings.steps, 'step')} on {_count(findings.ranks, 'rank')}, "
         f"{_count(len(findings.parameters), 'parameter')}, "
-        f"{megabytes(findings.dense_bytes // max(findings.steps, 1))} of gradients a step"
-    ]
+        f"{megabytes(findings.dense_bytes // max(findings.steps, 1))} of gradients a step",
+        indent="",
+    )
     if findings.steps:
         lines += ["", "Parameters", *_parameter_lines(findings)]
         lines += ["", "Questions"]
@@ -38,7 +39,9 @@ def describe(findings: Findings) -> str:
 
 def describe_unfinished(missing: Mapping[int, Sequence[str]]) -> str:
     """Say by name what DDP waits for; ``missing`` are the parameters without a gradient, by rank."""
-    lines = ["ddp_hooks doctor: DDP waits for the gradients of parameters that the last backward pass left out"]
+    lines = _wrap(
+        "ddp_hooks doctor: DDP waits for the gradients of parameters that the last backward pass left out", indent=""
+    )
     everyone = set.intersection(*(set(names) for names in missing.values())) if missing else set()
     for rank, names in sorted(missing.items()):
         shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" if names[8:] else "")
@@ -75,11 +78,17 @@ def _parameter_lines(findings: Findings) -> Iterator[str]:
         size = sum(one.dense_bytes for one in used)
         rows.append((f"({len(used)} of {len(findings.parameters)})", MEANING[USED], megabytes(size)))
     shown = rows[: _LINES_SHOWN - 1] + rows[-1:] if len(rows) > _LINES_SHOWN else rows
-    widths = [max(len(row[0]) for row in shown), max(len(row[2]) for row in shown)]
+    # A longer name stands on a line of its own.
+    lengths = [len(row[0]) for row in shown]
+    widths = [max([n for n in lengths if n <= _WIDEST_NAME], default=0), max(len(row[2]) for row in shown)]
+    further = " " * (2 + widths[0] + 2 + widths[1] + 2)
     for number, (name, verdict, size_text) in enumerate(shown):
         if number == len(shown) - 1 and len(rows) > len(shown):
             yield f"  ... and {len(rows) - len(shown)} more"
-        yield f"  {name:<{widths[0]}}  {size_text:>{widths[1]}}  {verdict}"
+        if len(name) > widths[0]:
+            yield f"  {name}"
+            name = ""
+        yield from fill(verdict, f"  {name:<{widths[0]}}  {size_text:>{widths[1]}}  ", further).splitlines()
 
 
 def _verdict(group: ModuleVerdict, findings: Findings) -> str:
@@ -93,7 +102,7 @@ def _verdict(group: ModuleVerdict, findings: Findings) -> str:
         text += f", of rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
     if group.verdict == MOSTLY_ZERO:
         zero = [one.zero_rows for one in members if one.zero_rows is not None]
-        text += f": {sum(zero) / len(zero):.1%} of its rows, on every rank"
+        text += f": {describe_part(sum(zero) / len(zero))} of its rows, on every rank"
     elif group.verdict in MEANING and group.verdict not in (SOMETIMES, SOME_RANKS):
         text += f": {MEANING[group.verdict]}"
     if group.is_module:
@@ -137,15 +146,12 @@ def _policy_lines(findings: Findings) -> Iterator[str]:
         seconds = "" if one.step_seconds is None else f"~{one.step_seconds * 1e3:.1f} ms"
         settled = "" if one.exact else "  once it has settled"
         size = megabytes(one.payload_bytes // steps)
-        yield f"  {one.policy:<12} {size:>12} {one.saved_fraction:>7.1%} {seconds:>13}{settled}"
-    yield "  Bytes are exact, masks not counted; times are estimated (docs/doctor.md has the formula)."
+        yield f"  {one.policy:<12} {size:>12} {describe_part(one.saved_fraction):>7} {seconds:>13}{settled}"
+    yield from _wrap("Bytes are exact, masks not counted; times are estimated (docs/doctor.md has the formula).")
 
 
 def _wrap(text: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False,
-        break_long_words=False,
-    )  # fmt: skip
+    return fill(text, indent, f"{indent}  ").splitlines()
 
 
 def _count(number: int, what: str) -> str:
