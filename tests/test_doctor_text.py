@@ -1,0 +1,135 @@
+"""What the doctor writes fits where it is read: 80 columns of a terminal, and a page whose drawings do not overlap."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from ddp_hooks.doctor.findings import Findings, PolicyOutlook
+from ddp_hooks.doctor.page import draw_page
+from ddp_hooks.doctor.questions import Answer
+from ddp_hooks.doctor.text import describe, describe_unfinished
+from ddp_hooks.doctor.verdicts import (
+    ALL_ZERO,
+    FROZEN_AFTER,
+    FROZEN_BEFORE,
+    MEANING,
+    MOSTLY_ZERO,
+    NEVER,
+    SOME_RANKS,
+    SOMETIMES,
+    USED,
+    ParameterVerdict,
+    group_by_module,
+)
+
+LAYER = ("attention.self.query", "attention.self.key", "attention.output.dense", "intermediate.dense", "output.dense")
+
+
+def a_bert(layers: int, ranks: int, steps: int) -> Findings:
+    """Return what a diagnosis of a BERT finds whose layers have met with everything that layers meet with."""
+    parameters = [make("bert.embeddings.word_embeddings.weight", MOSTLY_ZERO, ranks, steps, 0.99)]
+    fates = [NEVER, SOME_RANKS, SOMETIMES, FROZEN_AFTER, FROZEN_BEFORE, ALL_ZERO, USED]
+    for layer in range(layers):
+        names = [f"bert.encoder.layer.{layer}.{part}.{kind}" for part in LAYER for kind in ("weight", "bias")]
+        parameters += [make(name, fates[layer % len(fates)], ranks, steps) for name in names]
+    modules = tuple(group_by_module(parameters))
+    names = ", ".join(one.name for one in modules)
+    return Findings(
+        ranks=ranks,
+        steps=steps,
+        dense_bytes=10**9,
+        parameters=tuple(parameters),
+        modules=modules,
+        policies=(PolicyOutlook("skip_unused", 10**9 + 10, True, -1e-8, 1.5),),
+        division=None,
+        answers=(Answer("Is find_unused_parameters needed?", "yes", f"unused: {names}"),),
+        advice="Add, after wrapping: a line of code that is followed by its reason, which takes some more words.",
+        notes=(describe_unfinished({rank: [one.name for one in parameters] for rank in range(ranks)}),),
+    )
+
+
+def make(name: str, verdict: str, ranks: int, steps: int, zero: float | None = None) -> ParameterVerdict:
+    kinds = {SOMETIMES: ".#", SOME_RANKS: "#.", NEVER: ".", FROZEN_AFTER: "-", FROZEN_BEFORE: ""}.get(verdict, "#")
+    pattern = tuple((kinds * steps)[rank % 2 : steps + rank % 2] for rank in range(ranks)) if kinds else ()
+    return ParameterVerdict(name, 10**6, verdict, steps // 2, tuple(range(ranks)), zero, pattern)
+
+
+def test_the_text_fits_in_a_terminal() -> None:
+    findings = a_bert(14, 3, 60)
+    lines = describe(findings).splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert all(f"{verdict}: {MEANING[verdict]}" in text for verdict in (NEVER, FROZEN_AFTER, FROZEN_BEFORE))
+    assert "-0.0%" not in text
+    # A name is not divided, however long it is.
+    long = ".".join(["module_with_a_name"] * 5)
+    lines = describe(a_model_of(make(f"{long}.weight", NEVER, 2, 4), make("head.weight", USED, 2, 4))).splitlines()
+    assert f"  {long}" in lines
+    assert [line for line in lines if len(line) > 80] == [f"  {long}"]
+
+
+def a_model_of(*parameters: ParameterVerdict) -> Findings:
+    modules = tuple(group_by_module(parameters))
+    return Findings(2, 4, 10**7, parameters, modules, (), None, (), "Add nothing.", ())
+
+
+class Page(HTMLParser):
+    """Notes the drawings, the rows of tables, and that every element is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.drawings: list[dict[str, Any]] = []
+        self.rows = 0
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        named = {name: value or "" for name, value in attributes}
+        if tag == "svg":
+            self.drawings.append({"width": float(named["width"]), "height": float(named["height"]), "boxes": []})
+        elif tag == "path":
+            number = r"(-?[\d.]+)"
+            for box in re.findall(rf"M{number} {number}h{number}v{number}h-{number}z", named["d"]):
+                x, y, width, height, back = map(float, box)
+                assert width == back
+                self.drawings[-1]["boxes"].append((x, y, x + width, y + height))
+        self.rows += tag == "tr"
+        if tag not in ("meta", "rect", "path", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("rect", "path"):
+            assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize(("layers", "ranks", "steps"), [(20, 3, 60), (7, 64, 30), (7, 2, 2000), (7, 1, 1)])
+def test_the_page_is_drawn_without_overlaps(layers: int, ranks: int, steps: int) -> None:
+    findings = a_bert(layers, ranks, steps)
+    text = draw_page([findings])
+    page = Page(text)
+    assert ("A column is 5 steps" in text) == (steps == 2000)
+    assert all(one.name in text for one in findings.parameters)
+    # A layer is a row, and so is the table of words; others belong to tables of policies and questions.
+    assert layers + 1 <= page.rows <= layers + 8
+    strips = [drawing for drawing in page.drawings if drawing["boxes"]]
+    assert len(strips) == sum(bool(one.pattern) for one in findings.parameters[:1] + findings.parameters[1::10])
+    for drawing in strips:
+        boxes = drawing["boxes"]
+        assert drawing["width"] <= 500
+        assert drawing["height"] <= 130
+        assert min(min(x, y) for x, y, _, _ in boxes) >= 0
+        assert max(right for _, _, right, _ in boxes) <= drawing["width"] + 0.5
+        assert max(bottom for _, _, _, bottom in boxes) <= drawing["height"] + 0.5
+        lanes = sorted({(y, bottom) for _, y, _, bottom in boxes})
+        assert len(lanes) == ranks
+        assert all(bottom <= y + 1e-6 for (_, bottom), (y, _) in itertools.pairwise(lanes))
+        for lane in lanes:
+            pieces = sorted((x, right) for x, y, right, _ in boxes if y == lane[0])
+            # Rounded to a tenth.
+            assert all(right <= x + 0.11 for (_, right), (x, _) in itertools.pairwise(pieces))
