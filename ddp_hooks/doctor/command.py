@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ..commands.options import add_script_to, parse_new_file, parse_positive, script_of
 from ..construction import watch_construction
 from ..script import run_script
 from .diagnosis import Diagnosis, diagnose, is_unfinished_reduction
@@ -54,36 +55,49 @@ def add_to(commands: Any) -> None:
     defaults = Options(())
     parser = commands.add_parser(
         "doctor",
+        usage="torchrun ... -m ddp_hooks doctor [--steps N] [--continue] [--json FILE]\n           [--html FILE] "
+        "[--patience SECONDS] [-m] SCRIPT ...",
         help="run a script with plain DDP and say which parameters are unused, and what ddp_hooks would save",
-        description="Run a training script as it is, with plain DDP, watch its first steps, and print which "
-        "parameters are unused, frozen or zero, what a step consists of, and what ddp_hooks would save. Start it as "
-        "the script is started: torchrun --nproc-per-node 2 -m ddp_hooks doctor train.py ARGS",
+        description="Runs a training script as it is, with plain DDP, watches its first steps, and prints which "
+        "parameters are unused, frozen or zero, what a step consists of, and what ddp_hooks would save.",
+        epilog="Start every rank with it, as in `torchrun --nproc-per-node 2 -m ddp_hooks doctor train.py --lr 0.1`.",
     )
-    parser.add_argument("--steps", type=_parse_count, default=defaults.steps, help="how many to watch (%(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=parse_positive,
+        metavar="N",
+        default=defaults.steps,
+        help="how many to watch (default: %(default)s)",
+    )
     parser.add_argument(
         "--continue", dest="go_on", action="store_true", help="let the script go on after them, in place of ending it"
     )
-    parser.add_argument("--json", type=Path, help="write everything to this file, too")
-    parser.add_argument("--html", type=Path, help="draw who used what in which step, one page without anything else")
+    parser.add_argument("--json", type=parse_new_file, metavar="FILE", help="write everything to FILE, as JSON")
+    parser.add_argument(
+        "--html", type=parse_new_file, metavar="FILE", help="draw who used what in which step: FILE is a page by itself"
+    )
     parser.add_argument(
         "--patience",
         type=_parse_seconds,
+        metavar="SECONDS",
         default=defaults.patience_seconds,
-        help="seconds without a finished step after which the run is taken to hang: names are printed, and it ends "
-        "(%(default)s)",
+        help="without a finished step for so long the run is taken to hang: names are printed, and it ends "
+        f"(default: {defaults.patience_seconds:g})",
     )
-    parser.add_argument("-m", dest="as_module", action="store_true", help="what follows is a module, as for python -m")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
-    parser.set_defaults(execute=lambda parsed: run(read_options(parser, parsed)))
+    add_script_to(parser)
+    parser.set_defaults(execute=lambda parsed: run(read_options(parsed)))
 
 
-def read_options(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Options:
+def read_options(parsed: argparse.Namespace) -> Options:
     """Return what was asked for; without a script the parser ends the program."""
-    script = parsed.script[1:] if parsed.script[:1] == ["--"] else parsed.script
-    if not script:
-        parser.error("expected a script to run, received none")
     return Options(
-        tuple(script), parsed.as_module, parsed.steps, parsed.go_on, parsed.json, parsed.html, parsed.patience
+        tuple(script_of(parsed)),
+        parsed.as_module,
+        parsed.steps,
+        parsed.go_on,
+        parsed.json,
+        parsed.html,
+        parsed.patience,
     )
 
 
@@ -200,12 +214,6 @@ def _write(path: Path, text: str) -> None:
         print(f"wrote {path}", flush=True)
     except OSError as error:
         print(f"ddp_hooks doctor: could not write {path}: {error.strerror}", file=sys.stderr, flush=True)
-
-
-def _parse_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, received {text!r}")
-    return int(text)
 
 
 def _parse_seconds(text: str) -> float:
