@@ -34,4 +34,4 @@ def test_the_code_on_the_page_runs(page: str, count: int) -> None:
 
 
 def test_the_code_for_trainers_runs() -> None:
-    assert run_launched(run_blocks, "trainers.md") == [8, 8]
+    assert run_launched(run_blocks, "trainers.md") == [9, 9]

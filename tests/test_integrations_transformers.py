@@ -118,6 +118,34 @@ def test_enable_does_the_same(tmp_path: Path) -> None:
     run_launched(enable_does_the_same, tmp_path)
 
 
+def resumes_from_a_checkpoint(rank: int, folder: Path) -> None:
+    half = STEPS // 2
+    first = make_trainer(folder, save_strategy="steps", save_steps=half)
+    whole = add_callback(first, "skip_unused")
+    first.train()
+    second = make_trainer(folder)
+    callback = add_callback(second, "allreduce")
+    second.train(resume_from_checkpoint=str(folder / f"checkpoint-{half}"))
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(second.model), weights_of(first.model), strict=True))
+    # The bytes of before go on; the policy is the one that the program asks for now.
+    before = train_by_hand(rank, "skip_unused", half).statistics
+    statistics = callback.state.stats()
+    assert statistics.steps == STEPS
+    assert statistics.dense_bytes == whole.state.stats().dense_bytes
+    assert statistics.payload_bytes == before.payload_bytes + statistics.dense_bytes - before.dense_bytes
+    # What is logged is of the steps of this run.
+    payload = "ddp_hooks/payload_bytes_per_step"
+    logged = [entry for entry in second.state.log_history if payload in entry and entry["step"] > half]
+    assert logged[-1][payload] == (statistics.dense_bytes - before.dense_bytes) / (STEPS - half)
+    # A new training begins anew, but for what the callback has counted.
+    second.train()
+    assert callback.state.stats().steps == 2 * STEPS
+
+
+def test_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    run_launched(resumes_from_a_checkpoint, tmp_path)
+
+
 TRAINING = """
 import sys
 from pathlib import Path

@@ -13,9 +13,14 @@ from ..policies import Policy
 from ..wording import check_flag, short
 from .hook_of_trainer import HookOfTrainer
 
+# What the statistics are called in a checkpoint's `trainer_state.json`.
+_SAVED_AS = "ddp_hooks"
+
 
 class SkipUnusedCallback(TrainerCallback):
     """Registers the hook with the module that each ``trainer.train()`` trains.
+
+    The statistics go on from one ``train()`` to the next, and after ``resume_from_checkpoint``.
 
     Args:
         trainer: the trainer that it is added to. Trainer hands its callbacks the model alone; only the trainer itself
@@ -55,7 +60,10 @@ class SkipUnusedCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Register. A second ``train()`` meets the wrapper of the first one, which has its hook."""
+        """Register, and go on where the checkpoint ends.
+
+        A second ``train()`` meets the wrapper of the first one, which has its hook.
+        """
         trainer = self._trainer()
         if trainer is None:
             return
@@ -63,11 +71,21 @@ class SkipUnusedCallback(TrainerCallback):
         ddp = getattr(module, "_orig_mod", module)
         if isinstance(ddp, DistributedDataParallel):
             self._hook.register(ddp)
+            # Only what was read from a checkpoint has it now. Every rank reads the same.
+            self._hook.load_state_dict(_saved_in(state).get(_SAVED_AS, {}))
         elif args.world_size > 1:
             raise TypeError(
                 "SkipUnusedCallback: expected a model that Trainer wraps in DistributedDataParallel, received "
                 f"{short(module)}; train without FSDP or DeepSpeed, or leave the callback out"
             )
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Leave the statistics where Trainer finds them when it saves a checkpoint.
+
+        That is decided later, by other callbacks and by an evaluation.
+        """
+        if state.is_world_process_zero and self._hook.state is not None:
+            _saved_in(state)[_SAVED_AS] = self._hook.state_dict()
 
     def on_log(
         self,
@@ -85,3 +103,9 @@ class SkipUnusedCallback(TrainerCallback):
         metrics = self._hook.take_metrics()
         if metrics:
             trainer.log(metrics)
+
+
+def _saved_in(state: TrainerState) -> dict[str, Any]:
+    # What is declared as a list of callbacks is a dictionary of what they save once the state is made.
+    saved: Any = state.stateful_callbacks
+    return saved if isinstance(saved, dict) else {}
