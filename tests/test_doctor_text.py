@@ -67,8 +67,8 @@ def test_the_text_fits_in_a_terminal() -> None:
     assert all(f"{verdict}: {MEANING[verdict]}" in text for verdict in (NEVER, FROZEN_AFTER, FROZEN_BEFORE))
     assert "-0.0%" not in text
     # A name is not divided, however long it is.
-    long = ".".join(["module_with_a_name"] * 5)
-    lines = describe(a_model_of(make(f"{long}.weight", NEVER, 2, 4), make("head.weight", USED, 2, 4))).splitlines()
+    long = "module_with_a_name." * 5 + "weight"
+    lines = describe(a_model_of(make(long, NEVER, 2, 4), make(long.replace("weight", "bias"), USED, 2, 4))).splitlines()
     assert f"  {long}" in lines
     assert [line for line in lines if len(line) > 80] == [f"  {long}"]
 

@@ -270,6 +270,15 @@ def _ours(policy: Any, native: bool, find_unused: bool | None = None) -> Any:
     return build
 
 
+def _scans_all(context: Context) -> Variant:
+    """What it would take if the rows that a forward pass has looked up were not known."""
+    variant = _ours("auto", True)(context)
+    for parameter in variant.model.parameters():
+        if parameter.dim() > 1:
+            parameter.register_hook(lambda gradient: None)  # might do anything, for all that the engine can see
+    return variant
+
+
 def _rebuilt(context: Context) -> Variant:
     if not context.workload.is_static or not context.workload.needs_find_unused:
         raise NotApplicable("rebuilding is for what is frozen for good")
@@ -344,6 +353,8 @@ def _all_peers() -> list[Peer]:
     peers.append(Peer("ours:gather", "ddp_hooks, everything gathered", gather_all, is_ours=True))
     in_place = _with_settings("skip_unused", {"in_place_bytes": 0})
     peers.append(Peer("ours:in_place", "ddp_hooks, every run in place", in_place, is_ours=True))
+    title = "ddp_hooks auto, native, every row looked at"
+    peers.append(Peer("ours:auto:native:every_row", title, _scans_all, is_ours=True))
     peers.append(Peer("ours:rebuilt", "ddp_hooks after rebuild()", _rebuilt, is_ours=True))
     peers.append(Peer("ours:declared", "ddp_hooks, unused parameters declared", _declared, is_ours=True))
     title = "ddp_hooks skip_unused, native, find_unused_parameters=True"

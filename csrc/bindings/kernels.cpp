@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -67,10 +68,12 @@ void bind_slices(py::module_& m) {
           py::call_guard<py::gil_scoped_release>());
   m.def(
       "start_unit_scan",
-      [](const at::Tensor& flat, int64_t offset, int64_t length, int64_t unit_length) {
-        return start_unit_scan({flat, offset, length}, unit_length);
+      [](const at::Tensor& flat, int64_t offset, int64_t length, int64_t unit_length,
+         const std::optional<std::vector<uint64_t>>& candidates) {
+        const SliceOfTensor slice{flat, offset, length};
+        return candidates ? start_unit_scan(slice, unit_length, *candidates) : start_unit_scan(slice, unit_length);
       },
-      py::arg("flat"), py::arg("offset"), py::arg("length"), py::arg("unit_length"),
+      py::arg("flat"), py::arg("offset"), py::arg("length"), py::arg("unit_length"), py::arg("candidates") = py::none(),
       py::call_guard<py::gil_scoped_release>());
 
   m.def("has_cuda", &has_cuda);

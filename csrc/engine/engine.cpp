@@ -322,8 +322,9 @@ void Engine::open_step(bool shadow) {
     if (chosen.count() > 0) {
       statistics_.units_steps += 1;
       step.agreed.subtract(chosen);
-      step.units.emplace(*layout_, layout_.hash(), prelude_->agreement(), slots_, units_, std::move(chosen),
-                         step_number, !usage.same_everywhere, !step.buckets.front().buffer().is_cpu(),
+      step.units.emplace(*layout_, layout_.hash(), prelude_->agreement(), slots_, *looked_up_, units_,
+                         std::move(chosen), step_number, !usage.same_everywhere,
+                         !step.buckets.front().buffer().is_cpu(),
                          WhoSettings{settings_.plan.direct.allowed, settings_.plan.direct.transports,
                                      settings_.plan.direct.min_bytes});
     }
@@ -375,6 +376,7 @@ void Engine::close_step() {
   }
   if (step.values) probe_.observe(step_number_ - 1, step.values->used_bytes(), step.values->zero_bytes());
   prelude_->step_closed();
+  looked_up_->forget();
   // A new Reducer would learn a static graph anew, in whatever pass comes next; under no_sync() torch cannot.
   if (settings_.rebuild_after_steps > 0 && !reducer_.has_static_graph()) {
     // A joined rank runs no backward pass at the end of which it could rebuild.
@@ -503,6 +505,10 @@ void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchroni
     if (auto self = engine.lock()) self->late_gradient_reported(parameter);
   };
   prelude_->forward_done(outputs, synchronises, reached, late_reported);
+  // A search of the graph is for those whom it spares something.
+  if (!synchronises || data_group_->getSize() == 1 || !reducer_.parameters().front().is_cpu()) return;
+  looked_up_->forget();
+  if (units_.may_choose()) looked_up_->watch(outputs);
 }
 
 void Engine::outputs_reached() {

@@ -30,6 +30,7 @@
 #include "reducer/current_layout.h"
 #include "reducer/gradient_report.h"
 #include "reducer/reducer_view.h"
+#include "values/looked_up_rows.h"
 #include "values/units_detector.h"
 #include "values/units_of_step.h"
 #include "values/values_probe.h"
@@ -142,6 +143,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   ValuesProbe probe_;
   UnitsDetector units_;
+  const std::shared_ptr<LookedUpRows> looked_up_ = std::make_shared<LookedUpRows>();
   PlanCache plans_;
   RebuildTimer rebuild_timer_;
   std::function<void()> rebuild_;

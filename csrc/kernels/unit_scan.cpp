@@ -88,4 +88,15 @@ PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length)
   return scan;
 }
 
+PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length,
+                                const std::vector<uint64_t>& candidates) {
+  PendingUnitScan scan;
+  const int64_t units = count_units(slice, unit_length);
+  TORCH_CHECK(slice.flat.is_cpu(), "ddp_hooks: expected candidates of a gradient on the CPU, received one on ",
+              slice.flat.device());
+  const ElementType type = element_type_of(slice.flat);
+  if (units > 0) scan.result_ = cpu::unit_scan(address_of(slice), slice.length, unit_length, type, candidates);
+  return scan;
+}
+
 }  // namespace ddp_hooks

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "kernels/cpu/unit_scan.h"
 #include "kernels/slice_copy.h"
@@ -32,6 +33,8 @@ class PendingUnitScan {
  private:
   struct OnDevice;
   friend PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length);
+  friend PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length,
+                                         const std::vector<uint64_t>& candidates);
 
   UnitScanResult result_;
   std::unique_ptr<OnDevice> on_device_;  // null when the result stands
@@ -41,5 +44,9 @@ class PendingUnitScan {
 // for that). On CUDA the scan goes to the current stream of its device; not while that is captured into a graph. At
 // most 2^32 units, whose indices a result can hold.
 PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length);
+
+// The same, on the CPU only, where all units but the `candidates`, a bit each, are known to be +0.0.
+PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length,
+                                const std::vector<uint64_t>& candidates);
 
 }  // namespace ddp_hooks

@@ -2,11 +2,15 @@
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <utility>
 
 namespace ddp_hooks {
 namespace {
+
+// Behind each accumulator: the Reducer's and the engine's.
+constexpr size_t kHooksOfOurs = 2;
 
 // Whether the elements of `gradient` lie in memory as those of its slot do, one flat stretch each.
 bool lies_like(const at::Tensor& gradient, const at::Tensor& view) {
@@ -113,6 +117,13 @@ bool BucketSlots::shares_memory(size_t parameter) const {
   const auto at_work = torch::autograd::get_current_node();
   const bool is_at_work = at_work && at_work.get() == reducer_.accumulators()[parameter].get();
   return gradient.storage().use_count() > (is_at_work ? 2 : 1);
+}
+
+bool BucketSlots::is_as_autograd_left_it(size_t parameter) const {
+  const at::Tensor& variable = reducer_.parameters()[parameter];
+  const Accumulator& accumulator = reducer_.accumulators()[parameter];
+  return torch::autograd::impl::hooks(variable).empty() && !torch::autograd::impl::post_acc_grad_hooks(variable) &&
+         accumulator->pre_hooks().empty() && accumulator->post_hooks().size() <= kHooksOfOurs;
 }
 
 at::Tensor BucketSlots::place(size_t parameter) const {

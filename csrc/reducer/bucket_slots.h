@@ -50,6 +50,9 @@ class BucketSlots {
   // Likewise, for whoever writes into the gradient before backward has ended: only one whose memory nobody else reads.
   // Autograd hands on what it has, so that other gradients, or what is still to be differentiated, may be views of it.
   at::Tensor find_own_or_fill(size_t parameter);
+  // Whether no hook stands between what autograd has made and .grad. Of hooks behind DDP's own nothing is known
+  // (docs/architecture.md, Known limits).
+  bool is_as_autograd_left_it(size_t parameter) const;
   // The part of the bucket that belongs to a vacant slot, flat and real.
   at::Tensor place(size_t parameter) const;
 

@@ -76,6 +76,12 @@ UsageMask UnitsDetector::objections(bool none) {
   return objections_;
 }
 
+bool UnitsDetector::may_choose() const {
+  // What is chosen for the first time has to be looked through once.
+  return std::any_of(divided_.begin(), divided_.end(),
+                     [&](const Divided& divided) { return divided.pays || !is_adaptive(); });
+}
+
 UsageMask UnitsDetector::choose(const UsageMask& used, const UsageMask& objections, int64_t step) const {
   UsageMask chosen(used.size());
   for (size_t i = 0; i < divided_.size(); ++i) {

@@ -44,6 +44,8 @@ class UnitsDetector {
   // A bit for each parameter with more than one unit, in the order of their indices; of size 0 where nobody asks.
   // Waits for samples that are still being taken, on a device.
   UsageMask objections(bool none);
+  // Whether units of some parameter may be agreed on in the next step.
+  bool may_choose() const;
   // In which of the `used` parameters units are agreed on in this step.
   UsageMask choose(const UsageMask& used, const UsageMask& objections, int64_t step) const;
 

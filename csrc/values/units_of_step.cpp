@@ -92,11 +92,23 @@ void UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, const UsageMask& 
       const at::Tensor gradient = slots_.find_own_or_fill(slice.parameter);
       if (gradient.defined()) divided.gradient = {gradient, 0, slice.length};
     }
-    bucket.scans.push_back(has_gradient ? start_unit_scan(divided.gradient, divided.units.length) : PendingUnitScan());
+    bucket.scans.push_back(has_gradient ? start_scan(divided) : PendingUnitScan());
     // Each begins with a word, so that masks are put together by copying words.
     bucket.bits += UsageMask::word_count(static_cast<size_t>(divided.units.count())) * kBitsPerWord;
     bucket.gradients.push_back(std::move(divided));
   }
+}
+
+PendingUnitScan UnitsOfStep::start_scan(const DividedGradient& divided) const {
+  const int64_t length = divided.units.length;
+  if (slots_.is_as_autograd_left_it(divided.parameter)) {
+    const std::vector<uint64_t> candidates = looked_up_.units_of(divided.gradient.flat, length);
+    if (!candidates.empty()) {
+      RECORD_FUNCTION("ddp_hooks::scan_looked_up", std::vector<c10::IValue>());
+      return start_unit_scan(divided.gradient, length, candidates);
+    }
+  }
+  return start_unit_scan(divided.gradient, length);
 }
 
 UsageMask UnitsOfStep::found_here(Bucket& bucket) {

@@ -26,6 +26,7 @@
 #include "layout/units.h"
 #include "layout/usage_mask.h"
 #include "reducer/bucket_slots.h"
+#include "values/looked_up_rows.h"
 #include "values/units_detector.h"
 
 namespace ddp_hooks {
@@ -58,12 +59,13 @@ class UnitsOfStep {
   // All references have to outlive it. `chosen`: the parameters. `answers_later`: scans run on a device, while the host
   // goes on.
   UnitsOfStep(const LayoutOfBuckets& layout, uint64_t layout_hash, UsageAgreement& agreement, BucketSlots& slots,
-              UnitsDetector& detector, UsageMask chosen, int64_t step_number, bool settles_last, bool answers_later,
-              const WhoSettings& who)
+              const LookedUpRows& looked_up, UnitsDetector& detector, UsageMask chosen, int64_t step_number,
+              bool settles_last, bool answers_later, const WhoSettings& who)
       : layout_(layout),
         layout_hash_(layout_hash),
         agreement_(agreement),
         slots_(slots),
+        looked_up_(looked_up),
         detector_(detector),
         chosen_(std::move(chosen)),
         step_number_(step_number),
@@ -95,6 +97,7 @@ class UnitsOfStep {
     uint32_t exchanged_with = 0;                // the bucket that was ready when it started
   };
   void scan(uint32_t bucket, const at::Tensor& flat, const UsageMask& local);
+  PendingUnitScan start_scan(const DividedGradient& divided) const;
   UsageMask found_here(Bucket& bucket);
   void start_exchange(Bucket& bucket, uint32_t ready, size_t capacity_words);
   Contributors who_matters(const Bucket& bucket, const UsageMask& anywhere) const;
@@ -104,6 +107,7 @@ class UnitsOfStep {
   const uint64_t layout_hash_;
   UsageAgreement& agreement_;
   BucketSlots& slots_;
+  const LookedUpRows& looked_up_;
   UnitsDetector& detector_;
   const UsageMask chosen_;
   const int64_t step_number_;

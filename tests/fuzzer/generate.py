@@ -24,7 +24,9 @@ def generate(seed: int, ranks: int) -> Program:
 class _Generator:
     def __init__(self, seed: int, ranks: int) -> None:
         self.random = random.Random(f"{seed} on {ranks}")
+        # By numbers of their own, so that what seeds found before these were there stays what it was.
         self.transports = random.Random(f"transports of {seed} on {ranks}")
+        self.lookups = random.Random(f"lookups of {seed} on {ranks}")
         self.ranks = ranks
         self.program = Program(seed, ranks)
         self.options = self.program.options
@@ -87,6 +89,7 @@ class _Generator:
         if not sparse:
             layer["use"] = self.random.choices(["once", "twice", "head"], [5, 2, 2])[0]
             layer["by_frequency"] = self.chance(0.1)
+            layer["checkpointed"] = self.lookups.random() < 0.15
         return {**layer, "padding": self.chance(0.2)}
 
     def _table(self) -> dict[str, Any]:
@@ -97,7 +100,8 @@ class _Generator:
 
     def _bag(self, layers: list[Layer]) -> dict[str, Any]:
         mode = self.random.choice(["mean", "sum", "max"])
-        return {"dtype": self._dtype(halves=False), "mode": mode, **self._table()}
+        checkpointed = self.lookups.random() < 0.15
+        return {"dtype": self._dtype(halves=False), "mode": mode, "checkpointed": checkpointed, **self._table()}
 
     def _experts(self, layers: list[Layer]) -> dict[str, Any]:
         return {
@@ -160,7 +164,6 @@ class _Generator:
 
     def _policy(self) -> str | dict[str, Any]:
         policy = self._policy_but_for_transports()
-        # By numbers of its own, so that what seeds found before this was there stays what it was.
         if policy == "allreduce" or self.transports.random() < 0.3:
             return policy
         settings = policy if isinstance(policy, dict) else policy_of(policy).to_dict()

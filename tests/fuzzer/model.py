@@ -72,6 +72,11 @@ class Square(nn.Module):
         return self.matrix(x.to(self.dtype)).float()
 
 
+def _look_up(table: nn.Module, rows: torch.Tensor, checkpointed: bool) -> torch.Tensor:
+    """Backward may have to ask the forward pass once more for the rows, so that nobody knows them before."""
+    return checkpoint(table, rows, use_reentrant=False) if checkpointed else table(rows)
+
+
 class Embedding(nn.Module):
     """A table of which few rows are used: once, twice, or as a head, too, which uses all of them."""
 
@@ -79,6 +84,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.columns = _COLUMNS[layer.get("tokens", "own")]
         self.use = layer.get("use", "once")
+        self.checkpointed = layer.get("checkpointed", False)
         self.table = nn.Embedding(
             layer.get("rows", 11),
             WIDTH,
@@ -90,7 +96,7 @@ class Embedding(nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         rows = tokens[:, self.columns] % self.table.num_embeddings
-        out = self.table(rows).float().mean(1)
+        out = _look_up(self.table, rows, self.checkpointed).float().mean(1)
         if self.use == "twice":
             out = out * self.table(rows.flip(0)[:, :1]).float().mean(1)
         if self.use == "head":
@@ -104,10 +110,11 @@ class Bag(nn.Module):
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.columns = _COLUMNS[layer["tokens"]]
+        self.checkpointed = layer.get("checkpointed", False)
         self.table = nn.EmbeddingBag(layer["rows"], WIDTH, mode=layer["mode"], dtype=DTYPES[layer["dtype"]])
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self.table(tokens[:, self.columns] % self.table.num_embeddings).float()
+        return _look_up(self.table, tokens[:, self.columns] % self.table.num_embeddings, self.checkpointed).float()
 
 
 class Experts(nn.Module):

@@ -77,6 +77,7 @@ _SIMPLER_IN_A_LAYER = {
     "gathers": False,
     "padding": False,
     "by_frequency": False,
+    "checkpointed": False,
     "relu": False,
     "prunes": False,
     "used": 1,

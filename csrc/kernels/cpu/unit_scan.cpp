@@ -1,6 +1,7 @@
 #include "kernels/cpu/unit_scan.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstring>
 
@@ -91,9 +92,9 @@ uint64_t bits_of_unit(const char* unit, int64_t bytes, uint64_t magnitude) {
   return bits;
 }
 
-}  // namespace
-
-UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, ElementType type) {
+// `visit(units, look_at)` calls `look_at` with the units that are to be read, in ascending order.
+template <typename Visit>
+UnitScanResult scan(const void* data, int64_t numel, int64_t unit_length, ElementType type, const Visit& visit) {
   UnitScanResult result;
   if (numel == 0) return result;
   const uint64_t magnitude = ~sign_bits(type);
@@ -102,18 +103,38 @@ UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, E
   const int64_t unit_bytes = std::min(unit_length, numel) * element_bytes(type);
   const int64_t units = (total_bytes - 1) / unit_bytes + 1;
   result.nonzero.resize(static_cast<size_t>((units + 63) / 64));
-  const char* unit = static_cast<const char*>(data);
-  for (int64_t index = 0; index < units; ++index, unit += unit_bytes) {
+  visit(units, [&](int64_t index) {
+    const char* unit = static_cast<const char*>(data) + index * unit_bytes;
     __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(unit) + kUnitsAhead * unit_bytes));
     const uint64_t bits = bits_of_unit(unit, std::min(unit_bytes, total_bytes - index * unit_bytes), magnitude);
-    if (bits == 0) continue;
+    if (bits == 0) return;
     if ((bits & magnitude) != 0) {
       result.nonzero[static_cast<size_t>(index / 64)] |= uint64_t{1} << (index % 64);
     } else {
       result.negative_zeros.push_back(static_cast<uint32_t>(index));
     }
-  }
+  });
   return result;
+}
+
+}  // namespace
+
+UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, ElementType type) {
+  return scan(data, numel, unit_length, type, [](int64_t units, const auto& look_at) {
+    for (int64_t index = 0; index < units; ++index) look_at(index);
+  });
+}
+
+UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, ElementType type,
+                         const std::vector<uint64_t>& candidates) {
+  return scan(data, numel, unit_length, type, [&](int64_t units, const auto& look_at) {
+    for (size_t word = 0; word < candidates.size(); ++word) {
+      for (uint64_t left = candidates[word]; left != 0; left &= left - 1) {
+        const int64_t index = static_cast<int64_t>(word) * 64 + std::countr_zero(left);
+        if (index < units) look_at(index);
+      }
+    }
+  });
 }
 
 }  // namespace ddp_hooks::cpu

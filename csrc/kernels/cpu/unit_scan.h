@@ -22,4 +22,8 @@ struct UnitScanResult {
 // `data` needs no alignment, and may be null when `numel` is 0. At most 2^32 units of at least one element.
 UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, ElementType type);
 
+// The same where all but the `candidates`, bit u % 64 of word u / 64, are known to be +0.0: these are not read.
+UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, ElementType type,
+                         const std::vector<uint64_t>& candidates);
+
 }  // namespace ddp_hooks::cpu
