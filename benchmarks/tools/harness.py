@@ -201,8 +201,10 @@ class _Measurement:
         gc.disable()
         for turn in range(self._rounds):
             pattern = turn % self._workload.patterns
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
+            # There and back, so that nobody always comes after the same one: a long step leaves caches and queues full.
+            first = turn // 2 % len(names)
+            order = names[first:] + names[:first]
+            for name in order if turn % 2 == 0 else reversed(order):
                 variant = self._variants[name]
                 variant.clear(pattern)
                 self._dist.barrier()

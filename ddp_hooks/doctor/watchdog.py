@@ -86,7 +86,10 @@ class Watchdog:
                 reason = f"waiting, for {stood:.0f} s"
             else:
                 continue
-            self.explain(reason)
-            sys.stdout.flush()
-            self._end(EXIT_CODE)
+            try:
+                self.explain(reason)
+                sys.stdout.flush()
+            finally:
+                # Even if nobody is left who would read it: the pipe to a launcher that was killed is broken.
+                self._end(EXIT_CODE)
             return
