@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from spawn import run_ranks
 from test_unit_scan import slow_unit_scan
@@ -260,7 +261,7 @@ class BucketViews(Unknown):
 
 def in_another_row(gradient: torch.Tensor) -> torch.Tensor:
     """Write where no token of `Hooked` leads, past torch's count of what is written."""
-    gradient.data[280:290] += 1.0
+    gradient.data[280:290] += 1.0 + dist.get_rank()  # the average is nobody's own
     return gradient
 
 
@@ -283,12 +284,12 @@ class TensorHook(Hooked):
 
 class TensorHookInPlace(Hooked):
     def attach(self, t: Trainer) -> None:
-        t.model.table.weight.register_hook(lambda gradient: gradient.add_(1.0))
+        t.model.table.weight.register_hook(lambda gradient: gradient.add_(1.0 + t.rank))
 
 
 class AnotherTensor(Hooked):
     def attach(self, t: Trainer) -> None:
-        t.model.table.weight.register_hook(lambda gradient: gradient + 1.0)
+        t.model.table.weight.register_hook(lambda gradient: gradient + 1.0 + t.rank)
 
 
 class AfterAccumulation(Hooked):
@@ -329,18 +330,18 @@ class OnTheNodeLater(OnTheNode):
         return loss
 
 
-class Ones(TorchDispatchMode):
-    """Answers in place of torch: a gradient of ones."""
+class Full(TorchDispatchMode):
+    """Answers in place of torch: a gradient that is full."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        return result.fill_(1.0) if "embedding_dense_backward" in str(function) else result
+        return result.fill_(1.0 + dist.get_rank()) if "embedding_dense_backward" in str(function) else result
 
 
 class UnderAMode(Unknown):
     def step(self, t: Trainer, i: int) -> None:
         loss = t.ddp(tokens(t, i, self.rows)).square().mean()
-        with Ones():
+        with Full():
             loss.backward()
 
 
