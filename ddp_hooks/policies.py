@@ -72,8 +72,9 @@ class Policy:
         longest_pause_steps: adaptive only: the longest pause between two probes.
         min_divided_bytes: a parameter with less is one unit, that is, sent whole or not at all. Bytes.
         min_unit_bytes: rows (slices along the first dimension) shorter than this are put together to units of at least
-            so much. Bytes.
-        max_unit_bytes: rows longer than this are divided into equal parts, each a unit, where they can be. Bytes.
+            so much. Bytes; measured in benchmarks/results/unit_sizes.json.
+        max_unit_bytes: rows longer than this are divided into equal parts, each a unit, where they can be. Bytes;
+            measured likewise.
         rebuild_after: call :func:`ddp_hooks.rebuild` by itself once the same parameters have been unused for this many
             steps in a row; it does nothing unless they are frozen, nor with ``static_graph=True``. 0 for never. Steps.
 
