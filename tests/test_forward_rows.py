@@ -330,6 +330,45 @@ class OnTheNodeLater(OnTheNode):
         return loss
 
 
+class WritesBehindVersions(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return in_another_row(gradient)
+
+
+class BetweenTableAndParameter(Hooked):
+    """What the embedding has made is handed on by somebody else, as the same memory in the same version."""
+
+    def build(self) -> nn.Module:
+        class Between(Table):
+            def forward(self, indices: torch.Tensor) -> torch.Tensor:
+                rows = F.embedding(indices, WritesBehindVersions.apply(self.table.weight))
+                return self.head(torch.tanh(rows))
+
+        return Between(self.rows)
+
+    def attach(self, t: Trainer) -> None:
+        pass
+
+
+class HookThatIsGone(Hooked):
+    """It is not there any more when the rows are asked for."""
+
+    def loss(self, t: Trainer, i: int) -> torch.Tensor:
+        weight = t.model.table.weight
+
+        def write(gradient: torch.Tensor) -> torch.Tensor:
+            weight._backward_hooks = None
+            return in_another_row(gradient)
+
+        weight.register_hook(write)
+        return t.ddp(tokens(t, i, 200)).square().mean()
+
+
 class Full(TorchDispatchMode):
     """Answers in place of torch: a gradient that is full."""
 
@@ -419,7 +458,8 @@ KNOWN: list[type[Counted]] = [
 UNKNOWN: list[type[Counted]] = [
     Tied, TiedToFewRows, TwoCalls, TwoForwards, Accumulated, OnlyAccumulated, GradientsStay, BucketViews, TensorHook,
     TensorHookInPlace, AnotherTensor, AfterAccumulation, OnTheAccumulator, OnTheNode, OnTheNodeLater, UnderAMode,
-    Masked, Shuffled, Recomputed, RecomputedInAPass, SavedElsewhere, MoreTokensThanRows,
+    BetweenTableAndParameter, HookThatIsGone, Masked, Shuffled, Recomputed, RecomputedInAPass, SavedElsewhere,
+    MoreTokensThanRows,
 ]  # fmt: skip
 
 

@@ -26,6 +26,11 @@ at::Tensor flat_and_real(const at::Tensor& dense) {
 
 }  // namespace
 
+bool hands_on_unchanged(const torch::autograd::Node& accumulator, const at::Tensor& parameter) {
+  return torch::autograd::impl::hooks(parameter).empty() && !torch::autograd::impl::post_acc_grad_hooks(parameter) &&
+         accumulator.pre_hooks().empty() && accumulator.post_hooks().size() <= kHooksOfOurs;
+}
+
 BucketSlots::BucketSlots(const ReducerView& reducer)
     : reducer_(reducer), copies_in_batches_(reducer.copies_in_batches()) {
   forget();
@@ -120,10 +125,7 @@ bool BucketSlots::shares_memory(size_t parameter) const {
 }
 
 bool BucketSlots::is_as_autograd_left_it(size_t parameter) const {
-  const at::Tensor& variable = reducer_.parameters()[parameter];
-  const Accumulator& accumulator = reducer_.accumulators()[parameter];
-  return torch::autograd::impl::hooks(variable).empty() && !torch::autograd::impl::post_acc_grad_hooks(variable) &&
-         accumulator->pre_hooks().empty() && accumulator->post_hooks().size() <= kHooksOfOurs;
+  return hands_on_unchanged(*reducer_.accumulators()[parameter], reducer_.parameters()[parameter]);
 }
 
 at::Tensor BucketSlots::place(size_t parameter) const {

@@ -20,6 +20,10 @@
 
 namespace ddp_hooks {
 
+// Whether no hook of a user's stands between what autograd has made and the parameter's .grad. Of hooks behind DDP's
+// own nothing is known (docs/architecture.md, Known limits).
+bool hands_on_unchanged(const torch::autograd::Node& accumulator, const at::Tensor& parameter);
+
 class BucketSlots {
  public:
   explicit BucketSlots(const ReducerView& reducer);
@@ -50,8 +54,7 @@ class BucketSlots {
   // Likewise, for whoever writes into the gradient before backward has ended: only one whose memory nobody else reads.
   // Autograd hands on what it has, so that other gradients, or what is still to be differentiated, may be views of it.
   at::Tensor find_own_or_fill(size_t parameter);
-  // Whether no hook stands between what autograd has made and .grad. Of hooks behind DDP's own nothing is known
-  // (docs/architecture.md, Known limits).
+  const at::Tensor& parameter(size_t parameter) const { return reducer_.parameters()[parameter]; }
   bool is_as_autograd_left_it(size_t parameter) const;
   // The part of the bucket that belongs to a vacant slot, flat and real.
   at::Tensor place(size_t parameter) const;

@@ -4,15 +4,19 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
 #include <unordered_set>
 #include <utility>
 
+#include "reducer/bucket_slots.h"
+
 namespace ddp_hooks {
 namespace {
 
+using torch::autograd::AccumulateGrad;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
@@ -29,18 +33,32 @@ const torch::autograd::SavedVariable* indices_of(const Node& node) {
   return nullptr;
 }
 
+// What the gradient of an embedding's table is handed to; null where that is no parameter's accumulator.
+const AccumulateGrad* accumulator_of(const Node& node) {
+  return node.num_outputs() == 0 ? nullptr : dynamic_cast<const AccumulateGrad*>(node.next_edge(0).function.get());
+}
+
+bool answers_in_python(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.key_set().has(c10::DispatchKey::Python);
+}
+
 class Watch : public torch::autograd::FunctionPostHook {
  public:
   Watch(Node& node, std::shared_ptr<LookedUpRows> told) : node_(node), told_(std::move(told)) {}
 
-  variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
     // Another hook may have changed what the node has made, or be about to.
     if (node_.post_hooks().size() != 1 || outputs.empty() || !outputs.front().defined()) return outputs;
-    // A mode sees every operation, and may have answered in torch's stead.
+    // A mode sees every operation, and may have answered in torch's stead, and so may a class of tensors.
     if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return outputs;
+    if (std::any_of(inputs.begin(), inputs.end(), answers_in_python)) return outputs;
+    const AccumulateGrad* accumulator = accumulator_of(node_);
+    if (accumulator == nullptr || !hands_on_unchanged(*accumulator, accumulator->variable)) return outputs;
     // Hooks on what is saved compute it anew, move it or count how often they are asked.
     const torch::autograd::SavedVariable* indices = indices_of(node_);
-    if (indices != nullptr && !indices->has_hooks()) told_->note(outputs.front(), indices->unpack());
+    if (indices != nullptr && !indices->has_hooks()) {
+      told_->note(accumulator->variable, outputs.front(), indices->unpack());
+    }
     return outputs;
   }
 
@@ -70,7 +88,7 @@ void LookedUpRows::watch(const std::vector<at::Tensor>& outputs) {
     Node& node = *waiting.back();
     waiting.pop_back();
     for (const torch::autograd::Edge& edge : node.next_edges()) visit(edge.function.get());
-    if (!node.post_hooks().empty() || indices_of(node) == nullptr) continue;
+    if (!node.post_hooks().empty() || indices_of(node) == nullptr || accumulator_of(node) == nullptr) continue;
     node.add_post_hook(std::make_unique<Watch>(node, shared_from_this()));
   }
 }
@@ -80,7 +98,7 @@ void LookedUpRows::forget() {
   gradients_.clear();
 }
 
-void LookedUpRows::note(const at::Tensor& gradient, const at::Tensor& indices) {
+void LookedUpRows::note(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& indices) {
   if (!is_plain(gradient) || gradient.dim() != 2 || gradient.storage_offset() != 0 || !gradient.is_floating_point()) {
     return;
   }
@@ -97,16 +115,21 @@ void LookedUpRows::note(const at::Tensor& gradient, const at::Tensor& indices) {
   std::vector<int64_t> looked_up(first, first + positions.numel());
   if (std::any_of(looked_up.begin(), looked_up.end(), [&](int64_t row) { return row < 0 || row >= rows; })) return;
   std::lock_guard lock(mutex_);
-  gradients_.push_back({gradient.storage().getWeakStorageImpl(), static_cast<uint32_t>(gradient._version()),
-                        gradient.scalar_type(), gradient.size(1), gradient.numel(), std::move(looked_up)});
+  // Of what is gone nobody will ask.
+  std::erase_if(gradients_, [](const Gradient& made) { return made.memory.use_count() == 0; });
+  gradients_.push_back({parameter.unsafeGetTensorImpl(), gradient.storage().getWeakStorageImpl(),
+                        static_cast<uint32_t>(gradient._version()), gradient.scalar_type(), gradient.size(1),
+                        gradient.numel(), std::move(looked_up)});
 }
 
-std::vector<uint64_t> LookedUpRows::units_of(const at::Tensor& flat, int64_t unit_length) const {
+std::vector<uint64_t> LookedUpRows::units_of(const at::Tensor& parameter, const at::Tensor& flat,
+                                             int64_t unit_length) const {
   if (!is_plain(flat) || flat.storage_offset() != 0) return {};
   std::lock_guard lock(mutex_);
   const auto made = [&](const Gradient& gradient) {
     // An address may be given out anew, but not while there is a reference to what it was, weak as it may be.
-    return gradient.memory._unsafe_get_target() == flat.storage().unsafeGetStorageImpl() &&
+    return gradient.parameter == parameter.unsafeGetTensorImpl() &&
+           gradient.memory._unsafe_get_target() == flat.storage().unsafeGetStorageImpl() &&
            gradient.version == static_cast<uint32_t>(flat._version()) && gradient.type == flat.scalar_type() &&
            gradient.length == flat.numel();
   };

@@ -102,7 +102,8 @@ void UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, const UsageMask& 
 PendingUnitScan UnitsOfStep::start_scan(const DividedGradient& divided) const {
   const int64_t length = divided.units.length;
   if (slots_.is_as_autograd_left_it(divided.parameter)) {
-    const std::vector<uint64_t> candidates = looked_up_.units_of(divided.gradient.flat, length);
+    const std::vector<uint64_t> candidates =
+        looked_up_.units_of(slots_.parameter(divided.parameter), divided.gradient.flat, length);
     if (!candidates.empty()) {
       RECORD_FUNCTION("ddp_hooks::scan_looked_up", std::vector<c10::IValue>());
       return start_unit_scan(divided.gradient, length, candidates);
