@@ -37,8 +37,12 @@ def run_compiled(part: str, rounds: int) -> list[dict[str, Any]]:
             csrc / f"{name}.cpp"
             for name in (
                 "agreement/mask_codec",
-                "layout/usage_mask",
                 "layout/bucket_layout",
+                "layout/contributors",
+                "layout/transports",
+                "layout/units",
+                "layout/usage_mask",
+                "wire/direct_plan",
                 "wire/wire_plan",
                 "wire/plan_cache",
             )

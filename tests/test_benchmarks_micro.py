@@ -1,0 +1,34 @@
+"""The microbenchmarks whose end nothing else here would notice: what is compiled by itself, and the transports."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from spawn import run_ranks
+
+from micro import local, transports
+
+
+def test_compiles_by_itself() -> None:
+    """Without the extension and without torch, so that it says at once what of csrc/ it needs."""
+    rows = local.run_compiled("mask", 1)
+    assert rows
+    assert all(row["correct"] for row in rows)
+    assert {row["rounds"] for row in rows} == {1}
+
+
+def bring_about(rank: int) -> None:
+    rows: list[dict[str, Any]] = []
+    with (
+        mock.patch.dict("os.environ", {"DDP_HOOKS_TESTBED_RATE": "loopback"}),
+        mock.patch.object(transports.testbed, "report", rows.append),
+        mock.patch.object(transports, "SEGMENT_BYTES", (4 << 10, 1 << 20)),
+    ):
+        transports.transports_rank(1, numel=5000)
+    assert len(rows) == (9 if rank == 0 else 0)
+    assert all(row["correct"] for row in rows), [row["method"] for row in rows if not row["correct"]]
+
+
+def test_transports_bring_everything() -> None:
+    run_ranks(3, bring_about)
