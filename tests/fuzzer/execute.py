@@ -422,9 +422,14 @@ class _Run:
                     _overwrite(parameter, theirs)
 
     def _free_signs(self, name: str, ours: torch.Tensor, theirs: torch.Tensor) -> bool | torch.Tensor:
-        numbers = unit_numbers(self.named[name], policy_of(self.policy))
+        parameter, policy = self.named[name], policy_of(self.policy)
+        # Scaled part by part, not as complex numbers.
+        if parameter.is_complex():
+            return True
+        numbers = unit_numbers(parameter, policy)
         if numbers is not None:
-            zeros = zero_units(numbers, ours, theirs)
+            # What one rank alone contributes is added to +0.0, also where another one has -0.0 and nothing else.
+            zeros = torch.ones_like(numbers, dtype=torch.bool) if policy.direct else zero_units(numbers, ours, theirs)
             self.free_signs[name] = zeros | self.free_signs.get(name, zeros)
         return self.free_signs.get(name, False)
 
