@@ -45,7 +45,7 @@ def a_bert(layers: int, ranks: int, steps: int) -> Findings:
         dense_bytes=10**9,
         parameters=tuple(parameters),
         modules=modules,
-        policies=(PolicyOutlook("skip_unused", 10**9 + 10, True, -1e-8, 1.5),),
+        policies=(PolicyOutlook("skip_unused", 10**9 + 10, (10**9 + 10,), 0, (0,) * ranks, True, -1e-8, 1.5),),
         division=None,
         answers=(Answer("Is find_unused_parameters needed?", "yes", f"unused: {names}"),),
         advice="Add, after wrapping: a line of code that is followed by its reason, which takes some more words.",
