@@ -19,29 +19,12 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from tools import harness, testbed
+from tools import harness
 
 WORKLOADS = ("frozen:0.9", "layerdrop", "multitask", "mixture", "zero_times_sum", "all_used", "ncf", "omnireduce:0.1")
 POLICIES = ("skip_unused", "skip_zeros", "auto")
-
-
-def run_rank(plan: dict[str, Any]) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
-        rows = measure(plan)
-        if dist.get_rank() == 0:
-            for row in rows:
-                testbed.report(row)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def measure(plan: dict[str, Any]) -> list[dict[str, Any]]:
@@ -188,50 +171,15 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
-    parser.add_argument("--links", nargs="+", default=["1gbit"], help="rates, none, or loopback")
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--size", default="default", help="tiny, small or default")
+    harness.add_options_of_plans(parser, WORKLOADS, ["1gbit"], "doctor_estimate_1gbit")
     parser.add_argument("--steps", type=int, default=4, help="timed, and watched, of each; whole cycles of patterns")
     parser.add_argument("--settling", type=int, default=24, help="the most steps before auto is timed")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds, for each workload on each link")
-    parser.add_argument("--name", default="doctor_estimate_1gbit", help="of the result")
-    parser.add_argument("--folder", type=Path, default=harness.RESULTS, help="where it is written")
-    parser.add_argument("--plan", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if harness.is_rank():
-        run_rank(json.loads(options.plan))
+        harness.report_rows(lambda: measure(json.loads(options.plan)))
         return 0
-    results: dict[str, Any] = {
-        "benchmark": "doctor_estimate",
-        "header": harness.environment_header(sys.argv, options.hosts, options.links),
-        "rows": [],
-    }
-    for link in options.links:
-        for workload in options.workloads:
-            plan = {
-                "workload": workload,
-                "link": link,
-                "size": options.size,
-                "steps": options.steps,
-                "settling": options.settling,
-            }
-            try:
-                argv = [__file__, "--plan", json.dumps(plan)]
-                outcomes = testbed.launch(argv, options.hosts, link, options.timeout, echo_rank=None)
-            except testbed.TestbedUnavailable as error:
-                print(f"cannot run here: {error}", file=sys.stderr)
-                return 69
-            except testbed.RankFailed as error:
-                print(error, file=sys.stderr)
-                return 1
-            results["rows"] += outcomes[0].results
-            print_table(outcomes[0].results)
-            harness.write(options.name, results, options.folder)
-    results["sentence"] = describe(results["rows"])
-    harness.write(options.name, results, options.folder)
-    print(results["sentence"])
-    return 0
+    settings = {"steps": options.steps, "settling": options.settling}
+    return harness.launch_plans(__file__, options, lambda link: settings, print_table, describe)
 
 
 if __name__ == "__main__":

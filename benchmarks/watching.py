@@ -19,27 +19,11 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tools import harness, testbed
 
 WORKLOADS = ("all_used", "layerdrop", "ncf")
-
-
-def run_rank(plan: dict[str, Any]) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
-        row = measure(plan)
-        if dist.get_rank() == 0:
-            testbed.report(row)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def measure(plan: dict[str, Any]) -> dict[str, Any]:
@@ -122,59 +106,32 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
     return text + "."
 
 
+def print_row(rows: Sequence[dict[str, Any]]) -> None:
+    (row,) = rows
+    ratio = row["ratio"]
+    print(
+        f"{row['label']:<12} {row['link']:<9} {row['step_seconds']['median'] * 1e3:8.1f} ms, watched "
+        f"{row['watched_step_seconds']['median'] * 1e3:8.1f} ms, ratio {ratio['median']:.3f} "
+        f"({ratio['q1']:.3f} to {ratio['q3']:.3f})",
+        flush=True,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
-    parser.add_argument("--links", nargs="+", default=[testbed.LOOPBACK, "1gbit"], help="rates, none, or loopback")
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--size", default="default", help="tiny, small or default")
+    harness.add_options_of_plans(parser, WORKLOADS, [testbed.LOOPBACK, "1gbit"], "watching")
     parser.add_argument("--steps", type=int, default=4, help="of a block, rounded up to whole cycles of patterns")
     parser.add_argument("--pairs", type=int, default=8, help="of blocks on loopback; half as many elsewhere")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds, for each workload on each link")
-    parser.add_argument("--name", default="watching", help="of the result")
-    parser.add_argument("--folder", type=Path, default=harness.RESULTS, help="where it is written")
-    parser.add_argument("--plan", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if harness.is_rank():
-        run_rank(json.loads(options.plan))
+        harness.report_rows(lambda: [measure(json.loads(options.plan))])
         return 0
-    results: dict[str, Any] = {
-        "benchmark": "watching",
-        "header": harness.environment_header(sys.argv, options.hosts, options.links),
-        "rows": [],
-    }
-    for link in options.links:
-        for workload in options.workloads:
-            plan = {
-                "workload": workload,
-                "link": link,
-                "size": options.size,
-                "steps": options.steps,
-                "pairs": options.pairs if link == testbed.LOOPBACK else max(options.pairs // 2, 1),
-            }
-            try:
-                argv = [__file__, "--plan", json.dumps(plan)]
-                outcomes = testbed.launch(argv, options.hosts, link, options.timeout, echo_rank=None)
-            except testbed.TestbedUnavailable as error:
-                print(f"cannot run here: {error}", file=sys.stderr)
-                return 69
-            except testbed.RankFailed as error:
-                print(error, file=sys.stderr)
-                return 1
-            row = outcomes[0].results[0]
-            results["rows"].append(row)
-            ratio = row["ratio"]
-            print(
-                f"{row['label']:<12} {link:<9} {row['step_seconds']['median'] * 1e3:8.1f} ms, watched "
-                f"{row['watched_step_seconds']['median'] * 1e3:8.1f} ms, ratio {ratio['median']:.3f} "
-                f"({ratio['q1']:.3f} to {ratio['q3']:.3f})",
-                flush=True,
-            )
-            harness.write(options.name, results, options.folder)
-    results["sentence"] = describe(results["rows"])
-    harness.write(options.name, results, options.folder)
-    print(results["sentence"])
-    return 0
+
+    def settings_on(link: str) -> dict[str, int]:
+        pairs = options.pairs if link == testbed.LOOPBACK else max(options.pairs // 2, 1)
+        return {"steps": options.steps, "pairs": pairs}
+
+    return harness.launch_plans(__file__, options, settings_on, print_row, describe)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -107,13 +107,18 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 def run_ranks(plan: Plan) -> None:
     """On every rank: time the plan's peers against each other; rank 0 reports one row for each."""
+    report_rows(lambda: _Measurement(plan).run())
+
+
+def report_rows(measure: Callable[[], Sequence[dict[str, Any]]]) -> None:
+    """On every rank: measure in a process group of its own; rank 0 reports what it gets."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        rows = _Measurement(plan).run()
+        rows = measure()
         if dist.get_rank() == 0:
             for row in rows:
                 testbed.report(row)
@@ -400,6 +405,62 @@ def main(script: str, plans: Sequence[Plan], links: Sequence[str], options: argp
     write(name, results)
     print(results["sentence"])
     return 1 if results["failures"] else 0
+
+
+def add_options_of_plans(
+    parser: argparse.ArgumentParser, workloads: Sequence[str], links: Sequence[str], name: str
+) -> None:
+    """What a script asks for that has plans of its own kind, see `launch_plans`."""
+    parser.add_argument("--workloads", nargs="+", default=list(workloads))
+    parser.add_argument("--links", nargs="+", default=list(links), help="rates, none, or loopback")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--size", default="default", help="tiny, small or default")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds, for each workload on each link")
+    parser.add_argument("--name", default=name, help="of the result")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where it is written")
+    parser.add_argument("--plan", help=argparse.SUPPRESS)
+
+
+def launch_plans(
+    script: str,
+    options: argparse.Namespace,
+    settings_on: Callable[[str], dict[str, Any]],
+    show: Callable[[Sequence[dict[str, Any]]], None],
+    describe: Callable[[Sequence[dict[str, Any]]], str],
+) -> int:
+    """Run the script's ranks for every workload on every link; write JSON as it comes in, end with one sentence.
+
+    Args:
+        script: its file, which is started with ``--plan`` on every host.
+        options: of `add_options_of_plans`.
+        settings_on: what a plan has on a link besides workload, link and size.
+        show: prints the rows of one plan.
+        describe: makes the sentence of all rows.
+    """
+    results: dict[str, Any] = {
+        "benchmark": Path(script).stem,
+        "header": environment_header(sys.argv, options.hosts, options.links),
+        "rows": [],
+    }
+    for link in options.links:
+        for workload in options.workloads:
+            plan = {"workload": workload, "link": link, "size": options.size, **settings_on(link)}
+            try:
+                argv = [script, "--plan", json.dumps(plan)]
+                outcomes = testbed.launch(argv, options.hosts, link, options.timeout, echo_rank=None)
+            except testbed.TestbedUnavailable as error:
+                print(f"cannot run here: {error}", file=sys.stderr)
+                return 69
+            except testbed.RankFailed as error:
+                print(error, file=sys.stderr)
+                return 1
+            results["rows"] += outcomes[0].results
+            show(outcomes[0].results)
+            write(options.name, results, options.folder)
+    results["sentence"] = describe(results["rows"])
+    write(options.name, results, options.folder)
+    print(results["sentence"])
+    return 0
 
 
 def write(name: str, results: dict[str, Any], folder: Path = RESULTS) -> Path:
