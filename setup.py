@@ -38,13 +38,11 @@ except ModuleNotFoundError:
 
 ROOT = Path(__file__).parent
 SUPPORTED_TORCH = "torch>=2.11,<2.14"
-# What needs torch's headers is compiled a few rooms at a time, because reading them takes most of the time: as long as
-# all that stands in csrc/. Patterns in csrc/; every other file is compiled by itself.
+# What needs torch's headers is compiled many rooms at a time, because reading them takes most of the time: half of what
+# the largest of these takes. Patterns in csrc/; every other file is compiled by itself.
 COMPILED_AS_ONE = {
-    "kernels": ["kernels/*.cpp"],
-    "reducer_and_agreement": ["reducer/*.cpp", "agreement/*.cpp"],
-    "wire": ["values/*.cpp", "wire/*.cpp"],
-    "engine": ["engine/*.cpp"],
+    "kernels_and_wire": ["kernels/*.cpp", "kernels/cuda/*.cpp", "values/*.cpp", "wire/*.cpp"],
+    "agreement_and_engine": ["reducer/*.cpp", "agreement/*.cpp", "engine/*.cpp"],
     "bindings_of_kernels": [f"bindings/{room}.cpp" for room in ("module", "kernels", "layout", "values", "wire")],
     "bindings_of_engine": [f"bindings/{room}.cpp" for room in ("agreement", "reducer", "reducer_probes", "engine")],
 }
@@ -119,9 +117,11 @@ def sanitizer_flags() -> tuple[list[str], list[str]]:
         sys.exit(f"DDP_HOOKS_SANITIZE: expected {wishes} or nothing, received {sanitizers!r}")
     if not sanitizers:
         return [], []
-    # Lines for the reports, and stacks that can be walked. Assertions find what stays within a vector's capacity.
+    # Lines for the reports, and stacks that can be walked. Assertions find what stays within a vector's capacity, and
+    # references to Python's objects that are counted without the GIL.
     # Less is optimised, so that a report's frames are those of the source.
     compiling = ["-g1", "-O1", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls", "-D_GLIBCXX_ASSERTIONS"]
+    compiling.append("-DPYBIND11_ASSERT_GIL_HELD_INCREF_DECREF")
     return [f"-fsanitize={sanitizers}", *compiling], [f"-fsanitize={sanitizers}"]
 
 
@@ -166,6 +166,9 @@ def sources() -> list[str]:
         alone.difference_update(parts)
         path = ROOT / "build" / "joined" / f"{name}.cpp"
         text = "".join(f'#include "{part.relative_to(csrc).as_posix()}"\n' for part in parts)
+        if name.startswith("bindings"):
+            # Optimising what pybind11 makes of them takes as long as all else, and a step passes there a few times.
+            text = f'#if defined(__GNUC__) && !defined(__clang__)\n#pragma GCC optimize("O1")\n#endif\n{text}'
         # Left alone where nothing changes, so that nothing is compiled anew.
         if not path.exists() or path.read_text() != text:
             path.parent.mkdir(parents=True, exist_ok=True)
