@@ -44,10 +44,12 @@ class RunReport:
         """Take a module into the report."""
         self._made.append(made)
 
-    def end(self, *, quiet: bool, file: Path | None) -> None:
+    def end(self, *, failed: bool, quiet: bool, file: Path | None) -> None:
         """Serve no more, and let rank 0 tell what was sent.
 
         Args:
+            failed: whether the script ended with an error; then nothing is said of a run without a module, because the
+                error is what has to be read.
             quiet: print nothing.
             file: where to write it as JSON, or None.
         """
@@ -57,7 +59,7 @@ class RunReport:
         rank = self._made[0].rank if self._made else int(os.environ.get("RANK", "0"))
         if rank != 0:
             return
-        if not quiet:
+        if not quiet and not (failed and not self._made):
             print(self.describe(), file=sys.stderr)
         if file is not None:
             try:

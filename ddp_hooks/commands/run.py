@@ -34,9 +34,13 @@ def _execute(parsed: argparse.Namespace) -> int:
     script = script_of(parsed)
     report = run_report.RunReport(PRESETS[parsed.policy], script)
     report.start()
+    failed = False
     try:
         run_script(script, as_module=parsed.as_module)
+    except BaseException as error:
+        failed = not (isinstance(error, SystemExit) and error.code in (None, 0))
+        raise
     finally:
         # Also where the script raised, or left by sys.exit().
-        report.end(quiet=parsed.quiet, file=parsed.report)
+        report.end(failed=failed, quiet=parsed.quiet, file=parsed.report)
     return 0

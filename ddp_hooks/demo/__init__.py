@@ -10,6 +10,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..wording import fill
+
 SIZES = {"small": 2048, "medium": 3072, "large": 4096}
 # Weights, gradients, momentum, DDP's buckets; for each of the two runs.
 COPIES_OF_THE_MODEL = 2 * 4
@@ -62,7 +64,7 @@ def _run(options: Options) -> int:
         return 2
     problem = _find_problem_of_output(options.output)
     if problem is not None:
-        print(f"{problem} Choose another folder with --output.", file=sys.stderr)
+        print(problem, file=sys.stderr)
         return 2
     # Only now: these import what may be missing.
     import ddp_hooks
@@ -110,7 +112,10 @@ def _find_problem_of_output(output: Path) -> str | None:
         with tempfile.TemporaryFile(dir=output):
             pass
     except OSError as error:
-        return f"Expected a folder to write demo.png and demo.json to, received {output}: {error.strerror or error}."
+        return fill(
+            f"Expected a folder to write demo.png and demo.json to, received {output}: {error.strerror or error}. "
+            "Choose another folder with --output."
+        )
     return None
 
 
