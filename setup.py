@@ -226,7 +226,13 @@ def extension() -> setuptools.Extension:
 
 
 class Build(cpp_extension.BuildExtension):
-    """Says what it is doing, because it takes a minute or two."""
+    """Says what it is doing, because it takes a minute or two, and does it once."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.inplace:
+            # For an editable install pip chooses a folder that is gone afterwards: the next build would begin anew.
+            self.build_temp = str(ROOT / "build" / "objects")
 
     def build_extensions(self) -> None:
         kernels = f"CUDA {torch.version.cuda}" if WITH_CUDA else "the CPU"
