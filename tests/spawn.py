@@ -27,6 +27,8 @@ DEFAULT_TIMEOUT_SECONDS = 90.0
 COLLECTIVE_TIMEOUT_SECONDS = 30.0
 # How long the other ranks may go on after one failed: their own error is worth having, their hang is not.
 GRACE_SECONDS = 5.0
+# How many processes stay, those of all pools together. With a sanitizer each takes more than a gigabyte.
+RANKS_KEPT = int(os.environ.get("DDP_HOOKS_RANKS_KEPT", "24"))
 
 
 class RankFailure(AssertionError):
@@ -175,12 +177,20 @@ def run_ranks(
     """
     environments = [environment(rank) for rank in range(world_size)]
     key = repr(environments)
-    pool = _pools.get(key)
-    if pool is None or not pool.alive:
-        if pool is not None:
-            pool.kill()
-        pool = _pools[key] = RankPool(world_size, environments)
+    pool = _pools.pop(key, None)
+    if pool is not None and not pool.alive:
+        pool.kill()
+        pool = None
+    if pool is None:
+        _make_room(world_size)
+        pool = RankPool(world_size, environments)
+    _pools[key] = pool  # so that what was used longest ago comes first
     return pool.run(function, *args, **options)
+
+
+def _make_room(ranks: int) -> None:
+    while _pools and sum(pool.world_size for pool in _pools.values()) + ranks > RANKS_KEPT:
+        _pools.pop(next(iter(_pools))).kill()
 
 
 @atexit.register
