@@ -471,6 +471,25 @@ def test_sums_wait_for_nobody() -> None:
     run_ranks(3, sums_wait_for_nobody)
 
 
+def sums_of_a_static_graph(rank: int) -> None:
+    """In the first pass the Reducer hands over all buckets, and waits for them, within one call."""
+    gradients = []
+    for policy in (None, DIRECT):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Heads(2), static_graph=True)
+        state = None if policy is None else register(ddp, policy, True)
+        for _ in range(3):
+            ddp(torch.ones(2, 64), min(rank, 1)).sum().backward()
+        gradients.append([p.grad for p in ddp.parameters()])
+    assert state.stats().owner_bytes > 0
+    for ours, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_sums_of_a_static_graph() -> None:
+    run_ranks(3, sums_of_a_static_graph)
+
+
 def statistics_while_sums_wait(rank: int) -> None:
     """Whoever sums waits for what comes in through gloo's threads, and these may be asking for statistics."""
 

@@ -119,7 +119,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
   try {
     const bool shadow = !reducer_.in_backward();
     if (shadow) reducer_lock = reducer_.lock();
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     TORCH_CHECK(prelude_, "ddp_hooks: expected a state that serves this module, received one that was closed; call ",
                 "ddp_hooks.register(ddp) on every rank");
     const double waited_before = statistics_.exchanges.wait_seconds;
@@ -132,8 +132,11 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
       // Collectives that are still under way keep their own references.
       sender_.drop_staging();
     }
+    const auto due = step_ && step_->sums_are_due ? step_ : nullptr;
     if (step_ && step_->buckets.size() >= layout_->buckets.size()) step_.reset();
     statistics_.hook_seconds += stopwatch.seconds() - (statistics_.exchanges.wait_seconds - waited_before);
+    lock.unlock();
+    if (due) bring_sums(due);
   } catch (...) {
     if (!future->completed()) future->setError(std::current_exception());
   }
@@ -205,20 +208,28 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
 // collective of their backward passes, which waits for this rank. The Reducer queues its own last act later.
 void Engine::send_sums() {
   if (!sender_.contributions(step_)) return;
-  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), step = step_] {
-    const at::NoGradGuard no_grad;
-    try {
-      // Waits without the lock: gloo's threads, which bring the contributions, may run callbacks of the user's futures
-      // that ask for statistics.
-      while (const auto contributions = self->contributions_to_sums(step)) {
-        contributions->wait();
-        std::lock_guard lock(self->mutex_);
-        self->sender_.send_sums(step);
-      }
-    } catch (...) {
-      step->fail(std::current_exception());
+  if (reducer_.learns_static_graph()) {
+    // The end of backward has come: the Reducer hands over all buckets and then waits for them in one call.
+    step_->sums_are_due = true;
+    return;
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this(), step = step_] { self->bring_sums(step); });
+}
+
+void Engine::bring_sums(const std::shared_ptr<Step>& step) {
+  const at::NoGradGuard no_grad;
+  try {
+    // Waits without the lock: gloo's threads, which bring the contributions, may run callbacks of the user's futures
+    // that ask for statistics.
+    while (const auto contributions = contributions_to_sums(step)) {
+      contributions->wait();
+      std::lock_guard lock(mutex_);
+      sender_.send_sums(step);
     }
-  });
+  } catch (...) {
+    step->fail(std::current_exception());
+  }
 }
 
 c10::intrusive_ptr<c10d::Work> Engine::contributions_to_sums(const std::shared_ptr<Step>& step) {

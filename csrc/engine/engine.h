@@ -121,6 +121,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void fill_slots(uint32_t bucket);
   void note_unheard(uint32_t bucket);
   void send_sums();
+  void bring_sums(const std::shared_ptr<Step>& step);
   c10::intrusive_ptr<c10d::Work> contributions_to_sums(const std::shared_ptr<Step>& step);
   void average_late(const Step& step, bool contribute);
 

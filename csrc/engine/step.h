@@ -29,6 +29,7 @@ struct Step : StepInFlight {
   std::optional<UnitsOfStep> units;  // where some parameters are agreed on by units
   std::optional<size_t> unheard;     // a parameter with a gradient that was not sent
   bool rebuild = false;              // the Reducer is to be made anew after this backward pass
+  bool sums_are_due = false;         // to be brought as soon as the engine's lock is free
 };
 
 }  // namespace ddp_hooks
