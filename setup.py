@@ -41,7 +41,8 @@ SUPPORTED_TORCH = "torch>=2.11,<2.14"
 # What needs torch's headers is compiled many rooms at a time, because reading them takes most of the time: half of what
 # the largest of these takes. Patterns in csrc/; every other file is compiled by itself.
 COMPILED_AS_ONE = {
-    "kernels_and_wire": ["kernels/*.cpp", "kernels/cuda/*.cpp", "values/*.cpp", "wire/*.cpp"],
+    "kernels_and_layout": ["kernels/*.cpp", "kernels/cuda/*.cpp", "layout/*.cpp"],
+    "values_and_wire": ["values/*.cpp", "wire/*.cpp"],
     "agreement_and_engine": ["reducer/*.cpp", "agreement/*.cpp", "engine/*.cpp"],
     "bindings_of_kernels": [f"bindings/{room}.cpp" for room in ("module", "kernels", "layout", "values", "wire")],
     "bindings_of_engine": [f"bindings/{room}.cpp" for room in ("agreement", "reducer", "reducer_probes", "engine")],
