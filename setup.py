@@ -44,7 +44,9 @@ COMPILED_AS_ONE = {
     "kernels_and_layout": ["kernels/*.cpp", "kernels/cuda/*.cpp", "layout/*.cpp"],
     "values_and_wire": ["values/*.cpp", "wire/*.cpp"],
     "agreement_and_engine": ["reducer/*.cpp", "agreement/*.cpp", "engine/*.cpp"],
-    "bindings_of_kernels": [f"bindings/{room}.cpp" for room in ("module", "kernels", "layout", "values", "wire")],
+    "bindings_of_kernels": [
+        f"bindings/{room}.cpp" for room in ("module", "kernels", "layout", "mask_codec", "values", "wire")
+    ],
     "bindings_of_engine": [f"bindings/{room}.cpp" for room in ("agreement", "reducer", "reducer_probes", "engine")],
 }
 # Kernel parameters by value in constant memory (__grid_constant__) begin with this one.

@@ -9,6 +9,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   ddp_hooks::bind_layout(m);
   ddp_hooks::bind_reducer(m);
   ddp_hooks::bind_agreement(m);
+  ddp_hooks::bind_mask_codec(m);
   ddp_hooks::bind_values(m);
   ddp_hooks::bind_wire(m);
   ddp_hooks::bind_engine(m);

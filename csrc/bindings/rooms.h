@@ -11,6 +11,7 @@ void bind_kernels(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
 void bind_reducer(pybind11::module_& m);
 void bind_agreement(pybind11::module_& m);
+void bind_mask_codec(pybind11::module_& m);  // and planes: of agreement/ what needs nothing of torch
 void bind_values(pybind11::module_& m);
 void bind_wire(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);
