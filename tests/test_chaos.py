@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import resumable
 import torch
+import torch.distributed as dist
 from spawn import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import register
+
+from ddp_hooks import control_groups
 
 TESTS = Path(__file__).parent
 SECONDS = {"kill": 8, "stop": 8, "late": 4, "alone": 6, "slow": 6}
@@ -33,6 +40,59 @@ def test_a_frozen_rank_is_noticed() -> None:
     """One round, because it takes the process groups' timeout and more."""
     done = run_chaos("--kind", "freeze", "--rounds", "1", "--stack")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+# --- a rank that alone does not get the agreed mask
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.branches[1](self.branches[0](batch))
+
+
+def fails_alone(rank: int, native: bool) -> str:
+    """Fail the mask exchange of rank 1 after rank 0 has got what it needs: a message with nothing in it, made by hand.
+
+    Returns:
+        The error of this rank's step.
+    """
+    data = dist.new_group([0, 1], timeout=timedelta(seconds=4))
+    # On which nobody answers.
+    silent = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    opened = []
+
+    def open_group(*arguments: Any) -> Any:
+        opened.append(open_as_ever(*arguments))
+        return silent._get_backend(torch.device("cpu")) if rank == 1 else opened[0]
+
+    open_as_ever = control_groups._open_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control_groups, "_open_group", open_group)
+        ddp = DistributedDataParallel(Branches(), process_group=data, find_unused_parameters=True, bucket_cap_mb=0.005)
+        register(ddp, "skip_unused", native)
+    if rank == 1:
+        # Six words of a header, and one with a bit a parameter.
+        words = [torch.zeros(1, 7, dtype=torch.int64) for _ in range(3)]
+        opened[0].allgather([words[:2]], words[2:])
+    try:
+        ddp(torch.ones(2, 32)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_rank_without_the_agreed_mask(native: bool) -> None:
+    """Rank 0 sends what was agreed; rank 1 cannot, and must not send the Reducer's used map in its place.
+
+    Messages of different sizes are what gloo ends a process for.
+    """
+    for error in run_ranks(2, fails_alone, native):
+        assert "Timed out waiting" in error
 
 
 # --- runs that go on from a checkpoint

@@ -120,18 +120,18 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
     const bool shadow = !reducer_.in_backward();
     if (shadow) reducer_lock = reducer_.lock();
     std::unique_lock lock(mutex_);
-    TORCH_CHECK(prelude_, "ddp_hooks: expected a state that serves this module, received one that was closed; call ",
-                "ddp_hooks.register(ddp) on every rank");
     const double waited_before = statistics_.exchanges.wait_seconds;
     const at::NoGradGuard no_grad;
     try {
+      TORCH_CHECK(prelude_, "ddp_hooks: expected a state that serves this module, received one that was closed; call ",
+                  "ddp_hooks.register(ddp) on every rank");
       take_bucket(bucket, shadow, future);
     } catch (...) {
-      if (!step_) throw;
-      step_->fail(std::current_exception());
+      step_ ? step_->fail(std::current_exception()) : future->setError(std::current_exception());
       // Collectives that are still under way keep their own references.
       sender_.drop_staging();
     }
+    if (bucket.isLast() && !shadow && !(step_ && step_->closed)) leave_out_used_map();
     const auto due = step_ && step_->sums_are_due ? step_ : nullptr;
     if (step_ && step_->buckets.size() >= layout_->buckets.size()) step_.reset();
     statistics_.hook_seconds += stopwatch.seconds() - (statistics_.exchanges.wait_seconds - waited_before);
@@ -365,6 +365,18 @@ void Engine::open_step(bool shadow) {
   }
 }
 
+// What a rank has not sent the others wait for, and they would take the next that comes from it for that: its all-reduce
+// of the used map, which is of another size and another type.
+void Engine::leave_out_used_map() {
+  if (!reducer_.searches_graph()) return;
+  reducer_.leave_out_used_map(true);
+  torch::autograd::Engine::get_default_engine().queue_callback([reducer = reducer_] {
+    if (reducer.is_gone()) return;
+    const auto lock = reducer.lock();
+    reducer.leave_out_used_map(false);
+  });
+}
+
 void Engine::refresh_layout() {
   if (!layout_.refresh()) return;
   units_.use_layout(*layout_);
@@ -375,6 +387,7 @@ void Engine::refresh_layout() {
 
 void Engine::close_step() {
   Step& step = *step_;
+  step.closed = true;
   usage_ = {step.local, step.agreed, {}, step.contributors};
   if (step.units) {
     usage_.units = step.units->counts();

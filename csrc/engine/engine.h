@@ -112,6 +112,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
                   const Contributors& contributors);
   EngineSettings fitted(EngineSettings settings) const;
   void close_step();
+  void leave_out_used_map();
   void gradients_done();
   void after_backward(const std::shared_ptr<Step>& step);
 

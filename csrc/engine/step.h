@@ -30,6 +30,7 @@ struct Step : StepInFlight {
   std::optional<size_t> unheard;     // a parameter with a gradient that was not sent
   bool rebuild = false;              // the Reducer is to be made anew after this backward pass
   bool sums_are_due = false;         // to be brought as soon as the engine's lock is free
+  bool closed = false;               // all messages have been started
 };
 
 }  // namespace ddp_hooks

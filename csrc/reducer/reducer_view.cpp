@@ -211,6 +211,12 @@ void ReducerView::unsettle_used_map() const {
   Members::used_map_is_reduced(*get()) = false;
 }
 
+void ReducerView::leave_out_used_map(bool leave_out) const {
+  // A static graph has no use for the map. Between the last bucket and the end of the pass the Reducer asks for nothing
+  // else that depends on it.
+  Members::static_graph(*get()) = leave_out;
+}
+
 bool ReducerView::is_in_a_graph(size_t parameter, int64_t holders) const {
   // The Reducer holds each accumulator twice: by itself, and with the hook that it has set on it.
   constexpr int64_t kHeldByReducer = 2;

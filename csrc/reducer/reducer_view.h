@@ -108,6 +108,9 @@ class ReducerView {
   void wait_for_used_map() const;
   // The Reducer unsettles its map only if its pass did not fail. Call it when the next pass opens.
   void unsettle_used_map() const;
+  // Whether the Reducer leaves out the map's all-reduce in this pass. Where it searches the graph only; ask for it
+  // before the last bucket is handed back, and take it back before the end of the pass.
+  void leave_out_used_map(bool leave_out) const;
 
   // Whether some graph that has not been freed leads to parameter i, so that a backward pass may bring it a gradient.
   // May be true without one, where somebody else holds the parameter's accumulator. `holders` says how often it is held
