@@ -369,12 +369,12 @@ void Engine::open_step(bool shadow) {
 // of the used map, which is of another size and another type.
 void Engine::leave_out_used_map() {
   if (!reducer_.searches_graph()) return;
-  reducer_.leave_out_used_map(true);
   torch::autograd::Engine::get_default_engine().queue_callback([reducer = reducer_] {
     if (reducer.is_gone()) return;
     const auto lock = reducer.lock();
     reducer.leave_out_used_map(false);
   });
+  reducer_.leave_out_used_map(true);
 }
 
 void Engine::refresh_layout() {
