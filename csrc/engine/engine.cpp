@@ -365,8 +365,8 @@ void Engine::open_step(bool shadow) {
   }
 }
 
-// What a rank has not sent the others wait for, and they would take the next that comes from it for that: its all-reduce
-// of the used map, which is of another size and another type.
+// What a rank has not sent the others wait for, and they would take the next that comes from it for that: its
+// all-reduce of the used map, which is of another size and another type.
 void Engine::leave_out_used_map() {
   if (!reducer_.searches_graph()) return;
   torch::autograd::Engine::get_default_engine().queue_callback([reducer = reducer_] {
