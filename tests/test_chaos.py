@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import register
 
-from ddp_hooks import control_groups
+from ddp_hooks import _C, control_groups
 
 TESTS = Path(__file__).parent
 SECONDS = {"kill": 8, "stop": 8, "late": 4, "alone": 6, "slow": 6}
@@ -94,6 +95,29 @@ def test_a_rank_without_the_agreed_mask(native: bool) -> None:
     assert [sent for _, sent in results] == [True, False]
     for error, _ in results:
         assert re.search("Timed out waiting|Application timeout", error)
+
+
+def comes_late_to_a_bucket(rank: int, native: bool) -> bool:
+    """Rank 1 comes to the exchange of a later bucket when rank 0 has given up; nobody used what is in the first one.
+
+    Returns:
+        Whether the Reducer searches the graph in the next pass, as it did before.
+    """
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    model = Branches()
+    ddp = DistributedDataParallel(model, process_group=group, find_unused_parameters=True, bucket_cap_mb=0.004)
+    register(ddp, "skip_zeros", native)
+    if rank == 1:
+        model.branches[0].weight.register_hook(lambda _: time.sleep(4))
+    with pytest.raises(RuntimeError):
+        ddp(torch.ones(2, 32)).sum().backward()
+    return not _C.probe_reducer(ddp.reducer)["static_graph_"]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_bucket_after_one_that_nobody_used(native: bool) -> None:
+    """The first bucket did not fail, so the Reducer copies it out, and must not wait for the map that was not sent."""
+    assert run_ranks(2, comes_late_to_a_bucket, native) == [True, True]
 
 
 # --- runs that go on from a checkpoint

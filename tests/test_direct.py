@@ -425,6 +425,34 @@ def test_gradient_by_hand() -> None:
     run_ranks(2, gradient_by_hand)
 
 
+def gradient_by_hand_beside_sums(rank: int) -> None:
+    """As above, of what the two other ranks used: they wait for this one to take its part in sums by owner."""
+    ddp = DistributedDataParallel(Heads(2), find_unused_parameters=True)
+    state = register(ddp, DIRECT, True)
+    x, used = torch.ones(2, 64), ddp.module.heads[1].weight
+
+    def make(_: torch.Tensor) -> None:
+        used.grad = torch.ones_like(used)
+
+    first = None
+    if rank == 0:
+        handle = ddp.module.trunk.weight.register_hook(make)
+        with pytest.raises(RuntimeError, match=r"parameter 'heads.1.weight' was unused here when .* was not sent"):
+            ddp(x, 0).sum().backward()
+        handle.remove()
+    else:
+        ddp(x, 1).sum().backward()
+        first = used.grad.clone()
+    assert state.stats().owner_bytes > 0
+    ddp.zero_grad()
+    ddp(x, min(rank, 1)).sum().backward()
+    assert first is None or torch.equal(used.grad, first)
+
+
+def test_gradient_by_hand_beside_sums() -> None:
+    run_ranks(3, gradient_by_hand_beside_sums)
+
+
 class WaitsForAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):

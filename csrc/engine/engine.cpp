@@ -92,10 +92,11 @@ void Engine::close(bool remove_hook, bool dying) {
     TORCH_CHECK(dying || (!step_ && !reducer_.in_backward()),
                 "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass");
     slots_.give_all_back();
+    if (!reducer_.in_backward()) reducer_.unsettle_used_map();
     if (remove_hook && !dying) hook = reducer_.take_hook();
   }
   step_.reset();
-  sender_.drop_staging();
+  sender_.drop();
   reports.swap(reports_);
   prelude.swap(prelude_);
   control_groups.swap(control_groups_);
@@ -128,8 +129,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
       take_bucket(bucket, shadow, future);
     } catch (...) {
       step_ ? step_->fail(std::current_exception()) : future->setError(std::current_exception());
-      // Collectives that are still under way keep their own references.
-      sender_.drop_staging();
+      // Collectives that are still under way keep their own references. What the others wait for is still sent.
+      step_ && step_->closed ? sender_.drop_staging() : sender_.drop();
     }
     if (bucket.isLast() && !shadow && !(step_ && step_->closed)) leave_out_used_map();
     const auto due = step_ && step_->sums_are_due ? step_ : nullptr;
@@ -148,7 +149,7 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
     // The pass before broke off between two buckets, and DDP was told to go on (`_update_process_group`).
     step_->fail(std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was broken off")));
     step_.reset();
-    sender_.drop_staging();
+    sender_.drop();
   }
   const bool first = !step_;
   if (first) step_ = std::make_shared<Step>();
@@ -230,6 +231,10 @@ void Engine::bring_sums(const std::shared_ptr<Step>& step) {
   } catch (...) {
     step->fail(std::current_exception());
   }
+  if (!step->error) return;
+  // Nobody waits for what is still under way; the next step may not use its memory.
+  std::lock_guard lock(mutex_);
+  sender_.drop();
 }
 
 c10::intrusive_ptr<c10d::Work> Engine::contributions_to_sums(const std::shared_ptr<Step>& step) {
@@ -296,6 +301,7 @@ void Engine::open_step(bool shadow) {
   TORCH_CHECK(
       reducer_.process_group().get() == data_group_.get(),
       "ddp_hooks: the module's process group was replaced; wrap the module anew on every rank, and register again");
+  reducer_.wait_for_used_map();
   reducer_.unsettle_used_map();
   const size_t reduced_count = reducer_.parameters().size();
   const int64_t step_number = step_number_++;
@@ -369,12 +375,9 @@ void Engine::open_step(bool shadow) {
 // all-reduce of the used map, which is of another size and another type.
 void Engine::leave_out_used_map() {
   if (!reducer_.searches_graph()) return;
-  torch::autograd::Engine::get_default_engine().queue_callback([reducer = reducer_] {
-    if (reducer.is_gone()) return;
-    const auto lock = reducer.lock();
-    reducer.leave_out_used_map(false);
-  });
-  reducer_.leave_out_used_map(true);
+  // Goes with the callback if the pass ends without calling it.
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [left_out = reducer_.leave_out_used_map()]() mutable { left_out.reset(); });
 }
 
 void Engine::refresh_layout() {
@@ -382,7 +385,7 @@ void Engine::refresh_layout() {
   units_.use_layout(*layout_);
   slots_.forget();
   plans_.clear();
-  sender_.drop_staging();
+  sender_.drop();
 }
 
 void Engine::close_step() {
@@ -585,7 +588,7 @@ void Engine::configure(const EngineSettings& settings) {
   // With the layout that stands; before the first step there is none yet.
   units_.use_layout(*layout_);
   plans_.clear();
-  sender_.drop_staging();
+  sender_.drop();
   step_number_ = 0;
   rebuild_timer_.restart();
 }

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <utility>
 
 namespace ddp_hooks {
@@ -206,15 +207,24 @@ void ReducerView::wait_for_used_map() const {
 }
 
 void ReducerView::unsettle_used_map() const {
-  if (!searches_graph()) return;
-  wait_for_used_map();
-  Members::used_map_is_reduced(*get()) = false;
+  if (searches_graph()) Members::used_map_is_reduced(*get()) = false;
 }
 
-void ReducerView::leave_out_used_map(bool leave_out) const {
+std::shared_ptr<void> ReducerView::leave_out_used_map() const {
+  auto reducer = get();
+  // Buckets that did not fail are copied out first, and would wait for the all-reduce.
+  Members::used_map_is_reduced(*reducer) = true;
+  // That of the pass before, which was waited for when this one opened.
+  Members::used_map_work(*reducer).reset();
   // A static graph has no use for the map. Between the last bucket and the end of the pass the Reducer asks for nothing
   // else that depends on it.
-  Members::static_graph(*get()) = leave_out;
+  const auto set = [](c10d::Reducer& r, bool value) {
+    std::atomic_ref<bool>(Members::static_graph(r)).store(value, std::memory_order_relaxed);
+  };
+  set(*reducer, true);
+  return std::shared_ptr<void>(nullptr, [set, held = reducer_](void*) {
+    if (const auto reducer = held.lock()) set(*reducer, false);
+  });
 }
 
 bool ReducerView::is_in_a_graph(size_t parameter, int64_t holders) const {

@@ -106,11 +106,13 @@ class ReducerView {
   // Waits for the map's all-reduce, where the Reducer has started one: on a device its stream does, not the host.
   // After a pass anybody may ask the Reducer for the reduced map.
   void wait_for_used_map() const;
-  // The Reducer unsettles its map only if its pass did not fail. Call it when the next pass opens.
+  // The Reducer unsettles its map only if its pass did not fail. Call it when the next pass opens, after waiting for
+  // the map's all-reduce, which the next one would overtake.
   void unsettle_used_map() const;
-  // Whether the Reducer leaves out the map's all-reduce in this pass. Where it searches the graph only; ask for it
-  // before the last bucket is handed back, and take it back before the end of the pass.
-  void leave_out_used_map(bool leave_out) const;
+  // The Reducer neither all-reduces its map nor waits for it until what this returns has gone. Call it before the last
+  // bucket is handed back, where the Reducer searches the graph, and let go of it before the Reducer's own last act.
+  // Thread-safety: may be let go of in any thread, without the Reducer's mutex and without the GIL.
+  std::shared_ptr<void> leave_out_used_map() const;
 
   // Whether some graph that has not been freed leads to parameter i, so that a backward pass may bring it a gradient.
   // May be true without one, where somebody else holds the parameter's accumulator. `holders` says how often it is held

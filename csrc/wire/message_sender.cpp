@@ -38,11 +38,6 @@ int64_t payload_bytes(const at::Tensor& tensor) {
   return static_cast<int64_t>(tensor._indices().nbytes() + tensor._values().nbytes());
 }
 
-void MessageSender::drop_staging() {
-  staging_.drop();
-  direct_.drop();
-}
-
 void MessageSender::send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t index,
                          const BucketPlan& plan, bool divided) {
   BucketInFlight& bucket = step->buckets[index];

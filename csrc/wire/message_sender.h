@@ -52,7 +52,12 @@ class MessageSender {
   void bring_early(StepInFlight& step, size_t parameter);
 
   // Lets go of the staging memory; messages under way keep theirs.
-  void drop_staging();
+  void drop_staging() { staging_.drop(); }
+  // And forgets contributions that are waited for: what they add up to is not sent.
+  void drop() {
+    drop_staging();
+    direct_.drop();
+  }
 
  private:
   void send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, size_t parameter);
