@@ -22,6 +22,10 @@ _C = _extension.load()
 # nothing hides took about 0.8 of one gather's time on 8 ranks and 0.6 on 16; axes of 2 took a tenth less for twice the
 # groups (benchmarks/results/micro_exchange_many.json).
 LARGEST_AXIS = 4
+# gloo waits for a connection five times as long as for a message. All ranks begin at the same moment, so that less than
+# the groups' timeout is enough, but for machines that are busy.
+_WAITS_FOR_A_CONNECTION = 5
+_LEAST_TO_CONNECT = timedelta(seconds=30)
 
 
 @atexit.register
@@ -144,7 +148,10 @@ def grid(ranks: int, largest_axis: int) -> list[int]:
 
 def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int) -> Any:
     store = dist.PrefixStore(name, store_of(ddp.process_group))  # type: ignore[attr-defined]
-    group = dist.ProcessGroupGloo(store, rank, ranks, timeout=_timeout_of(ddp))
+    timeout = _timeout_of(ddp)
+    to_connect = max(timeout / _WAITS_FOR_A_CONNECTION, min(timeout, _LEAST_TO_CONNECT))
+    group = dist.ProcessGroupGloo(store, rank, ranks, timeout=to_connect)
+    group._set_default_timeout(timeout)
     # What torch's own groups are told, for its flight recorder.
     group.options.group_name = name  # type: ignore[assignment]
     return group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -333,3 +334,26 @@ def state(ddp: DistributedDataParallel) -> ddp_hooks.SkipUnusedState:
 
 def test_in_different_functions() -> None:
     run_ranks(2, in_different_functions)
+
+
+def timeouts(rank: int, seconds: float) -> tuple[float, float]:
+    """Return how long the module's control group waits for connections, and for messages."""
+    asked = []
+
+    class Recorded(dist.ProcessGroupGloo):
+        def __init__(self, *arguments: Any, timeout: timedelta) -> None:
+            asked.append(timeout.total_seconds())
+            super().__init__(*arguments, timeout=timeout)
+
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
+    ddp = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupGloo", Recorded)
+        opened = control_groups._open_group(ddp, "timeouts", rank, 2)
+    return asked[0] * 5, opened.options._timeout.total_seconds()
+
+
+@pytest.mark.parametrize(("seconds", "to_connect"), [(1800, 1800), (150, 150), (60, 150), (10, 50)])
+def test_gloo_waits_longer_for_connections(seconds: float, to_connect: float) -> None:
+    """Who waits for a rank that died while groups were opened waits for the timeout, if it is long, and not five times."""
+    assert run_ranks(2, timeouts, seconds) == [(to_connect, seconds)] * 2
