@@ -355,5 +355,5 @@ def timeouts(rank: int, seconds: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("seconds", "to_connect"), [(1800, 1800), (150, 150), (60, 150), (10, 50)])
 def test_gloo_waits_longer_for_connections(seconds: float, to_connect: float) -> None:
-    """Who waits for a rank that died while groups were opened waits for the timeout, if it is long, and not five times."""
+    """Who waits for a rank that died while groups were opened waits for the timeout, not for five times of it."""
     assert run_ranks(2, timeouts, seconds) == [(to_connect, seconds)] * 2
