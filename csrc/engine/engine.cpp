@@ -129,8 +129,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
       take_bucket(bucket, shadow, future);
     } catch (...) {
       step_ ? step_->fail(std::current_exception()) : future->setError(std::current_exception());
-      // Collectives that are still under way keep their own references. What the others wait for is still sent.
-      step_ && step_->closed ? sender_.drop_staging() : sender_.drop();
+      // Collectives that are still under way keep their own references.
+      sender_.drop();
     }
     if (bucket.isLast() && !shadow && !(step_ && step_->closed)) leave_out_used_map();
     const auto due = step_ && step_->sums_are_due ? step_ : nullptr;
@@ -197,12 +197,6 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   if (index + 1 < layout_->buckets.size()) return;
   send_sums();
   close_step();
-  // Not earlier, so that nobody waits for messages that this rank has not started.
-  TORCH_CHECK(
-      !step_->unheard, "ddp_hooks: parameter '", names_[*step_->unheard],
-      "' was unused here when the mask exchange began and has a gradient now, which was not sent: expected what "
-      "is used to stand when backward reaches the module's outputs. An earlier backward pass that failed "
-      "half-way, or a gradient made by hand during this one, can be the cause");
 }
 
 // At the end of backward, since the ranks whose contributions this one waits for may still stand in some other
@@ -230,11 +224,10 @@ void Engine::bring_sums(const std::shared_ptr<Step>& step) {
     }
   } catch (...) {
     step->fail(std::current_exception());
+    // Nobody waits for what is still under way; the next step may not use its memory.
+    std::lock_guard lock(mutex_);
+    sender_.drop();
   }
-  if (!step->error) return;
-  // Nobody waits for what is still under way; the next step may not use its memory.
-  std::lock_guard lock(mutex_);
-  sender_.drop();
 }
 
 c10::intrusive_ptr<c10d::Work> Engine::contributions_to_sums(const std::shared_ptr<Step>& step) {
@@ -252,8 +245,14 @@ void Engine::note_unheard(uint32_t bucket) {
     if (contains(step.contributors.ranks(slice.parameter), data_group_->getRank())) continue;
     if (slots_.has_gradient(slice.parameter)) step.unheard = slice.parameter;
   }
-  // Fails when the last bucket is sent; until then it must not complete.
-  if (step.unheard) step.buckets[bucket].hold();
+  // Not earlier, so that nobody waits for messages that this rank has not started, and none is under way when the next
+  // pass begins: the Reducer waits for all buckets before it comes to the last one.
+  if (!step.unheard || bucket + 1 < layout_->buckets.size()) return;
+  step.buckets[bucket].set_error(std::make_exception_ptr(std::runtime_error(
+      "ddp_hooks: parameter '" + names_[*step.unheard] +
+      "' was unused here when the mask exchange began and has a gradient now, which was not sent: expected what is "
+      "used to stand when backward reaches the module's outputs. An earlier backward pass that failed half-way, or a "
+      "gradient made by hand during this one, can be the cause")));
 }
 
 void Engine::fill_slots(uint32_t bucket) {

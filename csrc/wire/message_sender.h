@@ -51,11 +51,9 @@ class MessageSender {
   // it will be sent from while it is still in the processor's cache.
   void bring_early(StepInFlight& step, size_t parameter);
 
-  // Lets go of the staging memory; messages under way keep theirs.
-  void drop_staging() { staging_.drop(); }
-  // And forgets contributions that are waited for: what they add up to is not sent.
+  // Lets go of the staging memory, of which messages under way keep theirs, and of contributions that are waited for.
   void drop() {
-    drop_staging();
+    staging_.drop();
     direct_.drop();
   }
 

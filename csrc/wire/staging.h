@@ -15,8 +15,7 @@ namespace ddp_hooks {
 class Staging {
  public:
   at::Tensor take(StepInFlight& step, int64_t numel, const at::TensorOptions& options) {
-    // What was dropped leaves a gap: a step that took it may still take more.
-    if (step.next_staging >= buffers_.size()) buffers_.resize(step.next_staging + 1);
+    if (step.next_staging == buffers_.size()) buffers_.emplace_back();
     at::Tensor& buffer = buffers_[step.next_staging++];
     if (!buffer.defined() || buffer.numel() < numel || buffer.dtype() != options.dtype() ||
         buffer.device() != options.device()) {
