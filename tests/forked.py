@@ -98,9 +98,10 @@ class Rank:
         that throws nothing. A process group's thread does so that lets go of a work's tensors, or calls a future's
         callbacks, while the program ends: plain DDP's programs end so as well, which is a matter of milliseconds.
         """
-        # The first to notice may be pybind11's own lock on the GIL, which is let go of on the way; Python then says so.
-        deleted = r"^Fatal Python error: _PyThreadState_DeleteCurrent: .*\nPython runtime state: finalizing"
-        if re.search(deleted, self.output(), re.MULTILINE):
+        # The first to notice may be pybind11's own lock on the GIL, which is let go of on the way, or what asks for the
+        # thread's state then; Python says so.
+        noticed = r"^Fatal Python error: (_PyThreadState_DeleteCurrent|PyThreadState_Get): .*\nPython runtime state: fin"
+        if re.search(noticed, self.output(), re.MULTILINE):
             return not any(OURS_IN_STACK.search(stack) for stack in self._native_stacks())
         # The stacks may get lost, too. C++ says this of a thread that is unwound, and of one that nobody has joined
         # when its object goes; this package detaches those that it starts.
