@@ -100,7 +100,7 @@ class Rank:
         """
         # The first to notice may be pybind11's own lock on the GIL, which is let go of on the way, or what asks for the
         # thread's state then; Python says so.
-        noticed = r"^Fatal Python error: (_PyThreadState_DeleteCurrent|PyThreadState_Get): .*\nPython runtime state: fin"
+        noticed = r"^Fatal Python error: (_PyThreadState_DeleteCurrent|PyThreadState_Get): .*\nPython runtime state: f"
         if re.search(noticed, self.output(), re.MULTILINE):
             return not any(OURS_IN_STACK.search(stack) for stack in self._native_stacks())
         # The stacks may get lost, too. C++ says this of a thread that is unwound, and of one that nobody has joined
