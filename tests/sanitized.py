@@ -71,15 +71,19 @@ ORIGIN = re.compile(r"^  (Location is|Thread T|Mutex M|As if synchronized)", re.
 ACCESS = re.compile(r"^  (Previous )?(atomic )?(read|write) of size ", re.MULTILINE | re.IGNORECASE)
 # What ends the life of memory, or of a mutex or a condition that lies in it, as the innermost frame.
 FREES = re.compile(r" +#0 (operator delete(\[\])?\(|free |pthread_(cond|mutex)_destroy )")
+# What clears its tables before, in torch's own frames.
+DESTROYS_GROUP = re.compile(r" +#\d+ c10d::ProcessGroup::~ProcessGroup\(\) .*\(libtorch_")
 # Where torch gives up one of the objects that it counts: in the pointer, or in the destructor of such a class or of a
 # part of it, because of torch's own frames a stack has only the innermost. A worker of gloo drops works in its loop;
-# of a work that goes there, the stack may have no more than the vector of its tensors.
+# of a work that goes there, the stack may have no more than the vector of its tensors. A registry of torch's holds
+# groups weakly, and so has the last word on a group that its owners have dropped.
 DROPS = re.compile(
     r" +#\d+ (c10::intrusive_ptr<.*>::(reset(_|_not_null_)?|~intrusive_ptr)\("
     r"|c10d?::(.*::)?(\w*Work|Future|ListImpl|ProcessGroupGloo|StorageImpl|TensorImpl)::~\w+\("
     r"|torch::autograd::(AutogradMeta|DifferentiableViewMeta)::~\w+\("
     r"|c10d::ProcessGroupGloo::runLoop\("
-    r"|std::vector<.*\bat::Tensor\b.*>::~vector\(\) .*\(libtorch_)"
+    r"|std::vector<.*\bat::Tensor\b.*>::~vector\(\) .*\(libtorch_"
+    r"|std::_Rb_tree<.*\bc10::weak_intrusive_ptr<.*\(libtorch_)"
 )
 # Frames that lie between such a drop and what is freed, also where they were compiled into our library.
 PARTS_OF_A_DROP = re.compile(r" +#\d+ (void )?(std|__gnu_cxx|c10d?|at)::")
@@ -175,8 +179,10 @@ def is_last_drop(accesses: list[str]) -> bool:
     if len(accesses) != 2 or not accesses[1].startswith("  Previous "):
         return False
     freeing, using = map(FRAME.findall, accesses)
-    if not freeing or not FREES.match(freeing[0]) or (using and FREES.match(using[0])):
+    if not freeing or (using and FREES.match(using[0])):
         return False
+    if not FREES.match(freeing[0]):
+        return any(map(DESTROYS_GROUP.match, freeing[:3]))
     # The innermost frames are those of std::atomic.
     return any(map(COUNTS_OFF.match, using[:3])) or frees_in_drop(freeing[1:])
 

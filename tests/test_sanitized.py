@@ -9,6 +9,7 @@ TSAN, TORCH, OURS = "(libtsan.so.2+0x1)", "(libtorch_cpu.so+0x1)", "(_C.cpython-
 DELETE = f"operator delete(void*, unsigned long) tsan_new_delete.cpp:150 {TSAN}"
 DESTROY = f"pthread_cond_destroy tsan_interceptors_posix.cpp:1283 {TSAN}"
 FREE = f"free tsan_interceptors_posix.cpp:706 {TSAN}"
+CLEAR = f"memset sanitizer_common_interceptors.inc:799 {TSAN}"
 BROADCAST = f"pthread_cond_broadcast tsan_interceptors_posix.cpp:1276 {TSAN}"
 WORK, STORAGE, FUTURE = (f"c10::intrusive_ptr<{name}>" for name in ("c10d::Work", "c10::StorageImpl", "c10::Future"))
 RUN_LOOP = f"c10d::ProcessGroupGloo::runLoop(int) <null> {TORCH}"
@@ -23,6 +24,9 @@ COUNTS_OFF = [
 ]
 VECTOR_GOES = f"std::vector<unsigned int, std::allocator<unsigned int> >::~vector() stl_vector.h:730 {OURS}"
 TENSORS_GO = "std::vector<std::vector<at::Tensor, std::allocator<at::Tensor> >, std::allocator<void> >::~vector()"
+GROUP = "c10::intrusive_ptr<torch::CustomClassHolder>"
+GIVES_GROUP_UP = f"{GROUP}::reset_not_null_(torch::CustomClassHolder*) intrusive_ptr.h:350 {OURS}"
+CLEARS_GROUP = [CLEAR, CLEAR, f"c10d::ProcessGroup::release_resources() <null> {TORCH}", GIVES_GROUP_UP]
 SHARED_GOES = (
     f"std::_Sp_counted_ptr_inplace<ddp_hooks::MaskInTransit, std::allocator<void> >::_M_dispose() <null> {OURS}"
 )
@@ -72,6 +76,16 @@ def race(freeing: list[str], using: list[str], kind: str = "data race") -> str:
             [*COUNTS_OFF, STEP_GOES],
             id="after our own drop",
         ),
+        pytest.param(
+            [CLEAR, CLEAR, f"c10d::ProcessGroup::~ProcessGroup() <null> {TORCH}"],
+            CLEARS_GROUP,
+            id="a registry gives up a group",
+        ),
+        pytest.param(
+            [DELETE, f"std::_Rb_tree<c10::weak_intrusive_ptr<c10d::ProcessGroup> >::_M_erase(void*) <null> {TORCH}"],
+            [f"{GROUP}::release_resources_and_decrement_weakrefs_() x {OURS}", GIVES_GROUP_UP],
+            id="a registry frees a group",
+        ),
     ],
 )
 def test_last_drop_is_no_race(freeing: list[str], using: list[str]) -> None:
@@ -97,6 +111,8 @@ def test_last_drop_is_no_race(freeing: list[str], using: list[str]) -> None:
         pytest.param([DELETE, DROPS_WORK, SENDS], [DELETE, RUN_LOOP], id="freed twice"),
         pytest.param([DROPS_WORK, SENDS], [MERGES], id="a drop that frees nothing"),
         pytest.param([MERGES], [MERGES], id="two writes"),
+        pytest.param([CLEAR, MERGES], [MERGES], id="we clear a table"),
+        pytest.param([CLEAR, VECTOR_GOES, DROPS_WORK], [MERGES], id="ours is cleared, held by a work"),
     ],
 )
 def test_race_about_ours(freeing: list[str], using: list[str]) -> None:
