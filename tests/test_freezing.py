@@ -385,8 +385,8 @@ def test_joined_while_thawed() -> None:
     run_ranks(2, joined_while_thawed)
 
 
-def rebuilds_by_itself(rank: int, native: bool) -> None:
-    policy = ddp_hooks.Policy("test", rebuild_after=3)
+def rebuilds_by_itself(rank: int, native: bool, after: int) -> None:
+    policy = ddp_hooks.Policy("test", rebuild_after=after)
     ddp = wrap(make_model(), find_unused_parameters=False)
     state = register(ddp, policy, native)
 
@@ -400,21 +400,21 @@ def rebuilds_by_itself(rank: int, native: bool) -> None:
     assert [step() for _ in range(6)] == [everything] * 6
     ddp_hooks.freeze(ddp, "0", "2")
     left = sum(p.numel() * 4 for p in ddp.parameters() if p.requires_grad)
-    assert [step() for _ in range(5)] == [everything] * 3 + [left] * 2
+    assert [step() for _ in range(after + 2)] == [everything] * after + [left] * 2
     ddp_hooks.unfreeze(ddp, "0")
     # Late gradients are counted as plain DDP would have sent them, had it known of them.
     with_first = left + sum(p.numel() * 4 for p in ddp.module[0].parameters())
     known = len(_C.reducer_parameters(ddp.reducer))
-    assert [step() for _ in range(3)] == [with_first] * 3
+    assert [step() for _ in range(after)] == [with_first] * after
     assert len(_C.reducer_parameters(ddp.reducer)) == known + 2
     assert [step() for _ in range(2)] == [with_first] * 2
-    assert state.stats().steps == 16
+    assert state.stats().steps == 10 + 2 * after
     assert state.stats().saved_fraction > 0
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_rebuilds_by_itself(native: bool) -> None:
-    run_ranks(2, rebuilds_by_itself, native)
+@pytest.mark.parametrize(("native", "after"), [(False, 3), (True, 3), (True, 1)])
+def test_rebuilds_by_itself(native: bool, after: int) -> None:
+    run_ranks(2, rebuilds_by_itself, native, after)
 
 
 def buckets_are_given_back(rank: int) -> None:

@@ -14,10 +14,10 @@ class RebuildTimer {
   // A step has closed in which the parameters used had this hash. `pays`: a new Reducer would know fewer of them, or
   // more. Whether it has done so for `wanted_steps` now.
   bool step_closed(uint64_t hash, bool pays, int64_t wanted_steps) {
-    const bool same = hash == hash_ && pays;
-    steps_ = same ? steps_ + 1 : 1;
+    const bool same = hash == hash_;
     hash_ = hash;
-    return same && steps_ == wanted_steps;
+    steps_ = !pays ? 0 : same ? steps_ + 1 : 1;
+    return pays && steps_ == wanted_steps;
   }
 
  private:
