@@ -425,6 +425,39 @@ def test_gradient_by_hand() -> None:
     run_ranks(2, gradient_by_hand)
 
 
+def gradient_by_hand_beside_late(rank: int) -> None:
+    """As above, and the other rank waits for this one to average a late parameter, and to rebuild."""
+    module = Heads(2)
+    module.trunk.bias.requires_grad_(False)
+    ddp = DistributedDataParallel(module, find_unused_parameters=True)
+    state = register(ddp, replace(DIRECT, rebuild_after=1), True)
+    module.trunk.bias.requires_grad_(True)
+    reducer = ddp.reducer
+    for makes in (rank == 0, False):
+        # The second pass runs on the new Reducer, which knows the bias and need not average it late.
+        handle = module.trunk.weight.register_hook(
+            lambda _, makes=makes: setattr(module.heads[1].weight, "grad", torch.ones(64, 64)) if makes else None
+        )
+        if makes:
+            with pytest.raises(RuntimeError, match=r"parameter 'heads.1.weight' was unused here when"):
+                ddp(torch.ones(2, 64), rank).sum().backward()
+        else:
+            ddp(torch.ones(2, 64), rank).sum().backward()
+        handle.remove()
+        assert ddp.reducer is not reducer
+        bias = module.trunk.bias.grad
+        others = [torch.empty_like(bias) for _ in range(2)]
+        dist.all_gather(others, bias)
+        assert bias.count_nonzero() > 0
+        assert torch.equal(*others)
+        ddp.zero_grad()
+    assert state.stats().steps == 2
+
+
+def test_gradient_by_hand_beside_late() -> None:
+    run_ranks(2, gradient_by_hand_beside_late)
+
+
 def gradient_by_hand_beside_sums(rank: int) -> None:
     """As above, of what the two other ranks used: they wait for this one to take its part in sums by owner."""
     ddp = DistributedDataParallel(Heads(2), find_unused_parameters=True)

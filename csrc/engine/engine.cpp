@@ -245,14 +245,6 @@ void Engine::note_unheard(uint32_t bucket) {
     if (contains(step.contributors.ranks(slice.parameter), data_group_->getRank())) continue;
     if (slots_.has_gradient(slice.parameter)) step.unheard = slice.parameter;
   }
-  // Not earlier, so that nobody waits for messages that this rank has not started, and none is under way when the next
-  // pass begins: the Reducer waits for all buckets before it comes to the last one.
-  if (!step.unheard || bucket + 1 < layout_->buckets.size()) return;
-  step.buckets[bucket].set_error(std::make_exception_ptr(std::runtime_error(
-      "ddp_hooks: parameter '" + names_[*step.unheard] +
-      "' was unused here when the mask exchange began and has a gradient now, which was not sent: expected what is "
-      "used to stand when backward reaches the module's outputs. An earlier backward pass that failed half-way, or a "
-      "gradient made by hand during this one, can be the cause")));
 }
 
 void Engine::fill_slots(uint32_t bucket) {
@@ -416,7 +408,9 @@ void Engine::close_step() {
     average_late(step, false);
     return;
   }
-  if (step.untouched.empty() && step.late.empty() && !step.rebuild && !reducer_.searches_graph()) return;
+  if (step.untouched.empty() && step.late.empty() && !step.rebuild && !step.unheard && !reducer_.searches_graph()) {
+    return;
+  }
   // The Reducer queues its own last act when this call returns; what is queued from within a callback comes after it.
   auto& autograd = torch::autograd::Engine::get_default_engine();
   autograd.queue_callback([&autograd, self = shared_from_this(), step = step_] {
@@ -431,6 +425,11 @@ void Engine::after_backward(const std::shared_ptr<Step>& step) {
   reducer_.wait_for_used_map();
   average_late(*step, true);
   if (step->rebuild && rebuild_) rebuild_();
+  // Not earlier, so that no rank waits for what this one has not sent or not agreed to.
+  TORCH_CHECK(!step->unheard, "ddp_hooks: parameter '", names_[*step->unheard],
+              "' was unused here when the mask exchange began and has a gradient now, which was not sent: expected what "
+              "is used to stand when backward reaches the module's outputs. An earlier backward pass that failed "
+              "half-way, or a gradient made by hand during this one, can be the cause");
 }
 
 void Engine::average_late(const Step& step, bool contribute) {

@@ -28,7 +28,6 @@ void BucketInFlight::count_off() {
   if (--outstanding_ > 0 || finished_.exchange(true)) return;
   // Nobody adds events any more.
   for (const c10::Event& end : events_) end.block(current_stream(buffer_.device()));
-  if (error_) return future_->setError(error_);
   future_->markCompleted(result_.defined() ? result_ : buffer_);
 }
 

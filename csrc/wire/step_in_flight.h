@@ -42,13 +42,10 @@ class BucketInFlight {
   const at::Tensor& buffer() const { return buffer_; }
   // What the future will hold; the buffer itself unless somebody says otherwise.
   void set_result(at::Tensor result) { result_ = std::move(result); }
-  // What it fails with when its messages are over. Call before launching any.
-  void set_error(std::exception_ptr error) { error_ = std::move(error); }
 
  private:
   at::Tensor buffer_;
   at::Tensor result_;
-  std::exception_ptr error_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   void count_off();
 
