@@ -426,10 +426,11 @@ void Engine::after_backward(const std::shared_ptr<Step>& step) {
   average_late(*step, true);
   if (step->rebuild && rebuild_) rebuild_();
   // Not earlier, so that no rank waits for what this one has not sent or not agreed to.
-  TORCH_CHECK(!step->unheard, "ddp_hooks: parameter '", names_[*step->unheard],
-              "' was unused here when the mask exchange began and has a gradient now, which was not sent: expected what "
-              "is used to stand when backward reaches the module's outputs. An earlier backward pass that failed "
-              "half-way, or a gradient made by hand during this one, can be the cause");
+  TORCH_CHECK(
+      !step->unheard, "ddp_hooks: parameter '", names_[*step->unheard],
+      "' was unused here when the mask exchange began and has a gradient now, which was not sent: expected what "
+      "is used to stand when backward reaches the module's outputs. An earlier backward pass that failed "
+      "half-way, or a gradient made by hand during this one, can be the cause");
 }
 
 void Engine::average_late(const Step& step, bool contribute) {
