@@ -85,6 +85,9 @@ DROPS = re.compile(
     r"|std::vector<.*\bat::Tensor\b.*>::~vector\(\) .*\(libtorch_"
     r"|std::_Rb_tree<.*\bc10::weak_intrusive_ptr<.*\(libtorch_)"
 )
+# Where a work of torch's uses its own mutex: what is freed is the work then, whoever gave it up. For stacks in which
+# nothing that was inlined is shown.
+LOCKS_WORK = re.compile(r" +#\d+ c10d::(.*::)?\w*Work::\w+\(.*\(libtorch_")
 # Frames that lie between such a drop and what is freed, also where they were compiled into our library.
 PARTS_OF_A_DROP = re.compile(r" +#\d+ (void )?(std|__gnu_cxx|c10d?|at)::")
 # What our own code does with the count of such an object, which is inlined.
@@ -183,6 +186,8 @@ def is_last_drop(accesses: list[str]) -> bool:
         return False
     if not FREES.match(freeing[0]):
         return any(map(DESTROYS_GROUP.match, freeing[:3]))
+    if using and "pthread_mutex_lock" in using[0] and any(map(LOCKS_WORK.match, using[1:2])):
+        return True
     # The innermost frames are those of std::atomic.
     return any(map(COUNTS_OFF.match, using[:3])) or frees_in_drop(freeing[1:])
 

@@ -10,6 +10,7 @@ DELETE = f"operator delete(void*, unsigned long) tsan_new_delete.cpp:150 {TSAN}"
 DESTROY = f"pthread_cond_destroy tsan_interceptors_posix.cpp:1283 {TSAN}"
 FREE = f"free tsan_interceptors_posix.cpp:706 {TSAN}"
 CLEAR = f"memset sanitizer_common_interceptors.inc:799 {TSAN}"
+LOCK = f"pthread_mutex_lock sanitizer_common_interceptors.inc:4324 {TSAN}"
 BROADCAST = f"pthread_cond_broadcast tsan_interceptors_posix.cpp:1276 {TSAN}"
 WORK, STORAGE, FUTURE = (f"c10::intrusive_ptr<{name}>" for name in ("c10d::Work", "c10::StorageImpl", "c10::Future"))
 RUN_LOOP = f"c10d::ProcessGroupGloo::runLoop(int) <null> {TORCH}"
@@ -77,6 +78,11 @@ def race(freeing: list[str], using: list[str], kind: str = "data race") -> str:
             id="after our own drop",
         ),
         pytest.param(
+            [DELETE, f"ddp_hooks::MessageSender::all_reduce(at::Tensor const&) <null> {OURS}"],
+            [LOCK, f"c10d::Work::finish(std::__exception_ptr::exception_ptr) <null> {TORCH}"],
+            id="we drop a work, inlined",
+        ),
+        pytest.param(
             [CLEAR, CLEAR, f"c10d::ProcessGroup::~ProcessGroup() <null> {TORCH}"],
             CLEARS_GROUP,
             id="a registry gives up a group",
@@ -111,6 +117,7 @@ def test_last_drop_is_no_race(freeing: list[str], using: list[str]) -> None:
         pytest.param([DELETE, DROPS_WORK, SENDS], [DELETE, RUN_LOOP], id="freed twice"),
         pytest.param([DROPS_WORK, SENDS], [MERGES], id="a drop that frees nothing"),
         pytest.param([MERGES], [MERGES], id="two writes"),
+        pytest.param([DELETE, STEP_GOES], [LOCK, MERGES], id="a mutex of ours"),
         pytest.param([CLEAR, MERGES], [MERGES], id="we clear a table"),
         pytest.param([CLEAR, VECTOR_GOES, DROPS_WORK], [MERGES], id="ours is cleared, held by a work"),
     ],
