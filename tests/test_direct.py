@@ -425,11 +425,11 @@ def test_gradient_by_hand() -> None:
     run_ranks(2, gradient_by_hand)
 
 
-def gradient_by_hand_beside_late(rank: int) -> None:
+def gradient_by_hand_beside_late(rank: int, bucket_view: bool) -> None:
     """As above, and the other rank waits for this one to average a late parameter, and to rebuild."""
     module = Heads(2)
     module.trunk.bias.requires_grad_(False)
-    ddp = DistributedDataParallel(module, find_unused_parameters=True)
+    ddp = DistributedDataParallel(module, find_unused_parameters=True, gradient_as_bucket_view=bucket_view)
     state = register(ddp, replace(DIRECT, rebuild_after=1), True)
     module.trunk.bias.requires_grad_(True)
     reducer = ddp.reducer
@@ -454,8 +454,77 @@ def gradient_by_hand_beside_late(rank: int) -> None:
     assert state.stats().steps == 2
 
 
-def test_gradient_by_hand_beside_late() -> None:
-    run_ranks(2, gradient_by_hand_beside_late)
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_gradient_by_hand_beside_late(bucket_view: bool) -> None:
+    run_ranks(2, gradient_by_hand_beside_late, bucket_view)
+
+
+def gradient_by_hand_beside_others(rank: int) -> None:
+    """As above, and the other rank waits in what another module and an expectation have queued for the end."""
+    one, late = Heads(2), Heads(2)
+    late.trunk.bias.requires_grad_(False)
+    modules = [DistributedDataParallel(module, find_unused_parameters=True) for module in (one, late)]
+    for ddp in modules:
+        register(ddp, DIRECT, True)
+    late.trunk.bias.requires_grad_(True)
+    ddp_hooks.expect_used(modules[0], "trunk")
+    handle = one.trunk.weight.register_hook(lambda _: setattr(one.heads[1].weight, "grad", torch.ones(64, 64)))
+    if rank == 1:
+        handle.remove()
+    # Backward reaches first what ran last.
+    outputs = [ddp(torch.ones(2, 64), rank) for ddp in reversed(modules)]
+    loss = sum(output.sum() for output in outputs)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"parameter 'heads.1.weight' was unused here when"):
+            loss.backward()
+        handle.remove()
+    else:
+        loss.backward()
+    for ddp in modules:
+        ddp.zero_grad()
+    sum(ddp(torch.ones(2, 64), rank).sum() for ddp in modules).backward()
+
+
+def test_gradient_by_hand_beside_others() -> None:
+    run_ranks(2, gradient_by_hand_beside_others)
+
+
+def retried_with_another_head(rank: int, search: bool) -> None:
+    """Rank 0's pass fails half-way, and is run again with what nobody has announced."""
+    ddp = DistributedDataParallel(Heads(3), find_unused_parameters=search)
+    state, x = register(ddp, DIRECT, True), torch.ones(2, 64)
+
+    def forward(head: int) -> torch.Tensor:
+        if not search:
+            state.declare_unused(*[other for i, other in enumerate(ddp.module.heads) if i != head])
+        return ddp(x, head)
+
+    if rank == 0:
+
+        def fail(_: torch.Tensor) -> None:
+            raise ValueError("half-way")
+
+        output = forward(0)
+        output.register_hook(fail)
+        with pytest.raises(ValueError, match="half-way"):
+            output.sum().backward()
+        del output  # what is in its graph counts as used, whatever is declared
+        with pytest.raises(RuntimeError, match=r"parameter 'heads.2.\w+' was unused here when .* was not sent"):
+            forward(2).sum().backward()
+    else:
+        forward(1).sum().backward()
+        assert ddp.module.heads[2].weight.grad is None
+    ddp.zero_grad()
+    forward(rank).sum().backward()
+    trunk = ddp.module.trunk.weight.grad
+    others = [torch.empty_like(trunk) for _ in range(2)]
+    dist.all_gather(others, trunk)
+    assert torch.equal(*others)
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_retried_with_another_head(search: bool) -> None:
+    run_ranks(2, retried_with_another_head, search)
 
 
 def gradient_by_hand_beside_sums(rank: int) -> None:

@@ -417,6 +417,57 @@ def test_rebuilds_by_itself(native: bool, after: int) -> None:
     run_ranks(2, rebuilds_by_itself, native, after)
 
 
+class Branches(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(8, 8, sparse=sparse)
+        self.unused, self.used = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, rows: bool = False) -> torch.Tensor:
+        return self.used(self.rows(torch.tensor([1, 2])) if rows else x)
+
+
+def rebuilds_when_all_have_frozen(rank: int) -> None:
+    """What nobody uses is frozen later, on one rank later still: it is tried again, more and more rarely."""
+    ddp = DistributedDataParallel(Branches(sparse=False), find_unused_parameters=True)
+    register(ddp, ddp_hooks.Policy("test", rebuild_after=2), True)
+    ddp_hooks.freeze(ddp, "rows")
+    known = []
+    for step in range(17):
+        if step == (3, 9)[rank]:
+            ddp_hooks.freeze(ddp, "unused")
+        ddp(torch.ones(2, 8)).sum().backward()
+        known.append(len(_C.reducer_parameters(ddp.reducer)))
+    # After 2 steps, then on the new Reducer after 2, after 4 more and after 8 more.
+    assert known == [5] + [4] * 14 + [2] * 2
+
+
+def test_rebuilds_when_all_have_frozen() -> None:
+    run_ranks(2, rebuilds_when_all_have_frozen)
+
+
+def sparse_when_late(rank: int) -> None:
+    """It cannot be averaged. The rank that has it says so; the other one does not wait for it."""
+    module = Branches(sparse=True)
+    module.rows.weight.requires_grad_(False)
+    ddp = DistributedDataParallel(module, find_unused_parameters=True)
+    register(ddp, "skip_unused", True)
+    module.rows.weight.requires_grad_(True)
+    for who in (0, 1), (0,), ():
+        loss = ddp(torch.ones(2, 8), rank in who).sum()
+        if rank in who:
+            with pytest.raises(RuntimeError, match=r"parameter 'rows.weight' was thawed .* received a sparse one"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert module.rows.weight.grad is None
+        ddp.zero_grad()
+
+
+def test_sparse_when_late() -> None:
+    run_ranks(2, sparse_when_late)
+
+
 def buckets_are_given_back(rank: int) -> None:
 
     model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 500), nn.Linear(500, 4))

@@ -8,17 +8,16 @@
 
 namespace ddp_hooks {
 
-UsageAgreement::UsageAgreement(const ReducerView& reducer, const Absence& absence,
-                               const std::vector<std::string>& names, std::shared_ptr<const ControlGroups> groups,
-                               const AgreementSettings& settings, Objections objections, ExchangeStatistics& statistics)
+UsageAgreement::UsageAgreement(const ReducerView& reducer, const Absence& absence, size_t parameters,
+                               std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
+                               Objections objections, ExchangeStatistics& statistics)
     : reducer_(reducer),
       absence_(absence),
-      names_(names),
       settings_(settings),
       objections_(std::move(objections)),
       statistics_(statistics),
       reduced_count_(reducer.parameters().size()),
-      joined_bit_(names.size()),
+      joined_bit_(parameters),
       exchange_(std::move(groups)) {}
 
 bool UsageAgreement::exchanges() const {
@@ -84,10 +83,9 @@ AgreedUsage UsageAgreement::agree(bool shadow, uint64_t layout) {
   usage.contributors = exchange->contributors();
   usage.nothing_left_over = !leftovers;
   for (size_t i = 0; !shadow && i < joined_bit_; ++i) {
-    TORCH_CHECK(!usage.here.test(i) || usage.anywhere.test(i), "ddp_hooks: parameter '", names_[i],
-                "' was unused when the mask exchange began and has a gradient now: expected what is used to stand when "
-                "backward reaches the module's outputs. An earlier backward pass that failed half-way, or a gradient "
-                "made by hand during this one, can be the cause");
+    if (!usage.here.test(i) || usage.anywhere.test(i)) continue;
+    usage.here.clear(i);
+    usage.unheard = i;
   }
   return usage;
 }

@@ -15,8 +15,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <string>
-#include <vector>
+#include <optional>
 
 #include "agreement/mask_exchange.h"
 #include "layout/usage_mask.h"
@@ -49,6 +48,8 @@ struct AgreedUsage {
   UsageMask objections;            // of any rank; empty without an exchange
   Contributors contributors;       // as far as somebody asked who
   bool nothing_left_over = false;  // no rank contributes what its mask does not say
+  // A parameter that this rank has used and nobody announced, neither this rank; left out of `here`.
+  std::optional<size_t> unheard;
 };
 
 class UsageAgreement {
@@ -56,8 +57,8 @@ class UsageAgreement {
   // What this rank objects to, or a mask of that size without any objection.
   using Objections = std::function<UsageMask(bool none)>;
 
-  // `names` are those of the Reducer's parameters and then of the late ones, for messages.
-  UsageAgreement(const ReducerView& reducer, const Absence& absence, const std::vector<std::string>& names,
+  // Of `parameters`, the Reducer's and then the late ones.
+  UsageAgreement(const ReducerView& reducer, const Absence& absence, size_t parameters,
                  std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings, Objections objections,
                  ExchangeStatistics& statistics);
 
@@ -94,7 +95,6 @@ class UsageAgreement {
 
   const ReducerView& reducer_;
   const Absence& absence_;
-  const std::vector<std::string>& names_;
   const AgreementSettings& settings_;
   const Objections objections_;
   ExchangeStatistics& statistics_;

@@ -31,6 +31,16 @@ bool uses_others_than_reduced(const Step& step, size_t reduced_count) {
   return false;
 }
 
+// To be raised at the end of this backward pass by a rank that is wrong alone. What is queued behind an error is never
+// called, and other ranks may wait for it: an expectation's verdict, another module's late gradients. So it comes after
+// whatever is queued now, and after what that queues.
+void queue_error(std::string message) {
+  auto& autograd = torch::autograd::Engine::get_default_engine();
+  autograd.queue_callback([&autograd, message = std::move(message)] {
+    autograd.queue_callback([message] { TORCH_CHECK(false, message); });
+  });
+}
+
 void refuse_capture(c10::Device device) {
   TORCH_CHECK(
       !is_capturing(device),
@@ -243,7 +253,10 @@ void Engine::note_unheard(uint32_t bucket) {
     if (!step.plan->direct.test(slice.parameter)) continue;
     // Not what this rank uses: it may have taken up masks that an earlier pass, which failed, had sent.
     if (contains(step.contributors.ranks(slice.parameter), data_group_->getRank())) continue;
-    if (slots_.has_gradient(slice.parameter)) step.unheard = slice.parameter;
+    if (!slots_.has_gradient(slice.parameter)) continue;
+    step.unheard = slice.parameter;
+    // What comes from the others is written here, and the Reducer wants to find it in .grad.
+    if (reducer_.gradients_are_views()) slots_.fill(slice.parameter);
   }
 }
 
@@ -309,6 +322,7 @@ void Engine::open_step(bool shadow) {
   step.used = step.agreed;
   step.nobody_joined = usage.nobody_joined;
   step.contributors = std::move(usage.contributors);
+  step.unheard = usage.unheard;
   // What is left of earlier passes is sent again by ranks that do not count as contributors, and was divided already.
   step.divides_by_contributors =
       settings_.averages_contributors && step.contributors.are_known() && usage.nothing_left_over;
@@ -424,13 +438,14 @@ void Engine::after_backward(const std::shared_ptr<Step>& step) {
   // expects the reduced one.
   reducer_.wait_for_used_map();
   average_late(*step, true);
+  if (step->unheard) {
+    queue_error(
+        "ddp_hooks: parameter '" + names_[*step->unheard] +
+        "' was unused here when the mask exchange began and has a gradient now, which was not sent: expected what is "
+        "used to stand when backward reaches the module's outputs. An earlier backward pass that failed half-way, or a "
+        "gradient made by hand during this one, can be the cause");
+  }
   if (step->rebuild && rebuild_) rebuild_();
-  // Not earlier, so that no rank waits for what this one has not sent or not agreed to.
-  TORCH_CHECK(
-      !step->unheard, "ddp_hooks: parameter '", names_[*step->unheard],
-      "' was unused here when the mask exchange began and has a gradient now, which was not sent: expected what "
-      "is used to stand when backward reaches the module's outputs. An earlier backward pass that failed "
-      "half-way, or a gradient made by hand during this one, can be the cause");
 }
 
 void Engine::average_late(const Step& step, bool contribute) {
@@ -447,6 +462,12 @@ void Engine::average_late(const Step& step, bool contribute) {
   // A rank that has joined does not need the result, and must go on: the others wait for it elsewhere first.
   const LateMessages sent = average_late_gradients(control_groups_->all(), gradients,
                                                    step.divides_by_contributors ? 0 : 1 / step.divisor, contribute);
+  if (sent.sparse) {
+    queue_error(
+        "ddp_hooks: parameter '" + names_[reducer_.parameters().size() + step.late[*sent.sparse]] +
+        "' was thawed after DDP's Reducer had been made without it: expected a dense gradient, received a sparse "
+        "one, which was not sent; call ddp_hooks.rebuild(ddp) after thawing");
+  }
   std::lock_guard lock(mutex_);
   statistics_.messages.messages += sent.messages;
   statistics_.messages.payload_bytes += sent.gradient_bytes;

@@ -29,7 +29,7 @@ Prelude::Prelude(const ReducerView& reducer, BucketSlots& slots, const CurrentLa
       layout_(layout),
       names_(names),
       absence_(reducer, late, names),
-      agreement_(reducer, absence_, names, std::move(groups), settings, std::move(objections), statistics) {}
+      agreement_(reducer, absence_, names.size(), std::move(groups), settings, std::move(objections), statistics) {}
 
 void Prelude::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises,
                            const std::function<void()>& reached, const std::function<void(size_t)>& late_reported) {

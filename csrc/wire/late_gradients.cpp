@@ -22,11 +22,7 @@ void average_alike(c10d::Backend& group, const std::vector<LateGradient>& gradie
   std::vector<at::Tensor> parts;
   std::vector<double> flags;
   for (const auto& [parameter, used] : gradients) {
-    const bool has_gradient = wait && parameter.grad().defined();
-    TORCH_CHECK(
-        !has_gradient || !parameter.grad().is_sparse(),
-        "ddp_hooks: expected dense gradients of parameters that were thawed after ddp_hooks.rebuild(), received "
-        "a sparse one; call ddp_hooks.rebuild(ddp) after thawing");
+    const bool has_gradient = wait && parameter.grad().defined() && !parameter.grad().is_sparse();
     const at::Tensor gradient =
         has_gradient ? parameter.grad() * (factor == 0 ? 1 : factor) : at::zeros_like(parameter);
     parts.push_back(as_real(gradient.contiguous()).reshape({-1}));
@@ -57,6 +53,7 @@ void average_alike(c10d::Backend& group, const std::vector<LateGradient>& gradie
     if (factor == 0) average.div_(contributors);
     at::Tensor& gradient = parameter.mutable_grad();
     if (!gradient.defined()) gradient = at::zeros_like(parameter);
+    if (gradient.is_sparse()) continue;
     as_real(gradient).copy_(average.view_as(as_real(parameter)));
   }
 }
@@ -69,6 +66,12 @@ LateMessages average_late_gradients(c10d::Backend& group, const std::vector<Late
   const at::NoGradGuard no_grad;
   LateMessages sent;
   std::vector<LateGradient> rest = gradients;
+  for (size_t i = 0; wait && i < rest.size(); ++i) {
+    const at::Tensor& gradient = rest[i].parameter.grad();
+    if (!rest[i].used || !gradient.defined() || !gradient.is_sparse()) continue;
+    sent.sparse = i;
+    rest[i].used = false;
+  }
   while (!rest.empty()) {
     const LateGradient first = rest.front();
     const auto others = std::stable_partition(rest.begin(), rest.end(),

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
@@ -24,12 +25,13 @@ struct LateMessages {
   int64_t messages = 0;
   int64_t gradient_bytes = 0;
   int64_t flag_bytes = 0;
+  std::optional<size_t> sparse;  // of which of the gradients nothing was sent, because here it is a sparse one
 };
 
 // Averages over the ranks of `group` the gradients that some rank used: times `factor`, or if that is 0, divided by how
-// many did; a rank that did not brings what its .grad
-// holds, as in DDP, or zeros. It waits for the result and writes it to every .grad. Without `wait`, on a rank that has
-// joined, it brings zeros and leaves every .grad as it is.
+// many did; a rank that did not brings what its .grad holds, as in DDP, or zeros. It waits for the result and writes it
+// to every .grad but sparse ones. Without `wait`, on a rank that has joined, it brings zeros and leaves every .grad as
+// it is.
 LateMessages average_late_gradients(c10d::Backend& group, const std::vector<LateGradient>& gradients, double factor,
                                     bool wait);
 
