@@ -138,6 +138,10 @@ class Service:
         """Say whether DDP has the hook itself, and no other one around it, with this service's state."""
         return any(hook is self._hook for hook, _ in self._entries())
 
+    def is_noted(self) -> bool:
+        """Say whether DDP has a hook with this service's state, be it another one around this service's."""
+        return bool(self._entries())
+
     def _entries(self) -> list[tuple[Callable[..., Any], object]]:
         """Return what DDP has noted with this service's state."""
         ddp, own = self.ddp, self.state()
@@ -204,12 +208,12 @@ class Service:
             names=self._names,
         )
         # Through a weak reference: Python's collector does not see cycles that lead through the engine.
-        module = weakref.ref(ddp)
+        service = weakref.ref(self)
 
         def rebuild_module() -> None:
-            living = module()
-            if living is not None:
-                rebuild(living)
+            living = service()
+            if living is not None and living.ddp is not None:
+                living.rebuild(None)
 
         engine.set_rebuild(rebuild_module)
         return engine
@@ -247,7 +251,9 @@ class Service:
         self.engine.close(remove_hook=False, dying=True)
         self._start_engine(ddp)
         if not self._native:
-            dist._register_comm_hook(ddp.reducer, self.state(), self._hook)  # type: ignore[attr-defined]
+            # What DDP has noted, which may be a hook around this one, with a state of its own.
+            hook, state = (self._entries() or ddp._comm_hooks or [(self._hook, self.state())])[0]
+            dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
         self._declare()
         return True
 
@@ -408,15 +414,19 @@ def _ranks_of(count: int, ranks: int) -> tuple[int, ...] | None:
 
 def registered_service(ddp: DistributedDataParallel) -> Service | None:
     """Return what serves the module, if its hook is registered with DDP."""
-    reference = _services.get(ddp)
-    service = None if reference is None else reference()
+    service = _service_of(ddp)
     return service if service is not None and service.is_registered() else None
+
+
+def _service_of(ddp: DistributedDataParallel) -> Service | None:
+    reference = _services.get(ddp)
+    return None if reference is None else reference()
 
 
 def rebuild(ddp: DistributedDataParallel, find_unused_parameters: bool | None = None) -> bool:
     """Make the Reducer of a module with a hook anew; arguments and errors as for :func:`ddp_hooks.rebuild`."""
-    service = registered_service(ddp)
-    if service is None:
+    service = _service_of(ddp)
+    if service is None or not service.is_noted():
         raise RuntimeError(
             "rebuild: expected a module with a hook of this package, received one without; call "
             "ddp_hooks.register(ddp) first"

@@ -468,6 +468,57 @@ def test_sparse_when_late() -> None:
     run_ranks(2, sparse_when_late)
 
 
+def rebuilds_in_a_wrapper(rank: int, own_state: bool) -> None:
+    """A hook of the user's around ours stays where it is, by itself and by hand."""
+    ddp, plain = (wrap(make_model(), find_unused_parameters=True) for _ in range(2))
+    inner = ddp_hooks.SkipUnusedState(ddp, ddp_hooks.Policy("test", rebuild_after=2))
+    heard = [0]
+
+    def wrapper(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations as objects
+        heard[0] += 1
+        return ddp_hooks.skip_unused_hook(state["inner"] if own_state else state, bucket)
+
+    state = {"inner": inner} if own_state else inner
+    ddp.register_comm_hook(state, wrapper)
+
+    def step() -> tuple[int, int]:
+        before, heard[0] = inner.stats().dense_bytes, 0
+        for each in (ddp, plain):
+            each.zero_grad()
+            each(torch.full((2, 8), 1.0 + rank)).sum().backward()
+        for name, parameter in ddp.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        return inner.stats().dense_bytes - before, heard[0]
+
+    def freeze(name: str) -> int:
+        ddp_hooks.freeze(ddp, name)
+        plain.module.get_submodule(name).requires_grad_(False)
+        return sum(p.numel() * 4 for p in ddp.parameters() if p.requires_grad)
+
+    everything = sum(p.numel() * 4 for p in ddp.parameters())
+    # A timer that fires for nothing must not harm, either.
+    assert [step()[0] for _ in range(3)] == [everything] * 3
+    left = freeze("0")
+    steps = [step() for _ in range(4)]
+    assert [dense for dense, _ in steps] == [everything] * 2 + [left] * 2
+    assert all(calls for _, calls in steps)
+    left = freeze("2")
+    if own_state:
+        refused(lambda: ddp_hooks.rebuild(ddp), RuntimeError, "received one without")
+        assert step()[0] > left
+    else:
+        assert ddp_hooks.rebuild(ddp)
+        dense, calls = step()
+        assert dense == left
+        assert calls
+    assert ddp._comm_hooks == [(wrapper, state)]
+
+
+@pytest.mark.parametrize("own_state", [False, True])
+def test_rebuilds_in_a_wrapper(own_state: bool) -> None:
+    run_ranks(2, rebuilds_in_a_wrapper, own_state)
+
+
 def buckets_are_given_back(rank: int) -> None:
 
     model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 500), nn.Linear(500, 4))
