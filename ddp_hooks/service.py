@@ -101,6 +101,7 @@ class Service:
         self._native = native
         self._ddp: weakref.ref[DistributedDataParallel] | None = weakref.ref(ddp)
         self._earlier = Statistics()  # of the engines before, whose Reducers are gone
+        self._last_usage: dict[str, ParameterUsage] = {}  # of the engine before, until this one has had a step
         # The module's parameters as the engine counts them: those of DDP's Reducer, then those it does not know.
         self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
@@ -247,7 +248,7 @@ class Service:
         if not rebuild_reducer(ddp, trainable, search):
             return False
         # The new Reducer gets an engine of its own, with the groups and the statistics so far.
-        self._earlier = self.statistics()
+        self._earlier, self._last_usage = self.statistics(), self.usage()
         self.engine.close(remove_hook=False, dying=True)
         self._start_engine(ddp)
         if not self._native:
@@ -387,7 +388,7 @@ class Service:
         """Return by parameter name who used it in the last step, in DDP's order; empty before the first step."""
         here, anywhere, units, who = self.engine.usage()
         if len(here) == 0:
-            return {}
+            return dict(self._last_usage)
         used_here, used_anywhere = set(here.indices()), set(anywhere.indices())
         counts = {
             parameter: UnitUsage(count, used, anywhere, tuple(by_rank) or None)

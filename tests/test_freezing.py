@@ -519,6 +519,40 @@ def test_rebuilds_in_a_wrapper(own_state: bool) -> None:
     run_ranks(2, rebuilds_in_a_wrapper, own_state)
 
 
+def usage_is_known_after_a_rebuild(rank: int) -> None:
+    """Also right after it, and by name: the new Reducer counts its parameters anew."""
+    ddp = wrap(make_model(), find_unused_parameters=True)
+    state = ddp_hooks.register(ddp, ddp_hooks.Policy("test", rebuild_after=2))
+    names = {name for name, _ in ddp.module.named_parameters()}
+    ddp_hooks.freeze(ddp, "2")
+
+    def step() -> set[str]:
+        ddp(torch.ones(2, 8)).sum().backward()
+        ddp.zero_grad()
+        usage = state.usage()
+        assert set(usage) == names
+        assert all(name == one.name and one.used_here == one.used_anywhere for name, one in usage.items())
+        return {name for name, one in usage.items() if not one.used_anywhere}
+
+    everything = sum(p.numel() * 4 for p in ddp.parameters())
+    assert [step() for _ in range(2)] == [{"2.weight", "2.bias"}] * 2
+    assert state.stats().dense_bytes == 2 * everything
+    assert len(_C.reducer_parameters(ddp.reducer)) == len(names) - 2
+    assert step() == {"2.weight", "2.bias"}
+    ddp_hooks.unfreeze(ddp, "2")
+    ddp_hooks.freeze(ddp, "0")
+    before = state.usage()
+    assert ddp_hooks.rebuild(ddp)
+    assert {name: one.used_anywhere for name, one in state.usage().items()} == {
+        name: one.used_anywhere for name, one in before.items()
+    }
+    assert step() == {"0.weight", "0.bias"}
+
+
+def test_usage_is_known_after_a_rebuild() -> None:
+    run_ranks(2, usage_is_known_after_a_rebuild)
+
+
 def buckets_are_given_back(rank: int) -> None:
 
     model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 500), nn.Linear(500, 4))
