@@ -57,6 +57,7 @@ class SkipUnusedState:
     def _start(self, policy: Policy, earlier: Statistics) -> None:
         self._policy = policy
         self._earlier = earlier  # of the run before a checkpoint, and of modules that were served before
+        self._origin = 0, Statistics()  # see `origin_of`
         self._service: Service | None = None  # also when it is closed
 
     @property
@@ -141,7 +142,10 @@ class SkipUnusedState:
 
     def reset_stats(self) -> None:
         """Set all counters to zero."""
-        self._earlier = Statistics()
+        self._restart_statistics(Statistics())
+
+    def _restart_statistics(self, earlier: Statistics) -> None:
+        self._earlier, self._origin = earlier, (self._origin[0] + 1, earlier)
         if self._service is not None:
             self._service.reset_statistics()
 
@@ -214,8 +218,7 @@ class SkipUnusedState:
         elif error is not None:
             raise error
         self._policy = policy
-        self.reset_stats()
-        self._earlier = statistics
+        self._restart_statistics(statistics)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the module, its engine and the group behind: they cannot travel, and `bind` makes them again."""
@@ -289,6 +292,11 @@ def register(ddp: torch.nn.Module, policy: Policy | str = "auto") -> SkipUnusedS
     state._start(PRESETS["auto"], Statistics())
     state._bind(module, policy, native=True)
     return state
+
+
+def origin_of(state: SkipUnusedState) -> tuple[int, Statistics]:
+    """Return how often the state's counters were set, by a reset or a checkpoint, and to what the last time."""
+    return state._origin
 
 
 def states() -> list[SkipUnusedState]:

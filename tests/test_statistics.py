@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_hooks
 from ddp_hooks import _C, ParameterUsage, SkipUnusedState, Statistics, statistics
 from ddp_hooks.enabling import MadeModule
+from ddp_hooks.integrations.hook_of_trainer import HookOfTrainer
 from ddp_hooks.run_report import RunReport
 
 FIELDS = [field.name for field in dataclasses.fields(Statistics)]
@@ -297,3 +298,48 @@ def _rebuilt_and_resumed(rank: int) -> None:
 
 def test_savings_against_the_model_as_it_was_wrapped() -> None:
     run_ranks(2, _rebuilt_and_resumed)
+
+
+def _taken_after_a_reset(rank: int) -> None:
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
+    hook = HookOfTrainer("skip_unused")
+    hook.register(ddp)
+    state = hook.state
+    assert state is not None
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            ddp(torch.ones(1, 2)).sum().backward()
+
+    def assert_taken(expected: Statistics) -> None:
+        assert hook.take_metrics() == expected.to_metrics()
+        assert hook.take_metrics() == {}
+
+    run(3)
+    assert_taken(state.stats())
+    # As many steps as were told of before, more, and fewer.
+    for steps in (3, 5, 1):
+        state.reset_stats()
+        run(steps)
+        assert state.stats().steps == steps
+        assert_taken(state.stats())
+    # The steps of a checkpoint were told of by the run that made it.
+    checkpoint, before = state.state_dict(), state.stats()
+    run(2)
+    assert_taken(state.stats() - before)
+    for load in (state.load_state_dict, hook.load_state_dict):
+        load(checkpoint)
+        run(2)
+        assert_taken(state.stats() - before)
+    # Another module goes on where this one ended.
+    before = state.stats()
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
+    hook.register(ddp)
+    assert hook.state is not None
+    state = hook.state
+    run(2)
+    assert_taken(state.stats() - before)
+
+
+def test_what_is_logged_after_a_reset() -> None:
+    run_ranks(2, _taken_after_a_reset)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ..hooks import SkipUnusedState, register
+from ..hooks import SkipUnusedState, origin_of, register
 from ..policies import Policy
 from ..statistics import Statistics
 
@@ -26,6 +26,7 @@ class HookOfTrainer:
         self._policy = policy
         self._saved: dict[str, Any] = {}  # of a checkpoint, until there is a state that takes it
         self._logged = Statistics()
+        self._resets = 0  # of the state, when these were read
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Register the hook with a module, unless it serves that one already. Every rank calls it.
@@ -40,6 +41,7 @@ class HookOfTrainer:
             return
         saved = self.state_dict()
         self.state, self._saved = register(ddp, self._policy), {}
+        self._resets, _ = origin_of(self.state)
         if saved:
             self._go_on(self.state, saved)
 
@@ -61,7 +63,7 @@ class HookOfTrainer:
     def _go_on(self, state: SkipUnusedState, saved: dict[str, Any]) -> None:
         # The policy is the one that stands in the program that runs now, not the one of the run before.
         state.load_state_dict({**saved, "policy": state.policy.to_dict()})
-        self._logged = state.stats()
+        self._resets, self._logged = origin_of(state)
 
     def take_metrics(self) -> dict[str, float]:
         """Return what a logger is to be told about the steps since this was called last.
@@ -71,7 +73,9 @@ class HookOfTrainer:
         """
         if self.state is None:
             return {}
+        resets, start = origin_of(self.state)
         now = self.state.stats()
-        since = now if now.steps < self._logged.steps else now - self._logged  # fewer after reset_stats()
-        self._logged = now
+        # After a reset, or a checkpoint that somebody else has loaded, counters are not those of before.
+        since = now - (self._logged if resets == self._resets else start)
+        self._logged, self._resets = now, resets
         return since.to_metrics() if since.steps else {}
