@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
+from ddp_hooks import _C
 from ddp_hooks.doctor import timing
 from ddp_hooks.doctor.traffic import Traffic
 
@@ -302,8 +303,86 @@ def count_copies(rank: int) -> None:
         assert 1e-12 < diagnosis.findings.division.copy_seconds_per_byte < 1e-6
 
 
+class Level(nn.Module):
+    """Three layers of one size, so that a mix-up of places does not show in sizes; the last may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, last: bool) -> torch.Tensor:
+        x = self.b(self.a(torch.ones(2, 8)))
+        return (self.c(x) if last else x).sum()
+
+
+def rebuild_in_the_block(rank: int) -> None:
+    size = 8 * 8 * 4
+
+    def run(model: nn.Module, after: int, by_hand: bool, steps: int = 4) -> tuple[Any, DistributedDataParallel]:
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        ddp_hooks.register(ddp, ddp_hooks.Policy("test", rebuild_after=after))
+        ddp_hooks.freeze(ddp, "a")
+        counted: list[int] = []
+        with ddp_hooks.diagnose(ddp) as diagnosis:
+            assert diagnosis.recorder is not None
+            diagnosis.recorder.on_step = counted.append
+            for i in range(steps):
+                ddp(i % 2 == 1).backward()
+                for name in ("b", "c"):
+                    gradient = ddp.module.get_parameter(f"{name}.weight").grad
+                    assert (gradient is not None) == (name == "b" or i > 0)
+                if by_hand and i == 1:
+                    assert ddp_hooks.rebuild(ddp)
+        # Whoever waits for a number of steps sees all of them.
+        assert counted == list(range(1, steps + 1))
+        return diagnosis.findings, ddp
+
+    def facts(findings: Any) -> Any:
+        verdicts = [(one.name, one.verdict, one.dense_bytes, one.pattern) for one in findings.parameters]
+        return findings.steps, verdicts, findings.policies[0].payload_bytes_by_step
+
+    findings, ddp = run(Level(), 0, True)
+    assert len(_C.reducer_parameters(ddp.reducer)) == 2
+    # The same as of a block that ends before.
+    expected, _ = run(Level(), 0, False, 2)
+    assert facts(findings) == facts(expected)
+    assert not any("anew" in note for note in expected.notes)
+    assert any("made anew" in note and "2 of 4" in note for note in findings.notes)
+    assert findings.dense_bytes == 2 * 3 * size
+    # By itself, at the end of the third step, in which other parameters are used than in the second: never.
+    findings, ddp = run(Level(), 2, False)
+    assert len(_C.reducer_parameters(ddp.reducer)) == 3
+    assert findings.steps == 4
+    # At the end of the first step, of which then nothing is said; sizes differ.
+    model = Level()
+    model.a = nn.Linear(8, 8)
+    findings, ddp = run(model, 1, False)
+    assert len(_C.reducer_parameters(ddp.reducer)) == 2
+    assert findings.steps == 0
+    assert any("made anew" in note and "0 of 4" in note for note in findings.notes)
+    # Names of what is missing are those of the new Reducer's parameters.
+    ddp_hooks.rebuild(ddp, find_unused_parameters=False)
+    ddp_hooks.unfreeze(ddp, "*")
+    state = ddp_hooks.states()[-1]
+    state.close()
+    diagnosis = ddp_hooks.diagnose(ddp)
+
+    def rebuild_and_fail() -> None:
+        with diagnosis:
+            ddp_hooks.register(ddp, "skip_unused")
+            ddp_hooks.rebuild(ddp)
+            ddp_hooks.states()[-1].close()
+            for _ in range(2):
+                ddp(False).backward()
+
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        rebuild_and_fail()
+    assert f"rank {rank}: c.weight" in str(diagnosis)
+
+
 def everything_else(rank: int) -> None:
     leave_no_trace(rank)
+    rebuild_in_the_block(rank)
     count_copies(rank)
     diagnose_oddities(rank)
     name_what_is_unfinished(rank)

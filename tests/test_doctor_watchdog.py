@@ -14,7 +14,7 @@ from ddp_hooks.doctor.watchdog import EXIT_CODE, Watchdog
 
 class StandsStill:
     last_progress = float("-inf")
-    steps = ()
+    finished = 0
 
     def missing(self) -> list[str]:
         return ["head.weight"]

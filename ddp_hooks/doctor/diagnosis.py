@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
 from ..control_groups import LARGEST_AXIS, grid
-from ..reducer import parameters_of
 from ..registration import find_ddp
 from ..service import registered_service
 from . import timing
@@ -80,7 +79,7 @@ class Diagnosis:
             collected = channel.collect(zlib.compress(pickle.dumps(own), 1))
             channel.close()
             records: list[RankRecord] = [pickle.loads(zlib.decompress(each)) for each in collected]
-            self._findings = find(records, recorder.layouts, _check(records))
+            self._findings = find(records, recorder.layouts, [*_check(records), *_limits(recorder)])
             self._ddp = None
         return self._findings
 
@@ -93,7 +92,7 @@ class Diagnosis:
         if self._findings is None:
             recorder, channel = self._stop()
             channel.close()
-            notes = ["the block ended with an error, so only this rank's steps are known"]
+            notes = ["the block ended with an error, so only this rank's steps are known", *_limits(recorder)]
             missing = recorder.missing()
             if error is not None and is_unfinished_reduction(error):
                 text = describe_unfinished({channel.rank: missing})
@@ -136,18 +135,17 @@ class Diagnosis:
     def _describe(self, recorder: Recorder) -> RankRecord:
         ddp = self._ddp
         assert ddp is not None  # what the callers have made sure of
-        reduced, late = parameters_of(ddp)
         named = [name for name, _ in ddp.module.named_parameters()]
         known = set(recorder.watch.names)
         return RankRecord(
             tuple(recorder.watch.names),
-            tuple(parameter.numel() * parameter.element_size() for parameter in [*reduced, *late]),
+            recorder.sizes,
             recorder.watch.reduced_count,
             tuple(name for name in named if name not in known),
             tuple(named),
             tuple(recorder.steps),
             tuple(layout.hash() for layout in recorder.layouts),
-            bool(ddp.find_unused_parameters),
+            recorder.find_unused_parameters,
             bool(ddp.static_graph),
             registered_service(ddp) is not None,
             _describe_world(ddp),
@@ -221,3 +219,12 @@ def _check(records: list[RankRecord]) -> list[str]:
                 f"{rank} than on rank 0; wrap the same model on every rank"
             )
     return []
+
+
+def _limits(recorder: Recorder) -> list[str]:
+    if not recorder.is_cut_short:
+        return []
+    return [
+        "DDP's Reducer was made anew (ddp_hooks.rebuild, or a policy's rebuild_after): what is said is of the steps "
+        f"before that, {len(recorder.steps)} of {recorder.finished}; diagnose again for those after it"
+    ]

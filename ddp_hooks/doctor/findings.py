@@ -52,8 +52,8 @@ class RankRecord:
         order: all names in the model's order.
         steps: what it wrote down.
         layouts: a hash of each of its bucket layouts.
-        find_unused_parameters: DDP's setting.
-        static_graph: likewise.
+        find_unused_parameters: DDP's setting when recording began.
+        static_graph: DDP's setting.
         has_hook: a hook of this package is registered.
         world: what decides how gradients travel.
         copy_seconds_per_byte: how fast it copies in memory.

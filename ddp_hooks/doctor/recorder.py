@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 import zlib
 from array import array
 from dataclasses import dataclass, field
@@ -123,6 +124,9 @@ class _Pass:
 class Recorder(Silence):
     """Writes down the steps of one module on this rank.
 
+    A Reducer that is made anew counts its parameters anew, and has other buckets: what is written down ends there. The
+    step at whose end it is made does not count, because what the old one knew of it is gone.
+
     Args:
         ddp: the module.
         most_mask_bytes: the most memory for masks of rows. Bytes.
@@ -130,6 +134,10 @@ class Recorder(Silence):
     Attributes:
         watch: what it hears from.
         steps: what was written down.
+        sizes: of the watched parameters. Bytes.
+        find_unused_parameters: DDP's setting when recording began.
+        finished: how many steps have ended, written down or not.
+        is_cut_short: the Reducer was made anew, and nothing is written down any more.
         layouts: the bucket layouts that steps refer to.
         most_mask_bytes: what masks of rows may take. Bytes.
         last_progress: when a step ended last, or recording began, on the monotonic clock.
@@ -138,6 +146,8 @@ class Recorder(Silence):
 
     def __init__(self, ddp: DistributedDataParallel, most_mask_bytes: int = MOST_MASK_BYTES) -> None:
         self.steps: list[Step] = []
+        self.finished = 0
+        self.is_cut_short = False
         self.layouts: list[Any] = []
         self.last_progress = time.monotonic()
         self.on_step: Any = None
@@ -152,8 +162,11 @@ class Recorder(Silence):
         self._model_done: float | None = None
         self._scans = ddp.device_type == "cpu" or (ddp.device_type == "cuda" and _C.has_cuda())
         # DDP's reduction begins with the first gradient where it finds out what is unused.
-        self._searches = bool(ddp.find_unused_parameters) and not ddp.static_graph
+        self.find_unused_parameters = bool(ddp.find_unused_parameters)
+        self._searches = self.find_unused_parameters and not ddp.static_graph
+        self._reducer = weakref.ref(ddp.reducer)  # a strong one would keep its buckets
         self.watch = GradientWatch(ddp, self)
+        self.sizes = tuple(parameter.numel() * parameter.element_size() for parameter in self.watch.parameters)
         self._pass = self._new_pass()
         self._read_layout(ddp)
 
@@ -162,7 +175,8 @@ class Recorder(Silence):
         self.watch.close()
 
     def _new_pass(self) -> _Pass:
-        return _Pass(bytearray(len(self.watch.used)), looked=self._scans and self._mask_bytes <= self.most_mask_bytes)
+        looked = self._scans and self._mask_bytes <= self.most_mask_bytes and not self.is_cut_short
+        return _Pass(bytearray(len(self.watch.used)), looked=looked)
 
     # --- what the watch tells
 
@@ -185,6 +199,7 @@ class Recorder(Silence):
         """Look at gradients of before that DDP would send along for parameters that this pass leaves out."""
         if not synchronises:
             return
+        self._notice_another_reducer()
         self._pass.times = {}
         self._pass.begun = time.perf_counter()
         reduced = self.watch.parameters[: self.watch.reduced_count]
@@ -212,7 +227,24 @@ class Recorder(Silence):
         ddp = self.watch.ddp
         if ddp is None:
             return
+        self._notice_another_reducer()
         done, self._pass = self._pass, self._new_pass()
+        if not self.is_cut_short:
+            self._write_down(ddp, done)
+        self.finished += 1
+        self.last_progress = time.monotonic()
+        # The next step begins where DDP ended, so that what is done here counts for it, as it does for the program.
+        self._started = done.reduced
+        if self.on_step is not None:
+            self.on_step(self.finished)
+
+    def _notice_another_reducer(self) -> None:
+        ddp = self.watch.ddp
+        if ddp is not None and self._reducer() is not ddp.reducer:
+            self.is_cut_short = True
+            self._pass.looked = False
+
+    def _write_down(self, ddp: DistributedDataParallel, done: _Pass) -> None:
         for index, scan in done.pending:
             self._take(done, index, scan.wait()[0])
         self._mask_bytes += sum(map(len, done.masks.values()))
@@ -237,11 +269,6 @@ class Recorder(Silence):
                 not all(sent[i] for i in done.held),
             )
         )
-        self.last_progress = time.monotonic()
-        # The next step begins where DDP ended, so that what is done here counts for it, as it does for the program.
-        self._started = done.reduced
-        if self.on_step is not None:
-            self.on_step(len(self.steps))
 
     @property
     def largest_bucket_bytes(self) -> int:
@@ -255,12 +282,21 @@ class Recorder(Silence):
     def missing(self) -> list[str]:
         """Name what has no gradient in the pass that is under way, or in the one that did not end."""
         ddp, came = self.watch.ddp, self._pass.times
-        unused = self._read_unused(ddp) if ddp is not None and self._searches else frozenset()
         parameters = self.watch.parameters
+        known = list(range(self.watch.reduced_count))
+        searches = self._searches
+        if ddp is not None and self._reducer() is not ddp.reducer:
+            places = {id(parameter): i for i, parameter in enumerate(parameters)}
+            known = [places.get(id(parameter), -1) for parameter in _C.reducer_parameters(ddp.reducer)]
+            searches = bool(ddp.find_unused_parameters) and not ddp.static_graph
+        unused = self._read_unused(ddp) if ddp is not None and searches else frozenset()
         return [
-            name
-            for i, name in enumerate(self.watch.names[: self.watch.reduced_count])
-            if i not in came and i not in unused and (i >= len(parameters) or parameters[i].requires_grad)
+            self.watch.names[i]
+            for number, i in enumerate(known)
+            if i >= 0
+            and i not in came
+            and number not in unused
+            and (i >= len(parameters) or parameters[i].requires_grad)
         ]
 
     # --- how

@@ -62,7 +62,7 @@ class Watchdog:
             self._board.wait_until_printed(_PRINT_SECONDS)
             return
         self._stopped.set()
-        own = {"reason": reason, "missing": self._recorder.missing(), "steps": len(self._recorder.steps)}
+        own = {"reason": reason, "missing": self._recorder.missing(), "steps": self._recorder.finished}
         self._board.leave(own)
         if self._board.rank != 0 and self._board.wait_until_printed(_PRINT_SECONDS):
             return
