@@ -63,20 +63,30 @@ class Policy:
         min_direct_bytes: with less than this of them in a step, or in a bucket's units, all are all-reduced. Bytes.
         average: ``"world"`` divides by the number of ranks, as DDP does; ``"contributors"`` divides each parameter's
             gradient by the number of ranks that used it in the step, so that what one of 8 ranks used is not made 8
-            times as small. Gradients then differ from plain DDP's, wherever a rank leaves something out. Needs
-            ``graph``.
-        min_zero_fraction: adaptive only: the fraction of a step's bytes that all-zero gradients have to make up for
-            the values detector to stay on. On a GPU at least 0.25, because there its answers hold the host back.
-        hold_steps: adaptive only: how many steps it stays on after a step in which it paid.
-        first_pause_steps: adaptive only: steps before the first probe; the pause doubles while probes find nothing.
-        longest_pause_steps: adaptive only: the longest pause between two probes.
+            times as small. Gradients then differ from plain DDP's, wherever a rank leaves something out. A step in
+            which some rank has a ``.grad`` of before for a parameter that it does not use now is divided by the number
+            of ranks throughout (docs/averages.md, "Gradients that are kept"). Needs ``graph``.
+        min_zero_fraction: with ``values="adaptive"``, the fraction of a step's bytes that all-zero gradients have to
+            make up for the values detector to stay on; with ``units="adaptive"``, the fraction of a parameter's
+            elements that have to be spared for it to be looked into again in the next step; to be looked into at first,
+            as much of a sample of its units has to be zero, and at least an eighth. With 0 any zero keeps either on;
+            where there is none they go off all the same. On a GPU at least 0.25, because there answers hold the host
+            back.
+        hold_steps: with ``values="adaptive"``: how many steps the values detector stays on after a step in which it
+            paid. It does nothing for ``units``: a parameter is looked into for as long as each step pays.
+        first_pause_steps: with ``values="adaptive"``, steps before the first probe; the pause doubles while probes find
+            nothing. ``units="adaptive"`` does not wait for it: gradients are sampled from the first step on, and a
+            parameter for which looking did not pay is left alone for so many steps, then for twice as many.
+        longest_pause_steps: the longest of these pauses, for ``values`` and for ``units``.
         min_divided_bytes: a parameter with less is one unit, that is, sent whole or not at all. Bytes.
         min_unit_bytes: rows (slices along the first dimension) shorter than this are put together to units of at least
             so much. Bytes; measured in benchmarks/results/unit_sizes.json.
         max_unit_bytes: rows longer than this are divided into equal parts, each a unit, where they can be. Bytes;
             measured likewise.
         rebuild_after: call :func:`ddp_hooks.rebuild` by itself once the same parameters have been unused for this many
-            steps in a row; it does nothing unless they are frozen, nor with ``static_graph=True``. 0 for never. Steps.
+            steps in a row; it does nothing unless they are frozen, nor with ``static_graph=True``. Without ``graph``
+            everything that DDP reduces counts as used, frozen or not, so that only parameters which were thawed and
+            are late bring a rebuild about. 0 for never. Steps.
 
     Raises:
         TypeError: a setting is of the wrong type.
