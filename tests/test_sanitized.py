@@ -128,4 +128,7 @@ def test_race_about_ours(freeing: list[str], using: list[str]) -> None:
 
 def test_race_about_others() -> None:
     assert not sanitized.is_ours(race([DELETE, RUN_LOOP], [BROADCAST, FINISH]))
+    abort = "ERROR: AddressSanitizer: ABRT on unknown address 0xb0\n    #0 0x7f in raise libc.so\n    #1 0x7f in "
+    assert not sanitized.is_ours(f"{abort}PyThread_exit_thread Python/thread_pthread.h:366")
+    assert sanitized.is_ours(f"{abort}ddp_hooks::MessageSender::send() csrc/wire/message_sender.cpp:31 {OURS}")
     assert sanitized.is_ours("ERROR: AddressSanitizer: heap-use-after-free on address 0x7b\n    #0 c10d::Work::wait x")
