@@ -663,6 +663,40 @@ def test_declared_unused(find_unused: bool, once: bool, bucket_view: bool) -> No
     run_ranks(2, declared_unused, find_unused, once, bucket_view)
 
 
+class Keeping(nn.Module):
+    """Keeps what every branch made of the last batch, and with it their graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branches = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, batch: torch.Tensor, branch: int) -> torch.Tensor:
+        self.kept = [branch(self.trunk(batch)) for branch in self.branches]
+        return self.branches[branch](self.trunk(batch))
+
+
+def declared_in_a_graph_that_was_kept(rank: int, native: bool, bucket_view: bool) -> None:
+    """The Reducer waits for what is declared rightly and counts as used; it is told at the end."""
+    torch.manual_seed(0)
+    model = Keeping()
+    twin = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
+    ddp = wrap(model, gradient_as_bucket_view=bucket_view)
+    state = register(ddp, "skip_unused", native)
+    for branch in (rank, 0, rank):
+        state.declare_unused(*[other for i, other in enumerate(model.branches) if i != branch])
+        for module in (ddp, twin):
+            module.zero_grad()
+            module(torch.full((2, 8), 1.0 + rank), branch).sum().backward()
+        for ours, plain in zip(model.parameters(), twin.module.parameters(), strict=True):
+            expected = torch.zeros_like(plain) if plain.grad is None else plain.grad
+            assert torch.equal(ours.grad, expected)
+
+
+@pytest.mark.parametrize(("native", "bucket_view"), [(True, False), (True, True), (False, False)])
+def test_declared_in_a_graph_that_was_kept(native: bool, bucket_view: bool) -> None:
+    run_ranks(2, declared_in_a_graph_that_was_kept, native, bucket_view)
+
+
 class Recomputed(nn.Module):
     """Its middle layer enters a graph only within backward, where nobody could have seen it before."""
 

@@ -86,6 +86,10 @@ std::vector<size_t> Prelude::take_marks() {
   return absence_.take_marks(reducer_.forward_passes());
 }
 
+std::vector<size_t> Prelude::overdue() const {
+  return reducer_.in_backward() ? absence_.overdue(reducer_.forward_passes()) : std::vector<size_t>();
+}
+
 AgreedUsage Prelude::first_bucket_ready(bool shadow) {
   absence_.forget_unless_of(reducer_.forward_passes());
   return agreement_.agree(shadow, layout_.hash());

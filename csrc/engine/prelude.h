@@ -51,6 +51,8 @@ class Prelude {
   // Parameters that get no gradient in this pass and have not been marked ready yet, once. Without a graph search the
   // Reducer waits for every parameter, and these will not report by themselves.
   std::vector<size_t> take_marks();
+  // When all gradients have come: those that were declared unused, taken for used, and keep the Reducer waiting.
+  std::vector<size_t> overdue() const;
 
   // `shadow`: this rank has joined. Waits for the other ranks.
   AgreedUsage first_bucket_ready(bool shadow);

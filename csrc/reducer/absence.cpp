@@ -14,7 +14,7 @@ Absence::Absence(const ReducerView& reducer, const std::vector<at::Tensor>& late
       names_(names),
       armed_(std::make_shared<UsageMask>(reduced_count_)) {
   parameters_.insert(parameters_.end(), late.begin(), late.end());
-  declared_ = absent_ = accumulated_ = taken_up_ = UsageMask(parameters_.size());
+  declared_ = taken_back_ = absent_ = accumulated_ = taken_up_ = UsageMask(parameters_.size());
 }
 
 void Absence::declare(const std::vector<size_t>& parameters) {
@@ -25,6 +25,7 @@ void Absence::declare(const std::vector<size_t>& parameters) {
 void Absence::synchronising_forward_done(int64_t number) {
   forward_number_ = number;
   absent_ = declared_;
+  taken_back_ = UsageMask(parameters_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!parameters_[i].requires_grad()) absent_.set(i);
   }
@@ -69,7 +70,9 @@ void Absence::check_declarations(int64_t reports) {
   if (checked_) return;
   checked_ = true;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (absent_.test(i) && parameters_[i].requires_grad() && is_in_a_graph(i, reports)) absent_.clear(i);
+    if (!absent_.test(i) || !parameters_[i].requires_grad() || !is_in_a_graph(i, reports)) continue;
+    absent_.clear(i);
+    taken_back_.set(i);
   }
 }
 
@@ -102,7 +105,7 @@ bool Absence::prepare_marks() {
     marks_.push_back(i);
     if (parameters_[i].requires_grad()) guard(i);
   }
-  return !marks_.empty();
+  return !marks_.empty() || taken_back_.count() > 0;
 }
 
 std::vector<size_t> Absence::take_marks(int64_t number) {
@@ -110,6 +113,15 @@ std::vector<size_t> Absence::take_marks(int64_t number) {
   taken.swap(marks_);
   if (number != forward_number_) taken.clear();
   return taken;
+}
+
+std::vector<size_t> Absence::overdue(int64_t number) const {
+  if (number != forward_number_) return {};
+  std::vector<size_t> awaited = reducer_.awaited();
+  for (size_t index : awaited) {
+    if (!taken_back_.test(index)) return {};
+  }
+  return awaited;
 }
 
 void Absence::guard(size_t parameter) {

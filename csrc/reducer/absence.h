@@ -62,11 +62,14 @@ class Absence {
   bool is_complete() const;
 
   // Notes, once for each forward pass, that the absent ones among the Reducer's parameters are to be marked ready;
-  // returns whether there are any. From then on, until the pass has ended, a declared one that receives a gradient
-  // makes backward fail with an error that names it.
+  // returns whether there are any, or some whose declaration was taken back. From then on, until the pass has ended, a
+  // declared one that receives a gradient makes backward fail with an error that names it.
   bool prepare_marks();
   // Those to be marked in the pass that follows the `number`th forward pass, once.
   std::vector<size_t> take_marks(int64_t number);
+  // When all gradients of that pass have come: what the Reducer still waits for, if it was all declared. A graph that
+  // leads there may be none of this pass's.
+  std::vector<size_t> overdue(int64_t number) const;
 
   void step_closed();
   void pass_ended();
@@ -80,6 +83,7 @@ class Absence {
   std::vector<at::Tensor> parameters_;
   const std::vector<std::string>& names_;
   UsageMask declared_;
+  UsageMask taken_back_;  // of these, those that are in a graph
   UsageMask absent_;
   UsageMask accumulated_;
   UsageMask taken_up_;  // late ones, whose gradients the ranks have averaged at least once

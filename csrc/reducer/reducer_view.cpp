@@ -3,18 +3,26 @@
 #include <c10/util/Exception.h>
 
 #include <atomic>
+#include <unordered_set>
 #include <utility>
 
 namespace ddp_hooks {
 namespace {
 
-// A private member, which no derived class can name. Access is not checked where a template is instantiated explicitly.
+// Private members, which no derived class can name. Access is not checked where a template is instantiated explicitly.
 template <std::unique_ptr<c10d::CommHookInterface> c10d::Reducer::* kMember>
 struct PrivateHook {
   friend std::unique_ptr<c10d::CommHookInterface>& hook_of(c10d::Reducer& r) { return r.*kMember; }
 };
 std::unique_ptr<c10d::CommHookInterface>& hook_of(c10d::Reducer& r);
 template struct PrivateHook<&c10d::Reducer::comm_hook_>;
+
+template <std::unordered_set<size_t> c10d::Reducer::* kMember>
+struct PrivateSet {
+  friend const std::unordered_set<size_t>& marked_ready(c10d::Reducer& r) { return r.*kMember; }
+};
+const std::unordered_set<size_t>& marked_ready(c10d::Reducer& r);
+template struct PrivateSet<&c10d::Reducer::perIterationReadyParams_>;
 
 // Never instantiated: it is only the scope in which pointers to the Reducer's protected members can be formed.
 struct Members : c10d::Reducer {
@@ -236,6 +244,15 @@ bool ReducerView::is_in_a_graph(size_t parameter, int64_t holders) const {
 bool ReducerView::is_final(size_t parameter) const {
   auto reducer = get();
   return !Members::static_graph(*reducer) || Members::calls_left(*reducer)[parameter] == 0;
+}
+
+std::vector<size_t> ReducerView::awaited() const {
+  auto reducer = get();
+  std::vector<size_t> awaited;
+  for (size_t i = 0; i < Members::parameters(*reducer).size(); ++i) {
+    if (marked_ready(*reducer).count(i) == 0) awaited.push_back(i);
+  }
+  return awaited;
 }
 
 void ReducerView::mark_ready(size_t parameter) const {

@@ -122,6 +122,9 @@ class ReducerView {
   // Whether parameter i will report no more in this backward pass; it may do so several times with a static graph.
   bool is_final(size_t parameter) const;
 
+  // Parameters that were not marked ready in the running backward pass.
+  std::vector<size_t> awaited() const;
+
   // Says that parameter i will get no gradient in this backward pass. Takes the Reducer's mutex, and may run the hook.
   void mark_ready(size_t parameter) const;
 
