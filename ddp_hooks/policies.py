@@ -84,7 +84,8 @@ class Policy:
         max_unit_bytes: rows longer than this are divided into equal parts, each a unit, where they can be. Bytes;
             measured likewise.
         rebuild_after: call :func:`ddp_hooks.rebuild` by itself once the same parameters have been unused for this many
-            steps in a row; it does nothing unless they are frozen, nor with ``static_graph=True``. Without ``graph``
+            steps in a row. Where that takes nothing out, because they are not frozen on every rank, it is tried again
+            after twice as many steps each time. It does nothing with ``static_graph=True``. Without ``graph``
             everything that DDP reduces counts as used, frozen or not, so that only parameters which were thawed and
             are late bring a rebuild about. 0 for never. Steps.
 
