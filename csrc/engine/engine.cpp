@@ -575,17 +575,17 @@ void Engine::outputs_reached() {
   });
 }
 
+std::vector<size_t> Engine::overdue() {
+  if (reducer_.is_gone()) return {};
+  auto reducer_lock = reducer_.lock();
+  std::lock_guard lock(mutex_);
+  return prelude_ ? prelude_->overdue() : std::vector<size_t>();
+}
+
 void Engine::gradients_done() {
   mark_absent();
-  std::vector<size_t> overdue;
-  {
-    if (reducer_.is_gone()) return;
-    auto reducer_lock = reducer_.lock();
-    std::lock_guard lock(mutex_);
-    if (!prelude_) return;
-    overdue = prelude_->overdue();
-  }
-  for (size_t index : overdue) reducer_.mark_ready(index);
+  // May run the hook, so no lock is held.
+  for (size_t index : overdue()) reducer_.mark_ready(index);
   std::lock_guard lock(mutex_);
   if (prelude_) prelude_->gradients_done();
 }

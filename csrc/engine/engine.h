@@ -118,6 +118,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   void watch_gradients();
   void mark_absent();
+  std::vector<size_t> overdue();
   void refresh_layout();
   void fill_slots(uint32_t bucket);
   void note_unheard(uint32_t bucket);
