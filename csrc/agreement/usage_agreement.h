@@ -48,7 +48,7 @@ struct AgreedUsage {
   UsageMask objections;            // of any rank; empty without an exchange
   Contributors contributors;       // as far as somebody asked who
   bool nothing_left_over = false;  // no rank contributes what its mask does not say
-  // A parameter that this rank has used and nobody announced, neither this rank; left out of `here`.
+  // A parameter that this rank has used and nobody announced, not even this one; left out of `here`.
   std::optional<size_t> unheard;
 };
 

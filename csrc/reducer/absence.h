@@ -83,7 +83,7 @@ class Absence {
   std::vector<at::Tensor> parameters_;
   const std::vector<std::string>& names_;
   UsageMask declared_;
-  UsageMask taken_back_;  // of these, those that are in a graph
+  UsageMask taken_back_;  // of these, those that are in a graph, perhaps not this pass's
   UsageMask absent_;
   UsageMask accumulated_;
   UsageMask taken_up_;  // late ones, whose gradients the ranks have averaged at least once
