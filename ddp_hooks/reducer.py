@@ -25,6 +25,8 @@ def parameters_of(ddp: DistributedDataParallel) -> tuple[list[torch.Tensor], lis
     return reduced, [parameter for parameter in reducible_parameters(ddp).values() if id(parameter) not in known]
 
 
+# What is made under torch.inference_mode() could not be written to by a training step.
+@torch.inference_mode(False)
 def rebuild_reducer(ddp: DistributedDataParallel, trainable: Set[str], find_unused_parameters: bool) -> bool:
     """Make the module's Reducer anew, in place, for some of its parameters, if that changes anything.
 

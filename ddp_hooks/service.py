@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,9 @@ _C = _extension.load()
 
 # What serves each module, or served it last.
 _services: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Service]] = weakref.WeakKeyDictionary()
+# Of each module whose hook was taken off: how many forward passes its Reducer had seen then, and which parameters, by
+# identity, had accumulated a gradient that no step had taken up. For who serves it next, if no step comes before.
+_left_over: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
 # What else the ranks have to have in common when they register.
 _REGISTERED = "hook of this package registered before"
 # How long whoever closes a service waits for its groups' threads and files to be gone. Longer only where an exchange is
@@ -114,7 +117,8 @@ class Service:
         self._declared_once: set[str] = set()  # for the next forward pass
         self._declared_now: set[str] = set()  # for the one that has begun
         self._finalizer: Any = None  # closes when the module goes
-        self._start_engine(ddp)
+        passes, pending = _left_over.pop(ddp, (None, frozenset()))
+        self._start_engine(ddp, pending if passes == _C.reducer_forward_passes(ddp.reducer) else frozenset())
         self._handles = [
             ddp.register_forward_pre_hook(self._forward_begins),
             ddp.register_forward_hook(self._forward_done),
@@ -139,10 +143,6 @@ class Service:
         """Say whether DDP has the hook itself, and no other one around it, with this service's state."""
         return any(hook is self._hook for hook, _ in self._entries())
 
-    def is_noted(self) -> bool:
-        """Say whether DDP has a hook with this service's state, be it another one around this service's."""
-        return bool(self._entries())
-
     def _entries(self) -> list[tuple[Callable[..., Any], object]]:
         """Return what DDP has noted with this service's state."""
         ddp, own = self.ddp, self.state()
@@ -158,11 +158,19 @@ class Service:
         """
         if self.engine is None:
             return
-        entries = self._entries()
+        ddp = self.ddp
+        # Asked without a lock: within a hook around this one DDP holds the lock that everything else asks for.
+        if ddp is not None and _C.reducer_is_in_backward(ddp.reducer):
+            raise RuntimeError(
+                "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass"
+            )
+        entries, pending = self._entries(), self._pending()
         self.engine.close(remove_hook=bool(entries), dying=False)
         if entries:
-            ddp, own = self._served(), self.state()
-            ddp._comm_hooks = [(hook, state) for hook, state in ddp._comm_hooks if state is not own]
+            served, own = self._served(), self.state()
+            served._comm_hooks = [(hook, state) for hook, state in served._comm_hooks if state is not own]
+        if pending and ddp is not None:
+            _left_over[ddp] = _C.reducer_forward_passes(ddp.reducer), pending
         self._leave_module()
         _C.wait_until_groups_are_gone(_CLOSING_SECONDS)
 
@@ -181,8 +189,12 @@ class Service:
 
     # --- engines
 
-    def _start_engine(self, ddp: DistributedDataParallel) -> None:
-        self.engine = self._make_engine(ddp)
+    def _pending(self) -> frozenset[int]:
+        """Return the parameters, by identity, that have accumulated a gradient that no step has taken up."""
+        return frozenset(id(self._parameters[i]) for i in self.engine.pending())
+
+    def _start_engine(self, ddp: DistributedDataParallel, pending: Set[int]) -> None:
+        self.engine = self._make_engine(ddp, pending)
         if self._native:
             self.engine.register_natively()
         if self._finalizer is not None:
@@ -190,7 +202,7 @@ class Service:
         self._finalizer = weakref.finalize(ddp, _module_is_gone, self.engine, weakref.ref(self))
         self._finalizer.atexit = False
 
-    def _make_engine(self, ddp: DistributedDataParallel) -> Any:
+    def _make_engine(self, ddp: DistributedDataParallel, pending: Set[int]) -> Any:
         reduced, late = parameters_of(ddp)
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         self._parameters = [*reduced, *late]
@@ -207,6 +219,7 @@ class Service:
             settings=engine_settings(self._policy, describe(self._policy, ddp, reduced, late)),
             late_parameters=late,
             names=self._names,
+            pending=[i for i, parameter in enumerate(self._parameters) if id(parameter) in pending],
         )
         # Through a weak reference: Python's collector does not see cycles that lead through the engine.
         service = weakref.ref(self)
@@ -245,12 +258,13 @@ class Service:
                 "rebuild: expected a parameter that requires a gradient, received a module that is frozen on every "
                 "rank; DDP has nothing to do for it"
             )
+        pending = self._pending()
         if not rebuild_reducer(ddp, trainable, search):
             return False
         # The new Reducer gets an engine of its own, with the groups and the statistics so far.
         self._earlier, self._last_usage = self.statistics(), self.usage()
         self.engine.close(remove_hook=False, dying=True)
-        self._start_engine(ddp)
+        self._start_engine(ddp, pending)
         if not self._native:
             # What DDP has noted, which may be a hook around this one, with a state of its own.
             hook, state = (self._entries() or ddp._comm_hooks or [(self._hook, self.state())])[0]
@@ -427,7 +441,8 @@ def _service_of(ddp: DistributedDataParallel) -> Service | None:
 def rebuild(ddp: DistributedDataParallel, find_unused_parameters: bool | None = None) -> bool:
     """Make the Reducer of a module with a hook anew; arguments and errors as for :func:`ddp_hooks.rebuild`."""
     service = _service_of(ddp)
-    if service is None or not service.is_noted():
+    # Of a hook around ours, with a state of its own, DDP notes nothing that leads to ours.
+    if service is None or not ddp._comm_hooks:
         raise RuntimeError(
             "rebuild: expected a module with a hook of this package, received one without; call "
             "ddp_hooks.register(ddp) first"

@@ -19,9 +19,10 @@ from spawn import run_ranks
 from test_unit_scan import slow_unit_scan
 from test_units import ADAPTIVE, EVERY_ROW, Rows, Table, compare_bytes, tokens
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from training import Trainer, compare
+from training import Trainer, compare, register
 
 from ddp_hooks import _C
 
@@ -496,6 +497,30 @@ def check_other_ways(rank: int) -> None:
     compare(rank, adaptive, ADAPTIVE, True)
     assert adaptive.counts[EVERYTHING] == adaptive.steps - 1
     assert adaptive.counts[LOOKED_UP] == adaptive.steps - 2
+
+
+def declared_unused_once(rank: int) -> None:
+    """What guards a declaration hands gradients on as they are, and changes nothing in later steps."""
+
+    class Left(Table):
+        def forward(self, indices: torch.Tensor | None) -> torch.Tensor:
+            return self.head(torch.ones(1, 8)) if indices is None else super().forward(indices)
+
+    ddp = DistributedDataParallel(Left())
+    state = register(ddp, EVERY_ROW, True)
+    indices = torch.tensor([[1, 2 + rank]])
+    ddp(indices).square().mean().backward()
+    with state.unused("table"):
+        ddp(None).square().mean().backward()
+    ddp.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ddp(indices).square().mean().backward()
+    names = Counter(event.name() for event in profile.profiler.kineto_results.events())
+    assert names[LOOKED_UP] == 1
+
+
+def test_declared_unused_once() -> None:
+    run_ranks(2, declared_unused_once)
 
 
 def test_other_ways() -> None:

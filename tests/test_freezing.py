@@ -503,14 +503,10 @@ def rebuilds_in_a_wrapper(rank: int, own_state: bool) -> None:
     assert [dense for dense, _ in steps] == [everything] * 2 + [left] * 2
     assert all(calls for _, calls in steps)
     left = freeze("2")
-    if own_state:
-        refused(lambda: ddp_hooks.rebuild(ddp), RuntimeError, "received one without")
-        assert step()[0] > left
-    else:
-        assert ddp_hooks.rebuild(ddp)
-        dense, calls = step()
-        assert dense == left
-        assert calls
+    assert ddp_hooks.rebuild(ddp)
+    dense, calls = step()
+    assert dense == left
+    assert calls
     assert ddp._comm_hooks == [(wrapper, state)]
 
 
@@ -945,6 +941,219 @@ def test_schedule() -> None:
     assert resumed.step() == ()
     refused(lambda: ddp_hooks.FreezeSchedule(model, {-1: "0"}), ValueError, "received -1")
     refused(lambda: ddp_hooks.FreezeSchedule(model, {1: "7"}), ValueError, "matches none")
+
+
+def gradients_across_a_rebuild(rank: int, search: bool) -> None:
+    """What a rebuild takes out of the Reducer travels if it was accumulated since the last step, and else never."""
+    ddp = wrap(make_model(), find_unused_parameters=search)
+    plain = wrap(make_model(), find_unused_parameters=True)
+    ddp_hooks.register(ddp, "skip_unused")
+    models = ddp.module, plain.module
+    for model in models:
+        # Of before DDP: each rank has its own, and nobody uses it.
+        model[0].weight.grad = torch.full_like(model[0].weight, 1.0 + rank)
+
+    def freeze(*names: str) -> None:
+        ddp_hooks.freeze(ddp, *names, keep_gradients=True)
+        for name in names:
+            plain.module.get_submodule(name).requires_grad_(False)
+
+    def step(synchronises: bool = True) -> None:
+        for each in (ddp, plain):
+            with nullcontext() if synchronises else each.no_sync():
+                each(torch.full((2, 8), 1.0 + rank)).sum().backward()
+        for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), name
+            if ours.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+    step()
+    freeze("2")
+    step()
+    if rank == 0:
+        for model in models:
+            model[2].weight.grad = None
+    assert ddp_hooks.rebuild(ddp)
+    step()  # the second rank's old gradient of "2" stays its own
+    step(synchronises=False)
+    freeze("4")
+    assert ddp_hooks.rebuild(ddp)
+    step()  # what "4" has accumulated is averaged
+    step()
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_gradients_across_a_rebuild(search: bool) -> None:
+    run_ranks(2, gradients_across_a_rebuild, search)
+
+
+def accumulated_before_a_change(rank: int, search: bool, rebuilds: bool) -> None:
+    """What was accumulated under no_sync travels in the next step, also if that leaves it out, and only then.
+
+    Whether the Reducer was made anew before it, or the hook taken off and registered again.
+    """
+    plain, ddp = (wrap(TwoHeads(), find_unused_parameters=s) for s in (True, search))
+    ddp.module.load_state_dict(plain.module.state_dict())
+    state = ddp_hooks.register(ddp)
+    batch = torch.full((2, 8), 1.0 + rank)
+
+    def run(head: str) -> None:
+        other = "b" if head == "a" else "a"
+        with state.unused(f"{other}.*"):
+            ddp(batch, head).sum().backward()
+        plain(batch, head).sum().backward()
+
+    run("a")
+    with ddp.no_sync(), plain.no_sync():
+        run("a")
+    ddp_hooks.freeze(ddp, "trunk")
+    plain.module.trunk.requires_grad_(False)
+    plain.zero_grad(set_to_none=False)
+    ddp.zero_grad(set_to_none=False)
+    with ddp.no_sync(), plain.no_sync():
+        run("a")
+    if rebuilds:
+        assert ddp_hooks.rebuild(ddp)
+    else:
+        state.close()
+        state = ddp_hooks.register(ddp, "skip_unused")
+    for _ in range(2):
+        run("b")
+        for name in ("a", "b"):
+            ours, theirs = (each.module.get_submodule(name).weight.grad for each in (ddp, plain))
+            torch.testing.assert_close(ours, theirs, msg=name)
+    gathered = [torch.empty_like(ours) for _ in range(2)]
+    dist.all_gather(gathered, ddp.module.a.weight.grad)
+    assert gathered[0].equal(gathered[1])
+
+
+@pytest.mark.parametrize("rebuilds", [False, True])
+@pytest.mark.parametrize("search", [False, True])
+def test_accumulated_before_a_change(search: bool, rebuilds: bool) -> None:
+    run_ranks(2, accumulated_before_a_change, search, rebuilds)
+
+
+def step_alike(ddp: nn.Module, plain: nn.Module, batch: torch.Tensor, head: str) -> None:
+    """Run a step of both, and compare all gradients."""
+    for each in (ddp, plain):
+        each(batch, head).sum().backward()
+    for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def late_before_another_hook(rank: int) -> None:
+    """Likewise what the Reducer does not know, be it frozen again by then."""
+    for frozen in (False, True):
+        plain, ddp = (wrap(TwoHeads(), find_unused_parameters=True) for _ in range(2))
+        ddp.module.load_state_dict(plain.module.state_dict())
+        state = ddp_hooks.register(ddp, "skip_unused")
+        batch = torch.full((2, 8), 1.0 + rank)
+        models = ddp.module, plain.module
+        for model in models:
+            model.a.requires_grad_(False)
+        assert ddp_hooks.rebuild(ddp)
+        for model in models:
+            model.a.requires_grad_(True)
+        for each in (ddp, plain):
+            with each.no_sync():
+                each(batch, "ab"[rank]).sum().backward()
+        for model in models:
+            model.a.requires_grad_(not frozen)
+        state.close()
+        ddp_hooks.register(ddp, "skip_unused")
+        for _ in range(2):
+            step_alike(ddp, plain, batch, "b")
+
+
+def test_late_before_another_hook() -> None:
+    run_ranks(2, late_before_another_hook)
+
+
+def closed_after_new_buckets(rank: int, again: bool) -> None:
+    """DDP makes its buckets anew in the forward pass after the first step; what the hook had taken out stays out."""
+
+    class Both(TwoHeads):
+        def forward(self, batch: torch.Tensor, head: str, fails: str = "") -> torch.Tensor:
+            return sum(super(Both, self).forward(batch, name) for name in head)
+
+    plain, ddp = (wrap(Both(), find_unused_parameters=s) for s in (True, False))
+    ddp.module.load_state_dict(plain.module.state_dict())
+    state = ddp_hooks.register(ddp, "skip_unused")
+    batch = torch.full((2, 8), 1.0 + rank)
+    with state.unused("b"):
+        ddp(batch, "a").sum().backward()
+    plain(batch, "a").sum().backward()
+    with ddp.no_sync(), plain.no_sync():
+        for each in (ddp, plain):
+            each(batch, "a").sum().backward()
+    state.close()
+    if again:
+        ddp_hooks.register(ddp, "skip_unused")
+    for _ in range(2):
+        step_alike(ddp, plain, batch, "ab")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_closed_after_new_buckets(again: bool) -> None:
+    run_ranks(2, closed_after_new_buckets, again)
+
+
+def left_over_of_another_hook(rank: int) -> None:
+    """What a step without the hook has taken up is nobody's to send again."""
+    plain, ddp = (wrap(TwoHeads(), find_unused_parameters=True) for _ in range(2))
+    ddp.module.load_state_dict(plain.module.state_dict())
+    state = ddp_hooks.register(ddp)
+    batch = torch.full((2, 8), 1.0 + rank)
+    for again in (False, True):
+        for each in (plain, ddp):
+            with each.no_sync():
+                each(batch, "a").sum().backward()
+            if each is ddp:
+                state.close()
+            each(batch, "b").sum().backward()
+        state = ddp_hooks.register(ddp, "skip_unused" if again else "auto")
+        step_alike(ddp, plain, batch, "b")
+
+
+def test_left_over_of_another_hook() -> None:
+    run_ranks(2, left_over_of_another_hook)
+
+
+def gradients_of_before(rank: int) -> None:
+    """What was frozen when the model was wrapped, and stays so, keeps the gradient that it had."""
+    model = make_model()
+    model[0].requires_grad_(False)
+    model[0].weight.grad = torch.full_like(model[0].weight, 1.0 + rank)
+    ddp = wrap(model)
+    ddp_hooks.register(ddp)
+    for _ in range(2):
+        ddp(torch.ones(2, 8)).sum().backward()
+    assert model[0].weight.grad.eq(1.0 + rank).all()
+
+
+def test_gradients_of_before() -> None:
+    run_ranks(2, gradients_of_before)
+
+
+def rebuild_while_evaluating(rank: int) -> None:
+    """What a callback of an evaluation has rebuilt trains on."""
+    ddp, plain = wrap(make_model()), wrap(make_model())
+    ddp_hooks.register(ddp)
+    for step in range(3):
+        for each in (ddp, plain):
+            each.zero_grad()
+            each(torch.full((2, 8), 1.0 + rank)).sum().backward()
+        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+            if ours.requires_grad:
+                torch.testing.assert_close(ours.grad, theirs.grad)
+        with torch.inference_mode():
+            ddp_hooks.freeze(ddp, str(2 * step), keep_gradients=True)
+            if step < 2:
+                assert ddp_hooks.rebuild(ddp)
+
+
+def test_rebuild_while_evaluating() -> None:
+    run_ranks(2, rebuild_while_evaluating)
 
 
 def rebuild_errors(rank: int) -> None:

@@ -10,6 +10,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -550,6 +551,42 @@ def require_backward_grad_sync(rank: int) -> None:
     assert seen == [(False, False), (True, True)]
 
 
+def _join_config(rank: int) -> None:
+    """DDP leaves it as the last join block had it."""
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    assert not ddp._join_config.enable
+    with ddp.join():
+        assert ddp._join_config.enable
+        ddp(torch.ones(2, 4)).sum().backward()
+    assert ddp._join_config.enable
+    with ddp.join(enable=False):
+        assert not ddp._join_config.enable
+
+
+def join_hook(rank: int) -> None:
+    """What a rank that has joined does for each pass of the others; and whether that one is reduced, behind it."""
+    seen: list[bool] = []
+
+    class Followed(DistributedDataParallel):
+        def join_hook(self, **options):
+            hook = super().join_hook(**options)
+            main = hook.main_hook
+
+            def follow():
+                main()
+                seen.append(self.require_forward_param_sync)
+
+            hook.main_hook = follow
+            return hook
+
+    ddp = Followed(nn.Linear(4, 4))
+    with ddp.join():
+        for step in range(1 + 2 * rank):
+            with ddp.no_sync() if step == 1 else nullcontext():
+                ddp(torch.ones(2, 4)).sum().backward()
+    assert seen == ([] if rank else [False, True])
+
+
 def find_tensors(rank: int) -> None:
     a, b, c, d = (torch.ones(1, requires_grad=True) for _ in range(4))
     found = list(_find_tensors({"x": [a, (b, {"y": c})], "z": 3, "w": d}))
@@ -594,6 +631,8 @@ PYTHON_PROBES: dict[str, tuple[int, Callable[[int], None]]] = {
         (1, _in_backward_optimizers),
         (1, parameters_to_ignore),
         (1, require_backward_grad_sync),
+        (1, _join_config),
+        (2, join_hook),
         (1, find_tensors),
         (1, mixed_precision),
         (1, settings_of_ddp),
@@ -655,15 +694,17 @@ def test_what_is_read_of_buckets_is_probed() -> None:
 
 def test_what_is_read_of_ddp_is_probed_and_listed() -> None:
     read = set()
-    for path in (ROOT / "ddp_hooks").glob("*.py"):
+    for path in (ROOT / "ddp_hooks").rglob("*.py"):
         text = path.read_text()
-        read |= set(re.findall(r"\b(?:ddp|module|reducer|logger|dist)\.(_[a-z]\w*)", text))
+        read |= set(re.findall(r"\b(?:_?ddp|module|reducer|logger|dist)\.(_[a-z]\w*)", text))
         read |= set(
-            re.findall(r"\b(_find_tensors|_in_backward_optimizers|parameters_to_ignore|mixed_precision)\b", text)
+            re.findall(
+                r"\b(_find_tensors|_in_backward_optimizers|parameters_to_ignore|mixed_precision|join_hook)\b", text
+            )
         )
         read |= set(re.findall(r'getattr\(ddp, "(\w+)"', text))
     assert len(read) > 10
     # Buffers synchronise through hooks of DDP that tests/test_sync_buffers.py tests.
-    read -= {"_register_buffer_comm_hook", "_join_config", "_C"}
+    read -= {"_register_buffer_comm_hook", "_C"}
     assert read <= set(PYTHON_PROBES), read - set(PYTHON_PROBES)
     assert listed_under("What is read of DDP in Python") == set(PYTHON_PROBES)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -655,6 +657,107 @@ class SharedMemory(Rows):
 
 def test_gradients_that_share_memory() -> None:
     run_ranks(2, compare_all, [SharedMemory], [EVERY_ROW, replace(ADAPTIVE, in_place_bytes=1 << 16)])
+
+
+class ForeignMemory(Rows):
+    """Two gradients of one memory, of which neither's storage knows."""
+
+    steps = 4
+    ddp_options = {"bucket_cap_mb": 0.0001}
+    counts_units = False
+
+    def build(self) -> nn.Module:
+        class Twice(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+                return first.sum() + second.sum()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+                memory = np.zeros((64, 4), dtype=np.float32)
+                memory[::5] = float(gradient)
+                return torch.from_numpy(memory), torch.from_numpy(memory)
+
+        class Foreign(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.second = (nn.Parameter(torch.ones(64, 4)) for _ in range(2))
+
+            def forward(self) -> torch.Tensor:
+                return Twice.apply(self.first, self.second)
+
+        return Foreign()
+
+    def loss(self, t: Trainer, i: int) -> torch.Tensor:
+        return t.ddp() * (t.rank + i)
+
+
+def test_gradients_of_foreign_memory() -> None:
+    run_ranks(2, compare_all, [ForeignMemory], [EVERY_ROW])
+
+
+def gradient_in_a_later_hook(rank: int) -> None:
+    """Who hangs a hook behind DDP's finds there what this rank computed, however long after."""
+    torch.manual_seed(0)
+    model = Table()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.001)
+    state = register(ddp, EVERY_ROW, True)
+    table = model.table.weight
+    seen = []
+
+    def look(*_: object) -> None:
+        time.sleep(0.2)
+        seen.append(table.grad.clone())
+
+    table.expand_as(table).grad_fn.next_functions[0][0].register_hook(look)
+    loss = ddp(torch.tensor([[1, 2 + rank]])).square().mean()
+    alone = torch.autograd.grad(loss, table, retain_graph=True)[0]
+    loss.backward()
+    assert state.usage()["table.weight"].units.used_here == 2
+    torch.testing.assert_close(seen, [alone], rtol=0, atol=0)
+
+
+def test_gradient_in_a_later_hook() -> None:
+    run_ranks(2, gradient_in_a_later_hook)
+
+
+def table_of_two_modules(rank: int) -> None:
+    """Both Reducers hear of one gradient, and each averages what this rank computed."""
+
+    class Looker(nn.Module):
+        def __init__(self, table: nn.Embedding) -> None:
+            super().__init__()
+            self.table = table
+
+        def forward(self, i: torch.Tensor) -> torch.Tensor:
+            return self.table(i).sum()
+
+    late = [False]
+
+    def come_late(*_: object) -> None:
+        time.sleep(0.05 * late[0])
+
+    for hooked in ((True, True), (True, False), (False, True)):
+        table = nn.Embedding(8192, 16)
+        modules, states = [], []
+        for ours in hooked:
+            modules.append(DistributedDataParallel(Looker(table), find_unused_parameters=True))
+            if ours:
+                states.append(register(modules[-1], EVERY_ROW, True))
+            # Between the two, on one of the ranks.
+            table.weight.expand_as(table.weight).grad_fn.next_functions[0][0].register_hook(come_late)
+        for step in range(4):
+            late[0] = step % 2 == rank
+            first, second = (module(torch.arange(8) * 8 + rank) for module in modules)
+            (first + 2 * second).backward()
+            used = table.weight.grad[:64].reshape(8, 8, 16)[:, :2]
+            assert used.eq(1.5).all(), used.unique()
+            table.weight.grad = None
+        assert all(state.stats().units_steps == 4 for state in states)
+
+
+def test_table_of_two_modules() -> None:
+    run_ranks(2, table_of_two_modules)
 
 
 def dropped_gradients(rank: int) -> None:

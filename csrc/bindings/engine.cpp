@@ -108,12 +108,12 @@ void bind_engine(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](const py::object& reducer, std::shared_ptr<ControlGroups> control_groups,
                        const EngineSettings& settings, std::vector<at::Tensor> late_parameters,
-                       std::vector<std::string> names) {
+                       std::vector<std::string> names, const std::vector<size_t>& pending) {
              return Engine::make(reducer.cast<std::shared_ptr<c10d::Reducer>>(), std::move(control_groups), settings,
-                                 std::move(late_parameters), std::move(names));
+                                 std::move(late_parameters), std::move(names), pending);
            }),
            py::kw_only(), py::arg("reducer"), py::arg("control_groups"), py::arg("settings"),
-           py::arg("late_parameters"), py::arg("names"))
+           py::arg("late_parameters"), py::arg("names"), py::arg("pending"))
       .def("configure", &Engine::configure, py::call_guard<py::gil_scoped_release>())
       .def("run",
            [](Engine& engine, const py::object& bucket) {
@@ -145,6 +145,7 @@ void bind_engine(py::module_& m) {
       .def("register_natively", &Engine::register_natively, py::call_guard<py::gil_scoped_release>())
       .def("close", &Engine::close, py::kw_only(), py::arg("remove_hook"), py::arg("dying"),
            py::call_guard<py::gil_scoped_release>())
+      .def("pending", &Engine::pending, py::call_guard<py::gil_scoped_release>())
       .def("awaits_backward", &Engine::awaits_backward, py::call_guard<py::gil_scoped_release>())
       .def("statistics", &Engine::statistics, py::call_guard<py::gil_scoped_release>())
       .def("reset_statistics", &Engine::reset_statistics, py::call_guard<py::gil_scoped_release>())

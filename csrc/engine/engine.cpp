@@ -52,15 +52,16 @@ void refuse_capture(c10::Device device) {
 
 std::shared_ptr<Engine> Engine::make(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
                                      const EngineSettings& settings, std::vector<at::Tensor> late_parameters,
-                                     std::vector<std::string> names) {
-  std::shared_ptr<Engine> engine(
-      new Engine(std::move(reducer), std::move(groups), settings, std::move(late_parameters), std::move(names)));
+                                     std::vector<std::string> names, const std::vector<size_t>& pending) {
+  std::shared_ptr<Engine> engine(new Engine(std::move(reducer), std::move(groups), settings, std::move(late_parameters),
+                                            std::move(names), pending));
   engine->watch_gradients();
   return engine;
 }
 
 Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
-               const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names)
+               const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names,
+               const std::vector<size_t>& pending)
     : reducer_(std::move(reducer)),
       slots_(reducer_),
       layout_(reducer_),
@@ -77,8 +78,11 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
   TORCH_CHECK(names_.size() == parameters, "ddp_hooks: expected a name for each of the module's ", parameters,
               " parameters, received ", names_.size());
   prelude_ = std::make_unique<Prelude>(
-      reducer_, slots_, layout_, late_parameters_, names_, control_groups_, settings_.agreement,
+      reducer_, slots_, layout_, late_parameters_, names_, pending, control_groups_, settings_.agreement,
       [this](bool none) { return units_.objections(none); }, statistics_.exchanges);
+  for (size_t i : pending) {
+    if (i < reducer_.parameters().size()) reducer_.note_used(i);
+  }
 }
 
 Engine::~Engine() {
@@ -101,7 +105,8 @@ void Engine::close(bool remove_hook, bool dying) {
   if (!reducer_is_gone) {
     TORCH_CHECK(dying || (!step_ && !reducer_.in_backward()),
                 "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass");
-    slots_.give_all_back();
+    // Not into buckets that a forward pass has had made anew since the last step.
+    slots_.forget();
     if (!reducer_.in_backward()) reducer_.unsettle_used_map();
     if (remove_hook && !dying) hook = reducer_.take_hook();
   }
@@ -588,6 +593,13 @@ void Engine::gradients_done() {
   for (size_t index : overdue()) reducer_.mark_ready(index);
   std::lock_guard lock(mutex_);
   if (prelude_) prelude_->gradients_done();
+}
+
+std::vector<size_t> Engine::pending() const {
+  if (reducer_.is_gone()) return {};
+  auto reducer_lock = reducer_.lock();
+  std::lock_guard lock(mutex_);
+  return prelude_ ? prelude_->pending() : std::vector<size_t>();
 }
 
 bool Engine::awaits_backward() const {

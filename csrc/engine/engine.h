@@ -51,10 +51,11 @@ struct Step;
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // `late_parameters` are the module's parameters that the Reducer does not know, because they were frozen when it was
-  // made. `names` are those of the Reducer's parameters and then of the late ones, for messages.
+  // made. `names` are those of the Reducer's parameters and then of the late ones, for messages. `pending` (by
+  // index) have a gradient that no step has taken up: what the engine of the Reducer before had so.
   static std::shared_ptr<Engine> make(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
                                       const EngineSettings& settings, std::vector<at::Tensor> late_parameters,
-                                      std::vector<std::string> names);
+                                      std::vector<std::string> names, const std::vector<size_t>& pending);
   ~Engine();
 
   // The hook. Never throws: errors arrive through the future, because an exception would leave the Reducer unusable.
@@ -82,6 +83,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // From then on the module trains as plain DDP. Throws during a backward pass, unless the module is `dying`.
   void close(bool remove_hook, bool dying);
 
+  // Between two passes: parameters (by index) with a gradient that no step has taken up.
+  std::vector<size_t> pending() const;
+
   // Whether a forward pass has been run whose backward pass may still come.
   bool awaits_backward() const;
 
@@ -100,7 +104,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
   Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
-         const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names);
+         const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names,
+         const std::vector<size_t>& pending);
   // The moments of a pass.
   void outputs_reached();
   void gradient_reported(size_t parameter);

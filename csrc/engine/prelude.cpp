@@ -22,13 +22,14 @@ bool is_restricted_pass() {
 
 Prelude::Prelude(const ReducerView& reducer, BucketSlots& slots, const CurrentLayout& layout,
                  const std::vector<at::Tensor>& late, const std::vector<std::string>& names,
-                 std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
-                 UsageAgreement::Objections objections, ExchangeStatistics& statistics)
+                 const std::vector<size_t>& pending, std::shared_ptr<const ControlGroups> groups,
+                 const AgreementSettings& settings, UsageAgreement::Objections objections,
+                 ExchangeStatistics& statistics)
     : reducer_(reducer),
       slots_(slots),
       layout_(layout),
       names_(names),
-      absence_(reducer, late, names),
+      absence_(reducer, late, names, pending),
       agreement_(reducer, absence_, names.size(), std::move(groups), settings, std::move(objections), statistics) {}
 
 void Prelude::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises,

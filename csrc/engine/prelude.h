@@ -28,11 +28,12 @@ namespace ddp_hooks {
 
 class Prelude {
  public:
-  // All references have to outlive it. `names` are those of the Reducer's parameters and then of the `late` ones.
+  // All references have to outlive it. `names` are those of the Reducer's parameters and then of the `late` ones;
+  // `pending` have a gradient already that no step has taken up.
   Prelude(const ReducerView& reducer, BucketSlots& slots, const CurrentLayout& layout,
           const std::vector<at::Tensor>& late, const std::vector<std::string>& names,
-          std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
-          UsageAgreement::Objections objections, ExchangeStatistics& statistics);
+          const std::vector<size_t>& pending, std::shared_ptr<const ControlGroups> groups,
+          const AgreementSettings& settings, UsageAgreement::Objections objections, ExchangeStatistics& statistics);
 
   // What forward passes from now on do not use.
   void declare_unused(const std::vector<size_t>& parameters) { absence_.declare(parameters); }
@@ -58,6 +59,8 @@ class Prelude {
   AgreedUsage first_bucket_ready(bool shadow);
   void step_closed() { absence_.step_closed(); }
 
+  // Between two passes: parameters with a gradient that no step has taken up.
+  std::vector<size_t> pending() const { return absence_.pending(); }
   // Whether this rank has a gradient of the `index`th late parameter that no step has taken up.
   bool late_has_gradient(size_t index) const { return absence_.has_accumulated(reducer_.parameters().size() + index); }
   void late_averaged() { absence_.late_taken_up(); }

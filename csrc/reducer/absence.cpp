@@ -7,7 +7,8 @@
 
 namespace ddp_hooks {
 
-Absence::Absence(const ReducerView& reducer, const std::vector<at::Tensor>& late, const std::vector<std::string>& names)
+Absence::Absence(const ReducerView& reducer, const std::vector<at::Tensor>& late, const std::vector<std::string>& names,
+                 const std::vector<size_t>& pending)
     : reducer_(reducer),
       reduced_count_(reducer.parameters().size()),
       parameters_(reducer.parameters()),
@@ -15,6 +16,8 @@ Absence::Absence(const ReducerView& reducer, const std::vector<at::Tensor>& late
       armed_(std::make_shared<UsageMask>(reduced_count_)) {
   parameters_.insert(parameters_.end(), late.begin(), late.end());
   declared_ = taken_back_ = absent_ = accumulated_ = taken_up_ = UsageMask(parameters_.size());
+  late_taken_up();
+  for (size_t i : pending) accumulated_.set(i);
 }
 
 void Absence::declare(const std::vector<size_t>& parameters) {
@@ -49,10 +52,19 @@ void Absence::watch_late(const std::function<void(size_t)>& report) {
 
 bool Absence::has_accumulated(size_t parameter) const {
   // Nobody reports a late one after a forward pass that could not be watched. One that is still frozen has only what
-  // other ranks have made here.
+  // was left there, or what other ranks have made here.
   const bool unreported = parameter >= reduced_count_ && late_reports_.count(parameter) == 0 &&
                           (parameters_[parameter].requires_grad() || !taken_up_.test(parameter));
   return (accumulated_.test(parameter) || unreported) && parameters_[parameter].grad().defined();
+}
+
+std::vector<size_t> Absence::pending() const {
+  std::vector<size_t> pending;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const bool noted_by_reducer = i < reduced_count_ && reducer_.used_since_synchronised(i);
+    if (has_accumulated(i) || (noted_by_reducer && parameters_[i].grad().defined())) pending.push_back(i);
+  }
+  return pending;
 }
 
 void Absence::late_taken_up() {

@@ -30,8 +30,10 @@ namespace ddp_hooks {
 
 class Absence {
  public:
-  // `names` are those of the Reducer's parameters and then of the `late` ones, for messages.
-  Absence(const ReducerView& reducer, const std::vector<at::Tensor>& late, const std::vector<std::string>& names);
+  // `names` are those of the Reducer's parameters and then of the `late` ones, for messages. `pending` have a
+  // gradient already which no step has taken up; other gradients are left of earlier ones.
+  Absence(const ReducerView& reducer, const std::vector<at::Tensor>& late, const std::vector<std::string>& names,
+          const std::vector<size_t>& pending);
 
   // What forward passes from now on do not use, whether it is frozen or not.
   void declare(const std::vector<size_t>& parameters);
@@ -47,6 +49,8 @@ class Absence {
   // not reduce, of a late one in any.
   void accumulated(size_t parameter) { accumulated_.set(parameter); }
   bool has_accumulated(size_t parameter) const;
+  // All parameters of which that is so between two passes, for an engine of the Reducer that comes after this one.
+  std::vector<size_t> pending() const;
   // What late parameters have got was averaged.
   void late_taken_up();
   // To be called before any of the questions below, with the number of the last forward pass.
@@ -86,7 +90,7 @@ class Absence {
   UsageMask taken_back_;  // of these, those that are in a graph, perhaps not this pass's
   UsageMask absent_;
   UsageMask accumulated_;
-  UsageMask taken_up_;  // late ones, whose gradients the ranks have averaged at least once
+  UsageMask taken_up_;  // late ones; what of theirs was not reported is left of earlier steps
   int64_t forward_number_ = 0;
   bool checked_ = false;
   bool prepared_ = false;

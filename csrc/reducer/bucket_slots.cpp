@@ -4,7 +4,10 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
+
+#include "reducer/gradient_report.h"
 
 namespace ddp_hooks {
 namespace {
@@ -27,8 +30,10 @@ at::Tensor flat_and_real(const at::Tensor& dense) {
 }  // namespace
 
 bool hands_on_unchanged(const torch::autograd::Node& accumulator, const at::Tensor& parameter) {
+  const auto& before = accumulator.pre_hooks();
   return torch::autograd::impl::hooks(parameter).empty() && !torch::autograd::impl::post_acc_grad_hooks(parameter) &&
-         accumulator.pre_hooks().empty() && accumulator.post_hooks().size() <= kHooksOfOurs;
+         std::all_of(before.begin(), before.end(), [](const auto& hook) { return GradientGuard::is_one(*hook); }) &&
+         accumulator.post_hooks().size() <= kHooksOfOurs;
 }
 
 BucketSlots::BucketSlots(const ReducerView& reducer)
@@ -110,7 +115,8 @@ at::Tensor BucketSlots::find_or_fill(size_t parameter) {
 }
 
 at::Tensor BucketSlots::find_own_or_fill(size_t parameter) {
-  if (!shares_memory(parameter)) return find_or_fill(parameter);
+  const bool others_hear_of_it = reducer_.accumulators()[parameter]->post_hooks().size() > kHooksOfOurs;
+  if (!others_hear_of_it && !shares_memory(parameter)) return find_or_fill(parameter);
   fill(parameter);
   return {};
 }
@@ -118,6 +124,8 @@ at::Tensor BucketSlots::find_own_or_fill(size_t parameter) {
 bool BucketSlots::shares_memory(size_t parameter) const {
   const at::Tensor& gradient = reducer_.parameters()[parameter].grad();
   if (!gradient.defined() || !gradient.has_storage()) return false;
+  // Of memory that is not ATen's own, another storage may know.
+  if (!gradient.storage().resizable()) return true;
   // The accumulator that is at work, within which a bucket becomes ready, holds what it has made .grad of.
   const auto at_work = torch::autograd::get_current_node();
   const bool is_at_work = at_work && at_work.get() == reducer_.accumulators()[parameter].get();

@@ -51,8 +51,9 @@ class BucketSlots {
   at::Tensor find(size_t parameter) const;
   // Likewise, but otherwise the slot is filled.
   at::Tensor find_or_fill(size_t parameter);
-  // Likewise, for whoever writes into the gradient before backward has ended: only one whose memory nobody else reads.
-  // Autograd hands on what it has, so that other gradients, or what is still to be differentiated, may be views of it.
+  // Likewise, for whoever writes into the gradient before backward has ended: only one that nobody else reads. Autograd
+  // hands on what it has, so that other gradients, or what is still to be differentiated, may be views of its memory;
+  // and hooks behind ours, of another DDP module's Reducer for one, come for it later.
   at::Tensor find_own_or_fill(size_t parameter);
   const at::Tensor& parameter(size_t parameter) const { return reducer_.parameters()[parameter]; }
   bool is_as_autograd_left_it(size_t parameter) const;

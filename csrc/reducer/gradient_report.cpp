@@ -44,6 +44,10 @@ GradientReport::~GradientReport() {
   if (accumulator_) accumulator_->del_post_hook(key_);
 }
 
+bool GradientGuard::is_one(const torch::autograd::FunctionPreHook& hook) {
+  return dynamic_cast<const LambdaPreHook*>(&hook) != nullptr;
+}
+
 GradientGuard::GradientGuard(Accumulator accumulator, std::function<void()> guard)
     : accumulator_(std::move(accumulator)) {
   auto hook = std::make_unique<LambdaPreHook>(std::move(guard));

@@ -28,9 +28,12 @@ class GradientReport {
   uintptr_t key_ = 0;
 };
 
-// Told when a gradient has come and is about to be accumulated; what it throws makes the backward pass fail.
+// Told when a gradient has come and is about to be accumulated; what it throws makes the backward pass fail, and else
+// the gradient is handed on as it is.
 class GradientGuard {
  public:
+  static bool is_one(const torch::autograd::FunctionPreHook& hook);
+
   GradientGuard(Accumulator accumulator, std::function<void()> guard);
   ~GradientGuard();
   GradientGuard(GradientGuard&&) = default;

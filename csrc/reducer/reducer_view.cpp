@@ -191,6 +191,16 @@ void ReducerView::clear_unused(UsageMask& usage) const {
   }
 }
 
+bool ReducerView::used_since_synchronised(size_t parameter) const {
+  auto reducer = get();
+  return searches_graph() && Members::used_map(*reducer).const_data_ptr<int32_t>()[parameter] != 0;
+}
+
+void ReducerView::note_used(size_t parameter) const {
+  auto reducer = get();
+  if (searches_graph()) Members::used_map(*reducer).mutable_data_ptr<int32_t>()[parameter] = 1;
+}
+
 void ReducerView::forget_use_without_gradient(size_t parameter) const {
   auto reducer = get();
   if (searches_graph() && !has_gradient(parameter)) {

@@ -94,6 +94,11 @@ class ReducerView {
   // pass nor from one under no_sync() since the last synchronised one, as far as the Reducer knows. Reads no gradient.
   void clear_unused(UsageMask& usage) const;
 
+  // Whether the Reducer, where it searches the graph, has noted parameter i as used since the last synchronised pass.
+  bool used_since_synchronised(size_t parameter) const;
+  // Has it note so, of what a Reducer before it had noted. Call it between two passes.
+  void note_used(size_t parameter) const;
+
   // The Reducer notes a parameter as used when it reports and its slot's variable has a gradient. Where a placeholder
   // stood there, this puts the note right: without a gradient of its own the parameter was not used.
   void forget_use_without_gradient(size_t parameter) const;
