@@ -148,7 +148,7 @@ def exchange_records(
         *([0] * (_OWN_WORDS - len(words))),
     ]
     with naming_absent_ranks(group, function):
-        records = gather_tensor(group, torch.tensor(own, dtype=torch.int64)).tolist()
+        records = gather_tensor(group, torch.tensor(own, dtype=torch.int64, device="cpu")).tolist()
     own_words = tuple(tuple(record[4:]) for record in records)
     if not any(record[3] for record in records) and all(record[:3] == records[0][:3] for record in records):
         return Agreement(own_words, None)
@@ -259,7 +259,8 @@ def settle(function: str, proposals: Sequence[Proposal], error: Exception | None
         ]
     if differences:
         raise RefusedError(
-            f"{function}: the ranks disagree: {'; '.join(differences)}. Pass the same module and policy on every rank"
+            f"{function}: the ranks disagree: {'; '.join(differences)}. Pass the same module and policy on every rank, "
+            "and several modules in the same order"
         )
     return [each.own for each in proposals]
 

@@ -14,6 +14,7 @@ from . import service
 from .parameters import Selector, select
 from .registration import find_ddp
 from .wording import check_fields, check_flag, check_int, short
+from .wrappers import uncompiled
 
 
 def freeze(
@@ -193,7 +194,7 @@ def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None
     stays in. Call it between two steps.
 
     Args:
-        ddp: a module with a hook of this package.
+        ddp: a module with a hook of this package, which may lie inside one of yours.
         find_unused_parameters: change this setting of DDP as well; False spares the search of the graph when all that
             was unused is frozen now. None leaves it as it is.
 
@@ -213,7 +214,7 @@ def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None
 def _model(function: str, module: nn.Module) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{function}: expected a DDP module or the model in it, received {short(module)}")
-    inner = getattr(module, "_orig_mod", module)
+    inner = uncompiled(module)
     return inner.module if isinstance(inner, DistributedDataParallel) else module
 
 

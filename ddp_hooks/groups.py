@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -40,12 +42,33 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
+def launched_rank() -> int:
+    """Return the rank that a launcher gave this process; 0 where it gave none, or something else than a number."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def check_in_use(group: dist.ProcessGroup) -> None:
+    """Raise a ValueError if the group was destroyed."""
+    try:
+        dist.get_rank(group)
+    except ValueError as error:
+        raise ValueError(
+            "expected a process group that is in use, received one that was destroyed; make it anew, and wrap anew "
+            "what was wrapped over it"
+        ) from error
+
+
 def control_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device for small messages: the host where the group can, else the current accelerator.
 
     As for torch's own object collectives, each rank has to have made a device of its own the current one
     (``torch.cuda.set_device``).
+
+    Raises:
+        ValueError: the group was destroyed.
     """
+    check_in_use(group)
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _extension
 from .parameters import Selector
 from .policies import PRESETS, Policy, resolve
+from .precedence import keep_place
 from .registration import find_ddp
 from .roll_call import meet_to_register
 from .service import Service, agree_to_serve, registered_service
@@ -89,6 +90,7 @@ class SkipUnusedState:
         self._policy = resolved
         self._earlier, self._service = self.stats(), None
         self._service = Service(ddp, resolved, groups, hook=skip_unused_hook, state=self, native=native)
+        keep_place(ddp)
         _tied[:] = [other for other in _tied if other() not in (None, self)] + [weakref.ref(self)]
 
     def _is_bound(self) -> bool:
@@ -115,8 +117,12 @@ class SkipUnusedState:
         Raises:
             RuntimeError: a backward pass is under way.
         """
-        if self._service is not None:
-            self._service.close()
+        if self._service is None:
+            return
+        ddp = self._service.ddp
+        self._service.close()
+        if ddp is not None:
+            keep_place(ddp)
 
     def set_policy(self, policy: Policy | str) -> None:
         """Change the policy between two steps; every rank calls it with the same one.
@@ -287,6 +293,7 @@ def register(ddp: torch.nn.Module, policy: Policy | str = "auto") -> SkipUnusedS
     registered = None if service is None else service.state()
     if isinstance(registered, SkipUnusedState):
         registered._register_again(policy)
+        keep_place(module)
         return registered
     state = SkipUnusedState.__new__(SkipUnusedState)
     state._start(PRESETS["auto"], Statistics())

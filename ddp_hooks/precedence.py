@@ -43,6 +43,14 @@ def give_way_to_other_hooks(ddp: DistributedDataParallel) -> None:
                 setattr(DistributedDataParallel, name, _wrapped[name][1])
 
 
+def keep_place(ddp: DistributedDataParallel) -> None:
+    """Undo :func:`give_way_to_other_hooks`; does nothing for other modules."""
+    with _lock:
+        reference = _modules.get(id(ddp))
+        if reference is not None and reference() is ddp:
+            _forget(id(ddp), reference)
+
+
 def _forget(key: int, reference: weakref.ref[DistributedDataParallel]) -> None:
     with _lock:
         # The key may be another module's by now.

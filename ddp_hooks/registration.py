@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from contextlib import nullcontext
 
@@ -14,6 +15,7 @@ from . import _extension
 from ._version import __version__
 from .agreement import Proposal, exchange_proposals
 from .policies import Policy
+from .wrappers import uncompiled
 
 _C = _extension.load()
 
@@ -61,7 +63,7 @@ def find_ddp(module: nn.Module, function: str) -> DistributedDataParallel:
     Raises:
         TypeError: there is none; says what ``function`` received.
     """
-    inner = getattr(module, "_orig_mod", module) if isinstance(module, nn.Module) else module
+    inner = uncompiled(module)
     if isinstance(inner, DistributedDataParallel):
         return inner
     raise TypeError(
@@ -78,12 +80,25 @@ def describe(
         "torch": torch.__version__,
         "policy": repr(policy),
         "world size": str(dist.get_world_size(ddp.process_group)),
-        "parameters": f"{len(reduced)} of {sum(parameter.numel() for parameter in reduced)} elements",
-        "parameters frozen when wrapped": f"{len(late)} of {sum(parameter.numel() for parameter in late)} elements",
+        "parameters": f"{_summary(reduced)} (digest of shapes and dtypes: {_digest(reduced)})",
+        # DDP does not compare these, and does not send them while they are frozen.
+        "parameters frozen when wrapped": _summary(late),
         "find_unused_parameters": str(ddp.find_unused_parameters),
         "static_graph": str(ddp.static_graph),
         "device": ddp.device_type,
     }
+
+
+def _summary(parameters: list[torch.Tensor]) -> str:
+    return f"{len(parameters)} of {sum(parameter.numel() for parameter in parameters)} elements"
+
+
+def _digest(parameters: list[torch.Tensor]) -> str:
+    # Tells modules of as many elements apart, where ranks register several in different orders.
+    shapes = hashlib.blake2b(digest_size=4)
+    for parameter in parameters:
+        shapes.update(f"{tuple(parameter.shape)} {parameter.dtype}\n".encode())
+    return shapes.hexdigest()
 
 
 def propose(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .absentees import RanksAbsentError
 from .control_groups import store_of
+from .groups import check_in_use
 from .wording import describe_ranks
 
 # The place where ranks meet that make a module under `enable`.
@@ -124,8 +125,10 @@ def meet_to_register(group: dist.ProcessGroup, function: str) -> None:
         function: what every rank should have called.
 
     Raises:
+        ValueError: the group was destroyed.
         RanksAbsentError: ranks did not come; on every rank that did.
     """
+    check_in_use(group)
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return

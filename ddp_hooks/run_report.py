@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from ._version import __version__
 from .enabling import Enabling, MadeModule
+from .groups import launched_rank
 from .policies import Policy
 from .statistics import Statistics
 from .wording import describe_bytes, describe_part, fill
@@ -56,7 +56,7 @@ class RunReport:
         if self._enabling is not None:
             self._enabling.end()
         # The process group may be gone by now.
-        rank = self._made[0].rank if self._made else int(os.environ.get("RANK", "0"))
+        rank = self._made[0].rank if self._made else launched_rank()
         if rank != 0:
             return
         if not quiet and not (failed and not self._made):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -154,7 +154,7 @@ class Statistics:
             kinds = int if isinstance(field.default, int) else (int, float)
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise TypeError(f"Statistics.{field.name}: expected {expected}, received {short(value)}")
-            if not (value >= 0 and value < math.inf):  # NaN is neither
+            if not 0 <= value <= sys.float_info.max:  # nor NaN
                 raise ValueError(f"Statistics.{field.name}: expected from 0 on and finite, received {short(value)}")
         return statistics
 

@@ -469,6 +469,16 @@ def _other_hooks(rank: int) -> None:
     with pytest.raises(RuntimeError, match="can only be called once"):
         asked_for.register_comm_hook(None, halve)
     assert state.serves(asked_for)
+    # Also where it came with every module before.
+    with ddp_hooks.enable("skip_unused"):
+        again, anew, closed = wrapped(), wrapped(), wrapped()
+    ddp_hooks.register(again, "skip_unused")
+    for each in (anew, closed):
+        next(state for state in states() if state.serves(each)).close()
+    ddp_hooks.register(anew)
+    for each in (again, anew):
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            each.register_comm_hook(None, halve)
     # In a backward pass nothing changes hands.
     refused: list[str] = []
 
@@ -489,6 +499,7 @@ def _other_hooks(rank: int) -> None:
     gc.collect()
     assert gone() is None
     assert is_plain()
+    closed.register_comm_hook(None, halve)
 
 
 def test_a_hook_that_is_registered_later_takes_the_place() -> None:

@@ -428,6 +428,51 @@ def test_one_bad_argument() -> None:
     run_ranks(2, one_bad_argument)
 
 
+def registered_in_another_order(rank: int) -> None:
+    """Modules of as many parameters and elements, which each rank's own digest tells apart."""
+    modules = [DistributedDataParallel(nn.Linear(*sizes, bias=False)) for sizes in ((4, 8), (8, 4))]
+    message = error_of(lambda: ddp_hooks.register(modules[rank]))
+    assert "parameters: expected 1 of 32 elements (digest" in message
+    assert "several modules in the same order" in message
+    for module in modules:
+        ddp_hooks.register(module)
+        module(torch.ones(1, module.module.in_features)).sum().backward()
+    # What DDP never sends may differ.
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(*((4, 2), (2, 4))[rank], bias=False).requires_grad_(False))
+    ddp_hooks.register(DistributedDataParallel(model, init_sync=False))
+
+
+def test_registered_in_another_order() -> None:
+    run_ranks(2, registered_in_another_order)
+
+
+# A group that goes with its last reference may wait for a worker that waits for the GIL (torch's own).
+_kept_groups: list[dist.ProcessGroup] = []
+
+
+def group_that_was_destroyed(rank: int) -> None:
+    group = dist.new_group()
+    _kept_groups.append(group)
+    ddp = wrapped(process_group=group)
+    state = ddp_hooks.register(ddp)
+    run_step(ddp, 0)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    for call in (
+        lambda: state.set_policy("skip_zeros"),
+        lambda: state.load_state_dict(state.state_dict()),
+        lambda: ddp_hooks.register(ddp),
+        lambda: ddp_hooks.rebuild(ddp),
+    ):
+        assert "received one that was destroyed; make it anew, and wrap anew" in error_of(call, ValueError)
+    state.close()
+    assert "received one that was destroyed" in error_of(lambda: ddp_hooks.register(ddp), ValueError)
+
+
+def test_group_that_was_destroyed() -> None:
+    run_ranks(2, group_that_was_destroyed)
+
+
 def test_refused_modules() -> None:
     run_ranks(2, refused_modules)
 

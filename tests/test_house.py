@@ -62,6 +62,7 @@ PYTHON_ROOMS = {
         "ddp_hooks.agreement",
         "ddp_hooks.groups",
         "ddp_hooks.wording",
+        "ddp_hooks.wrappers",
     }
 }
 

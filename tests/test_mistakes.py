@@ -144,6 +144,9 @@ MISTAKES_ALONE: dict[str, list[Mistake]] = {
         ),
         Mistake(lambda: Statistics.from_dict(COUNTERS | {"hook_seconds": float("inf")}), ValueError, ["received inf"]),
         Mistake(lambda: Statistics.from_dict(COUNTERS | {"hook_seconds": None}), TypeError, ["received None"]),
+        Mistake(
+            lambda: Statistics.from_dict(COUNTERS | {"steps": 10**400}), ValueError, ["0 on and finite, received 10"]
+        ),
         Mistake(lambda: Statistics() + 3, TypeError, ["unsupported operand", "'Statistics' and 'int'"]),
     ],
     "freeze": [
@@ -392,7 +395,9 @@ def average_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mis
         ),
         Mistake(lambda: call(model, async_op="yes"), TypeError, ["async_op to be True or False, received 'yes'"]),
         Mistake(lambda: call([torch.ones(2).to(torch.uint64)]), ValueError, ["is uint64; broadcast it instead"]),
-        Mistake(lambda: call([torch.ones(2, dtype=torch.cfloat).conj()]), ValueError, ["conjugate: .resolve_conj()"]),
+        Mistake(
+            lambda: call([torch.ones(2, dtype=torch.cfloat).conj()]), ValueError, ["conjugate: make it .resolve_conj()"]
+        ),
     ]
 
 

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..hooks import SkipUnusedState
 from ..policies import Policy
 from ..wording import check_flag
+from ..wrappers import uncompiled
 from .hook_of_trainer import HookOfTrainer
 
 try:
@@ -49,7 +50,7 @@ class SkipUnusedCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Register: the module is wrapped now, and was not yet in `setup`."""
         module = trainer.strategy.model
-        ddp = getattr(module, "_orig_mod", module)
+        ddp = uncompiled(module)
         if isinstance(ddp, DistributedDataParallel):
             self._hook.register(ddp)
         elif trainer.world_size > 1:

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from ..hooks import SkipUnusedState
 from ..policies import Policy
 from ..wording import check_flag, short
+from ..wrappers import uncompiled
 from .hook_of_trainer import HookOfTrainer
 
 # What the statistics are called in a checkpoint's `trainer_state.json`.
@@ -68,7 +69,7 @@ class SkipUnusedCallback(TrainerCallback):
         if trainer is None:
             return
         module = trainer.model_wrapped
-        ddp = getattr(module, "_orig_mod", module)
+        ddp = uncompiled(module)
         if isinstance(ddp, DistributedDataParallel):
             self._hook.register(ddp)
             # Only what was read from a checkpoint has it now. Every rank reads the same.
