@@ -80,6 +80,10 @@ def _refusals(rank):
     parameters = list(make_model().parameters())
     with pytest.raises(ddp_hooks.RanksDisagreeError, match="missing on rank 1"):
         averager.average_parameters(parameters[: 3 if rank else 4])
+    used_up = iter(parameters[:0])
+    for empty, match in (([], "an empty list; pass"), (used_up, "an empty list_iterator, which something")):
+        with pytest.raises(ValueError, match=match):
+            averager.average_parameters(empty)
     if rank == 0:
         with pytest.raises(TypeError, match="received int at position 1"):
             averager.average_parameters([parameters[0], 3])

@@ -165,6 +165,76 @@ def test_before_eval_averages_once(world_size):
     run_ranks(world_size, _before_eval)
 
 
+def _before_eval_compiled(rank):
+    ddp = DistributedDataParallel(Model())
+    # On one rank evaluation begins before there is anything to average: what follows is decided alike all the same.
+    if rank:
+        ddp.eval()
+    compiled = torch.compile(ddp, backend="eager")
+    buffer_sync = ddp_hooks.BufferSync(compiled if rank else ddp, "before_eval")
+    # Compiled on every rank, then on one only.
+    for syncs, called in enumerate((compiled, ddp if rank else compiled), 1):
+        ddp.module.norm.running_mean.fill_(rank)
+        assert not called.eval().training
+        assert not ddp.training
+        assert not ddp.module.training
+        assert ddp.module.norm.running_mean.eq(0.5).all()
+        called.eval()
+        assert buffer_sync.stats().syncs == syncs
+        called.train()
+        assert ddp.module.training
+    # What writes the attribute itself has trained, too.
+    compiled.eval()
+    ddp.training = True
+    ddp.eval()
+    assert buffer_sync.stats().syncs == 4
+
+
+def test_before_eval_hears_of_a_compiled_module():
+    run_ranks(2, _before_eval_compiled)
+
+
+def _train_of_the_user(rank):
+    ddp = DistributedDataParallel(Model())
+    calls = []
+
+    def under(mode=True):
+        calls.append("under")
+        return DistributedDataParallel.train(ddp, mode)
+
+    ddp.train = under
+    buffer_sync = ddp_hooks.BufferSync(ddp, "before_eval")
+    ours = ddp.train
+
+    def over(mode=True):
+        calls.append("over")
+        return ours(mode)
+
+    ddp.eval()
+    assert (calls, buffer_sync.stats().syncs) == (["under"], 1)
+    # Removed under somebody else's, ours stays in the chain and sends nothing.
+    ddp.train = over
+    buffer_sync.remove()
+    assert ddp.train is over
+    if rank == 0:
+        assert ddp.train() is ddp
+        assert not ddp.eval().module.training
+        assert calls == ["under", *["over", "under"] * 2]
+    assert buffer_sync.stats().syncs == 1
+    # Another one begins anew, and gives back what it found.
+    second = ddp_hooks.BufferSync(ddp, "before_eval")
+    ddp.train()
+    ddp.eval()
+    assert (second.stats().syncs, buffer_sync.stats().syncs) == (1, 1)
+    second.remove()
+    second.remove()
+    assert ddp.train is over
+
+
+def test_what_the_user_put_over_train_stays():
+    run_ranks(2, _train_of_the_user)
+
+
 def _never(rank):
     ddp = DistributedDataParallel(Model())
     buffer_sync = ddp_hooks.BufferSync(ddp, "never")
@@ -217,10 +287,58 @@ def _join(rank):
     ddp_hooks.BufferSync(ddp, "broadcast")
     with ddp.join(), pytest.raises(RuntimeError, match=r"expected no ddp.join\(\).*'before_eval'"):
         ddp(batch(rank, 0))
+    with pytest.raises(RuntimeError, match="switched on behind its end"):
+        ddp(batch(rank, 0))
+    with ddp.join(enable=False):
+        pass
+    ddp(batch(rank, 0)).sum().backward()
 
 
 def test_join_works_before_eval_and_is_refused_in_forwards():
     run_ranks(2, _join)
+
+
+def _unwritable(rank, mode):
+    ddp = DistributedDataParallel(Model())
+    ddp_hooks.BufferSync(ddp, mode)
+    ddp.module.table.fill_(rank)
+    if rank:
+        ddp.module.table = torch.zeros(1).expand(1000)
+        error, match = ValueError, "buffer 'table' is expanded"
+    else:
+        error, match = ddp_hooks.RanksDisagreeError, "rank 1 refused: .*buffer 'table' is expanded"
+    with pytest.raises(error, match=match):
+        ddp(batch(rank, 0))
+    assert ddp.module.table.eq(0).all()
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "average", "changed"])
+def test_a_buffer_that_can_no_longer_be_written_is_an_error_on_all(mode):
+    run_ranks(2, _unwritable, mode)
+
+
+# To the end of the process: who drops the last reference to a gloo group holds the GIL and waits for the group's
+# threads, and one of those may want the GIL for a tensor of its last collective.
+_kept_groups = []
+
+
+def _after_the_group(rank, mode):
+    group = dist.new_group([0, 1])
+    _kept_groups.append(group)
+    ddp = DistributedDataParallel(Model(), process_group=group)
+    buffer_sync = ddp_hooks.BufferSync(ddp, mode)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="process group that is in use, received one that was destroyed; make it"):
+            ddp(batch(rank, 0)) if mode != "before_eval" else ddp.eval()
+    buffer_sync.remove()
+    assert not ddp.eval().module.training
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "average", "changed", "before_eval"])
+def test_a_destroyed_group_is_named(mode):
+    run_ranks(2, _after_the_group, mode)
 
 
 def _refusals(rank):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spawn import run_ranks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
@@ -322,6 +323,30 @@ def test_empty_modules_and_autograd(world_size):
     run_ranks(world_size, _edges)
 
 
+def _other_default_device(rank):
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1 + rank)
+    ddp = nn.parallel.DistributedDataParallel(module)
+    x = torch.randn(2, 4)
+    ddp_hooks.BufferSync(ddp, "changed")
+    ddp(x).sum().backward()
+    with torch.device("meta"):
+        ddp(x)
+        differences = ddp_hooks.verify_replicas(module.parameters(), optimizer=optimizer).differences
+        assert {d.name: d.max_abs_differences for d in differences} == {"group 0: lr": (0.0, pytest.approx(1.0))}
+        module[0].bias.data.fill_(rank)
+        ddp_hooks.PeriodicModelAverager(1).average_parameters(module.parameters())
+        assert module[0].bias.eq((dist.get_world_size() - 1) / 2).all()
+        with ddp_hooks.share_parameters(module):
+            ddp_hooks.broadcast_parameters(module)
+    assert ddp_hooks.verify_replicas(module, raise_on_difference=True, gradients=False).in_step
+    assert all(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+def test_the_default_device_is_the_users():
+    run_ranks(2, _other_default_device)
+
+
 def _alone(rank):
     module = Zoo(3)
     before = copy.deepcopy(module)
@@ -414,8 +439,19 @@ def test_ranks_with_other_arguments_get_an_error_everywhere(world_size):
     run_ranks(world_size, _other_arguments)
 
 
+def without_memory(tensor, left_bytes=0):
+    tensor.untyped_storage().resize_(left_bytes)
+    return tensor
+
+
+def make_fake(tensor):
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(tensor)
+
+
 def _refusals(rank):
     expanded = torch.zeros(1).expand(4)
+    conjugate = torch.full((2,), 1 + 2j).conj()
     cases = [
         (TypeError, "received int at position 0", [3]),
         (TypeError, "received int (3); pass the model itself", 3),
@@ -424,6 +460,11 @@ def _refusals(rank):
         (ValueError, "expanded (strides [0])", [expanded]),
         (ValueError, "meta device", [torch.zeros(2, device="meta")]),
         (ValueError, "uninitialized parameter", nn.LazyLinear(3)),
+        (ValueError, "tensor '1' is a lazy conjugate: make it .resolve_conj()", [torch.ones(2), conjugate]),
+        (ValueError, "lazily negated: make it .resolve_neg()", [conjugate.imag]),
+        (ValueError, "tensor '0' takes 16 bytes of a storage of 0", [without_memory(torch.ones(4))]),
+        (ValueError, "takes 20 bytes of a storage of 16", [without_memory(torch.ones(6).view(2, 3)[:, :2], 16)]),
+        (ValueError, "is a FakeTensor, which holds no elements", [make_fake(torch.ones(4))]),
         (ValueError, ".int_repr()", [torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)]),
     ]
     for kind, text, source in cases:
@@ -436,6 +477,9 @@ def _refusals(rank):
             with pytest.raises(ddp_hooks.RanksDisagreeError, match=f"rank 1 refused: {kind.__name__}") as caught:
                 ddp_hooks.broadcast_parameters(torch.ones(2))
             assert text in str(caught.value), str(caught.value)
+    # What is needed is enough.
+    cut_off = [without_memory(torch.ones(6).view(2, 3)[:, :2], 20), without_memory(torch.ones(4))[4:]]
+    assert ddp_hooks.broadcast_parameters(cut_off).payload_bytes == 16
     linear = nn.Linear(2, 2)
     for arguments, text in [
         ({"src": 9}, "rank of the process group"),
@@ -452,8 +496,20 @@ def _refusals(rank):
     ]:
         with pytest.raises(ValueError, match=text):
             ddp_hooks.average_parameters(linear, **arguments)
-    with pytest.raises(ValueError, match="uint64; broadcast it"):
-        ddp_hooks.average_parameters(torch.zeros(2, dtype=torch.uint64))
+    # On every rank, before anything is sent; the source could have read it.
+    plain = torch.full((2,), float(rank))
+    for function in (ddp_hooks.broadcast_parameters, ddp_hooks.average_parameters):
+        with pytest.raises(ValueError, match="lazy conjugate"):
+            function([conjugate, plain])
+        assert plain.eq(rank).all()
+    for name in ("uint64", "int1", "uint7", "bits8", "float4_e2m1fn_x2"):
+        without_mean = torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))
+        with pytest.raises(ValueError, match=f"tensor '0' is {name}; broadcast it instead"):
+            ddp_hooks.average_parameters(without_mean)
+        assert ddp_hooks.broadcast_parameters(without_mean).payload_bytes == 8
+    for name in ("uint16", "uint32", "bool", "float8_e4m3fn", "complex32"):
+        averaged = torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))
+        assert ddp_hooks.average_parameters(averaged).messages == 1
     dist.barrier()
 
 

@@ -156,12 +156,16 @@ def _special_values(rank):
         "complex": torch.tensor([3 + 4j if rank else 0j]),
         "half": torch.tensor([1.5 if rank else 1.0], dtype=torch.float16),
         "alike": torch.tensor([math.nan]),
+        # Lazily, which is no difference in itself.
+        "conjugate": torch.tensor([3 + 4j]).conj() if rank else torch.tensor([3 - 4j]),
+        "negated": torch.tensor([1j + rank * 1j]).conj().imag,
         "empty": torch.empty(0),
     }
     report = ddp_hooks.verify_replicas(tensors.values())
     amounts = {list(tensors)[int(d.name)]: d.max_abs_differences[1] for d in report.differences}
     assert math.isnan(amounts.pop("nan"))
-    assert amounts == {"signed zero": 0.0, "infinity": math.inf, "bool": 1.0, "complex": 5.0, "half": 0.5}
+    others = {"bool": 1.0, "complex": 5.0, "half": 0.5, "negated": 1.0}
+    assert amounts == {"signed zero": 0.0, "infinity": math.inf} | others
     assert all(d.majority is None for d in report.differences)
     assert "no majority" in str(report)
 
@@ -237,6 +241,30 @@ def test_a_collision_in_half_of_the_digest_is_resolved_by_the_other():
     run_ranks(2, _second_half)
 
 
+def _ignored_and_compiled(rank):
+    model = make_model()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    ddp = DistributedDataParallel(model)
+    with torch.no_grad():
+        model[0].weight.fill_(rank)
+    compiled = torch.compile(ddp, backend="eager")
+    assert ddp_hooks.verify_replicas(compiled, raise_on_difference=True).in_step
+    ddp_hooks.broadcast_parameters(compiled)
+    ddp_hooks.average_parameters(compiled)
+    assert model[0].weight.eq(rank).all()
+    with ddp_hooks.share_parameters(compiled):
+        assert model[0].weight.eq(rank).all()
+    # Names are the same with and without the wrappers, so they need not be alike on the ranks.
+    inner = compiled if rank else ddp
+    assert not ddp_hooks.verify_replicas(inner, raise_on_difference=True).layout_differences
+    plain = torch.compile(model, backend="eager") if rank else model
+    assert {d.name for d in ddp_hooks.verify_replicas(plain).differences} == {"0.weight"}
+
+
+def test_a_compiled_module_is_looked_through():
+    run_ranks(2, _ignored_and_compiled)
+
+
 def _ignored_by_ddp(rank):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.bias"])
@@ -270,6 +298,12 @@ def _refusals(rank):
     with pytest.raises(ValueError, match=r"gradient 'weight' has layout torch.sparse_coo: make it dense"):
         ddp_hooks.verify_replicas(model)
     assert not ddp_hooks.verify_replicas(model, gradients=False).layout_differences
+    # As FSDP leaves a parameter that is not needed now.
+    linear = nn.Linear(2, 2)
+    linear.weight.grad = torch.ones(2, 2)
+    linear.weight.grad.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="gradient 'weight' takes 16 bytes of a storage of 0: give it its elements"):
+        ddp_hooks.verify_replicas(linear)
 
 
 def test_refusals_reach_every_rank():

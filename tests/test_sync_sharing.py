@@ -219,6 +219,10 @@ def _refusals(rank):
     with pytest.raises(ValueError, match="meta device"):
         ddp_hooks.share_parameters(nn.Linear(2, 2, device="meta"))
     module = nn.Linear(2, 2)
+    module.weight.data.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="parameter 'weight' takes 16 bytes of a storage of 0"):
+        ddp_hooks.share_parameters(module)
+    module = nn.Linear(2, 2)
     module.register_buffer("view", module.weight.detach()[0])
     with pytest.raises(ValueError, match="buffer 'view' is a view of a parameter"):
         ddp_hooks.share_parameters(module)

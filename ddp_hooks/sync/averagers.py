@@ -13,7 +13,7 @@ from ..agreement import agree, refuse
 from ..groups import gather_tensor, resolve_group
 from ..wording import check_int, short
 from .parameters import average_named
-from .tensors import describe_layout, named_tensors, read_tensors
+from .tensors import check_not_empty, describe_layout, named_tensors, read_tensors
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -67,12 +67,15 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
 def _average_those_with_gradients(params: Parameters, schedule: dict[str, int], group: dist.ProcessGroup) -> None:
     name = "PeriodicModelAverager.average_parameters"
     try:
-        parameters = read_tensors(_flatten(params))
+        flat = list(_flatten(params))
+        check_not_empty(flat, params)
+        parameters = read_tensors(flat)
         named = named_tensors(parameters)
     except Exception as error:  # whatever it is, the others must not wait
         refuse(group, name, error)
     agree(group, name, schedule, describe_layout(named))
-    with_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    has_gradient = [parameter.grad is not None for parameter in parameters]
+    with_gradient = torch.tensor(has_gradient, dtype=torch.uint8, device="cpu")
     on_any_rank = gather_tensor(group, with_gradient).any(dim=0).tolist()
     used_anywhere = [each for each, used in zip(named, on_any_rank, strict=True) if used]
     average_named(name, lambda: used_anywhere, group)

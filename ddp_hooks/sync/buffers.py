@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,6 +15,7 @@ from .. import _C
 from ..agreement import RECORD_BYTES, agree, refuse
 from ..groups import gather_tensor, resolve_group
 from ..wording import short
+from ..wrappers import uncompiled
 from .parameters import average_named, broadcast_named, broadcast_tensors
 from .tensors import NamedTensor, check_writable, describe_layout, named_buffers
 from .work import SyncReport
@@ -58,27 +59,31 @@ class BufferSync:
         - ``"changed"``: from rank 0 in every forward, but only those that changed on any rank since the last time.
           The result is that of ``"broadcast"``.
         - ``"before_eval"``: nothing in a forward; the mean over ranks once, when ``ddp.eval()`` is called after
-          training. ``ddp.eval()`` is then collective: every rank has to call it.
+          training, or ``.eval()`` of ``torch.compile(ddp)``. That call is then collective: every rank has to make it,
+          and to have called ``.train()`` before if any has.
         - ``"never"``: every rank keeps its own.
 
     It works through DDP's own buffer hook, so buffers are exchanged exactly when DDP would have, before the forward:
     not inside ``no_sync``, not after a forward without a backward. ``"before_eval"`` also replaces ``ddp.train`` on
-    this one object. Both are undone by :meth:`remove`. A copied or pickled DDP module keeps its own copy.
+    this one object, by what calls the one that was there. Both are undone by :meth:`remove`. A copied or pickled DDP
+    module keeps its own copy.
 
     Args:
-        ddp: a DDP module, alike on all ranks.
+        ddp: a DDP module, or what ``torch.compile`` made of one; alike on all ranks.
         mode: one of the above.
 
     Raises:
         TypeError: ``ddp`` is not a DDP module.
         ValueError: ``mode`` is unknown; it works in forwards but DDP was built not to synchronise buffers there; or
-            ``ddp`` has a buffer hook already.
+            ``ddp`` has a buffer hook already. From a forward, or from ``ddp.eval()``: the module's process group was
+            destroyed; :meth:`remove` this first to go on without.
         RanksDisagreeError: mode or buffers differ between ranks, or another rank raised a ValueError.
         RanksAbsentError: a rank did not make one within the group's timeout. Also from a forward, or from
             ``ddp.eval()``, that other ranks do not come to.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, mode: BufferMode = "broadcast") -> None:
+    def __init__(self, ddp: torch.nn.Module, mode: BufferMode = "broadcast") -> None:
+        ddp = uncompiled(ddp)
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(
                 f"BufferSync: expected a DistributedDataParallel module, received {short(ddp)}; wrap the model first, "
@@ -99,13 +104,19 @@ class BufferSync:
             check_writable(buffers)
         except Exception as error:  # whatever it is, the others must not wait
             refuse(group, "BufferSync", error)
-        agree(group, "BufferSync", {"mode": mode}, describe_layout(buffers))
+        training = agree(group, "BufferSync", {"mode": mode}, describe_layout(buffers), words=[ddp.training])
         self.mode = mode
         self._ddp = ddp
+        # Whether training since buffers were averaged; alike on all ranks, whichever of them are in training now. Not
+        # ddp.training: what torch.compile(ddp) returns writes that before it calls ddp.train.
+        self._has_trained = any(word[0] for word in training)
         self._statistics = BufferStatistics()
         # By name, what each buffer was after the last synchronisation; empty before the first.
         self._digests: dict[str, tuple[int, ...]] = {}
         ddp._register_buffer_comm_hook(self, _buffer_hook, _BufferCommHookLocation.PRE_FORWARD)
+        # What the user put over the method of the class, and may put back, or put over ours.
+        self._train_before: Callable[[bool], DistributedDataParallel] | None = vars(ddp).get("train")
+        self._removed = False
         if mode == "before_eval":
             ddp.train = self._train  # type: ignore[method-assign]
 
@@ -114,19 +125,31 @@ class BufferSync:
         return self._statistics
 
     def remove(self) -> None:
-        """Give DDP its own behaviour back; does nothing the second time."""
+        """Give DDP its own behaviour back; does nothing the second time.
+
+        A ``ddp.train`` that was put over this one's stays; if it calls this one's, that changes the mode and sends
+        nothing.
+        """
+        self._removed = True
         hook = getattr(self._ddp, "buffer_hook", None)
-        if hook is None or hook.buffer_comm_hook_state is not self:
-            return
-        del self._ddp.buffer_hook
-        if self.mode == "before_eval":
-            del self._ddp.train
+        if hook is not None and hook.buffer_comm_hook_state is self:
+            del self._ddp.buffer_hook
+        if vars(self._ddp).get("train") == self._train:
+            if self._train_before is None:
+                del self._ddp.train
+            else:
+                self._ddp.train = self._train_before  # type: ignore[assignment, method-assign]
 
     def _train(self, mode: bool = True) -> DistributedDataParallel:
-        leaves_training = self._ddp.training and not mode
-        type(self._ddp).train(self._ddp, mode)  # type: ignore[no-untyped-call]
-        if leaves_training:
+        self._has_trained = self._has_trained or mode or self._ddp.training
+        leaves_training = self._has_trained and not mode
+        if self._train_before is None:
+            type(self._ddp).train(self._ddp, mode)  # type: ignore[no-untyped-call]
+        else:
+            self._train_before(mode)
+        if leaves_training and not self._removed:
             self._average(named_buffers(self._ddp), "ddp.eval() with a BufferSync")
+            self._has_trained = False
         return self._ddp
 
     @torch.no_grad()
@@ -143,7 +166,8 @@ class BufferSync:
             # ones too, so every rank raises.
             raise RuntimeError(
                 f"BufferSync: expected no ddp.join() with mode {self.mode!r}, because a rank that has joined has stale "
-                "buffers; use 'before_eval', or remove() before joining"
+                "buffers; use 'before_eval', or remove() before joining. DDP leaves a join block switched on behind "
+                "its end: `with ddp.join(enable=False): pass` switches it off"
             )
         group = self._ddp.process_group
         if self.mode == "broadcast":
@@ -161,13 +185,18 @@ class BufferSync:
         self._count(report)
 
     def _broadcast_changed(self, buffers: list[NamedTensor], group: dist.ProcessGroup) -> None:
-        digests = self._hash(buffers)
+        try:
+            check_writable(buffers)
+            digests = self._hash(buffers)
+        except Exception as error:  # whatever it is, the others must not wait
+            refuse(group, _FORWARD, error)
         changed_here = [self._digests.get(label) != digest for label, digest in digests.items()]
         words = agree(group, _FORWARD, {"mode": self.mode}, describe_layout(buffers), words=[any(changed_here)])
         control_bytes = RECORD_BYTES
         changed: list[NamedTensor] = []
         if any(word[0] for word in words):
-            changed_anywhere = gather_tensor(group, torch.tensor(changed_here, dtype=torch.uint8)).any(dim=0).tolist()
+            mask = torch.tensor(changed_here, dtype=torch.uint8, device="cpu")
+            changed_anywhere = gather_tensor(group, mask).any(dim=0).tolist()
             control_bytes += len(changed_here)
             changed = [named for named, is_changed in zip(buffers, changed_anywhere, strict=True) if is_changed]
         report = broadcast_tensors(changed, 0, group)

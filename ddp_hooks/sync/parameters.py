@@ -29,6 +29,10 @@ from .tensors import NamedTensor, TensorSource, check_writable, describe_layout,
 from .work import SyncReport, SyncWork, carry_out, report_on
 
 BufferTreatment = Literal["average", "broadcast", "ignore"]
+# What becomes a maximum; without uint64.
+_INTEGERS = frozenset(
+    {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32}
+)
 _BUFFER_TREATMENTS = ("average", "broadcast", "ignore")
 
 
@@ -63,7 +67,8 @@ def broadcast_parameters(
 ) -> SyncReport | SyncWork:
     """Give every rank the parameters, and buffers, of one rank, bit for bit; collective.
 
-    Of a DDP module, what DDP was told to ignore is left alone here too.
+    Of a DDP module, what DDP was told to ignore is left alone here too. What ``torch.compile`` returns is looked
+    through.
 
     Args:
         module: a module, a DDP module, a tensor, or any iterable of tensors (``model.parameters()``). Any dtype, shape,
@@ -81,7 +86,7 @@ def broadcast_parameters(
     Raises:
         TypeError: an argument is of the wrong type, or ``module`` holds something else than tensors.
         ValueError: ``src`` is not in the group, ``module`` is an empty iterable, or a tensor cannot be written (sparse,
-            quantized, expanded, uninitialized).
+            quantized, expanded, lazily conjugated or negated, uninitialized, without its memory).
         RanksDisagreeError: arguments, names, dtypes or shapes differ between ranks, or another rank raised one of the
             above. On every rank, with the differences by name, before anything is sent.
         RanksAbsentError: a rank did not call it within the group's timeout.
@@ -181,7 +186,7 @@ def average_parameters(
     Raises:
         TypeError: an argument is of the wrong type, or ``module`` holds something else than tensors.
         ValueError: an argument is out of its range, ``module`` is an empty iterable, or a tensor cannot be written or
-            averaged.
+            averaged (``uint64``, bits, elements smaller than a byte).
         RanksDisagreeError, RanksAbsentError: as for :func:`broadcast_parameters`.
     """
 
@@ -302,13 +307,13 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _check_averageable(tensors: Sequence[NamedTensor]) -> None:
     for named in tensors:
-        if named.tensor.dtype == torch.uint64:
+        dtype = named.tensor.dtype
+        # uint64 is too wide; torch converts neither integers of fewer bits than a byte, nor bits, nor packed floats.
+        averaged = dtype != torch.float4_e2m1fn_x2 if dtype.is_floating_point else dtype in _INTEGERS
+        if not averaged and not dtype.is_complex:
             raise ValueError(
-                f"expected dtypes that fit int64 or float64, but {named.label} is uint64; broadcast it instead"
-            )
-        if named.tensor.is_conj() or named.tensor.is_neg():
-            raise ValueError(
-                f"expected tensors with their own values, but {named.label} is a lazy conjugate: .resolve_conj()"
+                f"expected dtypes that fit int64 or float64, but {named.label} is "
+                f"{str(dtype).removeprefix('torch.')}; broadcast it instead"
             )
 
 

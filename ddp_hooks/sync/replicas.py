@@ -145,7 +145,7 @@ def verify_replicas(
     Raises:
         TypeError: an argument is of the wrong type, or ``module`` holds something else than tensors.
         ValueError: ``module`` is an empty iterable, or a tensor has no elements that can be hashed (sparse, quantized,
-            on the meta device, uninitialized).
+            on the meta device, uninitialized, without its memory).
         RanksDisagreeError: arguments differ between ranks, or another rank raised one of the above.
         RanksAbsentError: a rank did not call it within the group's timeout.
         ReplicasDifferError: the ranks differ, if ``raise_on_difference``.
@@ -248,7 +248,7 @@ def _numbers(name: str, value: object) -> list[NamedTensor]:
     if isinstance(value, torch.Tensor):
         return [NamedTensor("optimizer state", name, value.detach())]
     if isinstance(value, (bool, int, float)):
-        return [NamedTensor("optimizer state", name, torch.tensor(value, dtype=torch.float64))]
+        return [NamedTensor("optimizer state", name, torch.tensor(value, dtype=torch.float64, device="cpu"))]
     if isinstance(value, (tuple, list)):
         return [named for i, element in enumerate(value) for named in _numbers(f"{name}[{i}]", element)]
     return []
@@ -335,7 +335,8 @@ def _measure(
             messages.append(_ComparisonMessage(part, src, group))
             order += [of_src[id(tensor)] for tensor in part]
     run(messages)
-    own = torch.tensor([x for message in messages for x in message.max_abs_differences], dtype=torch.float64)
+    amounts = [amount for message in messages for amount in message.max_abs_differences]
+    own = torch.tensor(amounts, dtype=torch.float64, device="cpu")
     by_rank = gather_tensor(group, own)
     measured = {position: tuple(by_rank[:, i].tolist()) for i, position in enumerate(order)}
     return tuple(TensorDifference(tensors[i].kind, tensors[i].name, versions[i], measured[i]) for i in sorted(versions))

@@ -325,15 +325,16 @@ def _create_block(block_bytes: int, peers: Sequence[int]) -> tuple[torch.Tensor,
     # By name rather than by file descriptor: a descriptor would have to be handed over a socket of its own.
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:
-        block = torch.empty(max(block_bytes, 1), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        block = torch.empty(max(block_bytes, 1), dtype=torch.uint8, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
         return block, {peer: bytes(ForkingPickler.dumps(block)) for peer in peers}
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def _point_to(parameter: torch.nn.Parameter, storage: torch.UntypedStorage, offset: int | torch.SymInt) -> None:
-    parameter.data = torch.empty(0, dtype=parameter.dtype).set_(storage, offset, parameter.shape, parameter.stride())
+    moved = torch.empty(0, dtype=parameter.dtype, device="cpu")
+    parameter.data = moved.set_(storage, offset, parameter.shape, parameter.stride())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..wording import short
+from ..wrappers import uncompiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,15 @@ TensorSource = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside a DDP module, so that names are the same with and without the wrapper."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
+    """Return the module inside a DDP module or a compiled one, so that names are the same without the wrappers."""
+    inner = uncompiled(module)
+    return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
 def ignored_by_ddp(module: torch.nn.Module) -> frozenset[str]:
     """Return the names that the user told DDP to leave alone: they are meant to differ between ranks."""
-    return frozenset(module.parameters_to_ignore) if isinstance(module, DistributedDataParallel) else frozenset()
+    inner = uncompiled(module)
+    return frozenset(inner.parameters_to_ignore) if isinstance(inner, DistributedDataParallel) else frozenset()
 
 
 def named_parameters(module: torch.nn.Module) -> list[NamedTensor]:
@@ -116,13 +119,27 @@ def read_tensors(source: TensorSource) -> list[torch.Tensor]:
                 f"({short(tensor)}); pass the model itself or model.parameters(), and of a dictionary its .values()"
             )
         tensors.append(tensor)
-    if not tensors:
-        used_up = ", which something else may have read to its end before" if isinstance(source, Iterator) else ""
-        raise ValueError(
-            f"expected at least one tensor, received an empty {type(source).__name__}{used_up}; "
-            "pass the model itself, or a fresh model.parameters()"
-        )
+    check_not_empty(tensors, source)
     return tensors
+
+
+def check_not_empty(tensors: Sequence[torch.Tensor], source: object) -> None:
+    """Refuse an iterable that has no tensor.
+
+    Args:
+        tensors: what was found in it.
+        source: what the user passed.
+
+    Raises:
+        ValueError: there is none; says what ``source`` is.
+    """
+    if tensors:
+        return
+    used_up = ", which something else may have read to its end before" if isinstance(source, Iterator) else ""
+    raise ValueError(
+        f"expected at least one tensor, received an empty {type(source).__name__}{used_up}; "
+        "pass the model itself, or a fresh model.parameters()"
+    )
 
 
 def _unsuitable(tensor: torch.Tensor) -> str | None:
@@ -135,18 +152,43 @@ def _unsuitable(tensor: torch.Tensor) -> str | None:
         return "is quantized: pass its .int_repr()"
     if tensor.is_meta:
         return "is on the meta device and holds no elements: materialise it first"
+    storage = tensor.untyped_storage()
+    if storage.device.type == "meta":
+        return f"is a {type(tensor).__name__}, which holds no elements: pass a tensor that does"
+    needed_bytes = _needed_bytes(tensor)
+    if storage.nbytes() < needed_bytes:
+        # Kernels take an address and a shape, and would read what is not there.
+        return f"takes {needed_bytes} bytes of a storage of {storage.nbytes()}: give it its elements back first"
     return None
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def _needed_bytes(tensor: torch.Tensor) -> int:
+    """Return how far into its storage a strided tensor reaches."""
+    elements = tensor.numel()
+    if elements == 0:
+        return 0
+    if not tensor.is_contiguous():
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + elements) * tensor.element_size()
+
+
+def _unwritable(tensor: torch.Tensor) -> str | None:
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return f"is expanded (strides {list(tensor.stride())}): make it .contiguous()"
+    # Their memory holds something else than they say, and torch's copies of many tensors at once refuse to write it.
+    if tensor.is_conj():
+        return "is a lazy conjugate: make it .resolve_conj()"
+    if tensor.is_neg():
+        return "is lazily negated: make it .resolve_neg()"
+    return None
 
 
 def check_readable(tensors: Iterable[NamedTensor]) -> None:
     """Refuse tensors whose elements cannot be read as one block.
 
     Raises:
-        ValueError: a tensor is a wrapper of other tensors, sparse, quantized or on the meta device.
+        ValueError: a tensor is a wrapper of other tensors, sparse, quantized, on the meta device, or its storage is too
+            small for it.
     """
     for named in tensors:
         reason = _unsuitable(named.tensor)
@@ -155,16 +197,14 @@ def check_readable(tensors: Iterable[NamedTensor]) -> None:
 
 
 def check_writable(tensors: Iterable[NamedTensor]) -> None:
-    """Refuse tensors that cannot be read, or in which several elements are one place in memory.
+    """Refuse tensors that cannot be read, or whose elements have no place of their own in memory, as they are.
 
     Raises:
-        ValueError: as :func:`check_readable`, or a tensor is expanded.
+        ValueError: as :func:`check_readable`, or a tensor is expanded, lazily conjugated or lazily negated.
     """
     tensors = list(tensors)
     check_readable(tensors)
     for named in tensors:
-        if _overlaps_itself(named.tensor):
-            raise ValueError(
-                f"expected tensors that can be written to, but {named.label} is expanded "
-                f"(strides {list(named.tensor.stride())}): make it .contiguous()"
-            )
+        reason = _unwritable(named.tensor)
+        if reason is not None:
+            raise ValueError(f"expected tensors that can be written to, but {named.label} {reason}")
