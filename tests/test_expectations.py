@@ -128,3 +128,95 @@ def test_nobody_hangs_when_nobody_catches_it() -> None:
         run_ranks(2, break_it_and_do_not_catch, timeout=40)
     assert str(caught.value).count("UnexpectedUseError: expect_used: expected some rank") == 2
     assert "hung" not in str(caught.value)
+
+
+def call_it_in_backward(rank: int) -> None:
+    ddp = make(None)
+    errors: list[str] = []
+
+    def call(parameter: torch.Tensor) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            ddp_hooks.expect_used(ddp, "left")
+        errors.append(str(caught.value))
+
+    ddp.module.trunk.weight.register_post_accumulate_grad_hook(call)
+    assert step(ddp, True, True) is None
+    (error,) = errors
+    assert "expect_used: a backward pass is under way; call it between two steps" in error
+    assert "block" not in error
+
+
+def remove_on_one_rank(rank: int, keep: bool) -> None:
+    """Expect something after an expectation was taken back on rank 1 only, the last one or not."""
+    ddp = make(None)
+    handles = [ddp_hooks.expect_used(ddp, "trunk")] if keep else []
+    handles.append(ddp_hooks.expect_used(ddp, "left"))
+    if rank == 1:
+        handles[-1].remove()
+    with pytest.raises(RuntimeError, match=r"remove\(\) takes one back on every rank\): expected .*expect_used left"):
+        ddp_hooks.expect_unused(ddp, "right")
+    if rank == 0:
+        handles[-1].remove()
+    second = ddp_hooks.expect_unused(ddp, "right")
+    assert "expect_unused" in (step(ddp, True, rank == 0) or "")
+    second.remove()
+
+
+def expect_of_what_is_compiled(rank: int) -> None:
+    """Expectations, and a diagnosis, hear of the steps of a compiled call, and leave the model's graph whole."""
+    for place in ("around DDP", "of DDP", "of the model", "around the model"):
+        graphs: list[list[str]] = []
+
+        def compile_it(graph: torch.fx.GraphModule, inputs: Any, graphs: list[list[str]] = graphs) -> Any:
+            graphs.append([node.op for node in graph.graph.nodes])
+            return graph
+
+        outcomes = []
+        for watched in (False, True):
+            torch._dynamo.reset()
+            graphs.clear()
+            model = Heads()
+            if place == "of the model":
+                model.compile(backend=compile_it, fullgraph=True)
+            inner = torch.compile(model, backend=compile_it, fullgraph=True) if place == "around the model" else model
+            ddp = DistributedDataParallel(inner, find_unused_parameters=True)  # type: ignore[arg-type]
+            if place == "of DDP":
+                ddp.compile(backend=compile_it)
+            called: Any = torch.compile(ddp, backend=compile_it) if place == "around DDP" else ddp
+            handle = ddp_hooks.expect_used(called, model.left) if watched else None
+            raised = [step(called, left, False) for left in (True, False, rank == 1, False)]
+            assert [error is not None for error in raised] == [False, watched, False, watched], (place, raised)
+            model.left.requires_grad_(False)
+            if handle is not None:
+                handle.remove()
+                with ddp_hooks.diagnose(called) as diagnosis:
+                    assert step(called, True, rank == 0) is None
+                    model.left.requires_grad_(True)  # thawed, so the watch has to look again
+                    assert step(called, True, False) is None
+                found = diagnosis.findings
+                prefix = "_orig_mod." if place == "around the model" else ""
+                assert found.steps == 2
+                assert found.verdict(f"{prefix}right.weight").pattern == ("#.", "..")
+                assert found.verdict(f"{prefix}left.weight").pattern == ("-#", "-#")
+                (cost,) = [one for one in found.answers if one.question == "What does the search of the graph cost?"]
+                assert (cost.verdict == "not timed") == (place != "around the model")
+            else:
+                assert step(called, True, rank == 0) is None
+                model.left.requires_grad_(True)
+                assert step(called, True, False) is None
+            outcomes.append(list(graphs))
+        assert outcomes[0] == outcomes[1], place
+
+
+def test_what_is_compiled_is_heard_and_left_whole() -> None:
+    run_ranks(2, expect_of_what_is_compiled, collective_timeout=15)
+
+
+def expectations_at_odds(rank: int) -> None:
+    call_it_in_backward(rank)
+    remove_on_one_rank(rank, keep=False)
+    remove_on_one_rank(rank, keep=True)
+
+
+def test_calls_that_do_not_fit_are_errors_on_every_rank() -> None:
+    run_ranks(2, expectations_at_odds, timeout=40, collective_timeout=8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..commands.options import add_script_to, parse_new_file, parse_positive, script_of
 from ..construction import watch_construction
+from ..groups import launched_rank
 from ..script import run_script
 from .diagnosis import Diagnosis, diagnose, is_unfinished_reduction
 from .noticeboard import Noticeboard
@@ -47,7 +47,10 @@ class Options:
 
 
 class _EnoughSeen(SystemExit):
-    """Ends the script: all steps were watched. On every rank in the same step, from ``backward()``."""
+    """Ends the script: all steps were watched. On every rank in the same step, from ``backward()``.
+
+    A rank that has joined (``ddp.join()``) raises it from the end of the join block.
+    """
 
 
 def add_to(commands: Any) -> None:
@@ -137,7 +140,7 @@ class _Session:
         self._options = options
         self._open: list[tuple[Diagnosis, Watchdog]] = []
         self._concluded: list[Diagnosis] = []
-        self._rank = int(os.environ.get("RANK", "0"))
+        self._rank = launched_rank()
 
     def watch(self, ddp: DistributedDataParallel) -> None:
         """Begin to watch a module that was just made; every rank makes it."""

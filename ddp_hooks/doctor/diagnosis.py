@@ -32,7 +32,7 @@ class Diagnosis:
     """Watches a DDP module while its block is open; :func:`ddp_hooks.diagnose` makes it.
 
     Entering and leaving the block are collective: every rank of the module's group does it, between two steps. A block
-    that an exception leaves is not: each rank then knows of itself only.
+    that an exception leaves, KeyboardInterrupt and SystemExit included, is not: each rank then knows of itself only.
 
     Attributes:
         recorder: what this rank writes down.
@@ -53,7 +53,7 @@ class Diagnosis:
         ddp = self._ddp
         if ddp is None or self.recorder is not None:
             raise RuntimeError("diagnose: expected a diagnosis that is new, received one that was used; make another")
-        problem = why_not_watched(ddp)
+        problem = why_not_watched(ddp, "open the block between two steps")
         self._channel = SideChannel(ddp, "diagnose", problem)
         self.recorder = Recorder(ddp)
         return self
@@ -62,10 +62,11 @@ class Diagnosis:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Take every hook off, and put together what the ranks saw."""
-        if isinstance(error, Exception):
-            self.abandon(error)
-        else:
+        # Whatever it is, Ctrl-C and sys.exit() too: nobody knows whether the others leave the block.
+        if error is None:
             self.conclude()
+        else:
+            self.abandon(error)
 
     def conclude(self) -> Findings:
         """Stop watching, and put together what the ranks saw; every rank calls it.
@@ -151,6 +152,7 @@ class Diagnosis:
             _describe_world(ddp),
             # A device copies beside the host.
             timing.measure_copying(recorder.largest_bucket_bytes if ddp.device_type == "cpu" else 0),
+            tuple(recorder.missed),
         )
 
 
@@ -194,14 +196,19 @@ def _describe_world(ddp: DistributedDataParallel) -> World:
     )
 
 
-def why_not_watched(ddp: DistributedDataParallel) -> str | None:
-    """Say why a module cannot be watched; None if it can."""
+def why_not_watched(ddp: DistributedDataParallel, way_out: str) -> str | None:
+    """Say why a module cannot be watched; None if it can.
+
+    Args:
+        ddp: the module.
+        way_out: what to do where a backward pass is under way.
+    """
     if getattr(ddp, "_delay_all_reduce_all_params", False):
         return "delay_all_reduce_named_params delays every parameter, so DDP has no buckets; do not set it"
     if getattr(ddp, "_use_python_reducer", False):
         return "DDP's Python reducer (compiled autograd) has no buckets; set torch._dynamo.config.optimize_ddp = True"
     if _C.reducer_is_in_backward(ddp.reducer):
-        return "a backward pass is under way; open the block between two steps"
+        return f"a backward pass is under way; {way_out}"
     return None
 
 

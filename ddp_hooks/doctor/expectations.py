@@ -6,6 +6,9 @@ gradients of ``no_sync`` passes count for the step that reduces them. A paramete
 What each rank used is put together when a synchronised backward pass has ended: after DDP has reduced everything and
 written every ``.grad``, in a small message of a byte for each parameter. So all ranks know the same, raise in the same
 step, from ``backward()``, and DDP is ready for the next step whether or not somebody catches the error.
+
+A rank that has joined (``ddp.join()``) uses nothing; it takes part in the message, and raises from the end of its join
+block. The others would wait for it in the next step of theirs, and so leave the block, too.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from ..registration import find_ddp, propose
 from ..wording import short_list
 from .diagnosis import why_not_watched
 from .gradient_watch import GradientWatch, Silence
+from .joining import join_block_of
 from .side_channel import SideChannel
 
 
@@ -66,6 +70,8 @@ class _Guard(Silence):
         self.expectations: list[_Expectation] = []
         self._watch = GradientWatch(ddp, self)
         self._steps = 0
+        # The join block that the ranks that had joined have left with an error.
+        self._broken_block: object | None = None
         self._ddp = weakref.ref(ddp)
         finalizer = weakref.finalize(ddp, channel.close)
         finalizer.atexit = False
@@ -79,9 +85,33 @@ class _Guard(Silence):
             if ddp is not None and _guards.get(ddp) is self:
                 del _guards[ddp]
 
+    def call_begins(self) -> None:
+        self._refuse_to_stay("another forward pass within it")
+
+    def join_block_ends(self) -> None:
+        self._refuse_to_stay("its end without one")
+
+    def _refuse_to_stay(self, received: str) -> None:
+        block = self._block()
+        if block is not None and self._broken_block is block:
+            raise RuntimeError(
+                "expected this rank to leave the ddp.join() block with the UnexpectedUseError, as the ranks that have "
+                f"joined did, received {received}, which would wait for them; catch the error outside of the block"
+            )
+
+    def _block(self) -> object | None:
+        ddp = self._ddp()
+        return None if ddp is None else join_block_of(ddp)
+
     def step_done(self) -> None:
-        here = bytes(self._watch.used)
-        anywhere = self._channel.unite(here)
+        self._check(bytes(self._watch.used), has_joined=False)
+
+    def joined_step_done(self) -> None:
+        # What no_sync passes have left here is not reduced.
+        self._check(bytes(len(self._watch.used)), has_joined=True)
+
+    def _check(self, here: bytes, *, has_joined: bool) -> None:
+        *anywhere, somebody_has_joined = self._channel.unite(here + bytes([has_joined]))
         step, self._steps = self._steps, self._steps + 1
         used = {name for name, one in zip(self._watch.names, anywhere, strict=True) if one}
         problems = []
@@ -90,6 +120,8 @@ class _Guard(Silence):
             if wrong:
                 problems.append(f"{one.function}: {self._describe(one, wrong, here)}")
         if problems:
+            if somebody_has_joined and not has_joined:
+                self._broken_block = self._block()
             raise UnexpectedUseError(
                 f"{'; '.join(problems)}. This was step {step} since the first expectation; the gradients of all ranks "
                 "are reduced, and .grad holds them"
@@ -128,9 +160,11 @@ def expect_used(ddp: torch.nn.Module, *what: Selector) -> ExpectationHandle:
 
     Raises:
         TypeError, ValueError: an argument is wrong; the other ranks raise a RuntimeError then.
-        RuntimeError: the ranks expect different things, or a backward pass is under way.
+        RuntimeError: on every rank, because the ranks expect different things, an expectation was taken back on some
+            ranks only, or a backward pass is under way.
         UnexpectedUseError: from ``backward()``, on every rank, when it is no longer so. The step is reduced then, and
-            training may go on.
+            training may go on. Within ``ddp.join()`` a rank that has joined uses nothing and raises it from the end of
+            the block; the others then leave the block, too.
     """
     return _expect("expect_used", True, ddp, what)
 
@@ -163,19 +197,36 @@ def _expect(function: str, used: bool, module: torch.nn.Module, what: tuple[Sele
             raise ValueError(
                 f"{function}: expected parameters of DDP, received {short_list(ignored)}, which it ignores"
             )
-        reason = why_not_watched(ddp)
+        reason = why_not_watched(ddp, "call it between two steps, before forward or when backward() has returned")
         if reason is not None:
             raise RuntimeError(f"{function}: {reason}")
+        if ddp._join_config.enable and ddp not in _guards:
+            # A rank that joins would not hear of the others' passes. DDP does not say whether the block has ended.
+            raise RuntimeError(
+                f"{function}: expected to be called before `with ddp.join()`, received a module that a join block was "
+                "begun for. DDP leaves it switched on behind the block; `with ddp.join(enable=False): pass` switches "
+                "it off, between two blocks"
+            )
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
-    description = {"parameters": short_list(sorted(names)) + f" ({len(names)})", "digest": _digest(names)}
-    settle(function, propose(ddp, function, description, None if problem is None else str(problem)), problem)
     guard = _guards.get(ddp)
+    description = {
+        "parameters": short_list(sorted(names)) + f" ({len(names)})",
+        "digest": _digest(names),
+        # Those without any open a channel, which the others would not come to.
+        "expectations that hold (remove() takes one back on every rank)": _describe_all(guard),
+    }
+    settle(function, propose(ddp, function, description, None if problem is None else str(problem)), problem)
     if guard is None:
         guard = _guards[ddp] = _Guard(ddp, SideChannel(ddp, function))
     expectation = _Expectation(function, used, names)
     guard.expectations.append(expectation)
     return ExpectationHandle(guard, expectation)
+
+
+def _describe_all(guard: _Guard | None) -> str:
+    held = [] if guard is None else guard.expectations
+    return "; ".join(f"{one.function} {short_list(sorted(one.names))} [{_digest(one.names)}]" for one in held) or "none"
 
 
 def _digest(names: frozenset[str]) -> str:

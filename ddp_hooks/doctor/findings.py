@@ -57,6 +57,7 @@ class RankRecord:
         has_hook: a hook of this package is registered.
         world: what decides how gradients travel.
         copy_seconds_per_byte: how fast it copies in memory.
+        missed: of the ranks' steps, counted from 0, those in which it had joined (``ddp.join()``).
     """
 
     names: tuple[str, ...]
@@ -71,6 +72,7 @@ class RankRecord:
     has_hook: bool
     world: World
     copy_seconds_per_byte: float
+    missed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +146,14 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
     """
     first = records[0]
     notes = list(notes)
-    count = min(len(record.steps) for record in records)
-    if any(len(record.steps) != count for record in records):
+    joined = {number for record in records for number in record.missed}
+    ranks = [_steps_of_all(record, joined) for record in records]
+    if joined:
+        notes.append(f"some rank had joined (ddp.join()) in {len(joined)} steps, which are left out")
+    count = min(map(len, ranks))
+    if any(len(steps) != count for steps in ranks):
         notes.append(f"the ranks ran different numbers of steps; the first {count} of each are compared")
-    ranks = [record.steps[:count] for record in records]
+    ranks = [steps[:count] for steps in ranks]
     slots = [slots_of(layout) for layout in layouts]
     by_step = list(zip(*ranks, strict=True))
     united = [unite(steps, layouts[steps[0].layout], slots[steps[0].layout]) for steps in by_step]
@@ -208,6 +214,12 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         advise(facts, savings),
         tuple(notes),
     )
+
+
+def _steps_of_all(record: RankRecord, joined: set[int]) -> tuple[Step, ...]:
+    missed = set(record.missed)
+    numbers = (number for number in range(len(record.steps) + len(missed)) if number not in missed)
+    return tuple(step for number, step in zip(numbers, record.steps, strict=True) if number not in joined)
 
 
 def _same_every_step(ranks: Sequence[Sequence[Step]]) -> bool:

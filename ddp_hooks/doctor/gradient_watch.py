@@ -12,16 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
 from ..reducer import parameters_of
+from .joining import follow_join_blocks
 
 _C = _extension.load()
 
 
 class Silence:
     """A listener that does nothing; all of it is called on the thread that runs the module, or autograd's."""
+
+    def call_begins(self) -> None:
+        """The module is called, whether or not a backward pass will follow. May raise: the call then does."""
 
     def forward_begins(self) -> None:
         """A synchronising forward pass is about to begin."""
@@ -46,6 +51,18 @@ class Silence:
 
     def step_done(self) -> None:
         """What follows DDP's end of the pass is done, too. May raise: ``backward()`` then does."""
+
+    def joined_step_done(self) -> None:
+        """Others have ended a synchronised pass, and this rank, which has joined (``ddp.join()``), had none.
+
+        May raise: the end of the join block then does.
+        """
+
+    def join_block_ends(self) -> None:
+        """Without an error the end of a join block is reached here, where DDP waits for the others.
+
+        May raise: the end of the join block then does.
+        """
 
 
 class GradientWatch:
@@ -86,6 +103,7 @@ class GradientWatch:
             ddp.module.register_forward_hook(self._model_done),
         ]
         self._hook_parameters()
+        self._stop_following: Callable[[], None] | None = follow_join_blocks(ddp, self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave everything behind: a copy hears nothing."""
@@ -107,6 +125,9 @@ class GradientWatch:
             handle.remove()
         self._handles = []
         self._listener = None
+        if self._stop_following is not None:
+            self._stop_following()
+            self._stop_following = None
 
     def _hook_parameters(self) -> None:
         # A frozen parameter takes no hook; one that is thawed later gets it then.
@@ -134,8 +155,14 @@ class GradientWatch:
 
     # --- forward
 
+    # Where the call of the DDP module is compiled, these two stay outside of the graph, at no cost: DDP's own part
+    # does, too, and the graph of the model is the same. torch.compiler.disable would import the compiler now.
+    @_disable_dynamo
     def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
-        if self._listener is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if self._listener is None:
+            return
+        self._listener.call_begins()
+        if not torch.is_grad_enabled():
             return
         if self._unhooked:
             self._hook_parameters()
@@ -143,11 +170,13 @@ class GradientWatch:
             self._listener.forward_begins()
 
     def _model_done(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        # It would break the graph of the model's call, and an error with fullgraph=True.
         if self._listener is not None and not torch.compiler.is_compiling():
             self._listener.model_done()
 
+    @_disable_dynamo
     def _forward_done(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._listener is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if self._listener is None or not torch.is_grad_enabled():
             return
         self._task = None
         if module.require_backward_grad_sync:
@@ -186,6 +215,18 @@ class GradientWatch:
             listener.step_done()
         finally:
             self.used[:] = bytes(len(self.used))
+
+    # --- join blocks
+
+    def joined_step_done(self) -> None:
+        """Tell that the others had a step in which this rank had joined."""
+        if self._listener is not None:
+            self._listener.joined_step_done()
+
+    def join_block_ends(self) -> None:
+        """Tell that this rank is about to wait for the others at the end of a join block."""
+        if self._listener is not None:
+            self._listener.join_block_ends()
 
 
 def _queue(callback: Callable[[], None]) -> None:

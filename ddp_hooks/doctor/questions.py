@@ -142,10 +142,17 @@ def _is_something_apart(facts: Facts) -> Answer:
 
 def _what_does_the_search_cost(facts: Facts, division: Division) -> Answer:
     question = "What does the search of the graph cost?"
+    searches = facts.find_unused_parameters and not facts.static_graph
+    if not division.search_seconds:
+        if not searches:
+            return Answer(question, "nothing", "DDP does not search here")
+        return Answer(
+            question, "not timed", "its beginning is the end of the model's own call, which is within what is compiled"
+        )
     cost = f"{division.search_seconds * 1e3:.2f} ms a step"
     part = division.search_seconds / division.step_seconds if division.step_seconds else 0.0
     where = f"{part:.1%} of a step, between the model's forward pass and the end of DDP's"
-    if facts.find_unused_parameters and not facts.static_graph:
+    if searches:
         return Answer(question, cost, f"{where}; and an all-reduce of what was used at the end of each step")
     return Answer(question, "nothing", f"DDP does not search here (what it does in its place takes {cost})")
 

@@ -136,7 +136,8 @@ class Recorder(Silence):
         steps: what was written down.
         sizes: of the watched parameters. Bytes.
         find_unused_parameters: DDP's setting when recording began.
-        finished: how many steps have ended, written down or not.
+        missed: of all that have ended, counted from 0, the steps of others in which this rank had joined.
+        finished: how many steps have ended, written down or not, this rank's or others' after it had joined.
         is_cut_short: the Reducer was made anew, and nothing is written down any more.
         layouts: the bucket layouts that steps refer to.
         most_mask_bytes: what masks of rows may take. Bytes.
@@ -146,6 +147,7 @@ class Recorder(Silence):
 
     def __init__(self, ddp: DistributedDataParallel, most_mask_bytes: int = MOST_MASK_BYTES) -> None:
         self.steps: list[Step] = []
+        self.missed: list[int] = []
         self.finished = 0
         self.is_cut_short = False
         self.layouts: list[Any] = []
@@ -231,10 +233,25 @@ class Recorder(Silence):
         done, self._pass = self._pass, self._new_pass()
         if not self.is_cut_short:
             self._write_down(ddp, done)
-        self.finished += 1
-        self.last_progress = time.monotonic()
         # The next step begins where DDP ended, so that what is done here counts for it, as it does for the program.
         self._started = done.reduced
+        self._count_step()
+
+    def joined_step_done(self) -> None:
+        """Note that the others had a step in which this rank had joined, so that all count the same steps."""
+        ddp = self.watch.ddp
+        if ddp is None:
+            return
+        self._notice_another_reducer()
+        if not self.is_cut_short:
+            self._read_layout(ddp)
+            self.missed.append(self.finished)
+        self._started = time.perf_counter()
+        self._count_step()
+
+    def _count_step(self) -> None:
+        self.finished += 1
+        self.last_progress = time.monotonic()
         if self.on_step is not None:
             self.on_step(self.finished)
 

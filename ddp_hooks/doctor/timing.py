@@ -56,7 +56,8 @@ class Division:
         compute_seconds: until the slowest rank had all its gradients.
         exposed_seconds: from then to the end: sending that nothing hides.
         bytes_per_second: what the link carries, counted in bytes handed to collectives; None with one rank.
-        search_seconds: what DDP does between the model's forward pass and the end of its own, on the slowest rank.
+        search_seconds: what DDP does between the model's forward pass and the end of its own, on the slowest rank; 0 if
+            it was not timed.
         copy_seconds_per_byte: what it takes a rank to copy gradients; 0 on a device, which does it beside the host.
     """
 

@@ -1,0 +1,152 @@
+"""Tells of join blocks, in which a rank that has joined takes part in synchronised passes that others still run.
+
+Within ``ddp.join()`` a rank that has run out of batches has no forward or backward any more: DDP goes through its part
+of the others' passes in the join block's end. Whoever counts passes, or answers the others at the end of each, has to
+hear of these, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Follower(Protocol):
+    """Who is told; held weakly."""
+
+    def joined_step_done(self) -> None:
+        """Others have ended a synchronised pass, and this rank, which has joined, had none."""
+
+    def join_block_ends(self) -> None:
+        """Without an error the end of a join block is reached here, where DDP waits for the others."""
+
+
+# By module, who follows.
+_followers: weakref.WeakKeyDictionary[DistributedDataParallel, list[weakref.ref[Follower]]] = (
+    weakref.WeakKeyDictionary()
+)
+# By module, what stands for the join block that it is in.
+_blocks: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
+# By name: what is wrapped of torch's, of which class, and by what. On the classes, because what is put on a module is
+# copied with it.
+_wrapped: dict[str, tuple[type, Callable[..., Any], Callable[..., Any]]] = {}
+
+
+def follow_join_blocks(ddp: DistributedDataParallel, follower: Follower) -> Callable[[], None]:
+    """Tell ``follower`` of the module's join blocks, as far as they begin from now on.
+
+    What a follower raises ends the join block on this rank.
+
+    Args:
+        ddp: the module; held weakly.
+        follower: who is told; held weakly.
+
+    Returns:
+        What ends it; may be called again.
+    """
+    reference = weakref.ref(follower)
+    if ddp not in _followers:
+        _followers[ddp] = []
+        finalizer = weakref.finalize(ddp, _uninstall_if_unneeded)
+        finalizer.atexit = False
+    _followers[ddp].append(reference)
+    _install(DistributedDataParallel, "join_hook", _wrap_join_hook)
+    _install(Join, "__exit__", _wrap_exit)
+    module = weakref.ref(ddp)
+
+    def stop() -> None:
+        followed = module()
+        references = [] if followed is None else _followers.get(followed, [])
+        if reference in references:
+            references.remove(reference)
+            if not references and followed is not None:
+                del _followers[followed]
+        _uninstall_if_unneeded()
+
+    return stop
+
+
+def join_block_of(ddp: DistributedDataParallel) -> object | None:
+    """Return what stands for the join block that the module is in, if it was heard of; None outside of one."""
+    return _blocks.get(ddp) if ddp._join_config.enable else None
+
+
+def _living_followers(ddp: DistributedDataParallel) -> list[Follower]:
+    return [follower for reference in _followers.get(ddp, ()) if (follower := reference()) is not None]
+
+
+class _Following(JoinHook):
+    """DDP's part of a join block, and who follows behind it."""
+
+    def __init__(self, hook: JoinHook, ddp: DistributedDataParallel) -> None:
+        self._hook = hook
+        self._ddp = ddp
+
+    def main_hook(self) -> None:
+        self._hook.main_hook()
+        # So DDP notes whether the pass is reduced.
+        if self._ddp.require_forward_param_sync:
+            for follower in _living_followers(self._ddp):
+                follower.joined_step_done()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._hook.post_hook(is_last_joiner)
+
+
+def _wrap_join_hook(original: Callable[..., JoinHook]) -> Callable[..., JoinHook]:
+    @functools.wraps(original)
+    def join_hook(self: DistributedDataParallel, **options: Any) -> JoinHook:
+        hook = original(self, **options)
+        if not _is_in_force(join_hook) or self not in _followers:
+            return hook
+        _blocks[self] = object()
+        return _Following(hook, self)
+
+    return join_hook
+
+
+def _wrap_exit(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __exit__(self: Join, kind: Any, error: Any, traceback: Any) -> None:
+        modules = [each for each in self._joinables if isinstance(each, DistributedDataParallel)]
+        blocks = [module for module in modules if module in _blocks] if _is_in_force(__exit__) else []
+        try:
+            for module in blocks if error is None else ():
+                for follower in _living_followers(module):
+                    follower.join_block_ends()
+            original(self, kind, error, traceback)
+        finally:
+            # Also where an error leaves the block: DDP goes on to say that it is in one.
+            for module in blocks:
+                _blocks.pop(module, None)
+
+    return __exit__
+
+
+def _install(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    current = getattr(owner, name)
+    # Also where somebody else has replaced what we had put there.
+    if name not in _wrapped or _wrapped[name][2] is not current:
+        _wrapped[name] = owner, current, wrap(current)
+        setattr(owner, name, _wrapped[name][2])
+
+
+def _is_in_force(wrapper: Callable[..., Any]) -> bool:
+    return any(wrapper is ours for _, _, ours in _wrapped.values())
+
+
+def _uninstall_if_unneeded() -> None:
+    # A module that is gone is not among them, whether or not its entry is.
+    if any(True for _ in _followers):
+        return
+    for name, (owner, original, wrapper) in _wrapped.items():
+        # What somebody has put over ours calls it; it then does nothing of its own.
+        if getattr(owner, name) is wrapper:
+            setattr(owner, name, original)
+    _wrapped.clear()
+    _blocks.clear()
