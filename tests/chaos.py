@@ -14,6 +14,8 @@ freeze SIGSTOP, and SIGCONT long after the timeout. Every rank ends, with an err
 alone  one call is made by one rank only, or left out by one. Every rank ends; what the errors say is printed.
 slow   the data group begins collectives late and completes them in random order (slow_group.py). Gradients are plain
        DDP's, bit by bit.
+
+A rank that has left its outcome and then ends, or hangs, in torch's own code counts as one that ended; see forked.py.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from forked import Rank, fork_rank, prepare_parent, wait
+from forked import Rank, fork_rank, prepare_parent, print_stacks_on_crash, wait
 
 TIMEOUT_SECONDS = 5.0
 # What a busy machine may add.
@@ -345,7 +347,7 @@ class Report:
             if not outcome or (rank.code or 0) < 0:
                 lines += [line[:300] for line in rank.output().rstrip().splitlines()[-8:]]
             if with_stacks and (rank.hung or (rank.code or 0) not in (0, 1, -signal.SIGKILL)):
-                lines.append(rank.stacks or rank.python_stacks())
+                lines.append(rank.stacks or rank.crashing_stack() or rank.python_stacks())
         return "\n".join([*lines, *(f"*** {problem}" for problem in self.problems)])
 
 
@@ -368,6 +370,7 @@ class Runner:
             if rank is None:
                 self.is_rank = True
                 os.close(ours)
+                print_stacks_on_crash()
                 if plan.kind == "slow":
                     self.ends_with = run_slowly(plan, number, directory)
                 else:
@@ -423,17 +426,14 @@ class Runner:
         seconds = time.monotonic() - started
         after = [rank.started + rank.seconds - moment for rank in ranks]
         report = Report(plan, ranks, outcomes, seconds, [], after)
-        crashes = [f"rank {r.rank} crashed: {r.code}" for r in ranks if (r.code or 0) < 0]
-        if plan.kind == "alone":
-            # What gloo has to say to collectives of different sizes; plain DDP's would end in the same way.
-            for rank, outcome in zip(ranks, outcomes, strict=True):
-                if rank.code == -signal.SIGABRT and GLOO_MISMATCH in rank.output():
-                    crashes.remove(f"rank {rank.rank} crashed: {rank.code}")
-                    outcome.update(call="?", error=f"SIGABRT: gloo: {GLOO_MISMATCH}")
-        if plan.kind == "kill":
-            crashes = [line for line in crashes if not line.startswith(f"rank {plan.victim} ")]
-        report.problems += crashes
-        report.problems += [f"rank {r.rank} hung{in_what(r)}" for r in ranks if r.hung and not r.hangs_in_torch_alone()]
+        for rank, outcome in zip(ranks, outcomes, strict=True):
+            crashed = (rank.code or 0) < 0 and not (plan.kind == "kill" and rank.rank == plan.victim)
+            if crashed and plan.kind == "alone" and rank.code == -signal.SIGABRT and GLOO_MISMATCH in rank.output():
+                # What gloo has to say to collectives of different sizes; plain DDP's would end in the same way.
+                outcome.update(call="?", error=f"SIGABRT: gloo: {GLOO_MISMATCH}")
+            elif (crashed or rank.hung) and not (outcome and rank.goes_wrong_in_torch_alone()):
+                what = f"hung{in_what(rank)}" if rank.hung else f"crashed: {rank.code}"
+                report.problems.append(f"rank {rank.rank} {what}")
         if plan.kind in ("kill", "freeze", "alone"):
             self._check_errors(report)
         elif plan.kind == "slow":

@@ -411,10 +411,12 @@ class Verdict:
 
     def is_torch_alone(self) -> bool:
         if self.kind == "hung":
-            hung = [rank for rank in self.ranks if rank.hung]
-            return all(rank.hangs_in_torch_alone() or rank.hangs_in_torchs_crash() for rank in hung)
-        wrong = [rank for rank in self.ranks if rank.code not in self.program.allowed_codes(rank.rank)]
-        return self.kind == "crashed" and all(rank.crashes_in_torch_alone() for rank in wrong)
+            wrong = [rank for rank in self.ranks if rank.hung]
+        elif self.kind == "crashed":
+            wrong = [rank for rank in self.ranks if rank.code not in self.program.allowed_codes(rank.rank)]
+        else:
+            return False
+        return all(rank.goes_wrong_in_torch_alone() for rank in wrong)
 
     def describe(self, with_stacks: bool) -> str:
         lines = [f"{self.registration}: seed {self.program.seed}: {self.kind} after {self.seconds:.1f} s"]

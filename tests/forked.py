@@ -84,7 +84,7 @@ class Rank:
         return list(dict.fromkeys(frames))
 
     def hangs_in_torch_alone(self) -> bool:
-        """Whether torch's destructor waits for threads of the group, with the hook nowhere near; plain DDP does so."""
+        """Whether torch's destructor waits for threads of the group."""
         return self.hung and self.hangs_in() == ["c10d::Reducer::~Reducer"]
 
     def crashing_stack(self) -> str:
@@ -114,11 +114,21 @@ class Rank:
         return is_known and all("ProcessGroup" in stack and not OURS_IN_STACK.search(stack) for stack in unwound)
 
     def hangs_in_torchs_crash(self) -> bool:
-        """Whether a rank that crashed so could not print its stacks: the thread that crashed held malloc's lock."""
+        """Whether a rank that crashed so could not print its stacks, as another thread held malloc's lock then.
+
+        What printed nothing has to be read from gdb's stacks; where there is no gdb, only C++'s message tells.
+        """
         if not self.hung or TERMINATED not in self.output():
             return False
-        unwound = [stack for stack in self.output().split("\nThread ") if "_Unwind_ForcedUnwind" in stack]
-        return bool(unwound) and not any(OURS_IN_STACK.search(stack) for stack in unwound)
+        threads = [part for part in re.split(r"^(?=Thread \d+ \()", self.stacks, flags=re.MULTILINE) if "#0 " in part]
+        unwound = [stack for stack in threads if "_Unwind_ForcedUnwind" in stack]
+        return bool(unwound or not threads) and not any(OURS_IN_STACK.search(stack) for stack in unwound)
+
+    def goes_wrong_in_torch_alone(self) -> bool:
+        """Whether torch's code ends a rank, or keeps it from ending, with the hook nowhere near; plain DDP does so."""
+        if self.hung:
+            return self.hangs_in_torch_alone() or self.hangs_in_torchs_crash()
+        return self.crashes_in_torch_alone()
 
     def _native_stacks(self) -> list[str]:
         return re.split(r"^SIG\w+\(\d+\), PID: ", self.output(), flags=re.MULTILINE)[1:]

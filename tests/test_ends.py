@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +23,12 @@ def test_programs_end(registration: str) -> None:
     done = run_ends("--registration", registration, "--seconds", str(SECONDS), "--stack")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert ": 0 hung, 0 crashed, 0 with a wrong exit code" in done.stdout
-    # A machine that is very slow shall be noticed as such.
-    runs = int(done.stdout.rsplit(f"{registration}: ", 1)[1].split()[0])
-    assert runs >= 3, f"expected a run a few seconds at most, had {runs} in {SECONDS} s"
+    # A machine that is very slow shall be noticed as such; what hangs in torch alone takes longer than all the others.
+    runs, torchs_own = (
+        int(re.search(pattern, done.stdout)[1])  # type: ignore[index]
+        for pattern in (rf"\n{registration}: (\d+) runs", r"(\d+) went wrong as plain DDP does")
+    )
+    assert runs >= 3 or torchs_own, f"expected a run a few seconds at most, had {runs} in {SECONDS} s\n{done.stdout}"
 
 
 def test_a_hang_is_seen() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
+import operator
 import pickle
 import warnings
 from collections.abc import Callable
@@ -128,6 +130,8 @@ class _Run:
         self.used: set[str] = set()
         self.policy = self.options.policy
         self.state: ddp_hooks.SkipUnusedState | None = None
+        self.closed: list[ddp_hooks.SkipUnusedState] = []  # those before it
+        self.register = register
         self.watching: dict[str, Any] = {}
         if plain is None:
             for name in self.named:
@@ -169,10 +173,10 @@ class _Run:
         if self.state is not None:
             self.trace.counters = {
                 name: value
-                for name, value in self.state.stats().to_dict().items()
+                for name, value in self._statistics().to_dict().items()
                 if not name.endswith("_seconds") and name != "sent_bytes"  # each rank's own
             }
-            self._check_statistics(self.state)
+            self._check_statistics()
         if self.buffer_sync is not None:
             self.buffer_sync.remove()
         for handle in self.watching.values():
@@ -362,6 +366,12 @@ class _Run:
             self.state.load_state_dict(json.loads(json.dumps(self.state.state_dict())))
             assert self.state.stats() == before
 
+    def _do_register(self, operation: Operation, moment: str) -> None:
+        if self.state is not None:
+            self.state.close()
+            self.closed.append(self.state)
+            self.state = self.register(self.ddp, policy_of(self.policy), self.options.native)
+
     def _do_evaluate(self, operation: Operation, moment: str) -> None:
         x, tokens = self._batch(operation["batch"])
         self.ddp.eval()
@@ -433,8 +443,12 @@ class _Run:
             self.free_signs[name] = zeros | self.free_signs.get(name, zeros)
         return self.free_signs.get(name, False)
 
-    def _check_statistics(self, state: ddp_hooks.SkipUnusedState) -> None:
-        statistics = state.stats()
+    def _statistics(self) -> ddp_hooks.Statistics:
+        states = [*self.closed, *([] if self.state is None else [self.state])]
+        return functools.reduce(operator.add, (state.stats() for state in states))
+
+    def _check_statistics(self) -> None:
+        statistics = self._statistics()
         assert statistics.saved_fraction <= 1, statistics
         reduced = sum(operation["do"] == "pass" and operation["sync"] for operation in self.program.operations)
         if self.options.join is None:
@@ -454,7 +468,7 @@ class _Run:
             self.named[name].requires_grad_(required)
 
 
-_COLLECTIVE = ("policy", "rebuild", "broadcast", "average", "verify", "checkpoint", "fail")
+_COLLECTIVE = ("policy", "register", "rebuild", "broadcast", "average", "verify", "checkpoint", "fail")
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:

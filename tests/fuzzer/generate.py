@@ -26,6 +26,7 @@ class _Generator:
         self.random = random.Random(f"{seed} on {ranks}")
         # By numbers of their own, so that what seeds found before these were there stays what it was.
         self.transports = random.Random(f"transports of {seed} on {ranks}")
+        self.closings = random.Random(f"closings of {seed} on {ranks}")
         self.lookups = random.Random(f"lookups of {seed} on {ranks}")
         self.ranks = ranks
         self.program = Program(seed, ranks)
@@ -292,6 +293,7 @@ class _Generator:
             if self.chance(0.1):
                 # Plain DDP does not take it when an accumulated gradient is dropped.
                 self._freeze_or_thaw(keep=True)
+            self._register_anew()
         if self._may_fail() and self.chance(0.08):
             self._add("fail", at=self.random.choice(["loss", "outputs"]))
         self._pass(sync=True)
@@ -331,6 +333,13 @@ class _Generator:
             self._add("hook", kind=kind, on=self._parameter_in(on), multipliers=multipliers)
         if self.options.join is None and self.chance(0.4):
             self._collective()
+        self._register_anew()
+
+    def _register_anew(self) -> None:
+        # A new engine meets a static graph that it has not seen being learnt, but not one that is half learnt.
+        learns = self.options.static_graph and self.reduced == 0
+        if self.options.join is None and not learns and self.closings.random() < 0.05:
+            self._add("register")
 
     def _parameter_in(self, pattern: str) -> str:
         if pattern == "head":

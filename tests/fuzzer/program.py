@@ -17,6 +17,7 @@ Operations are dictionaries with `do`:
     thaw        the same
     hook        `kind` "tensor" or "accumulate" on parameter `on`, or "forward" on DDP, which multiplies with
                 `multipliers`, by rank
+    register    take the hook off and register it anew
     policy, rebuild, broadcast, average, verify, checkpoint, evaluate
 """
 
