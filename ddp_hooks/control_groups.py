@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,13 +27,23 @@ LARGEST_AXIS = 4
 # the groups' timeout is enough, but for machines that are busy.
 _WAITS_FOR_A_CONNECTION = 5
 _LEAST_TO_CONNECT = timedelta(seconds=30)
+# How long the interpreter's exit waits for workers of gloo groups that are late.
+_LATE_WORKERS_SECONDS = 0.05
+
+_has_opened_groups = False
 
 
 @atexit.register
-def _keep_groups() -> None:
+def _end_groups() -> None:
     # Groups that close while the interpreter is being taken down would wait for threads that cannot end any more.
     _C.keep_groups_from_now_on()
     _C.wait_until_groups_are_gone(2.0)
+    if _has_opened_groups or dist.is_initialized():
+        # A worker first wakes up whoever waits for a collective, then lets go of its tensors, for which it needs the
+        # GIL. If that was the program's last collective, the interpreter may be on its way out by then, and Python (up
+        # to 3.13) unwinds a thread that comes for the GIL, which ends the process with SIGABRT. A group cannot be
+        # asked whether its workers are done.
+        time.sleep(_LATE_WORKERS_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +158,8 @@ def grid(ranks: int, largest_axis: int) -> list[int]:
 
 
 def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int) -> Any:
+    global _has_opened_groups
+    _has_opened_groups = True
     store = dist.PrefixStore(name, store_of(ddp.process_group))  # type: ignore[attr-defined]
     timeout = _timeout_of(ddp)
     to_connect = max(timeout / _WAITS_FOR_A_CONNECTION, min(timeout, _LEAST_TO_CONNECT))
