@@ -27,15 +27,18 @@ namespace {
 // torch has for this links to symbols that its libraries do not export.)
 class TensorObject : public c10::ivalue::PyObjectHolder {
  public:
-  explicit TensorObject(at::Tensor tensor) : tensor_(std::move(tensor)) {
-    py::gil_scoped_acquire gil;
-    object_ = py::cast(tensor_).release().ptr();
-  }
+  explicit TensorObject(at::Tensor tensor) : tensor_(std::move(tensor)) {}
   ~TensorObject() override {
+    if (object_ == nullptr) return;
     py::gil_scoped_acquire gil;
     Py_DECREF(object_);
   }
-  PyObject* getPyObject() override { return object_; }
+  // Made when it is asked for, with the GIL: a thread of the process group, in which a bucket completes, need not come
+  // for that.
+  PyObject* getPyObject() override {
+    if (object_ == nullptr) object_ = py::cast(tensor_).release().ptr();
+    return object_;
+  }
   c10::InferredType tryToInferType() override { return c10::InferredType(c10::TensorType::get()); }
   c10::IValue toIValue(const c10::TypePtr&, std::optional<int32_t>) override { return tensor_; }
   std::string toStr() override { return "a bucket of averaged gradients"; }
@@ -43,7 +46,7 @@ class TensorObject : public c10::ivalue::PyObjectHolder {
 
  private:
   at::Tensor tensor_;
-  PyObject* object_;
+  PyObject* object_ = nullptr;
 };
 
 // A torch.futures.Future.
