@@ -40,7 +40,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from forked import Rank, fork_rank, prepare_parent, print_stacks_on_crash, wait
+from forked import Rank, fork_rank, prepare_parent, wait
 
 TIMEOUT_SECONDS = 5.0
 # What a busy machine may add.
@@ -370,7 +370,6 @@ class Runner:
             if rank is None:
                 self.is_rank = True
                 os.close(ours)
-                print_stacks_on_crash()
                 if plan.kind == "slow":
                     self.ends_with = run_slowly(plan, number, directory)
                 else:

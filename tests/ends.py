@@ -36,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from forked import Rank, fork_rank, prepare_parent, print_stacks_on_crash, wait
+from forked import Rank, fork_rank, prepare_parent, wait
 
 # Where a rank waits for one that is gone, this is how long it may take; and some of them wait twice.
 COLLECTIVE_TIMEOUT_SECONDS = 4.0
@@ -351,7 +351,6 @@ def clear_later(box: list[Any]) -> None:
 
 def run_rank(program: Program, registration: str, rank: int, ranks: int, store: str) -> int | None:
     """What a rank does; what it returns or raises ends its process."""
-    print_stacks_on_crash()
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

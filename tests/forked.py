@@ -32,6 +32,7 @@ STACK_SECONDS = 0.3
 GDB_SECONDS = 60
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 TERMINATED = "terminate called without an active exception"
+PYTHON_IN_STACK = "<omitting python frames>"
 OURS_IN_STACK = re.compile(r"ddp_hooks::|ddp_hooks/_C\b")
 
 
@@ -88,7 +89,7 @@ class Rank:
         return self.hung and self.hangs_in() == ["c10d::Reducer::~Reducer"]
 
     def crashing_stack(self) -> str:
-        """The native stack of the thread that ended the rank, where :func:`print_stacks_on_crash` was called in it."""
+        """The native stack of the thread that ended the rank; empty where it was not printed."""
         return next((stack for stack in self._native_stacks() if "::fatalSignalHandler(" in stack), "")
 
     def crashes_in_torch_alone(self) -> bool:
@@ -103,6 +104,10 @@ class Rank:
         noticed = r"^Fatal Python error: (_PyThreadState_DeleteCurrent|PyThreadState_Get): .*\nPython runtime state: f"
         if re.search(noticed, self.output(), re.MULTILINE):
             return not any(OURS_IN_STACK.search(stack) for stack in self._native_stacks())
+        # What asks for the thread's state may also find the interpreter's gone; torch leaves out Python's own frames.
+        if self.code == -signal.SIGSEGV:
+            stack = self.crashing_stack()
+            return "ProcessGroup" in stack and PYTHON_IN_STACK in stack and not OURS_IN_STACK.search(stack)
         # The stacks may get lost, too. C++ says this of a thread that is unwound, and of one that nobody has joined
         # when its object goes; this package detaches those that it starts.
         if TERMINATED in self.output() and not self._native_stacks():
@@ -158,21 +163,18 @@ def fork_rank(rank: int, directory: Path) -> Rank | None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
+    import torch
+
+    # Of all threads, native ones, when a signal is about to end the process. Before Python's own handler, which leaves
+    # what it has found here when the interpreter goes. It takes SIGINT as well, which Python gets back.
+    interrupt = signal.getsignal(signal.SIGINT)
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
+    signal.signal(signal.SIGINT, interrupt)
     stacks = os.open(directory / f"stack{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     # Lives as long as the process; a crash of the interpreter is described there, too.
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks, all_threads=True)
     return None
-
-
-def print_stacks_on_crash() -> None:
-    """In a rank: print the native stacks of all threads when a signal is about to end the process.
-
-    To be called before handlers of the program's own are set: it takes SIGINT as well.
-    """
-    import torch
-
-    torch._C._set_print_stack_traces_on_fatal_signal(True)
 
 
 def poll(ranks: Sequence[Rank]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from forked import Rank
+from forked import PYTHON_IN_STACK, Rank
 
 TERMINATED = "terminate called without an active exception\n"
 MAIN = """Thread 1 (Thread 0x7fdbad1ffb80 (LWP 28618) "python"):
@@ -49,6 +49,17 @@ def test_crashes_in_torch_alone(frame: str, expected: bool, tmp_path: Path) -> N
     printed = f"SIGABRT(6), PID: 1, Thread 3:\nframe #0: _Unwind_ForcedUnwind\nframe #1: {frame}\n"
     (tmp_path / "output0").write_text(TERMINATED + printed)
     assert Rank(0, pid=0, directory=tmp_path, code=-6).crashes_in_torch_alone() is expected
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "expected"),
+    [(PYTHON_IN_STACK, TORCHS, True), (PYTHON_IN_STACK, OURS, False), ("at::empty", TORCHS, False)],
+)
+def test_the_interpreter_is_gone(inner: str, outer: str, expected: bool, tmp_path: Path) -> None:
+    handler = "c10::FatalSignalHandler::fatalSignalHandler(int, siginfo_t*)"
+    printed = f"SIGSEGV(11), PID: 1, Thread 3:\nframe #0: {handler}\n{inner}\nframe #2: {outer}\n"
+    (tmp_path / "output0").write_text(printed)
+    assert Rank(0, pid=0, directory=tmp_path, code=-11).crashes_in_torch_alone() is expected
 
 
 def test_a_rank_that_has_ended_does_not_hang(tmp_path: Path) -> None:
