@@ -449,7 +449,7 @@ class Runner:
         allowed = TIMEOUT_SECONDS + MARGIN_SECONDS + (plan.stop_seconds if plan.kind == "freeze" else 0)
         if plan.kind == "alone":
             allowed += 2 * TIMEOUT_SECONDS
-        if plan.kind == "kill" and plan.calls[plan.at] == "register":
+        if plan.kind == "kill" and plan.calls[report.ranks[plan.victim].last_call] == "register":
             # While groups connect, gloo waits five times as long.
             allowed += 4 * TIMEOUT_SECONDS
         # Whether the last step, which needs every rank, was still to come when it was killed.
