@@ -3,6 +3,7 @@
 #include <torch/csrc/Export.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -29,9 +30,10 @@ class TensorObject : public c10::ivalue::PyObjectHolder {
  public:
   explicit TensorObject(at::Tensor tensor) : tensor_(std::move(tensor)) {}
   ~TensorObject() override {
-    if (object_ == nullptr) return;
+    PyObject* const object = object_;
+    if (object == nullptr) return;
     py::gil_scoped_acquire gil;
-    Py_DECREF(object_);
+    Py_DECREF(object);
   }
   // Made when it is asked for, with the GIL: a thread of the process group, in which a bucket completes, need not come
   // for that.
@@ -46,7 +48,7 @@ class TensorObject : public c10::ivalue::PyObjectHolder {
 
  private:
   at::Tensor tensor_;
-  PyObject* object_ = nullptr;
+  std::atomic<PyObject*> object_{nullptr};  // whoever lets go last asks without the GIL whether there is one
 };
 
 // A torch.futures.Future.
