@@ -75,14 +75,16 @@ FREES = re.compile(r" +#0 (operator delete(\[\])?\(|free |pthread_(cond|mutex)_d
 DESTROYS_GROUP = re.compile(r" +#\d+ c10d::ProcessGroup::~ProcessGroup\(\) .*\(libtorch_")
 # Where torch gives up one of the objects that it counts: in the pointer, or in the destructor of such a class or of a
 # part of it, because of torch's own frames a stack has only the innermost. A worker of gloo drops works in its loop;
-# of a work that goes there, the stack may have no more than the vector of its tensors. A registry of torch's holds
-# groups weakly, and so has the last word on a group that its owners have dropped.
+# of a work that goes there, or with what holds it, the stack may have no more than the vector of its tensors or the
+# thread-local state that it was launched with. A registry of torch's holds groups weakly, and so has the last word on a
+# group that its owners have dropped.
 DROPS = re.compile(
     r" +#\d+ (c10::intrusive_ptr<.*>::(reset(_|_not_null_)?|~intrusive_ptr)\("
     r"|c10d?::(.*::)?(\w*Work|Future|ListImpl|ProcessGroupGloo|StorageImpl|TensorImpl)::~\w+\("
     r"|torch::autograd::(AutogradMeta|DifferentiableViewMeta)::~\w+\("
     r"|c10d::ProcessGroupGloo::runLoop\("
     r"|std::vector<.*\bat::Tensor\b.*>::~vector\(\) .*\(libtorch_"
+    r"|at::ThreadLocalState::~ThreadLocalState\(\) .*\(libtorch_"
     r"|std::_Rb_tree<.*\bc10::weak_intrusive_ptr<.*\(libtorch_)"
 )
 # Where a work of torch's uses its own mutex: what is freed is the work then, whoever gave it up. For stacks in which

@@ -25,6 +25,7 @@ COUNTS_OFF = [
 ]
 VECTOR_GOES = f"std::vector<unsigned int, std::allocator<unsigned int> >::~vector() stl_vector.h:730 {OURS}"
 TENSORS_GO = "std::vector<std::vector<at::Tensor, std::allocator<at::Tensor> >, std::allocator<void> >::~vector()"
+STATE_GOES = "at::ThreadLocalState::~ThreadLocalState()"
 GROUP = "c10::intrusive_ptr<torch::CustomClassHolder>"
 GIVES_GROUP_UP = f"{GROUP}::reset_not_null_(torch::CustomClassHolder*) intrusive_ptr.h:350 {OURS}"
 CLEARS_GROUP = [CLEAR, CLEAR, f"c10d::ProcessGroup::release_resources() <null> {TORCH}", GIVES_GROUP_UP]
@@ -54,9 +55,12 @@ def race(freeing: list[str], using: list[str], kind: str = "data race") -> str:
             id="a work goes with what holds it",
         ),
         pytest.param(
-            [DELETE, f"at::ThreadLocalState::~ThreadLocalState() x {TORCH}", DROPS_WORK, SENDS],
+            [DELETE, f"{STATE_GOES} x {TORCH}", DROPS_WORK, SENDS],
             [BROADCAST, FINISH],
             id="a part of a work",
+        ),
+        pytest.param(
+            [DELETE, f"{STATE_GOES} x {TORCH}", SHARED_GOES], [BROADCAST, FINISH], id="a part of a work, inlined"
         ),
         pytest.param(
             [DESTROY, f"{FUTURE}::reset_not_null_(c10::Future*) <null> (libtorch_python.so+0x1)"],
@@ -113,6 +117,7 @@ def test_last_drop_is_no_race(freeing: list[str], using: list[str]) -> None:
             [MERGES],
             id="ours, counted by torch's pointer",
         ),
+        pytest.param([DELETE, f"{STATE_GOES} x {OURS}", SHARED_GOES], [MERGES], id="a state of ours"),
         pytest.param([DELETE, f"c10d::Reducer::~Reducer() <null> {TORCH}"], [MERGES], id="what torch does not count"),
         pytest.param([DELETE, DROPS_WORK, SENDS], [DELETE, RUN_LOOP], id="freed twice"),
         pytest.param([DROPS_WORK, SENDS], [MERGES], id="a drop that frees nothing"),
