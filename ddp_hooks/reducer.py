@@ -25,6 +25,11 @@ def parameters_of(ddp: DistributedDataParallel) -> tuple[list[torch.Tensor], lis
     return reduced, [parameter for parameter in reducible_parameters(ddp).values() if id(parameter) not in known]
 
 
+def finalizes_manually(ddp: DistributedDataParallel) -> bool:
+    """Return DDP's ``require_manual_backward_finalization``; False where torch does not have it."""
+    return bool(getattr(ddp, "require_manual_backward_finalization", False))
+
+
 # What is made under torch.inference_mode() could not be written to by a training step.
 @torch.inference_mode(False)
 def rebuild_reducer(ddp: DistributedDataParallel, trainable: Set[str], find_unused_parameters: bool) -> bool:
@@ -70,3 +75,5 @@ def _make_reducer(ddp: DistributedDataParallel) -> None:
         ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()  # type: ignore[union-attr]
+    if finalizes_manually(ddp):
+        ddp.require_manual_backward_finalization = True

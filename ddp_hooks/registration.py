@@ -15,6 +15,7 @@ from . import _extension
 from ._version import __version__
 from .agreement import Proposal, exchange_proposals
 from .policies import Policy
+from .reducer import finalizes_manually
 from .wrappers import uncompiled
 
 _C = _extension.load()
@@ -85,6 +86,8 @@ def describe(
         "parameters frozen when wrapped": _summary(late),
         "find_unused_parameters": str(ddp.find_unused_parameters),
         "static_graph": str(ddp.static_graph),
+        # It moves a rebuild to the next forward pass.
+        "require_manual_backward_finalization": str(finalizes_manually(ddp)),
         "device": ddp.device_type,
     }
 

@@ -18,7 +18,7 @@ from .control_groups import ControlGroups, new_name, open_control_groups
 from .engine_settings import engine_settings
 from .parameters import ParameterIndex, Selector
 from .policies import Policy
-from .reducer import parameters_of, rebuild_reducer, reducible_parameters
+from .reducer import finalizes_manually, parameters_of, rebuild_reducer, reducible_parameters
 from .registration import describe, propose, why_unsupported
 from .statistics import ParameterUsage, Statistics, UnitUsage
 from .wording import short
@@ -116,6 +116,7 @@ class Service:
         self._declared: list[set[str]] = []  # one set for each `unused` block that is open
         self._declared_once: set[str] = set()  # for the next forward pass
         self._declared_now: set[str] = set()  # for the one that has begun
+        self._rebuilds_before_forward = False
         self._finalizer: Any = None  # closes when the module goes
         passes, pending = _left_over.pop(ddp, (None, frozenset()))
         self._start_engine(ddp, pending if passes == _C.reducer_forward_passes(ddp.reducer) else frozenset())
@@ -226,7 +227,12 @@ class Service:
 
         def rebuild_module() -> None:
             living = service()
-            if living is not None and living.ddp is not None:
+            if living is None or living.ddp is None:
+                return
+            if finalizes_manually(living.ddp):
+                # Backward has ended, and its gradients may still be under way.
+                living._rebuilds_before_forward = True
+            else:
                 living.rebuild(None)
 
         engine.set_rebuild(rebuild_module)
@@ -342,6 +348,9 @@ class Service:
     def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
         if not self._is_watched(module) or not module.require_backward_grad_sync:
             return
+        if self._rebuilds_before_forward:
+            self._rebuilds_before_forward = False
+            self.rebuild(None)
         # What was declared for a forward pass that raised is not this one's.
         if self._declared_now or self._declared_once:
             self._declared_now, self._declared_once = self._declared_once, set()

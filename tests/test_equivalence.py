@@ -640,6 +640,117 @@ class Experts(Scenario):
         loss_of(t.ddp(t.batch(5, 8))).backward()
 
 
+class LazyBuckets(StepBranches):
+    """Buckets get their memory in backward, and lose it again."""
+
+    ddp_options = {"lazy_bucket_allocation": True, "bucket_cap_mb": 0.01}
+
+
+class LazyBucketViews(LazyBuckets):
+    ddp_options = {**LazyBuckets.ddp_options, "gradient_as_bucket_view": True}
+
+
+class LazyZeroedViews(LazyBucketViews):
+    set_to_none = False
+
+
+class LazyBuiltAnew(BucketsAreRebuilt):
+    ddp_options = {**BucketsAreRebuilt.ddp_options, "lazy_bucket_allocation": True}
+
+
+class LazyNoSync(NoSync):
+    ddp_options = LazyBuckets.ddp_options
+
+
+class LazyStaticGraph(StaticGraph):
+    ddp_options = {**StaticGraph.ddp_options, "lazy_bucket_allocation": True}
+
+
+class LazyJoined(Joined):
+    ddp_options = LazyBuckets.ddp_options
+
+
+class LazySparse(SparseEmbedding):
+    ddp_options = LazyBuckets.ddp_options
+
+
+class LazyFrozen(FrozenWithStaleGradients):
+    ddp_options = LazyBuckets.ddp_options
+
+
+class FinalizedManually(StepBranches):
+    """The user finalises, after backward."""
+
+    def wrap(self, model: nn.Module) -> DistributedDataParallel:
+        ddp = super().wrap(model)
+        ddp.require_manual_backward_finalization = True
+        return ddp
+
+    def step(self, t: Trainer, i: int) -> None:
+        super().step(t, i)
+        t.ddp.finalize_backward()
+
+
+class FinalizedManuallyLazyViews(FinalizedManually):
+    ddp_options = LazyBucketViews.ddp_options
+
+
+class FinalizedManuallyWithoutSearch(FinalizedManually):
+    find_unused_parameters = False
+    ddp_options = {"bucket_cap_mb": 0.001}
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+
+    def step(self, t: Trainer, i: int) -> None:
+        loss_of(t.ddp(t.batch(4, 8))).backward()
+        t.ddp.finalize_backward()
+
+
+class FinalizedManuallyStaticGraph(FinalizedManually):
+    ddp_options = StaticGraph.ddp_options
+
+    def step(self, t: Trainer, i: int) -> None:
+        loss_of(t.ddp(t.batch(4, 8), t.rank == 0)).backward()
+        t.ddp.finalize_backward()
+
+
+class FinalizedInBackward(FinalizedManually):
+    """The user finalises in a hook of backward, where DDP allows it, with work of the pass still to come."""
+
+    def step(self, t: Trainer, i: int) -> None:
+        batch = t.batch(4, 8).requires_grad_()
+        output = t.ddp(batch * 1, i % 3 == 0, i % 3 == 1 and t.rank == 0)
+        early = not t.ddp.should_finalize_after_backward
+        if early:
+            batch.register_hook(lambda gradient: t.ddp.finalize_backward())
+        loss_of(output).backward()
+        if not early:
+            t.ddp.finalize_backward()
+
+
+# Options of DDP's that not every torch has.
+LAZY: list[type[Scenario]] = [
+    LazyBuckets,
+    LazyBucketViews,
+    LazyZeroedViews,
+    LazyBuiltAnew,
+    LazyNoSync,
+    LazyStaticGraph,
+    LazyJoined,
+    LazySparse,
+    LazyFrozen,
+]
+MANUAL: list[type[Scenario]] = [
+    FinalizedManually,
+    FinalizedManuallyLazyViews,
+    FinalizedManuallyWithoutSearch,
+    FinalizedManuallyStaticGraph,
+    FinalizedInBackward,
+]
+ALLOCATES_LAZILY = "lazy_bucket_allocation" in inspect.signature(DistributedDataParallel.__init__).parameters
+FINALIZES_MANUALLY = hasattr(DistributedDataParallel, "finalize_backward")
+
 SCENARIOS: list[type[Scenario]] = [
     AllUsed,
     BucketsAreRebuilt,
@@ -684,6 +795,8 @@ SCENARIOS: list[type[Scenario]] = [
     ChannelsLast,
     EmptyParameters,
     Experts,
+    *(LAZY if ALLOCATES_LAZILY else []),
+    *(MANUAL if FINALIZES_MANUALLY else []),
 ]
 
 # Probes soon and often, so that a few steps see the detector go on and off.

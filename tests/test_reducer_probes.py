@@ -30,7 +30,10 @@ from ddp_hooks import _extension
 _C = _extension.load()
 ROOT = Path(__file__).parent.parent
 Values = dict[str, Any]
-TAKES_BATCHES = "batched_grad_copy" in inspect.signature(DistributedDataParallel.__init__).parameters
+OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+TAKES_BATCHES = "batched_grad_copy" in OPTIONS
+ALLOCATES_LAZILY = "lazy_bucket_allocation" in OPTIONS
+FINALIZES_MANUALLY = hasattr(DistributedDataParallel, "finalize_backward")
 
 
 class Branches(nn.Module):
@@ -344,6 +347,37 @@ def batched_grad_copy_(rank: int) -> None:
         assert Watched(batched_grad_copy=value).now["batched_grad_copy_"] is value
 
 
+def lazy_bucket_allocation_(rank: int) -> None:
+    """A bucket has memory, and views of it, from its first gradient to the end of the pass."""
+    if not ALLOCATES_LAZILY:
+        assert Watched().now["lazy_bucket_allocation_"] is None
+        return
+    assert Watched().now["lazy_bucket_allocation_"] is False
+    watched = Watched(lazy_bucket_allocation=True, find_unused_parameters=True)
+    for _ in range(2):
+        watched.step()
+        assert watched.now["lazy_bucket_allocation_"] is True
+        assert [bucket["gradients"] for bucket in watched.reached[0]["buckets_"]] == [None]
+        (bucket,) = watched.in_hook[0]["buckets_"]
+        assert [view.shape for view in bucket["bucket_views_in"]] == [p.shape for p in bucket["variables"]]
+        assert [bucket["gradients"] for bucket in watched.now["buckets_"]] == [None]
+
+
+def is_manual_finalization_required_(rank: int) -> None:
+    """Set by the user between two passes; a pass is then under way until the user says otherwise."""
+    watched = Watched(find_unused_parameters=True)
+    if not FINALIZES_MANUALLY:
+        assert watched.now["is_manual_finalization_required_"] is None
+        return
+    assert watched.now["is_manual_finalization_required_"] is False
+    watched.ddp.require_manual_backward_finalization = True
+    assert watched.now["is_manual_finalization_required_"] is True
+    watched.step()
+    assert watched.now["require_finalize_"]
+    watched.ddp.finalize_backward()
+    assert not watched.now["require_finalize_"]
+
+
 def variable_locators_(rank: int) -> None:
     values = Watched(find_unused_parameters=True, bucket_cap_mb=1e-5).now
     assert len(values["buckets_"]) > 1
@@ -405,6 +439,8 @@ REDUCER_PROBES: dict[str, tuple[int, Callable[[int], None]]] = {
         (1, has_rebuilt_bucket_),
         (1, gradient_as_bucket_view_),
         (1, batched_grad_copy_),
+        (1, lazy_bucket_allocation_),
+        (1, is_manual_finalization_required_),
         (1, variable_locators_),
         (2, buckets_),
     ]
@@ -598,6 +634,11 @@ def mixed_precision(rank: int) -> None:
     assert DistributedDataParallel(nn.Linear(4, 4)).mixed_precision is None
 
 
+def require_manual_backward_finalization(rank: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    assert getattr(ddp, "require_manual_backward_finalization", None) is (False if FINALIZES_MANUALLY else None)
+
+
 def settings_of_ddp(rank: int) -> None:
     """What DDP remembers of how it was made."""
     model = nn.Linear(4, 4)
@@ -635,6 +676,7 @@ PYTHON_PROBES: dict[str, tuple[int, Callable[[int], None]]] = {
         (2, join_hook),
         (1, find_tensors),
         (1, mixed_precision),
+        (1, require_manual_backward_finalization),
         (1, settings_of_ddp),
     ]
 }

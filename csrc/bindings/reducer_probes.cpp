@@ -54,6 +54,21 @@ struct Probe : c10d::Reducer {
     return py::none();
   }
 
+  // Torch 2.15 has these two.
+  template <typename Scope = Probe>
+  static py::object allocates_lazily(c10d::Reducer& r) {
+    if constexpr (requires { &Scope::lazy_bucket_allocation_; }) return py::bool_(r.*(&Scope::lazy_bucket_allocation_));
+    return py::none();
+  }
+
+  template <typename Scope = Probe>
+  static py::object finalizes_manually(c10d::Reducer& r) {
+    if constexpr (requires { &Scope::is_manual_finalization_required_; }) {
+      return py::bool_(r.*(&Scope::is_manual_finalization_required_));
+    }
+    return py::none();
+  }
+
   static py::list locators(c10d::Reducer& r) {
     py::list result;
     for (const auto& place : r.*(&Probe::variable_locators_)) {
@@ -102,6 +117,8 @@ struct Probe : c10d::Reducer {
     values["has_rebuilt_bucket_"] = r.*(&Probe::has_rebuilt_bucket_);
     values["gradient_as_bucket_view_"] = r.*(&Probe::gradient_as_bucket_view_);
     values["batched_grad_copy_"] = copies_in_batches(r);
+    values["lazy_bucket_allocation_"] = allocates_lazily(r);
+    values["is_manual_finalization_required_"] = finalizes_manually(r);
     values["variable_locators_"] = locators(r);
     values["buckets_"] = buckets(r);
     return values;

@@ -272,13 +272,18 @@ void Engine::fill_slots(uint32_t bucket) {
   // A rank that has joined tells the Reducer about old uses, and the Reducer makes gradients of them; without a search
   // it asks nobody, and would make gradients of everything.
   const bool unused_too = step.agreed.test(prelude_->agreement().joined_bit()) && reducer_.searches_graph();
+  std::vector<size_t> withheld;
   for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
-    if (!slots_.is_vacant(slice.parameter)) continue;
+    if (!slots_.is_vacant(slice.parameter)) {
+      if (step.withholds && !step.used.test(slice.parameter)) withheld.push_back(slice.parameter);
+      continue;
+    }
     reducer_.forget_use_without_gradient(slice.parameter);
     // Empty parameters never travel, but where another rank used one, the Reducer has to make a .grad for it here.
     const bool used = step.agreed.test(slice.parameter);
     if (used ? all_used || slice.length == 0 : unused_too) slots_.fill(slice.parameter);
   }
+  slots_.withhold(withheld);
 }
 
 void Engine::send_bucket(uint32_t bucket, const BucketPlan& plan) {
@@ -312,6 +317,7 @@ void Engine::open_step(bool shadow) {
       "ddp_hooks: the module's process group was replaced; wrap the module anew on every rank, and register again");
   reducer_.wait_for_used_map();
   reducer_.unsettle_used_map();
+  slots_.end_withholding();
   const size_t reduced_count = reducer_.parameters().size();
   const int64_t step_number = step_number_++;
   statistics_.steps += 1;
@@ -334,13 +340,8 @@ void Engine::open_step(bool shadow) {
   for (size_t i = 0; i < late_parameters_.size(); ++i) {
     if (step.agreed.test(reduced_count + i)) step.late.push_back(i);
   }
-  if (!shadow && !reducer_.searches_graph()) {
-    for (size_t i = 0; i < reduced_count; ++i) {
-      if (!step.agreed.test(i) && !slots_.is_vacant(i)) {
-        step.untouched.emplace_back(reducer_.parameters()[i], reducer_.parameters()[i].grad());
-      }
-    }
-  }
+  // Distributed autograd keeps gradients elsewhere, by parameter, and has none for a placeholder.
+  step.withholds = !shadow && !reducer_.searches_graph() && !is_restricted_pass();
 
   const bool alone = data_group_->getSize() == 1;
   // A joined rank has nothing to look into, and makes the Reducer write gradients that nobody has.
@@ -427,7 +428,7 @@ void Engine::close_step() {
     average_late(step, false);
     return;
   }
-  if (step.untouched.empty() && step.late.empty() && !step.rebuild && !step.unheard && !reducer_.searches_graph()) {
+  if (!slots_.withholds() && step.late.empty() && !step.rebuild && !step.unheard && !reducer_.searches_graph()) {
     return;
   }
   // The Reducer queues its own last act when this call returns; what is queued from within a callback comes after it.
@@ -438,10 +439,14 @@ void Engine::close_step() {
 }
 
 void Engine::after_backward(const std::shared_ptr<Step>& step) {
-  for (const auto& [parameter, gradient] : step->untouched) parameter.mutable_grad() = gradient;
-  // Where the map of used parameters was settled, the Reducer has not waited for it, but whoever asks for it now
-  // expects the reduced one.
-  reducer_.wait_for_used_map();
+  // Where the user finalises, that may be still to come, and overlaps what is done meanwhile: the next pass opens with
+  // both of these.
+  if (!reducer_.finalizes_manually()) {
+    give_back_withheld();
+    // Where the map of used parameters was settled, the Reducer has not waited for it, but whoever asks for it now
+    // expects the reduced one.
+    reducer_.wait_for_used_map();
+  }
   average_late(*step, true);
   if (step->unheard) {
     queue_error(
@@ -451,6 +456,12 @@ void Engine::after_backward(const std::shared_ptr<Step>& step) {
         "gradient made by hand during this one, can be the cause");
   }
   if (step->rebuild && rebuild_) rebuild_();
+}
+
+void Engine::give_back_withheld() {
+  const auto reducer_lock = reducer_.lock();
+  std::lock_guard lock(mutex_);
+  slots_.end_withholding();
 }
 
 void Engine::average_late(const Step& step, bool contribute) {
@@ -488,7 +499,8 @@ void Engine::declare_unused(const std::vector<size_t>& parameters) {
 
 void Engine::register_natively() {
   reducer_.register_hook(std::make_unique<SkipUnusedHook>(shared_from_this()));
-  takes_gradients_ = true;
+  // Where buckets get their memory as gradients come, there is no slice to put a gradient into before.
+  takes_gradients_ = !reducer_.allocates_lazily();
 }
 
 void Engine::watch_gradients() {
@@ -549,6 +561,11 @@ void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchroni
   for (const at::Tensor& output : outputs) refuse_capture(output.device());
   std::lock_guard lock(mutex_);
   if (!prelude_) return;
+  const bool by_owner = settings_.plan.direct.allowed && settings_.plan.direct.transports.owners;
+  TORCH_CHECK(!by_owner || !reducer_.finalizes_manually(),
+              "ddp_hooks: owners=True brings its sums when backward has ended, and DDP's "
+              "require_manual_backward_finalization lets finalize_backward() wait for them before: expected one of the "
+              "two, received both; leave owners=True out of the policy");
   const std::weak_ptr<Engine> engine = weak_from_this();
   const auto reached = [engine] {
     if (auto self = engine.lock()) self->outputs_reached();

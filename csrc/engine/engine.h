@@ -120,6 +120,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void leave_out_used_map();
   void gradients_done();
   void after_backward(const std::shared_ptr<Step>& step);
+  void give_back_withheld();
 
   void watch_gradients();
   void mark_absent();

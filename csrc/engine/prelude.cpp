@@ -11,14 +11,12 @@ namespace {
 // How often the engine watches each of the Reducer's parameters.
 constexpr int64_t kReportsPerParameter = 1;
 
-// torch.autograd.grad() and backward(inputs=...) may stop short of the parameters. Distributed autograd does not, but
-// keeps gradients elsewhere than in .grad, where the Reducer alone finds them.
+}  // namespace
+
 bool is_restricted_pass() {
   const auto* restricted = torch::autograd::get_current_graph_task_exec_info();
   return restricted != nullptr && !restricted->empty();
 }
-
-}  // namespace
 
 Prelude::Prelude(const ReducerView& reducer, BucketSlots& slots, const CurrentLayout& layout,
                  const std::vector<at::Tensor>& late, const std::vector<std::string>& names,

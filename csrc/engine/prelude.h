@@ -26,6 +26,11 @@
 
 namespace ddp_hooks {
 
+// Whether the running backward pass may stop short of the parameters, as torch.autograd.grad() and backward(inputs=...)
+// do. Distributed autograd does not, but looks the same, and keeps gradients elsewhere than in .grad, where the Reducer
+// alone finds them.
+bool is_restricted_pass();
+
 class Prelude {
  public:
   // All references have to outlive it. `names` are those of the Reducer's parameters and then of the `late` ones;

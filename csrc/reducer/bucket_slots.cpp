@@ -42,6 +42,7 @@ BucketSlots::BucketSlots(const ReducerView& reducer)
 }
 
 void BucketSlots::forget() {
+  end_withholding();
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (is_vacant(i) && !reducer_.slot(i).variable.is_same(reducer_.parameters()[i])) give_back(i);
   }
@@ -54,13 +55,35 @@ void BucketSlots::vacate(size_t parameter) {
   if (!entry.variable.defined()) {
     const Slot slot = reducer_.slot(parameter);
     if (slot.sparse) return;
-    // A view of the bucket, because with gradient_as_bucket_view=True the Reducer insists that gradients alias it.
     entry.view = slot.bucket.narrow(0, slot.offset, 0);
-    entry.variable = at::empty({0}, slot.bucket.options());
-    // Defined, because to the Reducer a parameter that reports without a gradient was not used.
-    entry.variable.mutable_grad() = reducer_.gradients_are_views() ? entry.view : at::empty_like(entry.view);
+    entry.variable = make_placeholder(slot);
   }
   exchange(parameter);
+}
+
+at::Tensor BucketSlots::make_placeholder(const Slot& slot) const {
+  at::Tensor placeholder = at::empty({0}, slot.bucket.options());
+  // Defined, because to the Reducer a parameter that reports without a gradient was not used; and with
+  // gradient_as_bucket_view=True the Reducer insists that gradients alias the bucket.
+  placeholder.mutable_grad() =
+      reducer_.gradients_are_views() ? slot.bucket.narrow(0, slot.offset, 0) : at::empty_like(placeholder);
+  return placeholder;
+}
+
+void BucketSlots::withhold(const std::vector<size_t>& parameters) {
+  at::Tensor placeholder;  // one for all
+  for (const size_t i : parameters) {
+    const Slot slot = reducer_.slot(i);
+    if (slot.sparse) continue;
+    if (!placeholder.defined()) placeholder = make_placeholder(slot);
+    slot.variable = placeholder;
+    withheld_.push_back(i);
+  }
+}
+
+void BucketSlots::end_withholding() {
+  for (const size_t i : withheld_) reducer_.slot(i).variable = reducer_.parameters()[i];
+  withheld_.clear();
 }
 
 bool BucketSlots::is_vacant(size_t parameter) const {
@@ -71,7 +94,7 @@ void BucketSlots::exchange(size_t parameter) {
   Entry& entry = entries_[parameter];
   const Slot slot = reducer_.slot(parameter);
   std::swap(slot.variable, entry.variable);
-  std::swap(slot.view, entry.view);
+  std::swap(*slot.view, entry.view);
   entry.vacant = !entry.vacant;
 }
 
@@ -80,11 +103,13 @@ void BucketSlots::give_back(size_t parameter) {
 }
 
 void BucketSlots::vacate_all() {
+  end_withholding();
   note_gradients();
   for (size_t i = 0; i < entries_.size(); ++i) vacate(i);
 }
 
 void BucketSlots::give_all_back() {
+  end_withholding();
   note_gradients();
   for (size_t i = 0; i < entries_.size(); ++i) give_back(i);
 }
@@ -94,10 +119,10 @@ void BucketSlots::fill(size_t parameter) {
   const Slot slot = reducer_.slot(parameter);
   at::Tensor& gradient = slot.variable.mutable_grad();
   if (!gradient.defined()) {
-    slot.view.zero_();
-  } else if (!gradient.is_alias_of(slot.view)) {
-    slot.view.copy_(gradient);
-    if (reducer_.gradients_are_views()) gradient = slot.view;
+    slot.view->zero_();
+  } else if (!gradient.is_alias_of(*slot.view)) {
+    slot.view->copy_(gradient);
+    if (reducer_.gradients_are_views()) gradient = *slot.view;
   }
 }
 
@@ -146,8 +171,10 @@ void BucketSlots::note_gradients() {
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (!parameters[i].is_cpu()) continue;
     const at::Tensor& gradient = parameters[i].grad();
-    entries_[i].gradient_in_bucket = gradient.defined() && gradient.layout() == at::kStrided &&
-                                     gradient.is_alias_of(is_vacant(i) ? entries_[i].view : reducer_.slot(i).view);
+    // What has no memory yet gets memory of its own.
+    const at::Tensor* view = is_vacant(i) ? &entries_[i].view : reducer_.slot(i).view;
+    entries_[i].gradient_in_bucket =
+        view && gradient.defined() && gradient.layout() == at::kStrided && gradient.is_alias_of(*view);
   }
 }
 

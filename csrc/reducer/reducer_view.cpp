@@ -55,13 +55,27 @@ struct Members : c10d::Reducer {
     return false;
   }
 
+  template <typename Scope = Members>
+  static bool lazy(c10d::Reducer& r) {
+    if constexpr (requires { &Scope::lazy_bucket_allocation_; }) return r.*(&Scope::lazy_bucket_allocation_);
+    return false;
+  }
+
+  template <typename Scope = Members>
+  static bool manual(c10d::Reducer& r) {
+    if constexpr (requires { &Scope::is_manual_finalization_required_; }) {
+      return r.*(&Scope::is_manual_finalization_required_);
+    }
+    return false;
+  }
+
   static Slot slot(c10d::Reducer& r, size_t parameter) {
     const auto& place = (r.*(&Members::variable_locators_))[parameter];
     auto& bucket = (r.*(&Members::buckets_))[place.bucket_index];
     const size_t i = place.intra_bucket_index;
-    if (bucket.expect_sparse_gradient) return {bucket.variables[i], bucket.gradients, bucket.gradients, 0, true};
-    return {bucket.variables[i], bucket.bucket_views_in[i], bucket.gradients, static_cast<int64_t>(bucket.offsets[i]),
-            false};
+    if (bucket.expect_sparse_gradient) return {bucket.variables[i], &bucket.gradients, bucket.gradients, 0, true};
+    at::Tensor* view = bucket.gradients.defined() ? &bucket.bucket_views_in[i] : nullptr;
+    return {bucket.variables[i], view, bucket.gradients, static_cast<int64_t>(bucket.offsets[i]), false};
   }
 
   static LayoutOfBuckets layout(c10d::Reducer& r) {
@@ -126,6 +140,12 @@ bool ReducerView::gradients_are_views() const {
 }
 bool ReducerView::copies_in_batches() const {
   return Members::batched(*get());
+}
+bool ReducerView::allocates_lazily() const {
+  return Members::lazy(*get());
+}
+bool ReducerView::finalizes_manually() const {
+  return Members::manual(*get());
 }
 c10::intrusive_ptr<c10d::ProcessGroup> ReducerView::process_group() const {
   return Members::process_group(*get());

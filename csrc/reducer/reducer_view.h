@@ -24,8 +24,8 @@ namespace ddp_hooks {
 // Where a bucket keeps what the Reducer needs to know about one parameter; stays valid until the buckets are rebuilt.
 struct Slot {
   at::Tensor& variable;      // whose .grad is read and written
-  at::Tensor& view;          // its part of the bucket, in the variable's shape
-  const at::Tensor& bucket;  // flat, of the variable's dtype; undefined before a sparse gradient has come
+  at::Tensor* view;          // its part of the bucket, in the variable's shape; null while the bucket has no memory
+  const at::Tensor& bucket;  // flat, of the variable's dtype; undefined without memory, or before a sparse gradient
   int64_t offset = 0;        // elements
   bool sparse = false;
 };
@@ -65,6 +65,12 @@ class ReducerView {
   // DistributedDataParallel(batched_grad_copy=True), where torch has it: without a hook the Reducer would copy all
   // gradients of a bucket at once and then divide the bucket.
   bool copies_in_batches() const;
+  // DistributedDataParallel(lazy_bucket_allocation=True), where torch has it: a dense bucket gets its memory when the
+  // first of its gradients comes, and loses it at the end of the pass.
+  bool allocates_lazily() const;
+  // DistributedDataParallel.require_manual_backward_finalization, where torch has it: the user finalises the pass,
+  // after backward or from one of its hooks. May change between two passes.
+  bool finalizes_manually() const;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group() const;
 
   // A forward pass has asked for a synchronised backward pass that has not been finished.

@@ -1,0 +1,251 @@
+"""Options of DDP's that not every supported torch has, beyond what the scenarios of test_equivalence.py train."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import run_ranks
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from training import register
+
+import ddp_hooks
+from ddp_hooks import _extension
+
+_C = _extension.load()
+OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+
+lazy = pytest.mark.skipif(
+    "lazy_bucket_allocation" not in OPTIONS, reason="this torch has no lazy_bucket_allocation; 2.15 is the first"
+)
+manual = pytest.mark.skipif(
+    not hasattr(DistributedDataParallel, "finalize_backward"),
+    reason="this torch has no finalize_backward(); 2.15 is the first",
+)
+hooked = pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "register_pre_hook"),
+    reason="this torch has no hooks on a group's collectives; 2.14 is the first",
+)
+both_ways = pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
+
+
+class Layers(nn.Module):
+    """Two layers; the second one, frozen, makes the first one's gradient what rank and step make of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def same(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
+    return all((x is None) == (y is None) and (x is None or torch.equal(x, y)) for x, y in zip(a, b, strict=True))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def memory_of_lazy_buckets(rank: int, native: bool, views: bool) -> None:
+    ddp = DistributedDataParallel(
+        Layers(), lazy_bucket_allocation=True, find_unused_parameters=True, gradient_as_bucket_view=views
+    )
+    register(ddp, "skip_unused", native)
+    seen: list[StorageWeakRef] = []
+
+    def look(parameter: torch.Tensor) -> None:
+        if parameter is last:
+            (bucket,) = _C.probe_reducer(ddp.reducer)["buckets_"]
+            seen.append(StorageWeakRef(bucket["gradients"].untyped_storage()))
+
+    last = ddp.module.first.weight
+    for parameter in ddp.module.parameters():
+        parameter.register_post_accumulate_grad_hook(look)
+    # Another gradient comes before the last one, and with it the bucket's memory.
+    for step in range(3):
+        ddp(batch(rank, step)).sum().backward()
+        # Views of it are .grad until the optimizer lets go of them.
+        assert seen[-1].expired() != views
+        ddp.zero_grad()
+        assert len(seen) == step + 1
+        assert seen[-1].expired(), f"step {step}: something still holds the bucket's memory"
+
+
+@lazy
+@both_ways
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_lazy_buckets_lose_their_memory_after_backward(native: bool, views: bool) -> None:
+    run_ranks(2, memory_of_lazy_buckets, native, views)
+
+
+def train_frozen(rank: int, native: bool | None, options: dict[str, Any], built_frozen: bool) -> list[Any]:
+    """Three steps with the second layer frozen after wrapping, or before; the user finalises if there is a hook."""
+    model = Layers()
+    if built_frozen:
+        model.second.requires_grad_(False)
+    ddp = DistributedDataParallel(model, **options)
+    if native is not None:
+        register(ddp, "skip_unused", native)
+        ddp.require_manual_backward_finalization = True
+    if not built_frozen:
+        model.second.requires_grad_(False)
+        # Left over of an earlier pass; nobody is to touch it.
+        model.second.bias.grad = torch.full((4,), 7.0)
+    seen = []
+    for step in range(3):
+        ddp(batch(rank, step)).sum().backward()
+        if native is not None:
+            ddp.finalize_backward()
+        seen.append(gradients(model.first))
+        if not built_frozen:
+            assert model.second.weight.grad is None
+            assert model.second.bias.grad.eq(7).all()
+        model.first.zero_grad()
+    return seen
+
+
+def frozen_and_finalized(rank: int, native: bool, views: bool) -> None:
+    expected = train_frozen(rank, None, {}, built_frozen=True)
+    found = train_frozen(rank, native, {"gradient_as_bucket_view": views}, built_frozen=False)
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@manual
+@both_ways
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_what_is_frozen_is_left_alone_when_the_user_finalises(native: bool, views: bool) -> None:
+    run_ranks(2, frozen_and_finalized, native, views)
+
+
+def rebuilt_and_finalized(rank: int, native: bool) -> None:
+    model = Layers()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    ddp.require_manual_backward_finalization = True
+    register(ddp, ddp_hooks.Policy("test", rebuild_after=2), native)
+    plain = DistributedDataParallel(Layers(), find_unused_parameters=True)
+    for each in (model, plain.module):
+        each.second.requires_grad_(False)
+    before = ddp.reducer
+    for step in range(5):
+        assert (ddp.reducer is before) == (step <= 2), step
+        output = ddp(batch(rank, step))
+        # At the beginning of the next forward pass, because at the end of backward gradients are under way.
+        assert (ddp.reducer is before) == (step < 2), step
+        output.sum().backward()
+        ddp.finalize_backward()
+        plain(batch(rank, step)).sum().backward()
+        assert same(gradients(model), gradients(plain.module))
+        assert ddp.require_manual_backward_finalization
+        ddp.zero_grad()
+        plain.zero_grad()
+    assert len(_C.reducer_parameters(ddp.reducer)) == 2
+
+
+@manual
+@both_ways
+def test_a_rebuild_comes_after_the_user_has_finalised(native: bool) -> None:
+    run_ranks(2, rebuilt_and_finalized, native)
+
+
+def rebuilt_by_hand(rank: int) -> None:
+    ddp = DistributedDataParallel(Layers())
+    ddp_hooks.register(ddp, "skip_unused")
+    ddp.require_manual_backward_finalization = True
+    ddp.module.second.requires_grad_(False)
+    assert ddp_hooks.rebuild(ddp)
+    ddp(batch(rank, 0)).sum().backward()
+    ddp.finalize_backward()  # refused by a Reducer that finalises by itself
+    assert ddp.module.first.weight.grad is not None
+
+
+@manual
+def test_rebuild_keeps_who_finalises() -> None:
+    run_ranks(2, rebuilt_by_hand)
+
+
+def late_and_finalized(rank: int) -> None:
+    model = Layers()
+    model.second.requires_grad_(False)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    ddp_hooks.register(ddp, "skip_unused")
+    ddp.require_manual_backward_finalization = True
+    model.second.requires_grad_(True)
+    plain = DistributedDataParallel(Layers())
+    for step in range(2):
+        ddp(batch(rank, step)).sum().backward()
+        ddp.finalize_backward()
+        plain(batch(rank, step)).sum().backward()
+        assert same(gradients(model), gradients(plain.module))
+        ddp.zero_grad()
+        plain.zero_grad()
+
+
+@manual
+def test_late_gradients_are_averaged_when_the_user_finalises() -> None:
+    run_ranks(2, late_and_finalized)
+
+
+def owners_and_finalized(rank: int) -> None:
+    ddp = DistributedDataParallel(Layers(), find_unused_parameters=True)
+    ddp_hooks.register(ddp, ddp_hooks.Policy("test", owners=True))
+    ddp.require_manual_backward_finalization = True
+    with pytest.raises(RuntimeError, match=r"owners=True brings its sums when backward has ended.*leave owners=True"):
+        ddp(batch(rank, 0))
+
+
+@manual
+def test_sums_by_owner_are_refused_when_the_user_finalises() -> None:
+    run_ranks(3, owners_and_finalized)
+
+
+def who_finalises_differs(rank: int) -> None:
+    ddp = DistributedDataParallel(Layers(), find_unused_parameters=True)
+    ddp.require_manual_backward_finalization = rank == 0
+    with pytest.raises(RuntimeError, match="require_manual_backward_finalization"):
+        ddp_hooks.register(ddp, "skip_unused")
+
+
+@manual
+def test_ranks_that_differ_in_who_finalises_are_told() -> None:
+    run_ranks(2, who_finalises_differs)
+
+
+def collectives_with_hooks(rank: int, native: bool) -> None:
+    """The hooks are Python's, so they take the GIL within the engine, and may ask the state for something."""
+    ddp = DistributedDataParallel(Layers(), find_unused_parameters=True, bucket_cap_mb=1e-5)
+    state = register(ddp, "skip_unused", native)
+    ddp_state = state if isinstance(state, ddp_hooks.SkipUnusedState) else ddp_hooks.states()[0]
+    begun: list[Any] = []
+    works: list[Any] = []
+    ddp.process_group.register_pre_hook(1, lambda args: begun.append((args.op_id, ddp_state.stats().steps)))
+    ddp.process_group.register_post_hook(1, lambda args: works.append((args.op_id, args.work)))
+    plain = DistributedDataParallel(Layers(), process_group=dist.new_group(range(2)))
+    for step in range(3):
+        ddp(batch(rank, step)).sum().backward()
+        plain(batch(rank, step)).sum().backward()
+        assert same(gradients(ddp.module), gradients(plain.module))
+        ddp.zero_grad()
+        plain.zero_grad()
+    ddp.process_group.unregister_pre_hook(1)
+    ddp.process_group.unregister_post_hook(1)
+    assert len(begun) > 3
+    assert [op for op, _ in begun] == [op for op, _ in works]
+
+
+@hooked
+@both_ways
+def test_collectives_may_have_hooks(native: bool) -> None:
+    run_ranks(2, collectives_with_hooks, native)
