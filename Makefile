@@ -2,6 +2,7 @@
 # make test   build and run every test
 # make test-asan, make test-tsan  build with sanitizers, elsewhere, and run every test on that build
 # make fuzz   an hour of random programs, with plain DDP and with the hook; FUZZ_OPTIONS='--seeds 0:5000' or others
+# make matrix  build and test with every supported torch, each in an environment of its own; gigabytes, an hour
 # make check  the linters
 # make wheel   a source distribution and a wheel in dist/; make wheels one for each of TORCH_VERSIONS
 # make cuda-compile  compile the CUDA kernels alone, and check what calls them: no GPU and no torch with CUDA needed,
@@ -21,7 +22,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-asan test-tsan fuzz check format build wheel wheels install-wheel cuda-compile clean
+.PHONY: demo test test-asan test-tsan fuzz matrix check format build wheel wheels install-wheel cuda-compile clean
 
 demo: build
 	$(BIN)/python -m ddp_hooks demo $(DEMO_OPTIONS)
@@ -44,11 +45,15 @@ FUZZ_OPTIONS ?= --minutes 60
 fuzz: build
 	$(BIN)/python tests/fuzz.py $(FUZZ_OPTIONS)
 
+# MATRIX='2.15.0 2.14.1@3.10' chooses, MATRIX='--write docs/tested-versions.md' renews that page.
+matrix: $(STAMP)
+	$(BIN)/python tests/matrix.py $(MATRIX)
+
 # --inplace builds are incremental; pip is asked only once, to make the package importable from everywhere.
 build: $(STAMP)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py ddp_hooks/_version.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) numpy
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'setuptools>=77' wheel ninja
@@ -72,7 +77,7 @@ install-wheel: wheel
 
 # One for each torch, in dist/; each in an environment of its own, because a wheel runs with the torch it was built for.
 # The checkout is built for the last of them afterwards; `make build` puts that right.
-TORCH_VERSIONS ?= 2.11.0 2.12.0 2.13.0
+TORCH_VERSIONS ?= $(shell $(PYTHON) -c 'import runpy; print(*runpy.run_path("ddp_hooks/_version.py")["TESTED_TORCH"])')
 wheels:
 	for version in $(TORCH_VERSIONS); do \
 	  $(MAKE) wheel VENV=build/venv-$$version TORCH=torch==$$version DIST=build/dist-$$version || exit 1; \

@@ -3,10 +3,12 @@
 The CUDA kernels are compiled when torch has CUDA and nvcc is found; no GPU is needed for that.
 
 The extension runs with the very torch that it was compiled against. So what is built requires that torch, and says so
-in its version: 0.1.0+pt213cpu. The source distribution, which is compiled later, requires a range of them.
+in its version: 0.1.0+pt2.13.0.cpu. The source distribution, which is compiled later, requires a range of them, which
+stands in ddp_hooks/_version.py; beside another torch nothing is built.
 
 Environment:
     DDP_HOOKS_CUDA        1: compile the CUDA kernels or fail; 0: leave them out; unset: where it is possible.
+    DDP_HOOKS_ANY_TORCH=1 build beside a torch that ddp_hooks is not tested with, to try.
     DDP_HOOKS_WERROR=1    look for compiler warnings, and treat them as errors (CI does).
     DDP_HOOKS_DEBUG=1     keep symbols for a debugger; the extension is then many times as large and takes twice as
                           long.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -37,7 +40,10 @@ except ModuleNotFoundError:
     )
 
 ROOT = Path(__file__).parent
-SUPPORTED_TORCH = "torch>=2.11,<2.14"
+VERSIONS = runpy.run_path(str(ROOT / "ddp_hooks" / "_version.py"))
+# A source distribution is compiled by somebody else.
+if "sdist" not in sys.argv and (untested := VERSIONS["why_untested"](torch.__version__)):
+    sys.exit(untested)
 # What needs torch's headers is compiled many rooms at a time, because reading them takes most of the time: half of what
 # the largest of these takes. Patterns in csrc/; every other file is compiled by itself.
 COMPILED_AS_ONE = {
@@ -139,16 +145,10 @@ def write_build_info() -> None:
     (ROOT / "ddp_hooks" / "_build_info.py").write_text("\n".join(lines) + "\n")
 
 
-def version() -> str:
-    """Return the package's version, which stands in ddp_hooks/_version.py."""
-    return re.search(r'__version__ = "(.+)"', (ROOT / "ddp_hooks" / "_version.py").read_text())[1]
-
-
 def built_version() -> str:
-    """Return the version of what is built: with the torch that it runs with, as in 0.1.0+pt213cpu or +pt211cu130."""
-    major, minor = torch.__version__.split(".")[:2]
+    """Return the version of what is built: with the torch that it runs with, as in 0.1.0+pt2.13.0.cpu or .cu130."""
     platform = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
-    return f"{version()}+pt{major}{minor}{platform}"
+    return f"{VERSIONS['__version__']}+pt{torch.__version__.split('+')[0]}.{platform}"
 
 
 def check_compiler() -> None:
@@ -246,7 +246,7 @@ class Build(cpp_extension.BuildExtension):
 
 if {"sdist", "egg_info"} & set(sys.argv):
     # To be compiled by somebody else, or asked what it is.
-    setuptools.setup(version=version(), install_requires=[SUPPORTED_TORCH])
+    setuptools.setup(version=VERSIONS["__version__"], install_requires=[VERSIONS["torch_requirement"]()])
 else:
     check_compiler()
     write_build_info()

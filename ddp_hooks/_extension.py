@@ -9,7 +9,7 @@ import textwrap
 import types
 from pathlib import Path
 
-from ._version import __version__
+from ._version import __version__, why_untested
 
 _BUILD = "In a checkout, build it with `make build`, or with `pip install --no-build-isolation .` next to your torch."
 _REBUILD = (
@@ -29,15 +29,18 @@ def load() -> types.ModuleType:
         The compiled module.
 
     Raises:
-        ImportError: the extension is missing, does not link, or was built for another torch or Python; the message says
-            what was expected and received, and how to build it.
+        ImportError: torch is not one that ddp_hooks is tested with, or the extension is missing, does not link, or was
+            built for another torch or Python; the message says what was expected and received, and what to do.
     """
-    built_for = _built_for()
-    if built_for is None:
-        raise ImportError(f"ddp_hooks is not built: its compiled extension is missing. {_BUILD}")
     torch_version = _torch_version()
     if torch_version is None:
         raise ImportError("ddp_hooks needs torch, which is not installed for this Python: `pip install torch`.")
+    # First of all, because to build it beside this torch would come to nothing.
+    if untested := why_untested(torch_version):
+        raise ImportError(f"{untested}.")
+    built_for = _built_for()
+    if built_for is None:
+        raise ImportError(f"ddp_hooks is not built: its compiled extension is missing. {_BUILD}")
     # Asked first, because a torch of another ABI makes the import itself fail with a linker's message.
     if torch_version != built_for and not _is_same_torch():
         raise ImportError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 import ddp_hooks
+from ddp_hooks._version import TESTED_TORCH
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 300
@@ -34,9 +37,8 @@ def test_what_is_installed_requires_the_torch_it_was_built_for() -> None:
     installed = importlib.metadata.distribution("ddp_hooks")
     public, _, local = torch.__version__.partition("+")
     assert f"torch=={public}" in (installed.requires or [])
-    major, minor = public.split(".")[:2]
     platform = local or ("cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}")
-    assert installed.version == f"{ddp_hooks.__version__}+pt{major}{minor}{platform}"
+    assert installed.version == f"{ddp_hooks.__version__}+pt{public}.{platform}"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_the_source_distribution_has_all_sources(source_distribution: Path) -> N
         names = {name.partition("/")[2] for name in archive.getnames()}
         requirements = archive.extractfile(f"ddp_hooks-{ddp_hooks.__version__}/PKG-INFO")
         assert requirements is not None
-        assert b"Requires-Dist: torch<2.14,>=2.11" in requirements.read()
+        assert b"Requires-Dist: torch<2.16,>=2.11" in requirements.read()
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     sources |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "ddp_hooks").rglob("*.py*") if path.is_file()}
     built = {name for name in sources if "__pycache__" in name or name.endswith("_build_info.py")}
@@ -70,6 +72,46 @@ def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
     assert "--no-build-isolation" in done.stderr
     # With isolation pip installs what is named there, and torch would be gigabytes.
     assert '"torch' not in (ROOT / "pyproject.toml").read_text().split("[project]")[0]
+
+
+@pytest.fixture
+def for_older_torch(tmp_path: Path) -> Path:
+    """Copy what setup.py reads before it builds, as of a time at which there was no such torch as here."""
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT / "ddp_hooks", checkout / "ddp_hooks", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout / name)
+    version = checkout / "ddp_hooks" / "_version.py"
+    version.write_text(re.sub(r"TESTED_TORCH = \(.+\)", 'TESTED_TORCH = ("1.7.1", "1.9.0")', version.read_text()))
+    return checkout
+
+
+def test_beside_an_untested_torch_pip_says_what_to_do(for_older_torch: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--dry-run", "."],
+        cwd=for_older_torch,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1
+    said = done.stdout + done.stderr
+    assert f"expects torch 1.7 to 1.9, with which it is tested, and found torch {torch.__version__}" in said
+    assert "DDP_HOOKS_ANY_TORCH=1" in said
+
+
+def test_an_untested_torch_can_be_built_for(for_older_torch: Path) -> None:
+    asking = [sys.executable, "setup.py", "--quiet", "egg_info"]
+    for wish, returncode in (("0", 1), ("1", 0)):
+        environment = {**os.environ, "DDP_HOOKS_ANY_TORCH": wish}
+        done = subprocess.run(asking, cwd=for_older_torch, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == returncode, done.stderr
+
+
+def test_readme_names_the_torches_that_are_taken() -> None:
+    oldest, newest = (version.rpartition(".")[0] for version in (TESTED_TORCH[0], TESTED_TORCH[-1]))
+    assert f"torch {oldest} to {newest}" in (ROOT / "README.md").read_text()
 
 
 def test_without_a_compiler_it_says_which() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -71,6 +72,12 @@ def rebuilt_torch(package: Path) -> None:
     describe(package, f"{RELEASE}+rebuilt", "0" * 40)
 
 
+def untested_torch(package: Path) -> None:
+    version = package / "_version.py"
+    text = re.sub(r'TESTED_TORCH = \(.+\)', 'TESTED_TORCH = ("1.7.1", "1.9.0")', version.read_text())
+    version.write_text(text)
+
+
 def describe(package: Path, version: str, commit: str | None) -> None:
     lines = (f"TORCH_VERSION = {version!r}", f"TORCH_COMMIT = {commit!r}", f"TORCH_CUDA = {torch.version.cuda!r}")
     (package / "_build_info.py").write_text("\n".join(lines) + "\n")
@@ -86,6 +93,11 @@ CASES = [
         other_python,
         [f"expected an extension for {sys.implementation.cache_tag}, found _C.cpython-37", "Rebuild it"],
         "built for torch",
+    ),
+    (
+        untested_torch,
+        [f"expects torch 1.7 to 1.9, with which it is tested, and found torch {RELEASE}", "DDP_HOOKS_ANY_TORCH=1"],
+        "not built",
     ),
     (broken, ["compiled extension cannot be loaded: ", "Rebuild it"], "built for torch"),
 ]
@@ -109,6 +121,12 @@ def test_an_extension_that_does_not_load(
         assert complaint in imported.stderr
         assert complaint in " ".join(informed.stderr.split())
     assert all(len(line) <= 80 or " " not in line for line in informed.stderr.splitlines())
+
+
+def test_an_untested_torch_can_be_tried(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    untested_torch(unbuilt)
+    monkeypatch.setenv("DDP_HOOKS_ANY_TORCH", "1")
+    assert "ddp_hooks is not built" in run(unbuilt, "-c", "import ddp_hooks").stderr
 
 
 def test_a_missing_torch_is_named(unbuilt: Path) -> None:
