@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -89,7 +89,19 @@ def describe(
         # It moves a rebuild to the next forward pass.
         "require_manual_backward_finalization": str(finalizes_manually(ddp)),
         "device": ddp.device_type,
+        "devices": spread([*reduced, *late]),
     }
+
+
+def spread(parameters: Sequence[torch.Tensor]) -> str:
+    """Say how parameters are spread over devices, whatever numbers these have: what shares one may share a message."""
+    places: dict[torch.device, int] = {}
+    place_of = [places.setdefault(parameter.device, len(places)) for parameter in parameters]
+    if len(places) <= 1:
+        return "one"
+    counts = " and ".join(str(place_of.count(place)) for place in places.values())
+    digest = hashlib.blake2b(repr(place_of).encode(), digest_size=4).hexdigest()
+    return f"{len(places)}, with {counts} parameters (digest of which has which: {digest})"
 
 
 def _summary(parameters: list[torch.Tensor]) -> str:

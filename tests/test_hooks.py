@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import register
 
 import ddp_hooks
-from ddp_hooks import control_groups
+from ddp_hooks import control_groups, reducer, registration
 from ddp_hooks.engine_settings import engine_settings
 
 # Probes soon and often, so that a few steps see the values detector at work.
@@ -392,6 +393,53 @@ def ranks_disagree(rank: int) -> None:
 
 def test_ranks_disagree() -> None:
     run_ranks(2, ranks_disagree)
+
+
+class OnDevice(torch.Tensor):
+    """A parameter that says it lies elsewhere."""
+
+    device = torch.device("cpu")
+
+
+def spread_differently(rank: int) -> None:
+    ddp = wrapped()
+
+    def on_devices(numbers: list[int]) -> Any:
+        def parameters_of(ddp: DistributedDataParallel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            reduced, late = reducer.parameters_of(ddp)
+            for i, parameter in enumerate(reduced):
+                reduced[i] = parameter.detach().as_subclass(OnDevice)
+                reduced[i].device = torch.device("cuda", numbers[i % len(numbers)])
+            return reduced, late
+
+        return parameters_of
+
+    with pytest.MonkeyPatch.context() as patch:
+        # As many on each, but not the same ones.
+        patch.setattr(ddp_hooks.service, "parameters_of", on_devices([[0, 1], [1, 1, 0, 0, 1, 0, 1, 0, 1, 0]][rank]))
+        message = error_of(lambda: ddp_hooks.register(ddp))
+        assert "the ranks disagree: devices: expected 2, with 5 and 5 parameters" in message
+        assert "received 2, with 5 and 5 parameters" in message
+        patch.setattr(ddp_hooks.service, "parameters_of", on_devices([[0, 1], [0]][rank]))
+        message = error_of(lambda: ddp_hooks.register(ddp))
+        assert "devices: expected 2, with 5 and 5 parameters" in message
+        assert message.split("received ")[1].startswith("one on rank 1.")
+    ddp_hooks.register(ddp)
+
+
+def test_ranks_that_spread_a_model_differently_are_told_so() -> None:
+    run_ranks(2, spread_differently)
+
+
+def test_the_spread_over_devices_leaves_out_their_numbers() -> None:
+    def spread(*devices: str) -> str:
+        return registration.spread([SimpleNamespace(device=torch.device(name)) for name in devices])  # type: ignore[misc]
+
+    assert spread() == spread("cpu", "cpu") == spread("cuda:3") == "one"
+    assert spread("cuda:0", "cuda:1", "cuda:0") == spread("cuda:7", "cuda:2", "cuda:7")
+    spreads = {spread(*(f"cuda:{i}" for i in numbers)) for numbers in ("000", "001", "010", "011", "012")}
+    assert len(spreads) == 5
+    assert spread("cuda:0", "cuda:1", "cuda:0").startswith("2, with 2 and 1 parameters (")
 
 
 def refused_modules(rank: int) -> None:

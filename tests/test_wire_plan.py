@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import chain, pairwise
+from itertools import chain, pairwise, permutations
 
 import pytest
 from hypothesis import given, settings
@@ -438,10 +438,41 @@ def test_layout_hash_notices_every_difference() -> None:
     assert layouts["as it is"] == layout_hash([(PARAMETERS, 4, 0)])
 
 
-def test_layout_hash_ignores_which_device_a_rank_has() -> None:
-    # Ranks on one host have different device indices; a kind holds the index, so it cannot be hashed as it is.
-    first, second = (6 << 32 | 1 << 16), (6 << 32 | 1 << 16 | 1)
-    assert layout_hash([(PARAMETERS, 4, first)]) == layout_hash([(PARAMETERS, 4, second)])
+def test_layout_hash_of_the_protocols_example() -> None:
+    parameters = tuple((i, i, 1) for i in range(70))
+    buckets = [_C.BucketLayout([_C.ParameterSlice(*one, row_length=1) for one in parameters], 4, 6 << 32)]
+    assert _C.LayoutOfBuckets(buckets, 70).hash() == 0xCFB89D1581B84073
+
+
+CPU, CUDA = 0, 1
+
+
+def on_devices(*devices: tuple[int, int]) -> int:
+    """The hash of a layout with a bucket of one parameter on each of the devices, as reducer_view.cpp numbers these."""
+    float32 = 6
+    buckets = [
+        (((i, 0, 7),), 4, float32 << 32 | kind << 16 | index & 0xFFFF) for i, (kind, index) in enumerate(devices)
+    ]
+    return layout_hash(buckets, len(devices))
+
+
+def test_layout_hash_ignores_how_a_rank_counts_its_devices() -> None:
+    # Ranks on one host have different device indices.
+    assert on_devices((CUDA, 0), (CUDA, 0)) == on_devices((CUDA, 1), (CUDA, 1))
+    counted_differently = {
+        on_devices((CUDA, a), (CUDA, b), (CUDA, a), (CUDA, c)) for a, b, c in permutations((0, 1, 2, 5, 127), 3)
+    }
+    assert len(counted_differently) == 1
+
+
+def test_layout_hash_notices_a_model_that_is_spread_differently() -> None:
+    """Messages are grouped by device: what shares one on a rank travels together there."""
+    spreads = [
+        on_devices(*((CUDA, device) for device in devices))
+        for devices in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (0, 1, 2))
+    ]
+    spreads += [on_devices((CPU, -1), (CPU, -1), (CPU, -1)), on_devices((CUDA, 0), (CPU, -1), (CUDA, 0))]
+    assert len(set(spreads)) == len(spreads)
 
 
 def test_layout_hash_tells_dtypes_of_the_same_size_apart() -> None:

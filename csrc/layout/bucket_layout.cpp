@@ -20,10 +20,15 @@ std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Slic
 uint64_t LayoutOfBuckets::hash() const {
   Hash hash;
   hash.add(parameter_count);
+  std::vector<uint64_t> devices;  // in the order in which they appear
   for (const BucketLayout& bucket : buckets) {
     hash.add(bucket.slices.size());
-    // Of the kind the dtype only: ranks may count their devices differently.
     hash.add(bucket.kind >> kDtypeShift);
+    // Ranks may count their devices differently, but not share them out differently.
+    const uint64_t device = bucket.kind & ((uint64_t{1} << kDtypeShift) - 1);
+    const auto place = std::find(devices.begin(), devices.end(), device);
+    hash.add((device >> kDeviceTypeShift) << kDeviceTypeShift | static_cast<uint64_t>(place - devices.begin()));
+    if (place == devices.end()) devices.push_back(device);
     hash.add(static_cast<uint64_t>(bucket.element_bytes) * 2 + bucket.sparse);
     for (const ParameterSlice& slice : bucket.slices) {
       hash.add(slice.parameter);

@@ -1,7 +1,7 @@
 // What lies where in DDP's buckets: what everything else counts in.
 //
-// Thread-safety: none; a layout is a value. Every rank must agree on all of it but for the devices; `hash` is how they
-// notice that they do not.
+// Thread-safety: none; a layout is a value. Every rank must agree on all of it but for how it counts its devices; which
+// buckets share one is agreed, because they may share a message. `hash` is how ranks notice that they disagree.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,9 @@ struct ParameterSlice {
   int64_t row_length = 0;
 };
 
-// A bucket's kind holds its dtype from this bit on, its device below.
+// A bucket's kind holds its dtype from this bit on, the type of its device from that one on, the device's index below.
 constexpr int kDtypeShift = 32;
+constexpr int kDeviceTypeShift = 16;
 
 struct BucketLayout {
   std::vector<ParameterSlice> slices;  // in the order of their offsets, without gaps

@@ -88,7 +88,7 @@ struct Members : c10d::Reducer {
       const int64_t parts = first.is_complex() ? 2 : 1;
       entry.element_bytes = static_cast<int64_t>(first.element_size()) / parts;
       entry.kind = static_cast<uint64_t>(c10::toRealValueType(first.scalar_type())) << kDtypeShift |
-                   static_cast<uint64_t>(static_cast<uint8_t>(first.device().type())) << 16 |
+                   static_cast<uint64_t>(static_cast<uint8_t>(first.device().type())) << kDeviceTypeShift |
                    static_cast<uint16_t>(first.device().index());
       entry.sparse = bucket.expect_sparse_gradient;
       if (entry.sparse) {
