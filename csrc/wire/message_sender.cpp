@@ -169,6 +169,8 @@ void MessageSender::send_in_place(const std::shared_ptr<StepInFlight>& step, con
   for (const Slice& gap : message.gaps) {
     const at::Tensor unused = bucket.flat().narrow(0, gap.offset, gap.length);
     gaps.emplace_back(unused, unused.clone());
+    // What lies here may be anything, such as NaN in memory that nobody has written to; plain DDP sends zeros.
+    unused.zero_();
   }
   const at::Tensor view = bucket.flat().narrow(0, slice.offset, slice.length);
   const bool averages = group_averages(*step, view);
