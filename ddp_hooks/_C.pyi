@@ -5,7 +5,7 @@ from enum import Enum
 from typing import ClassVar
 
 import torch
-from torch._C._distributed_c10d import Backend, GradBucket, Reducer
+from torch._C._distributed_c10d import Backend, GradBucket, ProcessGroup, Reducer
 
 # --- parts of the engine, for tests and microbenchmarks ---
 
@@ -244,6 +244,10 @@ def emulate_nonzero_scan(
 def emulate_unit_scan(
     arg0: torch.Tensor, arg1: int, arg2: int, arg3: int, /
 ) -> tuple[tuple[int, int, int, int], tuple[list[int], list[int]]]: ...
+
+# --- what a group has; empty where it has no backend for the device ---
+
+def backend_name(arg0: ProcessGroup, arg1: torch.device, /) -> str: ...
 
 # --- the engine ---
 

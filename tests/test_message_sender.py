@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from training import register
 
 import ddp_hooks
+from ddp_hooks import _C
 
 BACKEND = "recording_gloo"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # All of a bucket travels in one message, however large its gaps.
 WITH_GAPS = ddp_hooks.Policy("with gaps", in_place_bytes=0, gap_fraction=1.0, direct=False)
 
@@ -130,3 +132,19 @@ def put_gaps_back(rank: int) -> None:
 
 def test_gaps_hold_afterwards_what_they_held_before() -> None:
     run_ranks(2, put_gaps_back)
+
+
+def name_backends(rank: int) -> None:
+    gloo, on_cpu_only = dist.group.WORLD, dist.new_group(backend="cpu:gloo")
+    assert gloo is not None
+    assert isinstance(on_cpu_only, dist.ProcessGroup)
+    in_python, _ = new_recording_group()
+    assert _C.backend_name(gloo, CPU) == _C.backend_name(gloo, CUDA) == "gloo"
+    assert _C.backend_name(on_cpu_only, CPU) == "gloo"
+    assert _C.backend_name(on_cpu_only, CUDA) == ""
+    assert _C.backend_name(in_python, CPU) == _C.backend_name(in_python, CUDA) == ""
+
+
+def test_a_group_may_lack_a_backend_for_a_device() -> None:
+    """Who averages gradients on a GPU is asked of every group that sums them, whoever has written it."""
+    run_ranks(2, name_backends)

@@ -1,5 +1,4 @@
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <optional>
 #include <tuple>
@@ -10,6 +9,7 @@
 #include "layout/bucket_layout.h"
 #include "layout/units.h"
 #include "layout/usage_mask.h"
+#include "wire/launch.h"
 #include "wire/unit_plan.h"
 #include "wire/wire_plan.h"
 
@@ -105,6 +105,10 @@ void bind_wire(py::module_& m) {
       },
       py::arg("gradients"), py::arg("used"), py::arg("element_bytes"), py::arg("settings"),
       py::arg("by_rank") = std::vector<UsageMask>());
+
+  m.def("backend_name", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
+    return backend_name(*group, device.type());
+  });
 }
 
 }  // namespace ddp_hooks

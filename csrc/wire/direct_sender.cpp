@@ -85,12 +85,8 @@ at::TensorOptions options_of(const DirectPlaces& places) {
 
 bool DirectSender::is_possible(c10d::ProcessGroup& group, c10::Device device) {
   // A group of several backends, one for each device, has no name of its own; and one written in Python no backend.
-  std::string name;
-  try {
-    name = group.getBackend(device.type())->getBackendName();
-  } catch (const c10::Error&) {
-    name = group.getBackendName();
-  }
+  std::string name = backend_name(group, device.type());
+  if (name.empty()) name = group.getBackendName();
   return group.getSize() > 1 && group.getSize() <= kMostRanksInSet && (name == "gloo" || name == "nccl");
 }
 

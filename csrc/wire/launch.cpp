@@ -2,6 +2,7 @@
 
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
 
 #include <exception>
 #include <optional>
@@ -10,6 +11,14 @@
 #include "kernels/devices.h"
 
 namespace ddp_hooks {
+
+std::string backend_name(c10d::ProcessGroup& group, c10::DeviceType device_type) {
+  try {
+    return group.getBackend(device_type)->getBackendName();
+  } catch (const c10::Error&) {
+    return {};
+  }
+}
 
 void when_back(c10d::Work& work, c10::Device device, Launch launch, OnSuccess on_success) {
   work.getFuture()->addCallback(

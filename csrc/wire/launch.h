@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
@@ -21,6 +23,10 @@ struct Launch {
   std::shared_ptr<StepInFlight> step;
   std::vector<BucketInFlight*> buckets;
 };
+
+// What the group calls its backend for a type of device; empty where it has none, as one that is written in Python. The
+// same on every rank.
+std::string backend_name(c10d::ProcessGroup& group, c10::DeviceType device_type);
 
 using OnSuccess = std::function<void(c10::ivalue::Future&)>;
 

@@ -31,7 +31,11 @@ class MessageSender {
  public:
   // The group has to outlive every call of `send`.
   MessageSender(c10d::ProcessGroup& group, BucketSlots& slots, MessageStatistics& statistics)
-      : group_(group), slots_(slots), statistics_(statistics), direct_(group, staging_, statistics) {}
+      : group_(group),
+        has_nccl_(backend_name(group, c10::kCUDA) == "nccl"),
+        slots_(slots),
+        statistics_(statistics),
+        direct_(group, staging_, statistics) {}
 
   // `divided`: parts of the bucket travel beside the plan, by units.
   void send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t bucket,
@@ -71,6 +75,7 @@ class MessageSender {
   void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
 
   c10d::ProcessGroup& group_;
+  const bool has_nccl_;  // for gradients on CUDA
   BucketSlots& slots_;
   MessageStatistics& statistics_;
   Staging staging_;
