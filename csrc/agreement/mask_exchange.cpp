@@ -102,8 +102,15 @@ class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
   void start(const std::shared_ptr<MaskInTransit>& transit) {
     RECORD_FUNCTION("ddp_hooks::start_masks", std::vector<c10::IValue>());
     std::lock_guard lock(mutex_);
-    if (!is_one_gather()) line_.push_back(transit);
-    gather(transit);
+    if (is_one_gather()) return gather(transit);
+    line_.push_back(transit);
+    try {
+      gather(transit);
+    } catch (...) {
+      // A group may refuse at once. What never left would keep those behind it from going on, for good.
+      std::erase(line_, transit);
+      throw;
+    }
   }
 
   void wait(MaskInTransit& transit) {
