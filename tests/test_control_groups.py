@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import threading
 import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -303,6 +307,138 @@ def closed_within_backward(rank: int) -> None:
 
 def test_closed_within_backward() -> None:
     run_ranks(2, closed_within_backward)
+
+
+class FrozenFirst(nn.Module):
+    """Of two dtypes each a layer that is frozen when the module is wrapped, so that DDP does not know it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = nn.Linear(4, 4)
+        self.late = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).double()]).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        single, double = self.late
+        return self.known(x) + single(x) + double(x.double()).float()
+
+
+def at_the_end_of_backward(parameter: nn.Parameter, act: Callable[[], None]) -> None:
+    """Call ``act`` in the next pass that uses the parameter, when DDP has finalised and late gradients are to come.
+
+    What is queued from within a callback comes in the order in which the callbacks do, and before the last bucket.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def report(gradient: torch.Tensor) -> None:
+        handle.remove()
+        queue(lambda: queue(act))
+
+    handle = parameter.register_hook(report)
+
+
+def closed_at_the_end_of_backward(rank: int, moment: str) -> None:
+    """By another thread, when the Reducer has finalised and this rank still owes the others its late gradients."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(FrozenFirst())
+    state = ddp_hooks.register(ddp)
+    ddp.module.late.requires_grad_(True)
+    engine = state._service.engine
+    outcomes: list[str] = []
+
+    def close() -> None:
+        time.sleep(0.3 if moment == "while it averages" else 0.0)
+        try:
+            if moment == "refused":
+                state.close()
+            else:  # as when the module goes
+                state._service._control_groups = None
+                engine.close(remove_hook=False, dying=True)
+            outcomes.append("closed")
+        except RuntimeError as error:
+            outcomes.append(str(error))
+
+    thread = threading.Thread(target=close)
+
+    def act() -> None:
+        if moment == "while it averages" and rank == 1:
+            time.sleep(1.0)  # rank 0 waits for the first of two messages meanwhile
+            return
+        thread.start()
+        if moment != "while it averages":
+            thread.join()
+
+    at_the_end_of_backward(ddp.module.known.weight, act)
+    ddp(torch.full((2, 4), rank + 1.0)).sum().backward()
+    if thread.ident is not None:
+        thread.join()
+        expected = "received a call during a backward pass" if moment == "refused" else "closed"
+        assert [expected in outcome for outcome in outcomes] == [True]
+    assert ddp.module.known.weight.grad.eq(3).all()
+    # Of a module that has gone, nobody takes care.
+    late = 2 * (rank + 1) if moment == "gone" else 3
+    assert all(layer.weight.grad.eq(late).all() for layer in ddp.module.late)
+    if moment == "refused":
+        state.close()
+        assert not _C.reducer_has_hook(ddp.reducer)
+
+
+@pytest.mark.parametrize("moment", ["refused", "gone", "while it averages"])
+def test_closed_at_the_end_of_backward(moment: str) -> None:
+    run_ranks(2, closed_at_the_end_of_backward, moment)
+
+
+def closed_after_an_error_at_the_end_of_backward(rank: int) -> None:
+    """What is not called any more keeps nobody from closing."""
+    ddp = DistributedDataParallel(FrozenFirst())
+    state = ddp_hooks.register(ddp)
+    ddp.module.late.requires_grad_(True)
+
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    at_the_end_of_backward(ddp.module.known.weight, fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        ddp(torch.ones(2, 4)).sum().backward()
+    state.close()
+
+
+def test_closed_after_an_error_at_the_end_of_backward() -> None:
+    run_ranks(2, closed_after_an_error_at_the_end_of_backward)
+
+
+def rebuild_goes_while_it_runs(rank: int, replaced: bool) -> None:
+    """What is called to rebuild lives as long as its call, also when that closes the engine, as a rebuild does."""
+
+    class Token:
+        pass
+
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    state = ddp_hooks.register(ddp, ddp_hooks.Policy("test", rebuild_after=1))
+    ddp.module[0].requires_grad_(False)
+    engine = state._service.engine
+    lived: list[bool] = []
+
+    def rebuild(token: Token) -> None:
+        alive = weakref.ref(token)
+        del token  # the partial has it still
+        if replaced:
+            engine.set_rebuild(lambda: None)
+        else:
+            engine.close(remove_hook=True, dying=True)
+        lived.append(alive() is not None)
+
+    token = Token()
+    gone = weakref.ref(token)
+    engine.set_rebuild(functools.partial(rebuild, token))
+    del token
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert lived == [True]
+    assert gone() is None
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_rebuild_goes_while_it_runs(replaced: bool) -> None:
+    run_ranks(1, rebuild_goes_while_it_runs, replaced)
 
 
 def on_one_rank_only(rank: int) -> None:

@@ -142,7 +142,8 @@ void bind_engine(py::module_& m) {
                    py::gil_scoped_acquire gil;
                    delete function;
                  });
-             engine.set_rebuild([held] {
+             py::gil_scoped_release no_gil;
+             engine.set_rebuild([held = std::move(held)] {
                py::gil_scoped_acquire gil;
                (*held)();
              });

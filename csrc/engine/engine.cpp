@@ -103,7 +103,7 @@ void Engine::close(bool remove_hook, bool dying) {
   std::lock_guard lock(mutex_);
   if (!prelude_) return;
   if (!reducer_is_gone) {
-    TORCH_CHECK(dying || (!step_ && !reducer_.in_backward()),
+    TORCH_CHECK(dying || (!step_ && !reducer_.in_backward() && ending_.expired()),
                 "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass");
     // Not into buckets that a forward pass has had made anew since the last step.
     slots_.forget();
@@ -431,10 +431,13 @@ void Engine::close_step() {
   if (!slots_.withholds() && step.late.empty() && !step.rebuild && !step.unheard && !reducer_.searches_graph()) {
     return;
   }
+  // Goes with the callbacks if the pass ends without calling them.
+  std::shared_ptr<void> ending;
+  if (!step.late.empty() || step.rebuild) ending_ = ending = std::make_shared<char>();
   // The Reducer queues its own last act when this call returns; what is queued from within a callback comes after it.
   auto& autograd = torch::autograd::Engine::get_default_engine();
-  autograd.queue_callback([&autograd, self = shared_from_this(), step = step_] {
-    autograd.queue_callback([self, step] { self->after_backward(step); });
+  autograd.queue_callback([&autograd, self = shared_from_this(), step = step_, ending = std::move(ending)] {
+    autograd.queue_callback([self, step, ending] { self->after_backward(step); });
   });
 }
 
@@ -455,7 +458,19 @@ void Engine::after_backward(const std::shared_ptr<Step>& step) {
         "used to stand when backward reaches the module's outputs. An earlier backward pass that failed half-way, or a "
         "gradient made by hand during this one, can be the cause");
   }
-  if (step->rebuild && rebuild_) rebuild_();
+  if (step->rebuild) rebuild();
+  std::lock_guard lock(mutex_);
+  ending_.reset();
+}
+
+// A rebuild closes this engine, which lets go of what it is doing right now.
+void Engine::rebuild() {
+  std::function<void()> rebuild;
+  {
+    std::lock_guard lock(mutex_);
+    rebuild = rebuild_;
+  }
+  if (rebuild) rebuild();
 }
 
 void Engine::give_back_withheld() {
@@ -465,19 +480,22 @@ void Engine::give_back_withheld() {
 }
 
 void Engine::average_late(const Step& step, bool contribute) {
-  if (step.late.empty() || control_groups_->world_size() == 1) return;
+  if (step.late.empty()) return;
+  // Held, because the module may go, and close this, while the group is waited for.
+  std::shared_ptr<const ControlGroups> groups;
   std::vector<LateGradient> gradients;
   {
     std::lock_guard lock(mutex_);
-    if (!prelude_) return;
+    if (!prelude_ || control_groups_->world_size() == 1) return;
+    groups = control_groups_;
     for (size_t i : step.late) {
       gradients.push_back({late_parameters_[i], contribute && prelude_->late_has_gradient(i)});
     }
     if (contribute) prelude_->late_averaged();
   }
   // A rank that has joined does not need the result, and must go on: the others wait for it elsewhere first.
-  const LateMessages sent = average_late_gradients(control_groups_->all(), gradients,
-                                                   step.divides_by_contributors ? 0 : 1 / step.divisor, contribute);
+  const LateMessages sent =
+      average_late_gradients(groups->all(), gradients, step.divides_by_contributors ? 0 : 1 / step.divisor, contribute);
   if (sent.sparse) {
     queue_error(
         "ddp_hooks: parameter '" + names_[reducer_.parameters().size() + step.late[*sent.sparse]] +
@@ -554,7 +572,9 @@ void Engine::late_gradient_reported(size_t index) {
 }
 
 void Engine::set_rebuild(std::function<void()> rebuild) {
-  rebuild_ = std::move(rebuild);
+  // What was set before goes when the lock is free again.
+  std::lock_guard lock(mutex_);
+  rebuild_.swap(rebuild);
 }
 
 void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises) {

@@ -80,7 +80,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void register_natively();
 
   // Takes back everything that was set on the module, the hook included if `remove_hook`, and lets go of the groups.
-  // From then on the module trains as plain DDP. Throws during a backward pass, unless the module is `dying`.
+  // From then on the module trains as plain DDP. Throws during a backward pass, until late gradients are averaged and a
+  // rebuild that is due is done, unless the module is `dying`.
   void close(bool remove_hook, bool dying);
 
   // Between two passes: parameters (by index) with a gradient that no step has taken up.
@@ -121,6 +122,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void gradients_done();
   void after_backward(const std::shared_ptr<Step>& step);
   void give_back_withheld();
+  void rebuild();
 
   void watch_gradients();
   void mark_absent();
@@ -158,6 +160,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::function<void()> rebuild_;
   int64_t step_number_ = 0;
   std::shared_ptr<Step> step_;  // null between steps
+  // Alive from a step's last bucket until this rank has done what others wait for at the end of its backward pass.
+  std::weak_ptr<void> ending_;
 
   Usage usage_;
   Statistics statistics_;
