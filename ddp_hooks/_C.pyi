@@ -188,6 +188,19 @@ def make_unit_plan(
     by_rank: Sequence[UsageMask] = [],
 ) -> tuple[list[tuple[bool, list[tuple[int, int, int]]]], list[DirectMessage]]: ...
 
+# As rank `rank` of `ranks`, to whose group `all_reduce` is handed what has to be summed in place. The gradients: each
+# parameter, and whether it has a gradient of this step. Returns the numbers of messages, and of bytes of gradients and
+# flags.
+def average_late_gradients(
+    all_reduce: Callable[[torch.Tensor], None],
+    rank: int,
+    ranks: int,
+    gradients: Sequence[tuple[torch.Tensor, bool]],
+    factor: float,
+    wait: bool,
+    /,
+) -> tuple[int, int, int]: ...
+
 class ProbeSettings:
     def __init__(
         self, *, min_zero_fraction: float, hold_steps: int, first_pause_steps: int, longest_pause_steps: int

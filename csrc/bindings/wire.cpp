@@ -1,6 +1,11 @@
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
+#include <functional>
 #include <optional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -10,12 +15,35 @@
 #include "layout/units.h"
 #include "layout/usage_mask.h"
 #include "wire/launch.h"
+#include "wire/late_gradients.h"
 #include "wire/unit_plan.h"
 #include "wire/wire_plan.h"
 
 namespace py = pybind11;
 
 namespace ddp_hooks {
+namespace {
+
+class Done : public c10d::Work {
+ public:
+  bool wait(std::chrono::milliseconds) override { return true; }
+};
+
+// A rank of a group as large as a test likes, which sums what the ranks hand over.
+class OneOfMany : public c10d::Backend {
+ public:
+  using AllReduce = std::function<void(at::Tensor)>;
+  OneOfMany(int rank, int size, AllReduce all_reduce) : Backend(rank, size), all_reduce_(std::move(all_reduce)) {}
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions&) override {
+    all_reduce_(tensors.front());
+    return c10::make_intrusive<Done>();
+  }
+
+ private:
+  AllReduce all_reduce_;
+};
+
+}  // namespace
 
 void bind_wire(py::module_& m) {
   py::enum_<Transport>(m, "Transport")
@@ -109,6 +137,15 @@ void bind_wire(py::module_& m) {
   m.def("backend_name", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
     return backend_name(*group, device.type());
   });
+  m.def("average_late_gradients",
+        [](OneOfMany::AllReduce all_reduce, int rank, int ranks,
+           const std::vector<std::pair<at::Tensor, bool>>& gradients, double factor, bool wait) {
+          std::vector<LateGradient> late;
+          for (const auto& [parameter, used] : gradients) late.push_back({parameter, used});
+          const auto group = c10::make_intrusive<OneOfMany>(rank, ranks, std::move(all_reduce));
+          const LateMessages sent = average_late_gradients(*group, late, factor, wait);
+          return std::make_tuple(sent.messages, sent.gradient_bytes, sent.flag_bytes);
+        });
 }
 
 }  // namespace ddp_hooks

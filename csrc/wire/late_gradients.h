@@ -2,8 +2,9 @@
 // with the module or anew, and thawed later.
 //
 // The slow path, right in every case: after backward, one message for each dtype and device, nothing overlaps. Each
-// parameter brings a flag along, so that what no rank gave a gradient is left alone, as DDP leaves it.
-// Every rank must agree on: the parameters, the agreed mask and the factor.
+// parameter brings flags along, so that what no rank gave a gradient is left alone, as DDP leaves it. They count the
+// ranks exactly, however many there are and in whatever dtype.
+// Every rank must agree on: the parameters, the agreed mask, the factor, the number of ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
