@@ -64,7 +64,16 @@ def rebuild_reducer(ddp: DistributedDataParallel, trainable: Set[str], find_unus
     return True
 
 
+def initialize_used_map(ddp: DistributedDataParallel) -> None:
+    """See to it that a rank that joins before its first step says that it has used nothing.
+
+    The Reducer leaves the map that such a rank sends as it finds that memory, until it has finished a pass.
+    """
+    _C.initialize_reducer_used_map(ddp.reducer)
+
+
 def _make_reducer(ddp: DistributedDataParallel) -> None:
+    last_used = _last_used(ddp)
     # The old one goes first, so that its buckets are gone before the new ones come.
     del ddp.reducer, ddp.logger
     parameters, expect_sparse_gradient = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
@@ -77,3 +86,21 @@ def _make_reducer(ddp: DistributedDataParallel) -> None:
         ddp.logger._set_static_graph()  # type: ignore[union-attr]
     if finalizes_manually(ddp):
         ddp.require_manual_backward_finalization = True
+    used = _used_map(ddp)
+    if used is not None:
+        # Memory that nobody has written to. A rank that joins sends it as what it has used in its last step.
+        counts = [last_used.get(id(parameter), 0) for parameter in _C.reducer_parameters(ddp.reducer)]
+        used.copy_(used.new_tensor(counts))
+
+
+def _last_used(ddp: DistributedDataParallel) -> dict[int, int]:
+    """Return how many ranks used each parameter in the last step, by identity; empty where DDP does not search."""
+    used = _used_map(ddp)
+    if used is None:
+        return {}
+    return {id(p): count for p, count in zip(_C.reducer_parameters(ddp.reducer), used.tolist(), strict=True)}
+
+
+def _used_map(ddp: DistributedDataParallel) -> torch.Tensor | None:
+    # Undefined, which is None in Python, where the Reducer does not search the graph.
+    return ddp.reducer._get_local_used_map()

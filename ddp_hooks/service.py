@@ -18,7 +18,13 @@ from .control_groups import ControlGroups, new_name, open_control_groups
 from .engine_settings import engine_settings
 from .parameters import ParameterIndex, Selector
 from .policies import Policy
-from .reducer import finalizes_manually, parameters_of, rebuild_reducer, reducible_parameters
+from .reducer import (
+    finalizes_manually,
+    initialize_used_map,
+    parameters_of,
+    rebuild_reducer,
+    reducible_parameters,
+)
 from .registration import describe, propose, why_unsupported
 from .statistics import ParameterUsage, Statistics, UnitUsage
 from .wording import short
@@ -118,6 +124,7 @@ class Service:
         self._declared_now: set[str] = set()  # for the one that has begun
         self._rebuilds_before_forward = False
         self._finalizer: Any = None  # closes when the module goes
+        initialize_used_map(ddp)
         passes, pending = _left_over.pop(ddp, (None, frozenset()))
         self._start_engine(ddp, pending if passes == _C.reducer_forward_passes(ddp.reducer) else frozenset())
         self._handles = [

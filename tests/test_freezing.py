@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -383,6 +383,85 @@ def joined_while_thawed(rank: int) -> None:
 
 def test_joined_while_thawed() -> None:
     run_ranks(2, joined_while_thawed)
+
+
+class Parts(nn.Module):
+    """Weights of one number each; `never` is frozen after wrapping, so that a rebuild has something to take out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.one, self.recent, self.first, self.never = (nn.Linear(1, 1, bias=False) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, *used: str) -> torch.Tensor:
+        return self.trunk(x) + sum(getattr(self, name)(x) for name in used)
+
+
+@contextmanager
+def unwritten_used_maps(value: int) -> Iterator[None]:
+    """Have Reducers that are made meanwhile find this value where their map of used parameters will be."""
+    make = DistributedDataParallel._ddp_init_helper
+
+    def make_and_fill(ddp: DistributedDataParallel, *args: Any) -> None:
+        make(ddp, *args)
+        ddp.reducer._get_local_used_map().fill_(value)
+
+    DistributedDataParallel._ddp_init_helper = make_and_fill
+    try:
+        yield
+    finally:
+        DistributedDataParallel._ddp_init_helper = make
+
+
+def joined_gradients(
+    steps: list[tuple[str, ...]], memory: int, hook: Callable[[DistributedDataParallel], Any], made_by: str = ""
+) -> dict[str, float | None]:
+    """Return what a step leaves that the last rank sits out, in which rank 0 alone uses `one`.
+
+    Before it come `steps` of all ranks.
+    """
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    with unwritten_used_maps(memory):
+        ddp = DistributedDataParallel(Parts(), find_unused_parameters=True)
+        ddp.module.never.requires_grad_(False)
+        state = hook(ddp)
+
+        def step(*used: str) -> None:
+            ddp.zero_grad()
+            ddp(torch.ones(1, 1), *used).sum().backward()
+
+        with ddp.join():
+            for used in steps:
+                step(*used)
+            if made_by == "rebuild":
+                assert ddp_hooks.rebuild(ddp)
+            assert (len(_C.reducer_parameters(ddp.reducer)) == 4) == made_by.startswith("rebuild")
+            if rank != last:
+                step(*(["one"] if rank == 0 else []))
+        del state
+    return {name: None if p.grad is None else p.grad.item() for name, p in ddp.module.named_parameters()}
+
+
+def joined_with_a_new_reducer(rank: int, made_by: str, native: bool) -> None:
+    """What a rank that joins says of its last step, plain DDP's does, whether or not the Reducer was made since."""
+    steps = [("one", "recent", "first"), ("recent",)]
+    steps = [] if made_by == "registering" else steps[:1] + 2 * steps[1:]
+    policy = ddp_hooks.Policy("test", rebuild_after=2 if made_by == "rebuild_after" else 0)
+    # Where nobody has written anything, only zeros are right: nothing was used.
+    plain = joined_gradients(steps, 0, lambda ddp: None)
+    for memory in (2**31 - 1, -1, 1):
+        ours = joined_gradients(steps, memory, lambda ddp: register(ddp, policy, native), made_by)
+        if rank < dist.get_world_size() - 1:
+            assert ours == plain
+            assert ours["one.weight"] == pytest.approx(1 / dist.get_world_size())
+            assert ours["recent.weight"] == (0 if steps else None)
+            assert ours["first.weight"] is None
+
+
+@pytest.mark.parametrize("made_by", ["registering", "rebuild", "rebuild_after"])
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_joined_with_a_new_reducer(world_size: int, native: bool, made_by: str) -> None:
+    run_ranks(world_size, joined_with_a_new_reducer, made_by, native)
 
 
 def rebuilds_by_itself(rank: int, native: bool, after: int) -> None:

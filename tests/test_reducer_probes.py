@@ -504,6 +504,23 @@ def _ddp_init_helper(rank: int) -> None:
     assert ddp.module.first.weight.grad.eq(3).all()
 
 
+def _get_local_used_map(rank: int) -> None:
+    """How many ranks used each parameter in the last pass; a rank that has joined sends it as it is."""
+    assert DistributedDataParallel(nn.Linear(4, 4)).reducer._get_local_used_map() is None
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    used = ddp.reducer._get_local_used_map()
+    ddp(torch.ones(2, 4), rank == 1).sum().backward()
+    assert (used.tolist(), used.dtype) == ([1, 1, 1, 1], torch.int32)
+    used.fill_(5)
+    sent = torch.ones(4, dtype=torch.int32)
+    if rank == 0:
+        ddp._match_unused_params_allreduce()
+    else:
+        dist.all_reduce(sent)
+        assert sent.tolist() == [6] * 4
+    dist.barrier()
+
+
 def _has_rebuilt_buckets(rank: int) -> None:
     """DDP's own note that it need not ask the Reducer any more; a new Reducer wants it False."""
     ddp = DistributedDataParallel(nn.Linear(4, 4))
@@ -661,6 +678,7 @@ PYTHON_PROBES: dict[str, tuple[int, Callable[[int], None]]] = {
         (1, _build_params_for_reducer),
         (1, _build_debug_param_to_name_mapping),
         (2, _ddp_init_helper),
+        (2, _get_local_used_map),
         (1, _has_rebuilt_buckets),
         (1, get_group_store),
         (1, _static_graph_delay_allreduce_enqueued),

@@ -248,6 +248,12 @@ void ReducerView::unsettle_used_map() const {
   if (searches_graph()) Members::used_map_is_reduced(*get()) = false;
 }
 
+void ReducerView::initialize_used_map() const {
+  auto reducer = get();
+  const at::Tensor map = reducer->get_local_used_map_on_device();
+  if (map.defined() && !Members::used_map_work(*reducer)) map.zero_();
+}
+
 std::shared_ptr<void> ReducerView::leave_out_used_map() const {
   auto reducer = get();
   // Buckets that did not fail are copied out first, and would wait for the all-reduce.

@@ -120,6 +120,9 @@ class ReducerView {
   // The Reducer unsettles its map only if its pass did not fail. Call it when the next pass opens, after waiting for
   // the map's all-reduce, which the next one would overtake.
   void unsettle_used_map() const;
+  // A rank that has joined sends what its Reducer's last pass left in the map that is all-reduced. A Reducer that has
+  // had none has memory there that nobody has written to: this makes zeros of it, which say that nothing was used.
+  void initialize_used_map() const;
   // The Reducer neither all-reduces its map nor waits for it until what this returns has gone. Call it before the last
   // bucket is handed back, where the Reducer searches the graph, and let go of it before the Reducer's own last act.
   // Thread-safety: may be let go of in any thread, without the Reducer's mutex and without the GIL.
