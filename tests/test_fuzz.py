@@ -74,6 +74,10 @@ def test_everything_is_generated() -> None:
         *('"declare":"once"', '"declare":"block"', '"how":"package"', '"kind":"tensor"', '"kind":"accumulate"'),
     ):
         assert value in text, value
+    joins = [program for program in programs if program.options.join is not None]
+    assert any(operation["do"] == "rebuild" for program in joins for operation in program.operations)
+    assert any(program.options.policy == {"name": "allreduce", "graph": False, "rebuild_after": 0} for program in joins)
+    assert any(program.options.fills_memory for program in joins)
 
 
 # --- hooks that are wrong

@@ -9,7 +9,7 @@ import json
 import operator
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -72,6 +72,11 @@ class OracleFailed(Exception):
 def run_program(rank: int, text: str, register: Register = register_hook) -> dict[str, Any]:
     """Run a program on this rank, and return what the ranks have to compare among each other."""
     program = Program.from_json(text)
+    with _filled_memory() if program.options.fills_memory else contextlib.nullcontext():
+        return _run_both(program, rank, register)
+
+
+def _run_both(program: Program, rank: int, register: Register) -> dict[str, Any]:
     try:
         plain = _Run(program, rank, None, register).run()
     except Exception as error:
@@ -93,6 +98,17 @@ def run_program(rank: int, text: str, register: Register = register_hook) -> dic
         "sizes": ours.sizes,
         "shapes": ours.shapes,
     }
+
+
+@contextlib.contextmanager
+def _filled_memory() -> Iterator[None]:
+    """Have torch.empty give the largest number, or NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _digests(tensors: Tensors) -> dict[str, int]:
@@ -185,14 +201,20 @@ class _Run:
 
     def _operate(self) -> None:
         updates = 0
+        within = False  # a step
         join = self.options.join
         for index, operation in enumerate(self.program.operations):
-            if join is not None and updates >= join[self.rank]:
-                return
-            updates += operation["do"] == "update"
-            # What is collective besides DDP is not for ranks that run out of data.
-            if join is None or operation["do"] not in _COLLECTIVE:
-                getattr(self, f"_do_{operation['do']}")(operation, f"{index}. {operation['do']}")
+            do = operation["do"]
+            within = do != "update" and (within or do == "pass")
+            # Of what is collective besides DDP, ranks that run out of data do only this, while they are all there.
+            all_rebuild = join is not None and do == "rebuild" and not within and updates <= min(join)
+            if join is not None and updates >= join[self.rank] and not all_rebuild:
+                if within or updates > min(join):
+                    return
+                continue
+            updates += do == "update"
+            if join is None or all_rebuild or do not in _COLLECTIVE:
+                getattr(self, f"_do_{do}")(operation, f"{index}. {do}")
 
     # --- operations
 

@@ -28,6 +28,7 @@ class _Generator:
         self.transports = random.Random(f"transports of {seed} on {ranks}")
         self.closings = random.Random(f"closings of {seed} on {ranks}")
         self.lookups = random.Random(f"lookups of {seed} on {ranks}")
+        self.joins = random.Random(f"joins of {seed} on {ranks}")
         self.ranks = ranks
         self.program = Program(seed, ranks)
         self.options = self.program.options
@@ -35,6 +36,7 @@ class _Generator:
         self.declares = False
         self.freezes = False
         self.needs_graph = False
+        self.rebuilds_in_join = False
         self.hooks_tensors = False
         self.always: list[int] = []
         self.static_use: list[list[int]] = []
@@ -51,6 +53,8 @@ class _Generator:
         self._make_options()
         for _ in range(self.random.randint(2, 6)):
             self._make_round()
+        if self.rebuilds_in_join:
+            self._freeze_for_good()
         return self.program
 
     # --- the model
@@ -153,6 +157,7 @@ class _Generator:
         if flavour != "static" and not sparse and may_join and self.chance(0.1):
             options.join = [self.random.randint(1, 6) for _ in range(self.ranks)]
             options.divide_by_initial_world_size = self.chance(0.6)
+            self._rebuild_in_join(searches=flavour == "search")
         self.hooks_tensors = self.chance(0.4)
         patterns = [f"layers.{layer['kind']}{layer['id']}" for layer in layers if not layer.get("sparse")]
         self.freezable = [*patterns, "head.bias"]
@@ -162,6 +167,46 @@ class _Generator:
             options.frozen_when_wrapped = self.random.sample(patterns, min(len(patterns), self.random.randint(1, 2)))
         if flavour == "static":
             self.static_use = [self._some_layers() for _ in range(self.ranks)]
+
+    def _rebuild_in_join(self, *, searches: bool) -> None:
+        """Have a rank join when the Reducer has been made anew since its last step; only a search needs to know then.
+
+        What it says of that step lies in the Reducer. Sometimes what the Reducer has not written is made visible.
+        """
+        self.rebuilds_in_join = searches and self.freezes and self.joins.random() < 0.6
+        if not self.rebuilds_in_join:
+            return
+        self.options.fills_memory = self.joins.random() < 0.5
+        by_itself = {"rebuild_after": self.joins.choice([0, 1, 2])}
+        if not self.needs_graph and self.joins.random() < 0.7:
+            self.options.policy = {"name": "allreduce", "graph": False, **by_itself}
+        elif self.joins.random() < 0.5:
+            policy = policy_of(self.options.policy).to_dict()
+            changed = {name: value for name, value in policy.items() if value != getattr(DEFAULTS, name)}
+            self.options.policy = {**changed, **by_itself}
+
+    def _rebuild_between_steps(self) -> None:
+        updates = sum(operation["do"] == "update" for operation in self.program.operations)
+        join = self.options.join
+        assert join is not None
+        if updates == 0 and self.joins.random() < 0.7:
+            self._add("freeze", what=[self.joins.sample(self.freezable, 1)] * self.ranks, how="flag", keep=True)
+        # Before anything else is frozen, which the last step may have used.
+        if self.joins.random() < (0.6 if updates == min(join) else 0.1):
+            self._add("rebuild", search=None)
+
+    def _freeze_for_good(self) -> None:
+        """Leave out what thaws, and what freezes within a step, as for `frozen_when_wrapped`: a rebuild forgets it.
+
+        Plain DDP makes a .grad of zeros for what is frozen after its last use, and for what was late.
+        """
+        kept: list[Operation] = []
+        within = False
+        for operation in self.program.operations:
+            within = operation["do"] != "update" and (within or operation["do"] == "pass")
+            if operation["do"] != "thaw" and not (within and operation["do"] == "freeze"):
+                kept.append(operation)
+        self.program.operations = kept
 
     def _policy(self) -> str | dict[str, Any]:
         policy = self._policy_but_for_transports()
@@ -320,6 +365,8 @@ class _Generator:
         return not (options.static_graph or options.join is not None)
 
     def _between_steps(self) -> None:
+        if self.rebuilds_in_join:
+            self._rebuild_between_steps()
         if self.freezes and self.chance(0.5) and not (self.options.static_graph and self.reduced == 0):
             self._freeze_or_thaw()
         if self.hooks_tensors and self.chance(0.4):

@@ -18,7 +18,8 @@ Operations are dictionaries with `do`:
     hook        `kind` "tensor" or "accumulate" on parameter `on`, or "forward" on DDP, which multiplies with
                 `multipliers`, by rank
     register    take the hook off and register it anew
-    policy, rebuild, broadcast, average, verify, checkpoint, evaluate
+    rebuild     make the Reducer anew; in ddp.join() between two steps, of which every rank has had the first
+    policy, broadcast, average, verify, checkpoint, evaluate
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Options:
     # After how many updates each rank runs out of data, in ddp.join().
     join: list[int] | None = None
     divide_by_initial_world_size: bool = True
+    # Whether torch fills what it allocates, so that what is read before it is written shows.
+    fills_memory: bool = False
     # How the module returns its output: "tensor", "tuple" or "dict".
     output: str = "tensor"
 
