@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +19,7 @@ from .hooks import SkipUnusedState, register
 from .policies import Policy, resolve
 from .precedence import give_way_to_other_hooks
 from .roll_call import ENABLE, Visit
-from .wording import describe_ranks, short_list
+from .wording import describe_ranks
 
 # How long a module's first rank waits for the others to make theirs under `enable`, too, where DDP's `__init__` waits
 # for nobody (`init_sync=False`).
@@ -138,7 +138,7 @@ def enable(policy: Policy | str = "auto", **settings: Any) -> Enabling:
 
     Args:
         policy: a preset's name or a :class:`ddp_hooks.Policy`, as for :func:`ddp_hooks.register`.
-        settings: fields of the policy to set differently, as in ``enable("skip_unused", rebuild_after=100)``.
+        settings: fields of the policy to set differently, likewise: ``enable("skip_unused", rebuild_after=100)``.
 
     Returns:
         Its ``states``; and a context manager, with which it is in force in the block only. It need not be used as one.
@@ -155,7 +155,7 @@ def enable(policy: Policy | str = "auto", **settings: Any) -> Enabling:
         with ddp_hooks.enable("skip_zeros"):
             trainer.fit(model, loader)
     """
-    return Enabling(adjust(resolve(policy), settings))
+    return Enabling(resolve(policy, settings))
 
 
 def disable() -> None:
@@ -166,23 +166,6 @@ def disable() -> None:
     with _lock:
         for enabling in list(_open):
             enabling.end()
-
-
-def adjust(policy: Policy, settings: dict[str, Any]) -> Policy:
-    """Return the policy with some of its fields set differently.
-
-    Raises:
-        TypeError: a policy has no such field, or a value is of the wrong type.
-        ValueError: a value is out of range.
-    """
-    known = [field.name for field in fields(Policy)]
-    unknown = [name for name in settings if name not in known]
-    if unknown:
-        raise TypeError(
-            f"enable: expected fields of ddp_hooks.Policy as settings ({', '.join(known)}), received "
-            f"{short_list(unknown)}"
-        )
-    return replace(policy, **settings)
 
 
 def _begin(arguments: Mapping[str, Any]) -> Ending | None:

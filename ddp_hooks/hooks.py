@@ -4,7 +4,7 @@ There is no ``from __future__ import annotations`` here: DDP compares the annota
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,10 +38,11 @@ class SkipUnusedState:
         ddp: the module that the hook will be registered with.
         policy: a preset's name (``"allreduce"``, ``"skip_unused"``, ``"skip_zeros"``, ``"auto"``) or a
             :class:`ddp_hooks.Policy`.
+        settings: fields of the policy to set differently, as in ``SkipUnusedState(ddp, "auto", rebuild_after=100)``.
 
     Raises:
-        TypeError: ``ddp`` is not a :class:`~torch.nn.parallel.DistributedDataParallel`.
-        ValueError: no such policy.
+        TypeError: ``ddp`` is not a :class:`~torch.nn.parallel.DistributedDataParallel`; or no such setting.
+        ValueError: no such policy, or a setting is out of range.
         RuntimeError: on every rank, when one rank's module has a setting that cannot be supported, or when ranks
             differ in policy, world or parameters; the message names both.
 
@@ -51,9 +52,9 @@ class SkipUnusedState:
         ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
     """
 
-    def __init__(self, ddp: DistributedDataParallel, policy: Policy | str = "auto") -> None:
+    def __init__(self, ddp: DistributedDataParallel, policy: Policy | str = "auto", **settings: Any) -> None:
         self._start(PRESETS["auto"], Statistics())
-        self._bind(ddp, policy, native=False)
+        self._bind(ddp, policy, settings, native=False)
 
     def _start(self, policy: Policy, earlier: Statistics) -> None:
         self._policy = policy
@@ -75,13 +76,15 @@ class SkipUnusedState:
         Raises:
             RuntimeError: the state is tied to a module; otherwise as for the class.
         """
-        self._bind(ddp, self._policy, native=False)
+        self._bind(ddp, self._policy, {}, native=False)
 
-    def _bind(self, module: torch.nn.Module, policy: Policy | str, *, native: bool) -> None:
+    def _bind(
+        self, module: torch.nn.Module, policy: Policy | str, settings: Mapping[str, Any], *, native: bool
+    ) -> None:
         function = "register" if native else "SkipUnusedState"
         ddp = find_ddp(module, function)
         # From here on problems are collected and raised together, so that no rank is left waiting for the others.
-        resolved, bad_policy = _resolve_or_error(policy, self._policy)
+        resolved, bad_policy = _resolve_or_error(policy, settings, self._policy)
         problem = None if bad_policy is None else str(bad_policy)
         if self._is_bound():
             problem = "the state already serves a DistributedDataParallel module; make one state for each module"
@@ -104,8 +107,8 @@ class SkipUnusedState:
             )
         return self._service
 
-    def _register_again(self, policy: Policy | str) -> None:
-        resolved, bad_policy = _resolve_or_error(policy, self._policy)
+    def _register_again(self, policy: Policy | str, settings: Mapping[str, Any]) -> None:
+        resolved, bad_policy = _resolve_or_error(policy, settings, self._policy)
         self._require_service().register_again(resolved, bad_policy)
 
     def close(self) -> None:
@@ -124,18 +127,19 @@ class SkipUnusedState:
         if ddp is not None:
             keep_place(ddp)
 
-    def set_policy(self, policy: Policy | str) -> None:
+    def set_policy(self, policy: Policy | str, **settings: Any) -> None:
         """Change the policy between two steps; every rank calls it with the same one.
 
         Args:
             policy: as for the class.
+            settings: likewise; what is not given is the policy's own, not that of the one before.
 
         Raises:
-            TypeError, ValueError: the policy is none; the other ranks raise a RuntimeError then.
+            TypeError, ValueError: no such policy or setting; the other ranks raise a RuntimeError then.
             RuntimeError: on every rank, when ranks differ; or the state serves no module, or a backward pass is under
                 way.
         """
-        resolved, bad_policy = _resolve_or_error(policy, self._policy)
+        resolved, bad_policy = _resolve_or_error(policy, settings, self._policy)
         self._change_policy("set_policy", resolved, bad_policy)
 
     def _change_policy(self, function: str, policy: Policy, error: Exception | None) -> None:
@@ -272,7 +276,7 @@ def skip_unused_hook(
     return engine.run(bucket)  # type: ignore[no-any-return]
 
 
-def register(ddp: torch.nn.Module, policy: Policy | str = "auto") -> SkipUnusedState:
+def register(ddp: torch.nn.Module, policy: Policy | str = "auto", **settings: Any) -> SkipUnusedState:
     """Register the hook natively: gradients then travel without Python and its lock. Every rank calls it.
 
     Calling it again with the same policy returns the state that the module has.
@@ -280,6 +284,7 @@ def register(ddp: torch.nn.Module, policy: Policy | str = "auto") -> SkipUnusedS
     Args:
         ddp: the module, or what ``torch.compile`` returned for it.
         policy: as for :class:`SkipUnusedState`.
+        settings: likewise, as in ``register(ddp, "auto", rebuild_after=100)``.
 
     Returns:
         The state, for statistics and usage. It does the same as the one registered through Python.
@@ -292,12 +297,12 @@ def register(ddp: torch.nn.Module, policy: Policy | str = "auto") -> SkipUnusedS
     service = registered_service(module)
     registered = None if service is None else service.state()
     if isinstance(registered, SkipUnusedState):
-        registered._register_again(policy)
+        registered._register_again(policy, settings)
         keep_place(module)
         return registered
     state = SkipUnusedState.__new__(SkipUnusedState)
     state._start(PRESETS["auto"], Statistics())
-    state._bind(module, policy, native=True)
+    state._bind(module, policy, settings, native=True)
     return state
 
 
@@ -328,8 +333,10 @@ def _decode(state_dict: dict[str, Any]) -> tuple[Policy, Statistics]:
     return Policy.from_dict(state_dict["policy"]), Statistics.from_dict(state_dict["statistics"])
 
 
-def _resolve_or_error(policy: Policy | str, otherwise: Policy) -> tuple[Policy, Exception | None]:
+def _resolve_or_error(
+    policy: Policy | str, settings: Mapping[str, Any], otherwise: Policy
+) -> tuple[Policy, Exception | None]:
     try:
-        return resolve(policy), None
+        return resolve(policy, settings), None
     except (TypeError, ValueError) as error:
         return otherwise, error

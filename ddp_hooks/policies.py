@@ -5,11 +5,11 @@ A policy is a value. Every rank must choose the same one; :class:`ddp_hooks.Skip
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from .wording import read_fields, short
+from .wording import read_fields, short, short_list
 
 Detector = Literal["off", "on", "adaptive"]
 Average = Literal["world", "contributors"]
@@ -203,13 +203,73 @@ PRESETS: dict[str, Policy] = {
 }
 
 
-def resolve(policy: Policy | str) -> Policy:
-    """Return the policy, or the preset of that name.
+def resolve(policy: Policy | str, settings: Mapping[str, Any] | None = None) -> Policy:
+    """Return the policy, or the preset of that name; what everything that takes a policy and settings calls.
+
+    Args:
+        policy: a preset's name, or a policy.
+        settings: fields of :class:`Policy` to set differently.
 
     Raises:
-        TypeError: neither a policy nor a name.
-        ValueError: no preset has that name.
+        TypeError: neither a policy nor a name; or a policy has no such field, or a value is of the wrong type.
+        ValueError: no preset has that name, or a value is out of range.
     """
+    found = _find(policy)
+    if not settings:
+        return found
+    _check_names(settings)
+    return replace(found, **settings)
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """Read settings from the command line.
+
+    Args:
+        texts: each as ``rebuild_after=100``: a field of :class:`Policy` and its value, as in Python but without quotes.
+
+    Returns:
+        The values by name, for :func:`resolve`, which checks them.
+
+    Raises:
+        TypeError: a policy has no such field.
+        ValueError: there is no value, or none of the field's type.
+    """
+    settings: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"expected NAME=VALUE, received {short(text)}")
+        _check_names([name])
+        settings[name] = _parse(name, value)
+    return settings
+
+
+def _parse(name: str, text: str) -> Any:
+    default = next(field.default for field in fields(Policy) if field.name == name)
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{name}: expected true or false, received {short(text)}")
+        return text.lower() == "true"
+    for kind, expected in ((int, "an int"), (float, "a number")):
+        if isinstance(default, kind):
+            try:
+                return kind(text)
+            except ValueError:
+                raise ValueError(f"{name}: expected {expected}, received {short(text)}") from None
+    return text
+
+
+def _check_names(names: Iterable[str]) -> None:
+    known = [field.name for field in fields(Policy)]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise TypeError(
+            f"policy: expected fields of ddp_hooks.Policy as settings ({', '.join(known)}), received "
+            f"{short_list(unknown)}"
+        )
+
+
+def _find(policy: Policy | str) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):

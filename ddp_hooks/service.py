@@ -300,10 +300,13 @@ class Service:
         ddp = self._served()
         problem = None if error is None else str(error)
         if problem is None and policy != self._policy:
+            # By name, where that says how they differ.
+            there, asked = self._policy, policy
+            shown = (there.name, asked.name) if there.name != asked.name else (there, asked)
             problem = (
-                f"expected the policy that the module's hook has already ({self._policy.name!r}), received "
-                f"{policy.name!r}; call state.set_policy() on every rank to change it, or state.close() first "
-                "(ddp_hooks.states() has the state)"
+                f"expected the policy that the module's hook has already ({shown[0]!r}), received {shown[1]!r}; call "
+                "state.set_policy() on every rank to change it, or state.close() first (ddp_hooks.states() has the "
+                "state)"
             )
         description = {_REGISTERED: "yes", **describe(policy, ddp, *parameters_of(ddp))}
         settle("register", propose(ddp, "register", description, problem, ("", ())), error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import os
 import pickle
@@ -1029,3 +1030,45 @@ def test_wrong_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_build_info, "TORCH_VERSION", "2.0.0")
     with pytest.raises(ImportError, match=r"built for torch 2\.0\.0, but torch .* is installed\. Rebuild it"):
         _extension.load()
+
+
+# --- settings
+
+
+def settings_at_every_door(rank: int) -> None:
+    """A preset's name, and fields to set differently."""
+    expected = dataclasses.replace(ddp_hooks.PRESETS["auto"], rebuild_after=10, units="off")
+    settings = {"rebuild_after": 10, "units": "off"}
+    ddp = DistributedDataParallel(nn.Linear(4, 4), find_unused_parameters=True)
+    state = ddp_hooks.register(ddp, "auto", **settings)
+    assert state.policy == expected
+    assert ddp_hooks.register(ddp, "auto", **settings) is state
+    with pytest.raises(RuntimeError, match=r"has already \(Policy\(name='auto', .*rebuild_after=10\)\), received Poli"):
+        ddp_hooks.register(ddp)
+    state.set_policy("skip_unused", rebuild_after=3)
+    assert state.policy == ddp_hooks.Policy("skip_unused", rebuild_after=3)
+    with pytest.raises((TypeError, RuntimeError), match=r"as settings .* received speed"):
+        state.set_policy("auto", **({"speed": 1} if rank == 0 else {}))
+    state.close()
+
+    own = ddp_hooks.SkipUnusedState(ddp, "auto", **settings)
+    assert own.policy == expected
+    own.close()
+    with ddp_hooks.enable("auto", **settings) as enabled:
+        DistributedDataParallel(nn.Linear(4, 4))
+    assert [each.policy for each in enabled.states] == [expected]
+
+    # Refused on every rank, also where one rank alone is wrong, and where ranks differ.
+    for door in (ddp_hooks.register, ddp_hooks.SkipUnusedState):
+        for wrong, kind, text in (
+            ({"rebuild_afer": 10}, TypeError, r"expected fields of ddp_hooks\.Policy .* received rebuild_afer"),
+            ({"rebuild_after": -1}, ValueError, r"Policy\.rebuild_after: expected at least 0, received -1"),
+        ):
+            with pytest.raises(kind if rank == 0 else ddp_hooks.RefusedError, match=text):
+                door(ddp, "auto", **(wrong if rank == 0 else {}))
+        with pytest.raises(ddp_hooks.RefusedError, match=r"policy: expected .*rebuild_after=1"):
+            door(ddp, "auto", rebuild_after=10 + rank)
+
+
+def test_settings_at_every_door() -> None:
+    run_ranks(2, settings_at_every_door)

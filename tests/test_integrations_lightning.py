@@ -73,6 +73,18 @@ def fit(module: LightningModule, *callbacks: Callback, **options: Any) -> Traini
 # --- one line
 
 
+def takes_settings(rank: int) -> None:
+    callback = SkipUnusedCallback("skip_unused", rebuild_after=10, direct=False)
+    fit(Lightning(), callback)
+    assert callback.state.policy == ddp_hooks.Policy("skip_unused", rebuild_after=10, direct=False)
+    with pytest.raises((TypeError, RuntimeError), match=r"expected fields of ddp_hooks\.Policy .* received rebuild"):
+        fit(Lightning(), SkipUnusedCallback(**({"rebuild": 10} if rank == 0 else {})))
+
+
+def test_takes_settings() -> None:
+    run_launched(takes_settings)
+
+
 def trains_as_plain_ddp(rank: int) -> None:
     assert torch.equal(fit(Lightning()).weights[0], train_by_hand(rank, None).weights[0])
     assert_trained_alike(rank, fit(Lightning(), SkipUnusedCallback("skip_unused")))

@@ -210,6 +210,21 @@ def test_logs_to_tensorboard(tmp_path: Path) -> None:
     run_launched(logs_to_tensorboard, tmp_path)
 
 
+def takes_settings(rank: int, folder: Path) -> None:
+    trainer = make_trainer(folder)
+    callback = add_callback(trainer, "skip_unused", rebuild_after=10, direct=False)
+    trainer.train()
+    assert callback.state.policy == ddp_hooks.Policy("skip_unused", rebuild_after=10, direct=False)
+    trainer = make_trainer(folder)
+    add_callback(trainer, **({"rebuild": 10} if rank == 0 else {}))
+    with pytest.raises((TypeError, RuntimeError), match=r"expected fields of ddp_hooks\.Policy .* received rebuild"):
+        trainer.train()
+
+
+def test_takes_settings(tmp_path: Path) -> None:
+    run_launched(takes_settings, tmp_path)
+
+
 def says_what_is_wrong(rank: int, folder: Path) -> None:
     with pytest.raises(TypeError, match=r"expected the Trainer that it is added to, .*SkipUnusedCallback\(trainer\)"):
         SkipUnusedCallback("auto")

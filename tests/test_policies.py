@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_hooks import PRESETS, Policy, policies
-from ddp_hooks.policies import resolve
+from ddp_hooks.policies import parse_settings, resolve
 
 
 def test_presets() -> None:
@@ -40,6 +40,71 @@ def test_resolve_knows_every_preset(name: str) -> None:
 def test_resolve_takes_a_policy_as_it_is() -> None:
     policy = Policy("mine", values="on")
     assert resolve(policy) is policy
+
+
+def test_resolve_sets_fields_differently() -> None:
+    assert resolve("auto", {"rebuild_after": 10}) == dataclasses.replace(PRESETS["auto"], rebuild_after=10)
+    policy = Policy("mine", values="on")
+    assert resolve(policy, {"units": "adaptive"}) == Policy("mine", values="on", units="adaptive")
+    assert resolve(policy, {}) is policy
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"rebuild_after": -1}, ValueError, r"Policy\.rebuild_after: expected at least 0, received -1"),
+        ({"values": "sometimes"}, ValueError, r"Policy\.values: expected one of .* received 'sometimes'"),
+        ({"graph": 1}, TypeError, r"Policy\.graph: expected a bool, received 1"),
+        (
+            {"rebuild_afer": 10, "speed": 1},
+            TypeError,
+            r"policy: expected fields of ddp_hooks\.Policy as settings \(name, .*\), received rebuild_afer, speed",
+        ),
+    ],
+)
+def test_resolve_checks_what_is_set(settings: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        resolve("auto", settings)
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings"),
+    [
+        (["rebuild_after=10"], {"rebuild_after": 10}),
+        (["rebuild_after=-1"], {"rebuild_after": -1}),  # which the policy itself refuses
+        (["graph=false", "owners=True"], {"graph": False, "owners": True}),
+        (["gap_fraction=1", "min_zero_fraction=1e-3"], {"gap_fraction": 1.0, "min_zero_fraction": 1e-3}),
+        (["values=on", "units=off", "name=a=b"], {"values": "on", "units": "off", "name": "a=b"}),
+        (["hold_steps=1", "hold_steps=2"], {"hold_steps": 2}),
+        ([], {}),
+    ],
+)
+def test_settings_are_read_from_text(texts: list[str], settings: dict[str, Any]) -> None:
+    read = parse_settings(texts)
+    assert read == settings
+    assert [type(value) for value in read.values()] == [type(value) for value in settings.values()]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rebuild_after", "expected NAME=VALUE, received 'rebuild_after'"),
+        ("rebuild_after=", "rebuild_after: expected an int, received ''"),
+        ("rebuild_after=1.5", "rebuild_after: expected an int, received '1.5'"),
+        ("gap_fraction=much", "gap_fraction: expected a number, received 'much'"),
+        ("graph=1", "graph: expected true or false, received '1'"),
+        ("speed=1", r"expected fields of ddp_hooks\.Policy as settings \(name, .*\), received speed"),
+    ],
+)
+def test_texts_that_are_no_settings(text: str, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        parse_settings([text])
+
+
+def test_every_field_can_be_read_from_text() -> None:
+    for field in dataclasses.fields(Policy):
+        value = getattr(PRESETS["auto"], field.name)
+        assert parse_settings([f"{field.name}={value}"]) == {field.name: value}
 
 
 def test_resolve_refuses_an_unknown_name() -> None:

@@ -88,7 +88,9 @@ def torchrun(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def test_a_script_is_served_without_a_line_in_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     served = torchrun(
-        tmp_path, "-m", "ddp_hooks", "run", "--policy", "skip_unused", "--report", "r.json", "train.py", "0", "--flag"
+        tmp_path,
+        *("-m", "ddp_hooks", "run", "--policy", "skip_unused", "--set", "rebuild_after=100", "--set", "direct=false"),
+        *("--report", "r.json", "train.py", "0", "--flag"),
     )
     assert served.returncode == 0, served.stderr
     # The same weights with the hook and without it.
@@ -104,7 +106,8 @@ def test_a_script_is_served_without_a_line_in_it(tmp_path: Path) -> None:
     assert "skip_all_reduce_unused_params" in second["problem"]
     assert second["statistics"] is None
     assert report["total"] == first["statistics"]
-    assert report["policy"]["name"] == first["policy"]["name"] == "skip_unused"
+    expected = ddp_hooks.Policy("skip_unused", rebuild_after=100, direct=False)
+    assert report["policy"] == first["policy"] == expected.to_dict()
     assert report["script"] == ["train.py", "0", "--flag"]
 
     # Printed once, by rank 0; each rank says once what is not served.
@@ -143,6 +146,10 @@ def test_one_process_and_a_module(tmp_path: Path) -> None:
         (["run"], "expected a script to run, or -m and a module"),
         (["run", "-m"], "expected a script to run, or -m and a module"),
         (["run", "--policy", "fast", "train.py"], "invalid choice: 'fast'"),
+        (["run", "--set", "speed=3", "train.py"], "expected fields of ddp_hooks.Policy as settings (name, graph,"),
+        (["run", "--set", "rebuild_after", "train.py"], "expected NAME=VALUE, received 'rebuild_after'"),
+        (["run", "--set", "rebuild_after=-1", "train.py"], "Policy.rebuild_after: expected at least 0, received -1"),
+        (["run", "--set", "units=on", "--policy", "allreduce", "train.py"], "expected 'off' without the graph"),
         (["run", "--report", "missing/r.json", "train.py"], "expected a file in a folder that exists"),
         (["run", "--report", ".", "train.py"], "expected a file to write, received the folder '.'"),
         (["doctor"], "expected a script to run, or -m and a module"),

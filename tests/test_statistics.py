@@ -302,7 +302,7 @@ def test_savings_against_the_model_as_it_was_wrapped() -> None:
 
 def _taken_after_a_reset(rank: int) -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
-    hook = HookOfTrainer("skip_unused")
+    hook = HookOfTrainer("skip_unused", {})
     hook.register(ddp)
     state = hook.state
     assert state is not None

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ddp_hooks import run_report
-from ddp_hooks.policies import PRESETS
+from ddp_hooks.policies import PRESETS, parse_settings, resolve
 from ddp_hooks.script import run_script
 
 from .options import add_script_to, parse_new_file, script_of
@@ -16,7 +16,8 @@ def add_to(commands: Any) -> None:
     """Describe the command to an argument parser's ``add_subparsers()``."""
     parser = commands.add_parser(
         "run",
-        usage="torchrun ... -m ddp_hooks run [--policy NAME] [--quiet] [--report FILE]\n           [-m] SCRIPT ...",
+        usage="torchrun ... -m ddp_hooks run [--policy NAME] [--set NAME=VALUE]\n           [--report FILE] [--quiet] "
+        "[-m] SCRIPT ...",
         help="run a training script with ddp_hooks in it, and print what was saved",
         description="Runs a training script as if it had been started itself, after ddp_hooks.enable(): each "
         "DistributedDataParallel module that it makes gets the hook. At the end rank 0 prints the statistics to "
@@ -24,6 +25,14 @@ def add_to(commands: Any) -> None:
         epilog="Start every rank with it, as in `torchrun --nproc-per-node 2 -m ddp_hooks run train.py --lr 0.1`.",
     )
     parser.add_argument("--policy", choices=sorted(PRESETS), default="auto", help="what to skip (default: auto)")
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        metavar="NAME=VALUE",
+        default=[],
+        help="set a field of the policy differently, as in `--set rebuild_after=100`; may be given again",
+    )
     parser.add_argument("--quiet", action="store_true", help="print no statistics")
     parser.add_argument("--report", type=parse_new_file, metavar="FILE", help="write the statistics to FILE, as JSON")
     add_script_to(parser)
@@ -32,7 +41,11 @@ def add_to(commands: Any) -> None:
 
 def _execute(parsed: argparse.Namespace) -> int:
     script = script_of(parsed)
-    report = run_report.RunReport(PRESETS[parsed.policy], script)
+    try:
+        policy = resolve(parsed.policy, parse_settings(parsed.settings))
+    except (TypeError, ValueError) as error:
+        parsed.refuse(f"argument --set: {error}")
+    report = run_report.RunReport(policy, script)
     report.start()
     failed = False
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -16,14 +17,16 @@ class HookOfTrainer:
 
     Args:
         policy: as for :func:`ddp_hooks.register`.
+        settings: likewise, by name.
 
     Attributes:
         state: the state of the module that was registered last; None before.
     """
 
-    def __init__(self, policy: Policy | str) -> None:
+    def __init__(self, policy: Policy | str, settings: Mapping[str, Any]) -> None:
         self.state: SkipUnusedState | None = None
         self._policy = policy
+        self._settings = dict(settings)
         self._saved: dict[str, Any] = {}  # of a checkpoint, until there is a state that takes it
         self._logged = Statistics()
         self._resets = 0  # of the state, when these were read
@@ -40,7 +43,7 @@ class HookOfTrainer:
         if self.state is not None and self.state.serves(ddp):
             return
         saved = self.state_dict()
-        self.state, self._saved = register(ddp, self._policy), {}
+        self.state, self._saved = register(ddp, self._policy, **self._settings), {}
         self._resets, _ = origin_of(self.state)
         if saved:
             self._go_on(self.state, saved)

@@ -28,6 +28,7 @@ class SkipUnusedCallback(Callback):
         policy: as for :func:`ddp_hooks.register`.
         log: log the statistics of the steps since the last time (``ddp_hooks/saved_fraction`` and others, see
             :meth:`ddp_hooks.Statistics.to_metrics`) whenever the trainer logs (``log_every_n_steps``).
+        settings: fields of the policy to set differently, as for :func:`ddp_hooks.register`.
 
     Raises:
         TypeError, ValueError, RuntimeError: from ``trainer.fit``, as for :func:`ddp_hooks.register`.
@@ -37,9 +38,9 @@ class SkipUnusedCallback(Callback):
         trainer = Trainer(strategy="ddp", devices=2, callbacks=[SkipUnusedCallback()])
     """
 
-    def __init__(self, policy: Policy | str = "auto", *, log: bool = True) -> None:
+    def __init__(self, policy: Policy | str = "auto", *, log: bool = True, **settings: Any) -> None:
         check_flag("SkipUnusedCallback: log", log)
-        self._hook = HookOfTrainer(policy)
+        self._hook = HookOfTrainer(policy, settings)
         self._log = log
 
     @property

@@ -29,6 +29,7 @@ class SkipUnusedCallback(TrainerCallback):
         policy: as for :func:`ddp_hooks.register`.
         log: add the statistics of the steps since the last time (``ddp_hooks/saved_fraction`` and others, see
             :meth:`ddp_hooks.Statistics.to_metrics`) to Trainer's logs whenever it logs a loss (``logging_steps``).
+        settings: fields of the policy to set differently, as for :func:`ddp_hooks.register`.
 
     Raises:
         TypeError: at once, if ``trainer`` is none.
@@ -41,7 +42,7 @@ class SkipUnusedCallback(TrainerCallback):
         trainer.train()
     """
 
-    def __init__(self, trainer: Trainer, policy: Policy | str = "auto", *, log: bool = True) -> None:
+    def __init__(self, trainer: Trainer, policy: Policy | str = "auto", *, log: bool = True, **settings: Any) -> None:
         if not isinstance(trainer, Trainer):
             raise TypeError(
                 f"SkipUnusedCallback: expected the Trainer that it is added to, received {short(trainer)}; call "
@@ -50,7 +51,7 @@ class SkipUnusedCallback(TrainerCallback):
         check_flag("SkipUnusedCallback: log", log)
         # Weakly, because the trainer holds its callbacks.
         self._trainer = weakref.ref(trainer)
-        self._hook = HookOfTrainer(policy)
+        self._hook = HookOfTrainer(policy, settings)
         self._log = log
 
     @property
