@@ -81,12 +81,17 @@ def naming_absent_ranks(group: dist.ProcessGroup, function: str) -> Iterator[Non
     except RanksAbsentError:
         raise
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and _WAITED_IN_VAIN.search(str(error)) is None:
+        if not waited_in_vain(error):
             raise
         message = _explain(group, function, time.monotonic() - started, error)
         if message is None:
             raise
         raise RanksAbsentError(message) from error
+
+
+def waited_in_vain(error: RuntimeError) -> bool:
+    """Say whether an error is one of a rank that does not come, or of a connection that is lost."""
+    return isinstance(error, dist.DistError) or _WAITED_IN_VAIN.search(str(error)) is not None
 
 
 def _explain(group: dist.ProcessGroup, function: str, seconds: float, error: RuntimeError) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,8 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension
-from .agreement import settle
+from .absentees import waited_in_vain
+from .agreement import RefusedError, settle
 from .registration import propose
 
 _C = _extension.load()
@@ -23,10 +25,14 @@ _C = _extension.load()
 # nothing hides took about 0.8 of one gather's time on 8 ranks and 0.6 on 16; axes of 2 took a tenth less for twice the
 # groups (benchmarks/results/micro_exchange_many.json).
 LARGEST_AXIS = 4
+# How often the ranks try to open groups. gloo gives a group up when it loses one connection while it makes the others,
+# and does not try again.
+ATTEMPTS = 3
 # gloo waits for a connection five times as long as for a message. All ranks begin at the same moment, so that less than
-# the groups' timeout is enough, but for machines that are busy.
+# the groups' timeout is enough, but for machines that are busy; and all attempts together are to take no longer. Less
+# than the timeout in any case: who lost a connection asks the others meanwhile, on the data group.
 _WAITS_FOR_A_CONNECTION = 5
-_LEAST_TO_CONNECT = timedelta(seconds=30)
+_LEAST_TO_CONNECT = timedelta(seconds=10)
 # How long the interpreter's exit waits for workers of gloo groups that are late.
 _LATE_WORKERS_SECONDS = 0.05
 
@@ -83,14 +89,13 @@ def open_small_group(ddp: DistributedDataParallel, function: str, problem: str |
     """
     name = settle(function, propose(ddp, function, {}, problem, new_name()))[0]
     ranks = dist.get_world_size(ddp.process_group)
-    backend, error = None, None
-    if ranks > 1:
-        try:
-            backend = _open_group(ddp, f"{name}/small", dist.get_rank(ddp.process_group), ranks)
-        except RuntimeError as caught:
-            error = caught
-    problem = None if error is None else f"could not open a group for small messages: {error}"
-    settle(function, propose(ddp, function, {}, problem), error)
+
+    def open_one(attempt: int) -> Any:
+        if ranks == 1:
+            return None
+        return _open_group(ddp, f"{name}/{attempt}/small", dist.get_rank(ddp.process_group), ranks)
+
+    backend = _open_on_every_rank(ddp, function, "a group for small messages", open_one)
     return SmallGroup(backend, _C.ControlGroups(world_size=ranks, all=backend, axes=[]))
 
 
@@ -110,22 +115,60 @@ def open_control_groups(ddp: DistributedDataParallel, function: str, name: str) 
     Raises:
         RuntimeError: some rank could not open them; the same on every rank.
     """
-    try:
-        groups, error = _open_groups(ddp, name), None
-    except RuntimeError as caught:
-        groups, error = None, caught
-    # Also so that nobody leaves, or closes them, before the last rank has connected.
-    problem = None if error is None else f"could not open the groups for the mask exchange: {error}"
-    settle(function, propose(ddp, function, {}, problem), error)
-    assert groups is not None  # a rank with an error has raised it
-    return groups
+
+    def open_all(attempt: int) -> Any:
+        return _open_groups(ddp, f"{name}/{attempt}")
+
+    return ControlGroups(name, _open_on_every_rank(ddp, function, "the groups for the mask exchange", open_all))
 
 
-def _open_groups(ddp: DistributedDataParallel, name: str) -> ControlGroups:
+def _open_on_every_rank(
+    ddp: DistributedDataParallel, function: str, what: str, open_groups: Callable[[int], Any]
+) -> Any:
+    """Open groups, on all ranks again where some rank has lost a connection; collective over the module's group.
+
+    Args:
+        ddp: the module.
+        function: what every rank calls.
+        what: what is opened, in words.
+        open_groups: given the number of the attempt, opens groups under a name of that attempt.
+
+    Returns:
+        What ``open_groups`` returned.
+
+    Raises:
+        RefusedError: some rank could not open them; the same on every rank.
+    """
+    attempt = 0
+    while True:
+        attempt += 1
+        # What this rank has opened in vain is closed before the next attempt.
+        opened, error = None, None
+        try:
+            opened = open_groups(attempt)
+        except RuntimeError as caught:
+            error = caught
+        tries = "" if attempt == 1 else f" in {attempt} attempts"
+        problem = None if error is None else f"could not open {what}{tries}: {error}"
+        # Also so that nobody leaves, or closes them, before the last rank has connected. A rank that has gone does not
+        # answer, which ends this on the others: only where every rank is there was it a connection that was lost.
+        proposals = propose(ddp, function, {}, problem, error is None or waited_in_vain(error))
+        lost = any(each.problem is not None for each in proposals) and all(each.own for each in proposals)
+        if lost and attempt < ATTEMPTS:
+            continue
+        try:
+            settle(function, proposals)
+        except RefusedError as refusal:
+            # Not the rank's own error: who goes on as plain DDP after a refusal does so on every rank.
+            raise refusal from error
+        return opened
+
+
+def _open_groups(ddp: DistributedDataParallel, name: str) -> Any:
     group = ddp.process_group
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
-        return ControlGroups(name, _C.ControlGroups(world_size=1, all=None, axes=[]))
+        return _C.ControlGroups(world_size=1, all=None, axes=[])
     everyone = _open_group(ddp, f"{name}/all", here, ranks)
     axes = []
     lengths = grid(ranks, LARGEST_AXIS)
@@ -136,7 +179,7 @@ def _open_groups(ddp: DistributedDataParallel, name: str) -> ControlGroups:
         first = here - position * stride
         axes.append(_open_group(ddp, f"{name}/axis{number}/{first}", position, length))
         stride *= length
-    return ControlGroups(name, _C.ControlGroups(world_size=ranks, all=everyone, axes=axes))
+    return _C.ControlGroups(world_size=ranks, all=everyone, axes=axes)
 
 
 def grid(ranks: int, largest_axis: int) -> list[int]:
@@ -162,7 +205,7 @@ def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int) 
     _has_opened_groups = True
     store = dist.PrefixStore(name, store_of(ddp.process_group))  # type: ignore[attr-defined]
     timeout = _timeout_of(ddp)
-    to_connect = max(timeout / _WAITS_FOR_A_CONNECTION, min(timeout, _LEAST_TO_CONNECT))
+    to_connect = max(timeout / (_WAITS_FOR_A_CONNECTION * ATTEMPTS), min(timeout / 2, _LEAST_TO_CONNECT))
     group = dist.ProcessGroupGloo(store, rank, ranks, timeout=to_connect)
     group._set_default_timeout(timeout)
     # What torch's own groups are told, for its flight recorder.

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import spawn
 import torch
 import torch.distributed as dist
 from spawn import RankFailure, run_ranks
@@ -48,8 +49,7 @@ def opened_by_others_only(rank: int) -> None:
 
     if rank == 1:
         control_groups._open_group = fail
-    pattern = "no file left" if rank == 1 else "refused on every rank. rank 1: could not open .*: no file left"
-    with pytest.raises(RuntimeError, match=pattern):
+    with pytest.raises(ddp_hooks.RefusedError, match=r"refused .*\. rank 1: could not open .*: no file left"):
         ddp_hooks.register(ddp)
     control_groups._open_group = really_open
     assert reduced(ddp, rank) == 3  # as plain DDP
@@ -59,6 +59,129 @@ def opened_by_others_only(rank: int) -> None:
 
 def test_opened_by_others_only() -> None:
     run_ranks(2, opened_by_others_only)
+
+
+LOST = "Gloo connectFullMesh failed with [pair.cc:553] Connection closed by peer [127.0.0.1]:17606"
+
+
+class Losing:
+    """Opens groups as ever, but fails as gloo does that loses a connection.
+
+    Args:
+        which: the openings of this rank that fail, counted from 0.
+        connects: let the others connect first; otherwise they wait for this rank in vain.
+    """
+
+    def __init__(self, which: tuple[int, ...], connects: bool = True) -> None:
+        self._open = control_groups._open_group
+        self._which = which
+        self._connects = connects
+        self.names: list[str] = []
+
+    def __call__(self, ddp: DistributedDataParallel, name: str, *others: Any) -> Any:
+        fails = len(self.names) in self._which
+        self.names.append(name.partition("/")[2].partition("/")[2])  # without the random part
+        opened = self._open(ddp, name, *others) if self._connects or not fails else None
+        if fails:
+            raise RuntimeError(LOST)
+        return opened
+
+
+def opened_again(rank: int, which: tuple[int, ...], connects: bool, expected: list[list[str]]) -> None:
+    # Who waits for a rank that has failed waits for half of this.
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=6))
+    ddp = wrap(process_group=group)
+    control_groups.LARGEST_AXIS = 2
+    losing = Losing(which if rank == 1 else (), connects)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control_groups, "_open_group", losing)
+        state = ddp_hooks.register(ddp)
+    control_groups.LARGEST_AXIS = 4
+    assert losing.names == expected[rank]
+    assert reduced(ddp, rank) == sum(range(1, 1 + dist.get_world_size())) * 2 / dist.get_world_size()
+    assert state.stats().exchanges > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "which", "connects", "expected"),
+    [
+        (2, (0,), True, [["1/all", "2/all"]] * 2),
+        (2, (0, 1), True, [["1/all", "2/all", "3/all"]] * 2),
+        (2, (0,), False, [["1/all", "2/all"]] * 2),
+        # Along an axis: what was opened before it is opened anew, too.
+        (
+            4,
+            (2,),
+            True,
+            [
+                [f"{attempt}/{name}" for attempt in (1, 2) for name in ("all", f"axis0/{2 * (rank // 2)}", axis)]
+                for rank in range(4)
+                for axis in [f"axis1/{rank % 2}"]
+            ],
+        ),
+    ],
+)
+def test_a_lost_connection(ranks: int, which: tuple[int, ...], connects: bool, expected: list[list[str]]) -> None:
+    """Every rank opens its groups again, under another name, those whose own connections stood included."""
+    run_ranks(ranks, opened_again, which, connects, expected)
+
+
+def always_lost(rank: int) -> tuple[str, int]:
+    ddp = wrap()
+    losing = Losing(tuple(range(99)) if rank == 1 else ())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control_groups, "_open_group", losing)
+        with pytest.raises(ddp_hooks.RefusedError) as caught:
+            ddp_hooks.register(ddp)
+        with ddp_hooks.enable(), pytest.warns(UserWarning, match=r"trains on as plain .* rank 1: could not open"):
+            served = wrap()
+        with pytest.raises(ddp_hooks.RefusedError, match=r"rank 1: could not open a group for small .* closed"):
+            ddp_hooks.diagnose(ddp).__enter__()
+    assert (caught.value.__cause__ is not None) == (rank == 1)
+    assert reduced(served, rank) == reduced(ddp, rank) == 3
+    ddp_hooks.register(ddp)
+    assert reduced(ddp, rank) == 3
+    return str(caught.value), len(losing.names)
+
+
+def test_connections_that_are_lost_again_and_again() -> None:
+    """Every rank raises the same error, after as many attempts."""
+    (error, openings), other = run_ranks(2, always_lost)
+    assert other == (error, openings)
+    assert openings == 3 * control_groups.ATTEMPTS
+    assert error == (
+        "register: refused on every rank. rank 1: could not open the groups for the mask exchange in "
+        f"{control_groups.ATTEMPTS} attempts: {LOST}"
+    )
+
+
+def dies_while_groups_open(rank: int) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=6))
+    ddp = wrap(process_group=group)
+    names: list[str] = []
+    really_open = control_groups._open_group
+
+    def open_or_die(*arguments: Any) -> Any:
+        if rank == 1:
+            os._exit(3)
+        names.append(arguments[1])
+        return really_open(*arguments)
+
+    control_groups._open_group = open_or_die
+    started = time.monotonic()
+    with pytest.raises(ddp_hooks.RanksAbsentError, match=r"register: waited .* for rank 1, which did not call it"):
+        ddp_hooks.register(ddp)
+    # Once, for half of the timeout; then the data group knows, and notes are looked for.
+    assert len(names) == 1
+    assert time.monotonic() - started < 12
+    raise RuntimeError("as it should be")
+
+
+def test_a_rank_that_is_gone_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "GRACE_SECONDS", 30.0)  # how long rank 0 may live on
+    with pytest.raises(RankFailure, match="as it should be") as caught:
+        run_ranks(2, dies_while_groups_open)
+    assert "died with exit code 3" in str(caught.value)
 
 
 # --- names
@@ -497,10 +620,12 @@ def timeouts(rank: int, seconds: float) -> tuple[float, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "ProcessGroupGloo", Recorded)
         opened = control_groups._open_group(ddp, "timeouts", rank, 2)
+    # A rank that closes its group while the other one still connects is one that has lost the connection.
+    dist.barrier(group)
     return asked[0] * 5, opened.options._timeout.total_seconds()
 
 
-@pytest.mark.parametrize(("seconds", "to_connect"), [(1800, 1800), (150, 150), (60, 150), (10, 50)])
+@pytest.mark.parametrize(("seconds", "to_connect"), [(1800, 600), (150, 50), (60, 50), (10, 25)])
 def test_gloo_waits_longer_for_connections(seconds: float, to_connect: float) -> None:
-    """Who waits for a rank that died while groups were opened waits for the timeout, not for five times of it."""
+    """Each attempt to open groups takes a third of the timeout at most, or five times a few seconds."""
     assert run_ranks(2, timeouts, seconds) == [(to_connect, seconds)] * 2
