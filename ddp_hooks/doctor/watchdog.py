@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from .noticeboard import Noticeboard
 from .recorder import Recorder
@@ -17,6 +18,8 @@ _POLL_SECONDS = 0.5
 WORD_SECONDS = 5.0
 _PRINT_SECONDS = 2 * WORD_SECONDS
 EXIT_CODE = 1
+# What writing raises when the pipe to a launcher that was killed is broken, or the program has closed the stream.
+_NOBODY_READS = (OSError, ValueError)
 
 
 class Watchdog:
@@ -74,7 +77,10 @@ class Watchdog:
         silent = [str(rank) for rank in range(self._board.ranks) if rank not in words]
         if silent:
             lines.append(f"  no word from rank {', '.join(silent)}: ended, or busy elsewhere")
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        try:
+            print("\n".join(lines), file=sys.stderr, flush=True)
+        except _NOBODY_READS:
+            return  # the others wait for rank 0 in vain, and say it themselves
         self._board.note_printed()
 
     def _run(self) -> None:
@@ -88,8 +94,8 @@ class Watchdog:
                 continue
             try:
                 self.explain(reason)
-                sys.stdout.flush()
+                with suppress(*_NOBODY_READS):
+                    sys.stdout.flush()
             finally:
-                # Even if nobody is left who would read it: the pipe to a launcher that was killed is broken.
                 self._end(EXIT_CODE)
             return
