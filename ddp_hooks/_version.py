@@ -24,8 +24,8 @@ def why_untested(torch_version: str) -> str | None:
         return None
     return (
         f"ddp_hooks {__version__} expects torch {_text(oldest)} to {_text(newest)}, with which it is tested, and found "
-        f"torch {torch_version}. It reads the inside of DDP, which may be another one there. Install one of these, look "
-        "for a newer ddp_hooks, or set DDP_HOOKS_ANY_TORCH=1 to build and import it all the same"
+        f"torch {torch_version}. It reads the inside of DDP, which may differ there. Install one of these, look for a "
+        "newer ddp_hooks, or set DDP_HOOKS_ANY_TORCH=1 to build and import it all the same"
     )
 
 

@@ -74,7 +74,7 @@ def rebuilt_torch(package: Path) -> None:
 
 def untested_torch(package: Path) -> None:
     version = package / "_version.py"
-    text = re.sub(r'TESTED_TORCH = \(.+\)', 'TESTED_TORCH = ("1.7.1", "1.9.0")', version.read_text())
+    text = re.sub(r"TESTED_TORCH = \(.+\)", 'TESTED_TORCH = ("1.7.1", "1.9.0")', version.read_text())
     version.write_text(text)
 
 

@@ -143,6 +143,11 @@ def name_backends(rank: int) -> None:
     assert _C.backend_name(on_cpu_only, CPU) == "gloo"
     assert _C.backend_name(on_cpu_only, CUDA) == ""
     assert _C.backend_name(in_python, CPU) == _C.backend_name(in_python, CUDA) == ""
+    assert _C.can_send_directly(gloo, CPU)
+    assert not _C.can_send_directly(in_python, CPU)
+    # One backend by three names; "nccl" calls itself nccl2 in torch 2.15.
+    names = ("nccl", "nccl2", "nccl-lazy", "gloo", "", "nccl3")
+    assert [name for name in names if _C.is_nccl(name)] == ["nccl", "nccl2", "nccl-lazy"]
 
 
 def test_a_group_may_lack_a_backend_for_a_device() -> None:

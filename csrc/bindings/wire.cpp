@@ -14,8 +14,9 @@
 #include "layout/bucket_layout.h"
 #include "layout/units.h"
 #include "layout/usage_mask.h"
-#include "wire/launch.h"
+#include "wire/direct_sender.h"
 #include "wire/late_gradients.h"
+#include "wire/launch.h"
 #include "wire/unit_plan.h"
 #include "wire/wire_plan.h"
 
@@ -136,6 +137,10 @@ void bind_wire(py::module_& m) {
 
   m.def("backend_name", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
     return backend_name(*group, device.type());
+  });
+  m.def("is_nccl", &is_nccl);
+  m.def("can_send_directly", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
+    return DirectSender::is_possible(*group, device);
   });
   m.def("average_late_gradients",
         [](OneOfMany::AllReduce all_reduce, int rank, int ranks,

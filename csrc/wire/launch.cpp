@@ -20,6 +20,10 @@ std::string backend_name(c10d::ProcessGroup& group, c10::DeviceType device_type)
   }
 }
 
+bool is_nccl(const std::string& backend_name) {
+  return backend_name == "nccl" || backend_name == "nccl2" || backend_name == "nccl-lazy";
+}
+
 void when_back(c10d::Work& work, c10::Device device, Launch launch, OnSuccess on_success) {
   work.getFuture()->addCallback(
       [launch = std::move(launch), on_success = std::move(on_success), device](c10::ivalue::Future& future) {

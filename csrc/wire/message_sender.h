@@ -32,7 +32,7 @@ class MessageSender {
   // The group has to outlive every call of `send`.
   MessageSender(c10d::ProcessGroup& group, BucketSlots& slots, MessageStatistics& statistics)
       : group_(group),
-        has_nccl_(backend_name(group, c10::kCUDA) == "nccl"),
+        has_nccl_(is_nccl(backend_name(group, c10::kCUDA))),
         slots_(slots),
         statistics_(statistics),
         direct_(group, staging_, statistics) {}

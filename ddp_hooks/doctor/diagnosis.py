@@ -24,9 +24,6 @@ from .traffic import World
 
 _C = _extension.load()
 
-# Who contributes is known of so many ranks at most (csrc/layout/contributors.h).
-_MOST_DIRECT_RANKS = 64
-
 
 class Diagnosis:
     """Watches a DDP module while its block is open; :func:`ddp_hooks.diagnose` makes it.
@@ -183,14 +180,9 @@ def diagnose(ddp: torch.nn.Module) -> Diagnosis:
 def _describe_world(ddp: DistributedDataParallel) -> World:
     group = ddp.process_group
     ranks = dist.get_world_size(group)
-    # As the engine asks it: a group of several backends has no name of its own, and one written in Python no backend.
-    try:
-        name = group._get_backend(torch.device(ddp.device_type)).name()
-    except RuntimeError:
-        name = group.name()
     return World(
         ranks,
-        1 < ranks <= _MOST_DIRECT_RANKS and name in ("gloo", "nccl"),
+        _C.can_send_directly(group, torch.device(ddp.device_type)),
         len(grid(ranks, LARGEST_AXIS)) == 1,
         ddp.device_type != "cpu",
     )
