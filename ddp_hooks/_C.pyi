@@ -211,6 +211,15 @@ class ValuesProbe:
     def wants_values(self, arg0: int, /) -> bool: ...  # step
     def observe(self, arg0: int, arg1: int, arg2: int, /) -> None: ...  # step, used_bytes, zero_bytes
 
+# In which parameters units are agreed on, as engine.cpp asks; gradients it is shown there only.
+class UnitsDetector:
+    def __init__(self, *, detector: ValuesDetector, units: UnitSettings, probe: ProbeSettings) -> None: ...
+    def use_layout(self, arg0: LayoutOfBuckets, /) -> None: ...
+    def objections(self, arg0: bool, /) -> UsageMask: ...  # whether there are none
+    def choose(self, arg0: UsageMask, arg1: UsageMask, arg2: int, /) -> UsageMask: ...  # used, objections, step
+    def is_due(self, arg0: int, arg1: int, /) -> bool: ...  # parameter, the next step
+    def observe(self, arg0: int, arg1: int, arg2: int, arg3: int, /) -> None: ...  # parameter, step, elements, sent
+
 # Takes a flat tensor; returns (any non-zero, any -0.0 if all are zero).
 def nonzero_scan(arg0: torch.Tensor, /) -> tuple[bool, bool]: ...
 
@@ -233,6 +242,9 @@ class PendingUnitScan:
 def start_unit_scan(
     flat: torch.Tensor, offset: int, length: int, unit_length: int, candidates: Sequence[int] | None = None
 ) -> PendingUnitScan: ...
+
+# Slices: (offset, length, unit length). Returns which part of a sample of its units is zero, of each.
+def sample_units(arg0: torch.Tensor, arg1: Sequence[tuple[int, int, int]], /) -> list[float]: ...
 
 # Whether the CUDA kernels are in this build, and whether the current stream of a tensor's device is being captured.
 def has_cuda() -> bool: ...
@@ -263,6 +275,14 @@ def emulate_unit_scan(
 def backend_name(arg0: ProcessGroup, arg1: torch.device, /) -> str: ...
 def is_nccl(arg0: str, /) -> bool: ...
 def can_send_directly(arg0: ProcessGroup, arg1: torch.device, /) -> bool: ...
+
+# Slices: (offset, length, unit length). Returns (launches, warps, bytes of the widest access, sectors of 32 bytes
+# loaded), and of each slice how many of its sampled units are zero.
+def emulate_unit_sample(
+    arg0: torch.Tensor, arg1: Sequence[tuple[int, int, int]], /
+) -> tuple[tuple[int, int, int, int], list[int]]: ...
+
+SAMPLES_PER_LAUNCH: int
 
 # --- the engine ---
 

@@ -76,7 +76,8 @@ class Policy:
             paid. It does nothing for ``units``: a parameter is looked into for as long as each step pays.
         first_pause_steps: with ``values="adaptive"``, steps before the first probe; the pause doubles while probes find
             nothing. ``units="adaptive"`` does not wait for it: gradients are sampled from the first step on, and a
-            parameter for which looking did not pay is left alone for so many steps, then for twice as many.
+            parameter for which looking did not pay is left alone for so many steps, then for twice as many. On a GPU
+            so is one that is sampled in vain, because that costs its host more.
         longest_pause_steps: the longest of these pauses, for ``values`` and for ``units``.
         min_divided_bytes: a parameter with less is one unit, that is, sent whole or not at all. Bytes.
         min_unit_bytes: rows (slices along the first dimension) shorter than this are put together to units of at least

@@ -1,8 +1,8 @@
 """The CUDA kernels' indexing, played on the CPU: tables, chunks, lanes and words, with every access checked.
 
-The code that runs here is the code that the kernels run (csrc/kernels/cuda/slice_table.h, lanes.h, units.h); what a GPU
-adds is tested in test_cuda_kernels.py. An access that is not aligned, out of bounds, or writes a byte twice raises by
-itself.
+The code that runs here is the code that the kernels run (csrc/kernels/cuda/slice_table.h, lanes.h, units.h,
+samples.h); what a GPU adds is tested in test_cuda_kernels.py. An access that is not aligned, out of bounds, or writes a
+byte twice raises by itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from test_slice_copy import (
     random_ranges,
     total,
 )
+from test_unit_sample import SAMPLED, random_slices, sampled_zeros
 from test_unit_scan import FLOAT_UNITS, random_slice
 from test_unit_scan import check as check_units
 
@@ -299,3 +300,47 @@ def test_only_zeros_are_read_in_full(dtype: torch.dtype) -> None:
         assert loaded_sectors(flat, unit_length) == -(-units * unit_bytes // SECTOR_BYTES)
         flat.view(units, unit_length)[:, 0] = 1.0
         assert loaded_sectors(flat, unit_length) == units
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", range(12))
+def test_samples_of_units(dtype: torch.dtype, seed: int) -> None:
+    flat, slices = random_slices(dtype, random.Random(seed))
+    (launches, warps, _, _), zeros = _C.emulate_unit_sample(flat, slices)
+    assert zeros == [sampled_zeros(flat, *one)[0] for one in slices]
+    assert (launches, warps) == (1, SAMPLED * len(slices))
+
+
+@DTYPES
+def test_every_element_of_a_sampled_unit_is_looked_at(dtype: torch.dtype) -> None:
+    word = WORDS[dtype]
+    unit_length = LARGEST_CHUNK_BYTES // dtype.itemsize + 40  # a chunk and some
+    flat = aligned(3 * unit_length - 5, dtype, 3)
+    flat.view(word).fill_(torch.iinfo(word).min)
+    units = [(0, flat.numel(), unit_length)]
+    assert _C.emulate_unit_sample(flat, units)[1] == [3]
+    for position in range(0, flat.numel(), 7):
+        flat.view(word)[position] = 1
+        assert _C.emulate_unit_sample(flat, units)[1] == [2]
+        flat.view(word)[position] = torch.iinfo(word).min
+
+
+@pytest.mark.parametrize("count", [0, 1, 160, 161, 1300, 1301, 2700])
+def test_samples_of_many_gradients_take_few_launches(count: int) -> None:
+    # A launch for each gradient, as it used to be, costs the host more than all that is read.
+    flat = torch.zeros(3 * count)
+    flat[1::9] = 1.0  # of each third slice one unit
+    slices = [(3 * i, 3, 1) for i in range(count)]
+    (launches, warps, _, _), zeros = _C.emulate_unit_sample(flat, slices)
+    assert launches == -(-count // _C.SAMPLES_PER_LAUNCH)
+    assert warps == SAMPLED * count
+    assert zeros == [2 if i % 3 == 0 else 3 for i in range(count)]
+
+
+def test_of_dense_gradients_little_is_read() -> None:
+    rows, row = 200, 4 * LARGEST_CHUNK_BYTES // 4
+    flat = aligned(rows * row, torch.float32, 0)
+    everything = SAMPLED * row * 4 // SECTOR_BYTES
+    assert _C.emulate_unit_sample(flat, [(0, flat.numel(), row)])[0][3] == everything
+    flat.view(rows, row)[:, 0] = 1.0
+    assert _C.emulate_unit_sample(flat, [(0, flat.numel(), row)])[0][3] == everything // 4

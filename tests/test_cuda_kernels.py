@@ -19,6 +19,7 @@ from test_slice_copy import (
     random_ranges,
     total,
 )
+from test_unit_sample import random_slices, sampled_zeros
 from test_unit_scan import FLOAT_UNITS, random_slice
 
 from ddp_hooks import _C
@@ -243,6 +244,22 @@ def test_units_of_more_elements_than_an_int_counts() -> None:
     last = (size - 1) // 1000
     assert negative_zeros == [last]
     assert [i for i, word in enumerate(words) if word] == [(size - 1001) // 1000 // 64]
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", range(6))
+def test_samples_of_units(dtype: torch.dtype, seed: int, stream: torch.cuda.Stream) -> None:
+    flat, slices = random_slices(dtype, random.Random(seed))
+    expected = [zeros / taken for zeros, taken in (sampled_zeros(flat, *one) for one in slices)]
+    assert _C.sample_units(flat.cuda(), slices) == expected
+
+
+def test_samples_of_more_gradients_than_a_launch_holds() -> None:
+    count = 2 * _C.SAMPLES_PER_LAUNCH + 5
+    flat = torch.zeros(100 * count, device="cuda")
+    flat[3::200] = 1.0
+    slices = [(100 * i, 100, 10) for i in range(count)]
+    assert _C.sample_units(flat, slices) == [0.9 if i % 2 == 0 else 1.0 for i in range(count)]
 
 
 def test_a_unit_scan_is_like_any_other(no_waiting: None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -892,6 +893,25 @@ def auto_leaves_dense_ones(rank: int) -> None:
 
 def test_auto_leaves_dense_ones() -> None:
     run_ranks(2, auto_leaves_dense_ones)
+
+
+def samples_in_a_step(rank: int) -> None:
+    """All gradients of a bucket are sampled at once: on a device each sample is a launch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(7)))
+    ddp = DistributedDataParallel(model)
+    register(ddp, ADAPTIVE, True)
+    for _ in range(2):  # DDP makes its buckets anew after the first
+        ddp(torch.randn(64, 32)).square().sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ddp(torch.randn(64, 32)).square().sum().backward()
+    names = Counter(event.name() for event in profile.profiler.kineto_results.events())
+    assert names["ddp_hooks::bucket"] == 1
+    assert names["ddp_hooks::sample"] == 1
+
+
+def test_a_bucket_is_sampled_at_once() -> None:
+    run_ranks(2, samples_in_a_step)
 
 
 def ranks_join(rank: int) -> None:

@@ -16,6 +16,7 @@
 #include "kernels/slice_copy.h"
 #include "kernels/staging_copy.h"
 #include "kernels/tensor_hash.h"
+#include "kernels/unit_sample.h"
 #include "kernels/unit_scan.h"
 
 namespace py = pybind11;
@@ -76,6 +77,16 @@ void bind_slices(py::module_& m) {
       py::arg("flat"), py::arg("offset"), py::arg("length"), py::arg("unit_length"), py::arg("candidates") = py::none(),
       py::call_guard<py::gil_scoped_release>());
 
+  // Which part of a sample of its units is zero, of each slice: (offset, length, unit length).
+  m.def(
+      "sample_units",
+      [](const at::Tensor& flat, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& slices) {
+        std::vector<UnitsOfSlice> units;
+        for (const auto& [offset, length, unit_length] : slices) units.push_back({{flat, offset, length}, unit_length});
+        return start_unit_sample(units).wait();
+      },
+      py::call_guard<py::gil_scoped_release>());
+
   m.def("has_cuda", &has_cuda);
   m.def("is_capturing", [](const at::Tensor& tensor) { return is_capturing(tensor.device()); });
 }
@@ -123,7 +134,24 @@ void bind_emulation(py::module_& m) {
     return std::make_tuple(std::make_tuple(run.launches, run.chunks, run.widest_word_bytes, run.sectors_loaded),
                            std::make_tuple(result.nonzero, result.negative_zeros));
   });
+  // (launches, warps, bytes of the widest access, sectors of 32 bytes loaded), and how many sampled units are zero.
+  m.def("emulate_unit_sample", [](const at::Tensor& flat,
+                                  const std::vector<std::tuple<int64_t, int64_t, int64_t>>& slices) {
+    std::vector<cuda::UnitsOfMemory> memory;
+    const int64_t element_size = flat.element_size();
+    for (const auto& [offset, length, unit_length] : slices) {
+      check_range(flat, offset, length);
+      TORCH_CHECK(length > 0 && unit_length > 0, "emulate_unit_sample: expected a unit at least, received ", length,
+                  " elements in units of ", unit_length);
+      memory.push_back({static_cast<char*>(flat.data_ptr()) + offset * element_size, length * element_size,
+                        std::min(unit_length, length) * element_size});
+    }
+    std::vector<int64_t> zeros;
+    const auto run = cuda::emulate_unit_sample(memory, element_type_of(flat), zeros);
+    return std::make_tuple(std::make_tuple(run.launches, run.chunks, run.widest_word_bytes, run.sectors_loaded), zeros);
+  });
   m.attr("SLICES_PER_LAUNCH") = cuda::kLargeTable;
+  m.attr("SAMPLES_PER_LAUNCH") = cuda::kLargeSamples;
 }
 
 // Hashes what a tensor says, not how it lies in memory: its elements in row-major order, so that a channels-last tensor

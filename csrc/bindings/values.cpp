@@ -1,4 +1,7 @@
+#include <pybind11/stl.h>
+
 #include "bindings/rooms.h"
+#include "values/units_detector.h"
 #include "values/values_probe.h"
 
 namespace py = pybind11;
@@ -22,6 +25,17 @@ void bind_values(py::module_& m) {
       .def(py::init<const ProbeSettings&>())
       .def("wants_values", &ValuesProbe::wants_values)
       .def("observe", &ValuesProbe::observe);
+
+  py::class_<UnitsDetector>(m, "UnitsDetector")
+      .def(py::init([](ValuesDetector detector, const UnitSettings& units, const ProbeSettings& probe) {
+             return UnitsDetector({detector, units, probe});
+           }),
+           py::kw_only(), py::arg("detector"), py::arg("units"), py::arg("probe"))
+      .def("use_layout", &UnitsDetector::use_layout)
+      .def("objections", &UnitsDetector::objections)
+      .def("choose", &UnitsDetector::choose)
+      .def("is_due", &UnitsDetector::is_due)
+      .def("observe", &UnitsDetector::observe);
 }
 
 }  // namespace ddp_hooks

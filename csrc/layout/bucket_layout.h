@@ -18,7 +18,8 @@ struct ParameterSlice {
   int64_t row_length = 0;
 };
 
-// A bucket's kind holds its dtype from this bit on, the type of its device from that one on, the device's index below.
+// A bucket's kind holds its dtype from this bit on, the type of its device (torch's number; 0 is the CPU) from that one
+// on, the device's index below.
 constexpr int kDtypeShift = 32;
 constexpr int kDeviceTypeShift = 16;
 
@@ -32,6 +33,7 @@ struct BucketLayout {
   bool sparse = false;
 
   int64_t bytes() const { return numel * element_bytes; }
+  bool is_on_cpu() const { return (kind >> kDeviceTypeShift & 0xffff) == 0; }
 };
 
 struct LayoutOfBuckets {

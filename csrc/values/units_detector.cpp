@@ -1,46 +1,30 @@
 #include "values/units_detector.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
+#include <utility>
 
 #include "agreement/mask_codec.h"
 
 namespace ddp_hooks {
 namespace {
 
-// A gradient is looked at in so many of its units.
-constexpr int64_t kSampledUnits = 64;
-// Dense ones are told apart at a glance: by the beginnings of so many, which cost a cache line each.
-constexpr int64_t kGlancedUnits = 8;
-constexpr int64_t kGlancedElements = 8;
 // Less than this part of the units is not worth an exchange, whatever the policy asks for.
 constexpr double kLeastZeros = 1.0 / 8;
-
-std::vector<SliceOfTensor> sample_of(const SliceOfTensor& gradient, const Units& units, int64_t count,
-                                     int64_t most_elements) {
-  std::vector<SliceOfTensor> sample;
-  const int64_t taken = std::min(count, units.count());
-  for (int64_t i = 0; i < taken; ++i) {
-    const int64_t unit = i * units.count() / taken;
-    const int64_t length = std::min(units.end(unit) - units.begin(unit), most_elements);
-    sample.push_back({gradient.flat, gradient.offset + units.begin(unit), length});
-  }
-  return sample;
-}
-
-double zero_fraction(const std::vector<ScanResult>& results) {
-  const auto zeros = std::count_if(results.begin(), results.end(), [](const ScanResult& r) { return !r.any_nonzero; });
-  return static_cast<double>(zeros) / static_cast<double>(std::max<size_t>(results.size(), 1));
-}
 
 }  // namespace
 
 void UnitsDetector::use_layout(const LayoutOfBuckets& layout) {
   needed_.assign(layout.buckets.size(), {});
   std::vector<size_t> parameters;
+  UsageMask on_device(layout.parameter_count);
   if (settings_.detector != ValuesDetector::kOff) {
     for (const BucketLayout& bucket : layout.buckets) {
       for (const ParameterSlice& slice : bucket.slices) {
-        if (!bucket.sparse && units_of(slice, bucket).count() > 1) parameters.push_back(slice.parameter);
+        if (bucket.sparse || units_of(slice, bucket).count() <= 1) continue;
+        parameters.push_back(slice.parameter);
+        if (!bucket.is_on_cpu()) on_device.set(slice.parameter);
       }
     }
   }
@@ -50,7 +34,9 @@ void UnitsDetector::use_layout(const LayoutOfBuckets& layout) {
   if (std::equal(divided_.begin(), divided_.end(), parameters.begin(), parameters.end(), same)) return;
   divided_.clear();
   samples_.clear();
-  for (size_t parameter : parameters) divided_.push_back({parameter, false, settings_.probe.first_pause_steps, 0});
+  for (size_t parameter : parameters) {
+    divided_.push_back({parameter, on_device.test(parameter), false, false, settings_.probe.first_pause_steps, 0});
+  }
   // Until this rank has seen a gradient.
   objections_ = UsageMask(divided_.size(), true);
 }
@@ -69,8 +55,11 @@ UsageMask UnitsDetector::objections(bool none) {
   if (!is_adaptive()) return {};
   if (none) return UsageMask(divided_.size());
   const double least = std::max(kLeastZeros, settings_.probe.min_zero_fraction);
-  for (auto& [index, sample] : samples_) {
-    if (zero_fraction(sample.wait()) >= least) objections_.clear(index);
+  for (auto& [objectors, sample] : samples_) {
+    const std::vector<double>& zero_fractions = sample.wait();
+    for (size_t i = 0; i < objectors.size(); ++i) {
+      if (zero_fractions[i] >= least) objections_.clear(objectors[i]);
+    }
   }
   samples_.clear();
   return objections_;
@@ -82,41 +71,52 @@ bool UnitsDetector::may_choose() const {
                      [&](const Divided& divided) { return divided.pays || !is_adaptive(); });
 }
 
-UsageMask UnitsDetector::choose(const UsageMask& used, const UsageMask& objections, int64_t step) const {
+UsageMask UnitsDetector::choose(const UsageMask& used, const UsageMask& objections, int64_t step) {
   UsageMask chosen(used.size());
   for (size_t i = 0; i < divided_.size(); ++i) {
-    const Divided& divided = divided_[i];
+    Divided& divided = divided_[i];
     if (!used.test(divided.parameter)) continue;
-    const bool wanted = !is_adaptive() || divided.pays || (step >= divided.next_step && !objections.test(i));
-    if (wanted) chosen.set(divided.parameter);
+    const bool is_due = step >= divided.next_step;
+    if (!is_adaptive() || divided.pays || (is_due && !objections.test(i))) {
+      chosen.set(divided.parameter);
+      divided.looked_at = false;
+    } else if (divided.on_device) {
+      if (is_due && divided.looked_at) leave_alone(divided, step);
+      // It travels whole in this step, so that every rank looks at it, if it is due in the next one.
+      divided.looked_at = step + 1 >= divided.next_step;
+    }
   }
   return chosen;
 }
 
-void UnitsDetector::look(const BucketLayout& bucket, const at::Tensor& flat, const BucketSlots& slots,
-                         const UsageMask& whole, int64_t next) {
-  if (!is_adaptive()) return;
-  for (const ParameterSlice& slice : bucket.slices) {
-    const Divided* divided = whole.test(slice.parameter) ? find(slice.parameter) : nullptr;
-    if (divided == nullptr || next < divided->next_step) continue;
-    const auto index = static_cast<size_t>(divided - divided_.data());
-    if (!slots.has_gradient(slice.parameter)) {
-      objections_.clear(index);  // nothing is as good as zeros
-    } else if (!slots.is_vacant(slice.parameter)) {
-      sample(index, {flat, slice.offset, slice.length}, units_of(slice, bucket));
-    } else if (const at::Tensor gradient = slots.find(slice.parameter); gradient.defined()) {
-      sample(index, {gradient, 0, slice.length}, units_of(slice, bucket));
-    }
-  }
+bool UnitsDetector::is_due(size_t parameter, int64_t next) {
+  const Divided* divided = is_adaptive() ? find(parameter) : nullptr;
+  return divided != nullptr && next >= divided->next_step;
 }
 
-void UnitsDetector::sample(size_t index, const SliceOfTensor& gradient, const Units& units) {
-  objections_.set(index);
-  if (gradient.flat.is_cpu()) {
-    PendingScan glance = start_scan(sample_of(gradient, units, kGlancedUnits, kGlancedElements));
-    if (zero_fraction(glance.wait()) == 0) return;
+void UnitsDetector::look(const BucketLayout& bucket, const at::Tensor& flat, const BucketSlots& slots,
+                         const UsageMask& whole, int64_t next) {
+  std::vector<size_t> objectors;
+  std::vector<UnitsOfSlice> gradients;
+  for (const ParameterSlice& slice : bucket.slices) {
+    if (!whole.test(slice.parameter) || !is_due(slice.parameter, next)) continue;
+    const auto index = static_cast<size_t>(find(slice.parameter) - divided_.data());
+    if (!slots.has_gradient(slice.parameter)) {
+      objections_.clear(index);  // nothing is as good as zeros
+      continue;
+    }
+    SliceOfTensor gradient{flat, slice.offset, slice.length};
+    if (slots.is_vacant(slice.parameter)) {
+      gradient = {slots.find(slice.parameter), 0, slice.length};
+      if (!gradient.flat.defined()) continue;
+    }
+    objections_.set(index);
+    objectors.push_back(index);
+    gradients.push_back({std::move(gradient), units_of(slice, bucket).length});
   }
-  samples_.emplace_back(index, start_scan(sample_of(gradient, units, kSampledUnits, units.length)));
+  if (objectors.empty()) return;
+  RECORD_FUNCTION("ddp_hooks::sample", std::vector<c10::IValue>());
+  samples_.emplace_back(std::move(objectors), start_unit_sample(gradients));
 }
 
 void UnitsDetector::observe(size_t parameter, int64_t step, int64_t elements, int64_t sent_elements) {
@@ -127,10 +127,14 @@ void UnitsDetector::observe(size_t parameter, int64_t step, int64_t elements, in
       zeros > 0 && static_cast<double>(zeros) >= settings_.probe.min_zero_fraction * static_cast<double>(elements);
   if (divided->pays) {
     divided->pause = settings_.probe.first_pause_steps;
-    return;
+  } else {
+    leave_alone(*divided, step);
   }
-  divided->next_step = saturating_sum(step + 1, divided->pause);
-  divided->pause = std::min(saturating_sum(divided->pause, divided->pause), settings_.probe.longest_pause_steps);
+}
+
+void UnitsDetector::leave_alone(Divided& divided, int64_t step) const {
+  divided.next_step = saturating_sum(step + 1, divided.pause);
+  divided.pause = std::min(saturating_sum(divided.pause, divided.pause), settings_.probe.longest_pause_steps);
 }
 
 size_t UnitsDetector::capacity_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t bits) const {

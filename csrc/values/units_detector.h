@@ -5,6 +5,9 @@
 // then find tells exactly what that saves, and decides whether they go on: if it is too little, they leave it for a
 // while, which doubles each time.
 //
+// A look at a dense gradient costs the CPU a glance, so it looks in every step. A device it costs a launch, and its
+// host more than that, so there they leave for a while, likewise, what they have looked at and some rank objects to.
+//
 // Thread-safety: none; the engine locks. Ranks differ in their samples, and so in what they object to. Every rank must
 // agree on everything else: the layout, the settings, the agreed masks, the step number.
 #pragma once
@@ -16,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/nonzero_scan.h"
+#include "kernels/unit_sample.h"
 #include "layout/bucket_layout.h"
 #include "layout/units.h"
 #include "layout/usage_mask.h"
@@ -46,11 +49,13 @@ class UnitsDetector {
   UsageMask objections(bool none);
   // Whether units of some parameter may be agreed on in the next step.
   bool may_choose() const;
-  // In which of the `used` parameters units are agreed on in this step.
-  UsageMask choose(const UsageMask& used, const UsageMask& objections, int64_t step) const;
+  // In which of the `used` parameters units are agreed on in this step, of which `objections` are every rank's.
+  UsageMask choose(const UsageMask& used, const UsageMask& objections, int64_t step);
 
-  // Takes samples of a bucket's gradients, for what may be chosen in the step `next`: of those that travel `whole` in
-  // this one. `flat` is the bucket.
+  // Whether a parameter may be chosen in the step `next` if nobody objects. The same on every rank.
+  bool is_due(size_t parameter, int64_t next);
+  // Takes a sample of a bucket's gradients, for what is due in the step `next`: of those that travel `whole` in this
+  // one. `flat` is the bucket.
   void look(const BucketLayout& bucket, const at::Tensor& flat, const BucketSlots& slots, const UsageMask& whole,
             int64_t next);
   // What was agreed on in a parameter that was: how many of its elements are sent.
@@ -63,23 +68,25 @@ class UnitsDetector {
  private:
   struct Divided {
     size_t parameter = 0;
-    bool pays = false;      // in the last step it did
-    int64_t pause = 0;      // how long to leave it when it does not
-    int64_t next_step = 0;  // not before this one
+    bool on_device = false;
+    bool looked_at = false;  // by every rank, on a device, since it was left alone
+    bool pays = false;       // in the last step it did
+    int64_t pause = 0;       // how long to leave it when it does not
+    int64_t next_step = 0;   // not before this one
   };
   struct Needed {
     std::vector<size_t> parameters;
     size_t words = 0;
   };
   Divided* find(size_t parameter);
-  void sample(size_t index, const SliceOfTensor& gradient, const Units& units);
+  void leave_alone(Divided& divided, int64_t step) const;
   bool is_adaptive() const { return settings_.detector == ValuesDetector::kAdaptive; }
 
   UnitsSettings settings_;
-  std::vector<Divided> divided_;  // by the parameters' indices
-  UsageMask objections_;          // a bit for each of them
-  std::vector<std::pair<size_t, PendingScan>> samples_;
-  std::vector<Needed> needed_;  // by bucket
+  std::vector<Divided> divided_;                                            // by the parameters' indices
+  UsageMask objections_;                                                    // a bit for each of them
+  std::vector<std::pair<std::vector<size_t>, PendingUnitSample>> samples_;  // of which objections
+  std::vector<Needed> needed_;                                              // by bucket
 };
 
 }  // namespace ddp_hooks

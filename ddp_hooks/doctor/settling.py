@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ..policies import PRESETS, Policy
 from .traffic import Traffic, UnionStep, UnitCost, World, mixed_traffic, unit_cost, units_traffic, who_matters
 
-# So many units of a gradient are sampled, and of so many the beginnings are looked at first.
+# So many units of a gradient are sampled, and on the CPU the beginnings of so many are looked at first.
 _SAMPLED_UNITS, _GLANCED_UNITS = 64, 8
 # Below this part of zero units nobody asks.
 _LEAST_ZERO_UNITS = 1 / 8
@@ -46,6 +46,7 @@ class _Units:
     pause: int
     pays: bool = False
     objected: bool = True  # until the ranks have seen a gradient
+    looked_at: bool = False  # on a device, since it was left alone
 
 
 @dataclass(slots=True)
@@ -125,7 +126,11 @@ class _Simulation:
                 by_bucket[number] = found
         least = max(_LEAST_ZERO_UNITS, self._least)
         objects = {
-            i: any(_objects(mask, step.slots[i].units, least) for mask in step.units_by_rank(i)) for i in divisible
+            i: any(
+                _objects(mask, step.slots[i].units, least, not self._world.is_on_device)
+                for mask in step.units_by_rank(i)
+            )
+            for i in divisible
         }
         return _Facts(step, by_bucket, {i: unit_cost(step, i) for i in divisible}, objects)
 
@@ -137,11 +142,23 @@ class _Simulation:
             self._observe_units(number, facts, bucket, [i for i in parameters if i in chosen])
         if values:
             self._observe_values(number, facts.step, chosen)
-        for index in facts.costs.keys() - chosen:
-            units = self._units_of(index)
-            if number + 1 >= units.next_step:
-                units.objected = facts.objects[index]
+        for index in facts.costs:
+            self._look(number, self._units_of(index), index in chosen, facts.objects[index])
         return traffic
+
+    def _look(self, number: int, units: _Units, is_chosen: bool, objects: bool) -> None:
+        if is_chosen:
+            units.looked_at = False
+            return
+        if self._world.is_on_device and units.looked_at and number >= units.next_step:
+            self._leave_alone(number, units)
+        units.looked_at = number + 1 >= units.next_step
+        if units.looked_at:
+            units.objected = objects
+
+    def _leave_alone(self, number: int, units: _Units) -> None:
+        units.next_step = number + 1 + units.pause
+        units.pause = min(2 * units.pause, self._policy.longest_pause_steps)
 
     def _units_of(self, index: int) -> _Units:
         return self._units.setdefault(index, _Units(0, self._policy.first_pause_steps))
@@ -160,8 +177,7 @@ class _Simulation:
                 units.pause = self._policy.first_pause_steps
                 continue
             self._failed = True
-            units.next_step = number + 1 + units.pause
-            units.pause = min(2 * units.pause, self._policy.longest_pause_steps)
+            self._leave_alone(number, units)
 
     def _observe_values(self, number: int, step: UnionStep, chosen: frozenset[int]) -> None:
         used_bytes = zero_bytes = 0
@@ -192,12 +208,12 @@ def _element_bytes(step: UnionStep, bucket: int) -> int:
     return int(step.layout.buckets[bucket].element_bytes)
 
 
-def _objects(mask: int, units: int, least: float) -> bool:
+def _objects(mask: int, units: int, least: float, glances: bool) -> bool:
     """Say whether a rank's sample of a gradient has too few zeros.
 
-    At a glance it sees the beginnings of a few units; here these count as zero where the whole unit is.
+    At a glance, on the CPU, it sees the beginnings of a few units; here these count as zero where the whole unit is.
     """
-    if _zero_fraction(mask, units, _GLANCED_UNITS) == 0:
+    if glances and _zero_fraction(mask, units, _GLANCED_UNITS) == 0:
         return True
     return _zero_fraction(mask, units, _SAMPLED_UNITS) < least
 

@@ -11,6 +11,7 @@
 #include <unordered_set>
 
 #include "kernels/cuda/lanes.h"
+#include "kernels/cuda/samples.h"
 #include "kernels/cuda/units.h"
 
 namespace ddp_hooks::cuda {
@@ -236,6 +237,35 @@ EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, El
   nonzero_units.pop_back();
   nonzero_units.insert(nonzero_units.end(), negative_zero_units.begin(), negative_zero_units.end() - 1);
   result = read_bitmaps(nonzero_units.data(), units.count);
+  run.widest_word_bytes = memory.widest();
+  run.sectors_loaded = memory.sectors_loaded();
+  return run;
+}
+
+EmulatedRun emulate_unit_sample(const std::vector<UnitsOfMemory>& slices, ElementType type,
+                                std::vector<int64_t>& zeros) {
+  CheckedMemory memory;
+  for (const UnitsOfMemory& slice : slices) memory.allow(slice.address, slice.bytes);
+  memory.seal();
+  zeros.clear();
+  EmulatedRun run;
+  for_each_sample_table(slices.data(), slices.size(), [&](const auto& table, size_t first) -> const char* {
+    if (first != zeros.size()) throw std::logic_error("a launch does not go on where the last one ended");
+    run.launches += 1;
+    run.chunks += warp_count(table);
+    // Behind the words one that nobody may touch.
+    std::vector<uint32_t> words(static_cast<size_t>(table.count) * kWordsPerSample + 1);
+    // More warps than the table has, as in blocks that are launched whole.
+    for (int64_t warp = 0; warp < warp_count(table) + kWarpsPerBlock; ++warp) {
+      look_at_unit(sampled_unit_of_warp(table, warp), scan_masks(element_bytes(type)), PlayedWarp{}, memory,
+                   words.data());
+    }
+    if (words.back() != 0) throw std::logic_error("a bit past the words");
+    for (int32_t i = 0; i < table.count; ++i) {
+      zeros.push_back(count_zeros(words.data() + i * kWordsPerSample, count_units(table.slices[i])));
+    }
+    return nullptr;
+  });
   run.widest_word_bytes = memory.widest();
   run.sectors_loaded = memory.sectors_loaded();
   return run;

@@ -1,27 +1,10 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/unit_scan.h"
 #include "kernels/cuda/units.h"
+#include "kernels/cuda/warp.cuh"
 
 namespace ddp_hooks::cuda {
 namespace {
-
-// One lane of a warp, all of whose lanes call these together.
-struct WarpOfLane {
-  int lane;
-
-  template <typename FoundByLane>
-  __device__ __forceinline__ Votes vote(const FoundByLane& found_by_lane) const {
-    const uint32_t found = found_by_lane(lane);
-    return {__ballot_sync(kWholeWarp, (found & kFoundNonzero) != 0),
-            __ballot_sync(kWholeWarp, (found & kFoundNegativeZero) != 0)};
-  }
-
-  // Looked at before it is written, or all warps of a long unit would queue up to write the same.
-  __device__ __forceinline__ void merge(uint32_t* word, uint32_t bits) const {
-    const volatile uint32_t* const seen = word;
-    if (lane == 0 && bits != 0 && (bits & ~*seen) != 0) atomicOr(word, bits);
-  }
-};
 
 // As many registers as nonzero_scan_kernel may have, and for the same reason.
 __global__ void __launch_bounds__(kBlockThreads, 8)

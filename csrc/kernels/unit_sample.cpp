@@ -1,0 +1,133 @@
+#include "kernels/unit_sample.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "kernels/cpu/nonzero_scan.h"
+#include "kernels/cuda/samples.h"  // which units are sampled is the same on every device
+#include "kernels/devices.h"
+
+#ifdef DDP_HOOKS_WITH_CUDA
+#include <c10/core/DeviceGuard.h>
+
+#include "kernels/cuda/unit_sample.h"
+#include "kernels/device_answer.h"
+#endif
+
+namespace ddp_hooks {
+namespace {
+
+// What a glance looks at: the beginnings of so many units, a cache line each.
+constexpr int64_t kGlancedUnits = 8;
+constexpr int64_t kGlancedElements = 8;
+
+int64_t count_units(const UnitsOfSlice& units) {
+  return (units.slice.length - 1) / units.unit_length + 1;
+}
+
+void check_alike(const std::vector<UnitsOfSlice>& slices) {
+  const at::Tensor& first = slices.front().slice.flat;
+  check_device(first.device());
+  for (const auto& [slice, unit_length] : slices) {
+    check_range(slice.flat, slice.offset, slice.length);
+    TORCH_CHECK(slice.length > 0 && unit_length > 0,
+                "ddp_hooks: expected a unit of an element at least, received units of ", unit_length, " elements in ",
+                slice.length);
+    TORCH_CHECK(slice.flat.device() == first.device() && slice.flat.scalar_type() == first.scalar_type(),
+                "ddp_hooks: expected slices of ", first.scalar_type(), " on ", first.device(), ", received one of ",
+                slice.flat.scalar_type(), " on ", slice.flat.device());
+  }
+}
+
+// Of the first elements of `taken` units.
+double zero_fraction(const UnitsOfSlice& units, int64_t taken, int64_t most_elements, ElementType type) {
+  const int64_t count = count_units(units);
+  int64_t zeros = 0;
+  for (int64_t i = 0; i < taken; ++i) {
+    const int64_t begin = i * count / taken * units.unit_length;
+    const int64_t length = std::min({units.slice.length - begin, units.unit_length, most_elements});
+    const SliceOfTensor unit{units.slice.flat, units.slice.offset + begin, length};
+    zeros += !cpu::nonzero_scan(address_of(unit), length, type).any_nonzero;
+  }
+  return static_cast<double>(zeros) / static_cast<double>(taken);
+}
+
+double zero_fraction(const UnitsOfSlice& units, ElementType type) {
+  const int64_t count = count_units(units);
+  if (zero_fraction(units, std::min(kGlancedUnits, count), kGlancedElements, type) == 0) return 0;
+  return zero_fraction(units, cuda::sampled_count(count), units.unit_length, type);
+}
+
+}  // namespace
+
+#ifdef DDP_HOOKS_WITH_CUDA
+
+struct PendingUnitSample::OnDevice {
+  std::vector<int64_t> units;  // of each slice
+  DeviceAnswer answer;
+};
+
+#else
+
+struct PendingUnitSample::OnDevice {};
+
+#endif
+
+PendingUnitSample::PendingUnitSample() = default;
+PendingUnitSample::~PendingUnitSample() = default;
+PendingUnitSample::PendingUnitSample(PendingUnitSample&&) noexcept = default;
+PendingUnitSample& PendingUnitSample::operator=(PendingUnitSample&&) noexcept = default;
+
+const std::vector<double>& PendingUnitSample::wait() {
+#ifdef DDP_HOOKS_WITH_CUDA
+  if (on_device_) {
+    const uint32_t* words = on_device_->answer.wait();
+    for (const int64_t units : on_device_->units) {
+      const auto zeros = static_cast<double>(cuda::count_zeros(words, units));
+      zero_fractions_.push_back(zeros / static_cast<double>(cuda::sampled_count(units)));
+      words += cuda::kWordsPerSample;
+    }
+    on_device_.reset();
+  }
+#endif
+  return zero_fractions_;
+}
+
+PendingUnitSample start_unit_sample(const std::vector<UnitsOfSlice>& slices) {
+  PendingUnitSample sample;
+  if (slices.empty()) return sample;
+  check_alike(slices);
+  const ElementType type = element_type_of(slices.front().slice.flat);
+#ifdef DDP_HOOKS_WITH_CUDA
+  const c10::Device device = slices.front().slice.flat.device();
+  if (device.is_cuda()) {
+    const c10::DeviceGuard guard(device);
+    const c10::Stream stream = current_stream(device);
+    std::vector<cuda::UnitsOfMemory> memory;
+    std::vector<int64_t> units;
+    for (const auto& [slice, unit_length] : slices) {
+      check_aligned(slice.flat);
+      slice.flat.record_stream(stream);
+      const int64_t element_size = slice.flat.element_size();
+      // A unit may be said to be longer than the slice, in as many bytes as no number counts.
+      memory.push_back(
+          {address_of(slice), slice.length * element_size, std::min(unit_length, slice.length) * element_size});
+      units.push_back(cuda::count_units(memory.back()));
+    }
+    const auto words = static_cast<int64_t>(memory.size()) * cuda::kWordsPerSample;
+    sample.on_device_.reset(new PendingUnitSample::OnDevice{std::move(units), {device, words}});
+    DeviceAnswer& answer = sample.on_device_->answer;
+    const char* error = cuda::unit_sample(memory.data(), memory.size(), type, answer.device_words(),
+                                          answer.host_words(), current_stream_handle(device));
+    answer.started_on(stream);
+    TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not sample gradients: ", error);
+    return sample;
+  }
+#endif
+  for (const UnitsOfSlice& units : slices) sample.zero_fractions_.push_back(zero_fraction(units, type));
+  return sample;
+}
+
+}  // namespace ddp_hooks
