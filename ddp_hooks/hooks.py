@@ -24,6 +24,11 @@ from .wording import check_fields, short
 
 _C = _extension.load()
 
+_MAKE_ANOTHER = (
+    "call state = ddp_hooks.register(ddp) on every rank, or register a new SkipUnusedState(ddp), and to go on with "
+    "what saved = state.state_dict() returned, state.load_state_dict(saved)"
+)
+
 # Every state that was tied to a module, in this order.
 _tied: list[weakref.ref["SkipUnusedState"]] = []
 
@@ -54,7 +59,7 @@ class SkipUnusedState:
 
     def __init__(self, ddp: DistributedDataParallel, policy: Policy | str = "auto", **settings: Any) -> None:
         self._start(PRESETS["auto"], Statistics())
-        self._bind(ddp, policy, settings, native=False)
+        self._attach(ddp, policy, settings, native=False)
 
     def _start(self, policy: Policy, earlier: Statistics) -> None:
         self._policy = policy
@@ -67,18 +72,7 @@ class SkipUnusedState:
         """The policy in force."""
         return self._policy
 
-    def bind(self, ddp: DistributedDataParallel) -> None:
-        """Tie a state that was unpickled or copied to a module; every rank calls it. A new state is tied already.
-
-        Args:
-            ddp: the module that the hook will be registered with.
-
-        Raises:
-            RuntimeError: the state is tied to a module; otherwise as for the class.
-        """
-        self._bind(ddp, self._policy, {}, native=False)
-
-    def _bind(
+    def _attach(
         self, module: torch.nn.Module, policy: Policy | str, settings: Mapping[str, Any], *, native: bool
     ) -> None:
         function = "register" if native else "SkipUnusedState"
@@ -86,24 +80,21 @@ class SkipUnusedState:
         # From here on problems are collected and raised together, so that no rank is left waiting for the others.
         resolved, bad_policy = _resolve_or_error(policy, settings, self._policy)
         problem = None if bad_policy is None else str(bad_policy)
-        if self._is_bound():
-            problem = "the state already serves a DistributedDataParallel module; make one state for each module"
         meet_to_register(ddp.process_group, function)
         groups = agree_to_serve(ddp, function, resolved, problem, bad_policy)
         self._policy = resolved
-        self._earlier, self._service = self.stats(), None
         self._service = Service(ddp, resolved, groups, hook=skip_unused_hook, state=self, native=native)
         keep_place(ddp)
         _tied[:] = [other for other in _tied if other() not in (None, self)] + [weakref.ref(self)]
 
-    def _is_bound(self) -> bool:
+    def _is_attached(self) -> bool:
         return self._service is not None and self._service.engine is not None
 
     def _require_service(self) -> Service:
         if self._service is None or self._service.ddp is None:
             raise RuntimeError(
                 "SkipUnusedState: expected a state that serves a module, received one whose module is gone, that was "
-                "closed, or that was unpickled; call state.bind(ddp) on every rank"
+                f"closed, or that was unpickled or copied; {_MAKE_ANOTHER}"
             )
         return self._service
 
@@ -115,7 +106,7 @@ class SkipUnusedState:
         """Take the hook off the module, which trains on as plain DDP, and close the groups that the state opened.
 
         Every rank calls it, between two steps. The state keeps its policy and its statistics; a closed one stays closed
-        until it is bound again. It need not be called: a state closes when its module goes.
+        for good. It need not be called: a state closes when its module goes.
 
         Raises:
             RuntimeError: a backward pass is under way.
@@ -223,7 +214,7 @@ class SkipUnusedState:
             policy, statistics = _decode(state_dict)
         except (TypeError, ValueError) as wrong:
             error = wrong
-        if self._is_bound():
+        if self._is_attached():
             self._change_policy("load_state_dict", policy, error)
         elif error is not None:
             raise error
@@ -231,16 +222,20 @@ class SkipUnusedState:
         self._restart_statistics(statistics)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the module, its engine and the group behind: they cannot travel, and `bind` makes them again."""
+        """Leave the module, its engine and the group behind: they cannot travel.
+
+        DDP copies and pickles what is registered with it together with the module. A copy of a state serves no module:
+        it keeps policy and statistics, and whoever uses it for more is told how to make another.
+        """
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Come back without a module; see :meth:`bind`."""
+        """Come back without a module."""
         self._start(*_decode(state))
 
     def __repr__(self) -> str:
         """Name the policy, and whether the state serves a module."""
-        return f"SkipUnusedState(policy={self._policy.name!r}, {'bound' if self._is_bound() else 'unbound'})"
+        return f"SkipUnusedState(policy={self._policy.name!r}, {'attached' if self._is_attached() else 'detached'})"
 
 
 def skip_unused_hook(
@@ -269,9 +264,8 @@ def skip_unused_hook(
     if engine is None:
         received = repr(state) if isinstance(state, SkipUnusedState) else type(state).__name__
         return _C.failed_future(  # type: ignore[no-any-return]
-            f"skip_unused_hook: expected a SkipUnusedState that serves this module, received {received}; register it "
-            "with ddp.register_comm_hook(ddp_hooks.SkipUnusedState(ddp), ddp_hooks.skip_unused_hook), and after "
-            "unpickling a state call state.bind(ddp) first"
+            f"skip_unused_hook: expected a SkipUnusedState that serves this module, received {received}; a state "
+            f"serves the module that it was made for, and none after unpickling or copying: {_MAKE_ANOTHER}"
         )
     return engine.run(bucket)  # type: ignore[no-any-return]
 
@@ -302,7 +296,7 @@ def register(ddp: torch.nn.Module, policy: Policy | str = "auto", **settings: An
         return registered
     state = SkipUnusedState.__new__(SkipUnusedState)
     state._start(PRESETS["auto"], Statistics())
-    state._bind(module, policy, settings, native=True)
+    state._attach(module, policy, settings, native=True)
     return state
 
 

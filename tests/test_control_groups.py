@@ -380,17 +380,18 @@ def closed(rank: int, native: bool) -> None:
         assert reduced(ddp, rank) == 3
     assert seen == ["tensor", "accumulated"] * 3
     assert state.stats() == sent
-    # Bound to a module again, or made anew.
+    # Closed for good; another one takes its place, and goes on with its statistics if it is told to.
     again = register(ddp, "auto", native)
     assert again is not state
     assert reduced(ddp, rank) == 3
     assert again.stats().steps == 1
     with again.unused("weight"):
         again.close()
-    state.bind(ddp)
-    ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    third = register(ddp, "skip_unused", native)
+    third.load_state_dict(state.state_dict())
     assert reduced(ddp, rank) == 3
-    assert state.stats().steps == sent.steps + 1
+    assert third.stats().steps == sent.steps + 1
+    assert state.stats() == sent
 
 
 @pytest.mark.parametrize("native", [False, True])

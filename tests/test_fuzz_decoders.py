@@ -183,7 +183,7 @@ def test_statistics() -> None:
     assert_clear(decode, mutations(STATE["statistics"]))
 
 
-def unbound(value: Any = STATE) -> ddp_hooks.SkipUnusedState:
+def detached(value: Any = STATE) -> ddp_hooks.SkipUnusedState:
     """Return a state as pickle makes one."""
     state = ddp_hooks.SkipUnusedState.__new__(ddp_hooks.SkipUnusedState)
     state.__setstate__(value)
@@ -194,17 +194,17 @@ def use_state(state: ddp_hooks.SkipUnusedState) -> None:
     assert repr(state)
     use_policy(state.policy)
     use_statistics(state.stats())
-    unbound(json.loads(json.dumps(state.state_dict())))
+    detached(json.loads(json.dumps(state.state_dict())))
 
 
 def test_what_a_state_saves_can_be_loaded() -> None:
-    use_state(unbound())
-    assert unbound().state_dict() == STATE
+    use_state(detached())
+    assert detached().state_dict() == STATE
 
 
 def test_load_state_dict() -> None:
     def decode(value: Any) -> None:
-        state = unbound()
+        state = detached()
         try:
             state.load_state_dict(value)
         except BaseException:
@@ -216,7 +216,7 @@ def test_load_state_dict() -> None:
 
 
 def test_pickled_state() -> None:
-    assert_clear(lambda value: use_state(unbound(value)), mutations(STATE))
+    assert_clear(lambda value: use_state(detached(value)), mutations(STATE))
 
 
 def test_freeze_schedule() -> None:

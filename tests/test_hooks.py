@@ -279,29 +279,43 @@ def test_auto_follows_the_model() -> None:
 # --- checkpoints and copies
 
 
-def pickled_state(rank: int) -> None:
+def detached_state(rank: int, native: bool) -> None:
+    """A state that was copied serves no module, and cannot be made to: it says how to go on whatever it is asked."""
     ddp = wrapped()
-    state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
-    ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    state = register(ddp, "skip_unused", native)
     run_step(ddp, 0)
     before = state.stats()
-    copied = pickle.loads(pickle.dumps(state))
-    assert copied.policy == state.policy
-    assert copied.stats() == before
-    assert "unbound" in repr(copied)
-    assert "state.bind(ddp)" in error_of(copied.usage)
+    twin = copy.deepcopy(ddp)
+    for copied in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state), twin._comm_hooks[0][1]):
+        assert copied.policy == state.policy
+        assert copied.stats() == before
+        assert not hasattr(copied, "bind")
+        assert ("attached" in repr(state), "detached" in repr(copied)) == (True, True)
+        refused = wrapped()
+        refused.register_comm_hook(copied, ddp_hooks.skip_unused_hook)
+        for call in (
+            copied.usage,
+            lambda copied=copied: copied.set_policy("auto"),
+            lambda ddp=refused: run_step(ddp, 0),
+        ):
+            message = error_of(call)
+            assert "ddp_hooks.register(ddp)" in message
+            assert "load_state_dict(" in message
+        assert copied.stats() == before
 
-    resumed = wrapped()
-    copied.bind(resumed)
-    resumed.register_comm_hook(copied, ddp_hooks.skip_unused_hook)
-    run_step(resumed, 0)
-    assert copied.stats().payload_bytes == 2 * before.payload_bytes
-    assert copied.stats().steps == 2
-    assert "already serves" in error_of(lambda: copied.bind(ddp))
+        # What it says.
+        resumed = wrapped()
+        fresh = ddp_hooks.register(resumed)
+        fresh.load_state_dict(copied.state_dict())
+        run_step(resumed, 0)
+        assert fresh.policy == state.policy
+        assert fresh.stats().payload_bytes == 2 * before.payload_bytes
+        assert fresh.stats().steps == 2
 
 
-def test_pickled_state() -> None:
-    run_ranks(2, pickled_state)
+@pytest.mark.parametrize("native", [False, True])
+def test_detached_state(native: bool) -> None:
+    run_ranks(2, detached_state, native)
 
 
 def state_dict(rank: int) -> None:
@@ -328,22 +342,24 @@ def test_state_dict() -> None:
     run_ranks(2, state_dict)
 
 
-def copied_module(rank: int) -> None:
+def copied_module(rank: int, native: bool) -> None:
     """DDP drops the hook when it is copied; the copy must train as plain DDP and take a state of its own."""
     ddp = wrapped()
-    ddp_hooks.register(ddp, "skip_unused")
+    held = register(ddp, "skip_unused", native)
     run_step(ddp, 0)
     for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
         run_step(twin, 0)
-        state = ddp_hooks.register(twin, "skip_unused")
+        state = register(twin, "skip_unused", native)
         run_step(twin, 0)
         assert state.stats().steps == 1
         assert torch.equal(twin.module.head.weight.grad, ddp.module.head.weight.grad)
     run_step(ddp, 0)
+    assert held.stats().steps == 2
 
 
-def test_copied_module() -> None:
-    run_ranks(2, copied_module)
+@pytest.mark.parametrize("native", [False, True])
+def test_copied_module(native: bool) -> None:
+    run_ranks(2, copied_module, native)
 
 
 def changed_policy(rank: int) -> None:

@@ -228,7 +228,7 @@ def second_state(rank: int) -> None:
     run_pass(ddp, rank)
     assert second.stats().steps == 3
     assert first.stats().steps == 0
-    assert "unbound" in repr(first)
+    assert "detached" in repr(first)
 
 
 def test_second_state() -> None:
