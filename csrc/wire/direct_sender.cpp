@@ -188,6 +188,7 @@ void DirectSender::collect(Launch launch, const DirectMessage& message, DirectPl
     }
   }
   waiting.work = all_to_all(waiting.received, waiting.sent, std::move(splits));
+  *step.messages_not_back += 1;
   waiting_.push_back(std::move(waiting));
 }
 
@@ -225,6 +226,7 @@ void DirectSender::send_sums(const std::shared_ptr<StepInFlight>& step) {
   if (!contributions(step)) return;
   Waiting waiting = std::move(waiting_.front());
   waiting_.pop_front();
+  *step->messages_not_back -= 1;
   send_sums_of(std::move(waiting));
 }
 

@@ -25,6 +25,7 @@ bool is_nccl(const std::string& backend_name) {
 }
 
 void when_back(c10d::Work& work, c10::Device device, Launch launch, OnSuccess on_success) {
+  *launch.step->messages_not_back += 1;
   work.getFuture()->addCallback(
       [launch = std::move(launch), on_success = std::move(on_success), device](c10::ivalue::Future& future) {
         const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
@@ -32,6 +33,8 @@ void when_back(c10d::Work& work, c10::Device device, Launch launch, OnSuccess on
         if (!error) {
           try {
             on_success(future);
+            // Before a bucket completes, since the next step may begin then.
+            *launch.step->messages_not_back -= 1;
           } catch (...) {
             error = std::current_exception();
           }

@@ -10,6 +10,7 @@
 #include <c10/core/Event.h>
 
 #include <atomic>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <memory>
@@ -69,6 +70,8 @@ struct StepInFlight {
   std::shared_ptr<const WirePlan> plan;
   UsageMask brought;  // these parameters' gradients lie in their places already, scaled
   size_t next_staging = 0;
+  // Messages that are under way or have failed: somebody may still write to their memory. Outlives the step.
+  const std::shared_ptr<std::atomic<int64_t>> messages_not_back = std::make_shared<std::atomic<int64_t>>(0);
   std::exception_ptr error;  // once set, the buckets still to come fail with it
 
   double divisor_of(size_t parameter) const {

@@ -1,0 +1,156 @@
+"""A step after one whose collectives failed, while those still write into what they were handed."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import slow_group
+import torch
+import torch.distributed as dist
+from spawn import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_hooks
+
+BACKEND = "failing_gloo"
+
+
+class FailingWork(slow_group.SlowWork):
+    def __init__(self) -> None:
+        super().__init__()
+        self._over: torch.futures.Future[Any] = torch.futures.Future()
+        # What a future of Python's is given with `set_exception` C++ takes for its value.
+        self.later = self._over.then(self._raise)
+
+    def _raise(self, over: object) -> None:
+        raise RuntimeError("failed on purpose")
+
+    def fail(self) -> None:
+        self._over.set_result(None)
+
+
+class FailingGroup(slow_group.SlowGroup):
+    """Gloo, whose collectives on gradients fail a little later when it is told so.
+
+    They go on to write into their tensors: when the next step has filled a message, and before that is read.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner, 0)
+        self.fails = False
+        self.still_written: list[torch.Tensor] = []
+        self.handed: list[torch.Tensor] = []  # held, so that nobody else is given that memory
+        self.names: set[str] = set()
+        self.name_told = BACKEND
+
+    def getBackendName(self) -> str:
+        return self.name_told
+
+    def _run_or_fail(self, name: str, tensors: list[torch.Tensor], begin: Any) -> slow_group.SlowWork:
+        if not tensors[0].is_floating_point():  # DDP's own, of its used map
+            return self._later(begin, tensors)
+        if self.fails:
+            work = FailingWork()
+            self.names.add(name)
+            threading.Timer(0.05, work.fail).start()
+            self.still_written += tensors
+            return work
+        for tensor in self.still_written:
+            tensor.fill_(torch.nan)
+        self.handed += tensors
+        return self._later(begin, tensors)
+
+    def allreduce(self, tensors: Any, options: Any = None) -> slow_group.SlowWork:
+        tensors = tensors if isinstance(tensors, list) else [tensors]
+        options = dist.AllreduceOptions() if options is None else options
+        return self._run_or_fail("all_reduce", tensors, lambda: self._inner.allreduce(tensors, options))
+
+    def all_to_all_single(self, received: Any, sent: Any, received_numels: Any, sent_numels: Any, options: Any) -> Any:
+        def begin() -> Any:
+            return self._inner.alltoall_base(received, sent, received_numels, sent_numels, options)
+
+        return self._run_or_fail("all_to_all", [received, sent], begin)
+
+    alltoall_base = all_to_all_single  # as torch before 2.13 calls it
+
+
+def new_failing_group() -> Any:
+    def create(store: Any, rank: int, size: int, timeout: Any) -> FailingGroup:
+        return FailingGroup(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
+    return dist.new_group(backend=BACKEND)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # Never next to each other, so that they are gathered into a message and do not travel in DDP's own memory.
+        self.trunk = nn.Linear(4, 4)
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.head(self.branches[branch](self.trunk(x)))
+
+
+def step_after_failure(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], expected: set[str]) -> None:
+    torch.manual_seed(0)
+    model = Branches()
+    options: dict[str, Any] = {"find_unused_parameters": True}
+    plain = DistributedDataParallel(copy.deepcopy(model), **options)
+    group = new_failing_group()
+    ddp = DistributedDataParallel(model, process_group=group, **options)
+    # Others are handed no all-to-all; and DDP, when it is made, looks for a backend behind this name.
+    group.name_told = "gloo"
+    ddp_hooks.register(ddp, policy)
+
+    def step(ddp: DistributedDataParallel) -> None:
+        ddp.zero_grad()
+        ddp(torch.full((2, 4), rank + 1.0), by_rank[rank]).sum().backward()
+
+    step(plain)
+    for _ in range(2):  # with what the steps before leave behind
+        step(ddp)
+        group.fails = True
+        with pytest.raises(RuntimeError, match="failed on purpose"):
+            step(ddp)
+        assert group.names == expected
+        assert group.still_written
+        group.fails = False
+        step(ddp)
+        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if ours.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad)
+        assert all(tensor.isnan().all() for tensor in group.still_written)
+        group.still_written.clear()
+    # Otherwise a step takes the memory of the one before.
+    handed = []
+    for _ in range(2):
+        group.handed = []
+        step(ddp)
+        handed.append(group.handed)
+    first, second = ([tensor.data_ptr() for tensor in tensors] for tensors in handed)
+    assert first == second != []
+
+
+@pytest.mark.parametrize(
+    ("policy", "by_rank", "collectives"),
+    [
+        # The same everywhere, two runs gathered into a message.
+        (ddp_hooks.Policy("packed"), [1, 1], {"all_reduce"}),
+        # A branch for each rank, which spreads it; beside it the others' message.
+        (ddp_hooks.Policy("spread", min_direct_bytes=0), [0, 2], {"all_reduce", "all_to_all"}),
+        # Two of three ranks contribute, and one of them sums.
+        (ddp_hooks.Policy("owners", min_direct_bytes=0, owners=True), [0, 0, 2], {"all_reduce", "all_to_all"}),
+    ],
+    ids=["packed", "spread", "owners"],
+)
+def test_step_after_failure(policy: ddp_hooks.Policy, by_rank: list[int], collectives: set[str]) -> None:
+    run_ranks(len(by_rank), step_after_failure, policy, by_rank, collectives)
