@@ -10,11 +10,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from . import service
+from . import _extension, service
 from .parameters import Selector, select
+from .reducer import parameters_of
 from .registration import find_ddp
-from .wording import check_fields, check_flag, check_int, short
+from .wording import check_fields, check_flag, check_int, short, short_list
 from .wrappers import uncompiled
+
+_C = _extension.load()
 
 
 def freeze(
@@ -39,11 +42,14 @@ def freeze(
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: something in ``what`` matches no parameter, or nothing is given. Then nothing has changed.
+        RuntimeError: ``module`` is a DDP module that would wait for these gradients in vain, because it has neither a
+            hook of this package nor ``find_unused_parameters=True``. Nothing has changed then either.
     """
     model = _model("freeze", module)
     check_flag("eval_norms", eval_norms)
     check_flag("keep_gradients", keep_gradients)
     parameters = _selected(model, what)
+    _check_not_awaited(module, parameters)
     for parameter in parameters.values():
         parameter.requires_grad_(False)
         if not keep_gradients:
@@ -138,6 +144,7 @@ class FreezeSchedule:
 
         Raises:
             ValueError: a pattern matches nothing any more, because the module has changed. Then nothing is done.
+            RuntimeError: as for :func:`freeze`; then nothing is done.
         """
         self._check(self._next_step)
         changed = self._do(self._next_step)
@@ -150,7 +157,9 @@ class FreezeSchedule:
         if step in self._unfreeze:
             _check_trainable(_selected(model, self._unfreeze[step]))
         if step in self._freeze:
-            _selected(model, self._freeze[step])
+            # What is thawed at the same step, before, is trained when it is frozen.
+            thawed = _selected(model, self._unfreeze[step]) if step in self._unfreeze else {}
+            _check_not_awaited(self._module, _selected(model, self._freeze[step]), thawed)
 
     def _do(self, step: int) -> tuple[str, ...]:
         changed: tuple[str, ...] = ()
@@ -174,6 +183,7 @@ class FreezeSchedule:
             TypeError: it is no dictionary, or holds a step that is no int.
             ValueError: it is of something else, holds a negative step, or a pattern matches nothing any more. Then
                 nothing is done.
+            RuntimeError: as for :func:`freeze`; then nothing is done.
         """
         check_fields("FreezeSchedule.load_state_dict", state_dict, ("next_step",), ("next_step",))
         next_step = state_dict["next_step"]
@@ -222,6 +232,30 @@ def _selected(model: nn.Module, what: Sequence[Selector]) -> dict[str, nn.Parame
     if not what:
         raise ValueError("expected patterns, modules or parameters, received none; '*' means all of them")
     return select(model, *what)
+
+
+def _check_not_awaited(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], thawed: Mapping[str, nn.Parameter] | None = None
+) -> None:
+    """Refuse to freeze what plain DDP waits for; ``thawed`` are parameters that will be trained by then."""
+    ddp = uncompiled(module)
+    if not isinstance(ddp, DistributedDataParallel) or ddp.find_unused_parameters or service.is_served(ddp):
+        return
+    if ddp.static_graph and _C.reducer_forward_passes(ddp.reducer) == 0:
+        return  # its first pass finds out what is unused
+    awaited = {id(parameter) for parameter in parameters_of(ddp)[0]}
+    names = [
+        name
+        for name, parameter in parameters.items()
+        if id(parameter) in awaited and (parameter.requires_grad or name in (thawed or {}))
+    ]
+    if names:
+        raise RuntimeError(
+            "freeze: expected a module with a hook of this package, or one with find_unused_parameters=True, received "
+            f"one that would wait in the next step for the gradients of {short_list(names)}, and raise 'Expected to "
+            "have finished reduction' in the one after it. Call ddp_hooks.register(ddp) first, wrap with "
+            "find_unused_parameters=True, or freeze before wrapping"
+        )
 
 
 def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -457,6 +457,12 @@ def _service_of(ddp: DistributedDataParallel) -> Service | None:
     return None if reference is None else reference()
 
 
+def is_served(ddp: DistributedDataParallel) -> bool:
+    """Say whether the module has a state, the hook of which is registered or is going to be."""
+    service = _service_of(ddp)
+    return service is not None and service.engine is not None
+
+
 def rebuild(ddp: DistributedDataParallel, find_unused_parameters: bool | None = None) -> bool:
     """Make the Reducer of a module with a hook anew; arguments and errors as for :func:`ddp_hooks.rebuild`."""
     service = _service_of(ddp)

@@ -1024,6 +1024,79 @@ def test_schedule() -> None:
     refused(lambda: ddp_hooks.FreezeSchedule(model, {1: "7"}), ValueError, "matches none")
 
 
+NOT_WITHOUT = (
+    r"freeze: expected .* ddp_hooks\.register\(ddp\) first, .* find_unused_parameters=True, or freeze before wrapping"
+)
+
+
+def frozen_without_a_hook(rank: int) -> None:
+    """What plain DDP would wait for in vain is refused, and nothing has changed; the way out works."""
+
+    def steps(ddp: DistributedDataParallel) -> None:
+        for _ in range(3):
+            ddp(torch.ones(2, 8)).sum().backward()
+
+    def trainable(ddp: DistributedDataParallel) -> list[bool]:
+        return [parameter.requires_grad for parameter in ddp.parameters()]
+
+    # What it is about.
+    plain = wrap(make_model())
+    plain.module[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        steps(plain)
+
+    ddp = wrap(make_model())
+    steps(ddp)
+    before = trainable(ddp)
+    gradient = ddp.module[0].weight.grad
+    refused(lambda: ddp_hooks.freeze(ddp, "0"), RuntimeError, NOT_WITHOUT)
+    refused(lambda: ddp_hooks.freeze(torch.compile(ddp), "0"), RuntimeError, NOT_WITHOUT)
+    schedule = ddp_hooks.FreezeSchedule(ddp, {0: "0"}, {0: "2"})
+    refused(schedule.step, RuntimeError, NOT_WITHOUT)
+    refused(lambda: schedule.load_state_dict({"next_step": 1}), RuntimeError, NOT_WITHOUT)
+    assert trainable(ddp) == before
+    assert ddp.module[0].weight.grad is gradient
+
+    # With a hook, however it is registered, also one that is made and not registered yet.
+    state = ddp_hooks.register(ddp)
+    assert schedule.step() == ("2.weight", "2.bias", "0.weight", "0.bias")
+    steps(ddp)
+    ddp_hooks.unfreeze(ddp, "*")
+    state.close()
+    refused(lambda: ddp_hooks.freeze(ddp, "0"), RuntimeError, NOT_WITHOUT)
+    state = ddp_hooks.SkipUnusedState(ddp)
+    ddp_hooks.freeze(ddp, "0")
+    around = type(state)  # a hook around ours, whose state is not ours
+    ddp.register_comm_hook((state, around), hook_around)
+    ddp_hooks.freeze(ddp, "2")
+    steps(ddp)
+
+    # With a search; where nothing is frozen that DDP waits for; and for the model, of which nobody knows who wraps it.
+    searching = wrap(make_model(), find_unused_parameters=True)
+    ddp_hooks.freeze(searching, "0")
+    steps(searching)
+    model = make_model()
+    model[0].requires_grad_(False)
+    wrapped = wrap(model)
+    assert ddp_hooks.freeze(wrapped, "0") == ("0.weight", "0.bias")
+    steps(wrapped)
+    refused(lambda: ddp_hooks.freeze(wrapped, "0", "2"), RuntimeError, NOT_WITHOUT)
+    ddp_hooks.freeze(model, "2")
+    # A static graph is learned in the first pass.
+    static = wrap(make_model(), static_graph=True)
+    ddp_hooks.freeze(static, "0")
+    steps(static)
+    refused(lambda: ddp_hooks.freeze(static, "2"), RuntimeError, NOT_WITHOUT)
+
+
+def hook_around(pair, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations as objects
+    return ddp_hooks.skip_unused_hook(pair[0], bucket)
+
+
+def test_freezing_without_a_hook_is_refused() -> None:
+    run_ranks(2, frozen_without_a_hook)
+
+
 def gradients_across_a_rebuild(rank: int, search: bool) -> None:
     """What a rebuild takes out of the Reducer travels if it was accumulated since the last step, and else never."""
     ddp = wrap(make_model(), find_unused_parameters=search)
