@@ -76,6 +76,7 @@ def test_the_page_shows_what_is_printed(number: int, tmp_path: Path) -> None:
         (quoted,) = QUOTE.findall(PAGE.read_text())
         assert without_times(questions_part(printed)) == without_times(quoted)
         assert "trained for" not in printed, "the run went on after the last step that is watched"
+        assert printed.count("Stopped your script after 12 steps; --continue lets it go on.") == 1
         found = json.loads((tmp_path / "d.json").read_text())
         (diagnosis,) = found["diagnoses"]
         assert diagnosis["ranks"] == 2
@@ -93,6 +94,14 @@ def test_the_script_goes_on_if_that_is_asked_for() -> None:
     printed = run(["--nproc-per-node", "2", "-m", "ddp_hooks", "doctor", "--steps", "2", "--continue", *script], 0)
     assert "ddp_hooks doctor: 2 steps on 2 ranks" in printed
     assert printed.count("trained for 6 steps") == 2
+    assert "Stopped your script" not in printed
+
+
+def test_a_script_that_ends_by_itself_was_not_stopped() -> None:
+    script = ["tests/doctored/multi_task.py", "3", "--search"]
+    printed = run(["--nproc-per-node", "2", "-m", "ddp_hooks", "doctor", "--steps", "4", *script], 0)
+    assert "ddp_hooks doctor: 3 steps on 2 ranks" in printed
+    assert "Stopped your script" not in printed
 
 
 def write_page() -> None:

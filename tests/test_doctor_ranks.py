@@ -101,11 +101,17 @@ def test_three_ranks_are_told_apart(tmp_path: Path) -> None:
     # Wherever lines end.
     texts, printed = zip(*((" ".join(text.split()), " ".join(more.split())) for text, more in outcomes), strict=True)
     assert len(set(texts)) == 1
-    assert "of ranks 0" not in texts[0]
-    assert "of rank 0" in texts[0]
+    assert (
+        "heads.0 1.05 MB not used by every rank: some rank used it in every step, all did in none; rank 0 did"
+        in texts[0]
+    )
+    assert (
+        "heads.2 1.05 MB not used by every rank: some rank used it in 2 of 4 steps, all did in none; rank 2" in texts[0]
+    )
     assert printed[1] == printed[2] == ""
     assert "6 steps on 3 ranks" in printed[0]
-    assert "of ranks 0, 1, 2" in printed[0]
+    assert "some rank used it in every step, all did in none; ranks 0, 1, 2 did" in printed[0]
+    assert "Stopped your script after 6 steps; --continue lets it go on." in printed[0]
     assert "trained to the end" not in printed[0]
     (diagnosis,) = json.loads(result.read_text())["diagnoses"]
     patterns = {one["name"]: one["pattern"] for one in diagnosis["parameters"]}

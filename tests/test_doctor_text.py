@@ -78,6 +78,34 @@ def a_model_of(*parameters: ParameterVerdict) -> Findings:
     return Findings(2, 4, 10**7, parameters, modules, (), None, (), "Add nothing.", ())
 
 
+def used(name: str, *patterns: str) -> ParameterVerdict:
+    steps = sum("#" in step for step in zip(*patterns, strict=True))
+    ranks = tuple(rank for rank, pattern in enumerate(patterns) if "#" in pattern)
+    return ParameterVerdict(name, 10**6, SOME_RANKS, steps, ranks, None, patterns)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ([used("a", "#.#.", ".#.#")], "some rank used it in every step, all did in none; ranks 0, 1 did"),
+        ([used("a", "####", ".#.#")], "some rank used it in every step, all did in 2 of 4 steps; ranks 0, 1 did"),
+        ([used("a", "####", "....")], "some rank used it in every step, all did in none; rank 0 did"),
+        ([used("a", "#.-.", "..-.")], "some rank used it in 1 of 4 steps, all did in none; rank 0 did"),
+        (
+            [used("a.0", "##..", "#..."), used("a.1", "####", "#...")],
+            "some rank used it in 2 to 4 of 4 steps, all did in 1 of 4 steps; ranks 0, 1 did (2 parameters)",
+        ),
+    ],
+)
+def test_what_not_every_rank_used(parameters: list[ParameterVerdict], said: str) -> None:
+    findings = a_model_of(*parameters, make("b.0", USED, 2, 4))
+    text = " ".join(describe(findings).split())
+    assert f" not used by every rank: {said} (1 of" in text
+    assert "used by some ranks only" not in text + draw_page([findings])
+    drawn = draw_page([findings])
+    assert f"not used by every rank, {parameters[0].steps_used} of 4 steps" not in drawn
+
+
 class Page(HTMLParser):
     """Notes the drawings, the rows of tables, and that every element is closed."""
 

@@ -140,6 +140,54 @@ def test_one_process_and_a_module(tmp_path: Path) -> None:
     assert "package/program.py" in frames[0]
 
 
+@pytest.mark.parametrize("command", ["run", "doctor"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.distributed.init_process_group('gloo')",
+        "torch.distributed.init_process_group()",
+        "torch.distributed.init_process_group('gloo', rank=int(os.environ['RANK']))",
+        "int(os.environ['LOCAL_RANK'])",
+    ],
+)
+def test_without_a_launcher(command: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "train.py").write_text(f"import os, torch.distributed\n{line}\n")
+    done = run(tmp_path, "-m", "ddp_hooks", command, "train.py", "--lr", "0 1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert " ".join(done.stderr.split()) == (
+        f"ddp_hooks {command}: the script expects to be one of several ranks, and no launcher has started it. Start it "
+        f"with torchrun, for instance: torchrun --nproc-per-node 2 -m ddp_hooks {command} train.py --lr '0 1'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "environment"),
+    [
+        ("os.environ['RANKS']", {}),
+        ("{}['RANK']", {}),
+        ("raise ValueError('environment variable HOME expected, but not set')", {}),
+        # Started by something; the script's error is its own.
+        ("int(os.environ['LOCAL_RANK'])", {"RANK": "0"}),
+    ],
+)
+def test_an_error_of_the_scripts_own_is_shown(
+    line: str, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "train.py").write_text(f"import os\n{line}\n")
+    for command in ("run", "doctor"):
+        done = run(tmp_path, "-m", "ddp_hooks", command, "train.py")
+        assert done.returncode == 1
+        assert "Traceback" in done.stderr
+        assert "torchrun" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import re
+import shlex
 import shutil
 import sys
 import textwrap
 from pathlib import Path
 from typing import NoReturn
+
+from ddp_hooks.wording import fill
+
+# What a launcher tells each process of where it is.
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -66,3 +74,38 @@ def script_of(parsed: argparse.Namespace) -> list[str]:
     if not script:
         parsed.refuse("expected a script to run, or -m and a module, received neither")
     return script
+
+
+def explain_missing_launcher(command: str, error: BaseException) -> bool:
+    """Say how to start a script that failed because nothing has started it as one of several ranks.
+
+    Args:
+        command: the command that has run it.
+        error: what the script raised.
+
+    Returns:
+        Whether that is why, and was said.
+    """
+    if "RANK" in os.environ or not _misses_a_rank(error):
+        return False
+    original = sys.orig_argv
+    begins = [i for i, pair in enumerate(itertools.pairwise(original)) if pair == ("-m", "ddp_hooks")]
+    line = shlex.join(original[begins[0] :]) if begins else f"-m ddp_hooks {command} SCRIPT ..."
+    text = (
+        f"ddp_hooks {command}: the script expects to be one of several ranks, and no launcher has started it. Start it "
+        f"with torchrun, for instance: torchrun --nproc-per-node 2 {line}"
+    )
+    print(fill(text), file=sys.stderr)
+    return True
+
+
+def _misses_a_rank(error: BaseException) -> bool:
+    if isinstance(error, KeyError):
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        # os.environ has said it, and no other dictionary.
+        return trace is not None and trace.tb_frame.f_globals.get("__name__") == "os" and error.args[0] in _LAUNCHED
+    # What init_process_group() says.
+    found = re.search(r"environment variable (\w+) expected, but not set", str(error))
+    return isinstance(error, ValueError) and found is not None and found[1] in _LAUNCHED

@@ -9,7 +9,7 @@ from ddp_hooks import run_report
 from ddp_hooks.policies import PRESETS, parse_settings, resolve
 from ddp_hooks.script import run_script
 
-from .options import add_script_to, parse_new_file, script_of
+from .options import add_script_to, explain_missing_launcher, parse_new_file, script_of
 
 
 def add_to(commands: Any) -> None:
@@ -52,6 +52,8 @@ def _execute(parsed: argparse.Namespace) -> int:
         run_script(script, as_module=parsed.as_module)
     except BaseException as error:
         failed = not (isinstance(error, SystemExit) and error.code in (None, 0))
+        if explain_missing_launcher("run", error):
+            return 2
         raise
     finally:
         # Also where the script raised, or left by sys.exit().

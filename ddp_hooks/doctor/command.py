@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..commands.options import add_script_to, parse_new_file, parse_positive, script_of
+from ..commands.options import add_script_to, explain_missing_launcher, parse_new_file, parse_positive, script_of
 from ..construction import watch_construction
 from ..groups import launched_rank
 from ..script import run_script
@@ -111,7 +111,7 @@ def run(options: Options) -> int:
         options: what the command line asks for.
 
     Returns:
-        The exit status: 0 when the steps were watched.
+        The exit status: 0 when the steps were watched, 2 when there was nothing to watch.
 
     Raises:
         BaseException: what the script raised.
@@ -121,12 +121,14 @@ def run(options: Options) -> int:
         try:
             run_script(options.script, as_module=options.as_module)
         except _EnoughSeen:
-            pass
+            session.was_stopped = True
         except SystemExit as end:
             if end.code not in (None, 0):
                 session.abandon(end)
                 raise
         except BaseException as error:
+            if explain_missing_launcher("doctor", error):
+                return 2
             session.abandon(error)
             raise
     session.conclude()
@@ -134,9 +136,14 @@ def run(options: Options) -> int:
 
 
 class _Session:
-    """The modules that a run has made, each with its diagnosis."""
+    """The modules that a run has made, each with its diagnosis.
+
+    Attributes:
+        was_stopped: the script did not end by itself.
+    """
 
     def __init__(self, options: Options) -> None:
+        self.was_stopped = False
         self._options = options
         self._open: list[tuple[Diagnosis, Watchdog]] = []
         self._concluded: list[Diagnosis] = []
@@ -204,6 +211,9 @@ class _Session:
             if len(self._concluded) > 1:
                 print(f"\n--- module {number + 1} of {len(self._concluded)}")
             print(diagnosis, flush=True)
+        if self.was_stopped:
+            steps = f"{self._options.steps} step{'' if self._options.steps == 1 else 's'}"
+            print(f"\nStopped your script after {steps}; --continue lets it go on.", flush=True)
         if self._options.json is not None:
             found = {"version": 1, "diagnoses": [diagnosis.to_dict() for diagnosis in self._concluded]}
             _write(self._options.json, json.dumps(found, indent=1) + "\n")

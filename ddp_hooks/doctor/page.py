@@ -174,7 +174,7 @@ def _draw_strip(one: ParameterVerdict) -> str:
             )
             start += count
     height = len(one.pattern) * pitch
-    label = f"{one.verdict}, {one.steps_used} of {steps} steps"
+    label = f"{one.verdict}; some rank used it in {one.steps_used} of {steps} steps"
     paths = "".join(f'<path class="{_CLASS[kind]}" d="{"".join(pieces)}"/>' for kind, pieces in drawn.items())
     return (
         f'<svg width="{columns * width:.0f}" height="{height:.0f}" role="img" aria-label="{escape(label)}">'

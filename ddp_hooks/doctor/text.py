@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..wording import describe_part, fill
+from ..wording import describe_part, describe_ranks, fill
 from .verdicts import MEANING, MOSTLY_ZERO, SOME_RANKS, SOMETIMES, USED, ModuleVerdict, ParameterVerdict
 
 if TYPE_CHECKING:
@@ -95,11 +95,12 @@ def _verdict(group: ModuleVerdict, findings: Findings) -> str:
     members = _members(group, findings.parameters)
     text = group.verdict
     if group.verdict in (SOMETIMES, SOME_RANKS):
-        steps = sorted({one.steps_used for one in members})
-        text += f": somebody did in {_range(steps)} of {findings.steps} steps"
+        some = _in_steps([one.steps_used for one in members], findings.steps)
+        text += f": some rank used it {some}"
     if group.verdict == SOME_RANKS:
+        everyone = _in_steps([one.steps_used_by_all for one in members], findings.steps)
         ranks = sorted({rank for one in members for rank in one.ranks_used})
-        text += f", of rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+        text += f", all did {everyone}; {describe_ranks(ranks)} did"
     if group.verdict == MOSTLY_ZERO:
         zero = [one.zero_rows for one in members if one.zero_rows is not None]
         text += f": {describe_part(sum(zero) / len(zero))} of its rows, on every rank"
@@ -119,8 +120,13 @@ def _members(group: ModuleVerdict, parameters: Sequence[ParameterVerdict]) -> li
     ]
 
 
-def _range(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
+def _in_steps(counts: Sequence[int], steps: int) -> str:
+    least, most = min(counts), max(counts)
+    if most == 0:
+        return "in none"
+    if least == steps:
+        return "in every step"
+    return f"in {least if least == most else f'{least} to {most}'} of {steps} steps"
 
 
 def _step_lines(findings: Findings) -> Iterator[str]:

@@ -11,7 +11,7 @@ from .traffic import UnionStep, zero_units
 
 NEVER = "never used"
 SOMETIMES = "used in some steps"
-SOME_RANKS = "used by some ranks only"
+SOME_RANKS = "not used by every rank"
 FROZEN_BEFORE = "frozen before wrapping"
 FROZEN_AFTER = "frozen after wrapping"
 THAWED = "frozen when wrapped, trained since"
@@ -58,6 +58,11 @@ class ParameterVerdict:
     ranks_used: tuple[int, ...]
     zero_rows: float | None
     pattern: tuple[str, ...]
+
+    @property
+    def steps_used_by_all(self) -> int:
+        """In how many steps every rank used it."""
+        return sum(set(step) == {"#"} for step in zip(*self.pattern, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values."""
