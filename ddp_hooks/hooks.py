@@ -92,9 +92,9 @@ class SkipUnusedState:
 
     def _require_service(self) -> Service:
         if self._service is None or self._service.ddp is None:
+            why = "that was unpickled or copied" if self._service is None else self._service.ended
             raise RuntimeError(
-                "SkipUnusedState: expected a state that serves a module, received one whose module is gone, that was "
-                f"closed, or that was unpickled or copied; {_MAKE_ANOTHER}"
+                f"SkipUnusedState: expected a state that serves a module, received one {why}; {_MAKE_ANOTHER}"
             )
         return self._service
 

@@ -77,7 +77,7 @@ def _wrap(original: Callable[..., None]) -> Callable[..., None]:
             if original.__name__ == "register_comm_hook":
                 # Raises what DDP is about to raise, while this one is still in its place.
                 self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
-            service.close()
+            service.close("whose module was given another hook")
             _forget(id(self), reference)
             warnings.warn(
                 f"ddp_hooks.enable: {type(self.module).__name__} is given another communication hook "

@@ -67,9 +67,26 @@ def find_ddp(module: nn.Module, function: str) -> DistributedDataParallel:
     inner = uncompiled(module)
     if isinstance(inner, DistributedDataParallel):
         return inner
-    raise TypeError(
-        f"{function}: expected a DistributedDataParallel module, received {type(module).__name__}; wrap the model first"
-    )
+    expected = f"{function}: expected a DistributedDataParallel module, received"
+    other = _other_wrapper(inner)
+    if other is not None:
+        raise TypeError(
+            f"{expected} a module of {other}. ddp_hooks is a hook of DistributedDataParallel and does nothing there: "
+            "wrap the model in DistributedDataParallel instead, if it fits on every device, or train without ddp_hooks"
+        )
+    raise TypeError(f"{expected} {type(module).__name__}; wrap the model first")
+
+
+def _other_wrapper(module: object) -> str | None:
+    """Say what else of torch synchronises the module or a part of it, and how; None if nothing is known to."""
+    parts = module.modules() if isinstance(module, nn.Module) else ()
+    # These packages put classes of their own among the base classes of what they are called with.
+    owners = {kind.__module__ for part in parts for kind in type(part).__mro__}
+    if any(name.startswith("torch.distributed._composable.replicate") for name in owners):
+        return "replicate(), which averages gradients by itself"
+    if any(name.startswith(("torch.distributed.fsdp", "torch.distributed._composable.fsdp")) for name in owners):
+        return "FSDP, which shards gradients"
+    return None
 
 
 def describe(

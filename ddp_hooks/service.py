@@ -89,6 +89,8 @@ class Service:
 
     # Copying or unpickling a module copies the hooks on its forward pass. The copies serve nothing.
     engine: Any = None
+    # Why nothing is served any more, as a clause on the state.
+    ended = "whose module is gone"
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class Service:
     ) -> None:
         before = _services.get(ddp)
         if before is not None and (other := before()) is not None:
-            other.close()
+            other.close("whose module another state has taken over")
         self.state = weakref.ref(state)
         self._hook = hook
         self._policy = policy
@@ -158,8 +160,11 @@ class Service:
             return []
         return [(hook, state) for hook, state in getattr(ddp, "_comm_hooks", ()) if state is own]
 
-    def close(self) -> None:
+    def close(self, why: str = "that was closed") -> None:
         """Take the hook off the module, which trains on as plain DDP, and close the groups; may be called again.
+
+        Args:
+            why: what its state says of itself from then on.
 
         Raises:
             RuntimeError: a backward pass is under way.
@@ -179,6 +184,7 @@ class Service:
             served._comm_hooks = [(hook, state) for hook, state in served._comm_hooks if state is not own]
         if pending and ddp is not None:
             _left_over[ddp] = _C.reducer_forward_passes(ddp.reducer), pending
+        self.ended = why
         self._leave_module()
         _C.wait_until_groups_are_gone(_CLOSING_SECONDS)
 

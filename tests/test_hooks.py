@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import io
 import os
 import pickle
@@ -1088,3 +1089,69 @@ def settings_at_every_door(rank: int) -> None:
 
 def test_settings_at_every_door() -> None:
     run_ranks(2, settings_at_every_door)
+
+
+# --- modules that shard or replicate by themselves
+
+
+def other_wrappers(rank: int) -> None:
+    import torch.distributed.fsdp as fsdp
+    from torch.distributed._composable import replicate
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    part = nn.Sequential(fsdp.fully_shard(nn.Linear(4, 4), mesh=mesh), nn.Linear(4, 4))
+    sharded = [
+        fsdp.FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")),
+        fsdp.fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh),
+        part,
+        torch.compile(fsdp.fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)),
+    ]
+    replicated = [replicate(nn.Linear(4, 4)), replicate_by_fsdp(nn.Linear(4, 4), mesh=mesh)]
+    for door in (ddp_hooks.register, ddp_hooks.SkipUnusedState, ddp_hooks.diagnose, ddp_hooks.rebuild):
+        for modules, text in ((sharded, "FSDP, which shards"), (replicated, r"replicate\(\), which averages")):
+            for module in modules:
+                with pytest.raises(TypeError, match=text) as caught:
+                    door(module)
+                assert "expected a DistributedDataParallel module" in str(caught.value)
+                assert "wrap the model in DistributedDataParallel instead" in str(caught.value)
+        with pytest.raises(TypeError, match="received Sequential; wrap the model first"):
+            door(nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_other_wrappers_are_told_apart() -> None:
+    run_ranks(2, other_wrappers)
+
+
+# --- states that serve nothing
+
+
+def serving_nothing(rank: int) -> None:
+    def complaint(state: ddp_hooks.SkipUnusedState) -> str:
+        with pytest.raises(RuntimeError, match="expected a state that serves a module, received one ") as caught:
+            state.usage()
+        text = str(caught.value)
+        assert sum(cause in text for cause in ("is gone", "was closed", "unpickled", "another state")) == 1, text
+        return text
+
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    closed, gone = ddp_hooks.register(ddp), ddp_hooks.register(DistributedDataParallel(nn.Linear(4, 4)))
+    gc.collect()
+    assert "whose module is gone" in complaint(gone)
+    closed.close()
+    assert "that was closed" in complaint(closed)
+    # Also where the module goes later.
+    first = ddp_hooks.SkipUnusedState(ddp)
+    second = ddp_hooks.register(ddp)  # the first one was never registered
+    assert "whose module another state has taken over" in complaint(first)
+    assert "that was unpickled or copied" in complaint(pickle.loads(pickle.dumps(second)))
+    assert "that was unpickled or copied" in complaint(copy.deepcopy(second))
+    second.close()
+    del ddp
+    gc.collect()
+    assert "that was closed" in complaint(second)
+    assert "whose module another state has taken over" in complaint(first)
+
+
+def test_a_state_that_serves_nothing_says_why() -> None:
+    run_ranks(2, serving_nothing)
