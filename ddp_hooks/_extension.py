@@ -13,8 +13,8 @@ from ._version import __version__, why_untested
 
 _BUILD = "In a checkout, build it with `make build`, or with `pip install --no-build-isolation .` next to your torch."
 _REBUILD = (
-    "Rebuild it against the torch that is installed: "
-    "`pip install --force-reinstall --no-deps --no-build-isolation ddp_hooks` (or `.` in a checkout)."
+    "Rebuild it against the torch that is installed, in a checkout: `make build`, or "
+    "`pip install --force-reinstall --no-deps --no-build-isolation .`"
 )
 
 
@@ -40,7 +40,7 @@ def load() -> types.ModuleType:
         raise ImportError(f"{untested}.")
     built_for = _built_for()
     if built_for is None:
-        raise ImportError(f"ddp_hooks is not built: its compiled extension is missing. {_BUILD}")
+        raise ImportError(_why_not_built())
     # Asked first, because a torch of another ABI makes the import itself fail with a linker's message.
     if torch_version != built_for and not _is_same_torch():
         raise ImportError(
@@ -53,7 +53,7 @@ def load() -> types.ModuleType:
             raise
         others = ", ".join(path.name for path in sorted(Path(__file__).parent.glob("_C.*.so")))
         if not others:
-            raise ImportError(f"ddp_hooks is not built: its compiled extension is missing. {_BUILD}") from error
+            raise ImportError(_why_not_built()) from error
         raise ImportError(
             f"ddp_hooks was built for another Python: expected an extension for {sys.implementation.cache_tag}, found "
             f"{others}. {_REBUILD}"
@@ -85,6 +85,18 @@ def runs_as_command() -> bool:
     original = sys.orig_argv
     named = "-mddp_hooks" in original or ("-m", "ddp_hooks") in itertools.pairwise(original)
     return sys.argv[:1] == ["-m"] and named
+
+
+def _why_not_built() -> str:
+    here = Path(__file__).resolve().parent
+    for folder in sys.path:
+        other = Path(folder, here.name).resolve()
+        if other != here and any(other.glob("_C.*.so")):
+            return (
+                f"ddp_hooks is not built here: the checkout in {here.parent} hides the one that is installed in "
+                f"{other.parent}. Run Python from another folder, or build the checkout, too, with `make build`."
+            )
+    return f"ddp_hooks is not built: its compiled extension is missing. {_BUILD}"
 
 
 def _built_for() -> str | None:

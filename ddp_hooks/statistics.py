@@ -213,11 +213,16 @@ class Statistics:
             )
         if self.values_steps:
             lines.append(f"values detector: on in {self.values_steps} of {self.steps} steps")
-        if self.spread_bytes or self.owner_bytes:
-            lines.append(
-                f"transports: {describe_bytes(self.spread_bytes)} spread by the one rank that has them, "
-                f"{describe_bytes(self.owner_bytes)} summed by owners, the rest all-reduced"
+        transports = [
+            f"{describe_bytes(size)} {how}"
+            for size, how in (
+                (self.spread_bytes, "spread by the one rank that has them"),
+                (self.owner_bytes, "summed by owners"),
             )
+            if size
+        ]
+        if transports:
+            lines.append(f"transports: {', '.join(transports)}, the rest all-reduced")
         if self.units_steps:
             lines.append(
                 f"units: agreed on in {self.units_steps} of {self.steps} steps, {self.units_sent:,} of "

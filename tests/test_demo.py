@@ -178,8 +178,11 @@ def test_missing_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command_line.main(["demo", "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "The demo needs matplotlib: pip install matplotlib\n"
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert command_line.main(["demo", "--output", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        'The demo needs matplotlib, which the extra "demo" brings: pip install "ddp_hooks[demo]"\n'
+        "The demo needs scikit-learn and matplotlib: pip install scikit-learn matplotlib\n"
     )
 
 

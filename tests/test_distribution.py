@@ -160,3 +160,19 @@ def test_it_runs_in_a_fresh_environment(source_distribution: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.splitlines()[0]).is_relative_to(fresh)
     assert torch.__version__ in done.stdout
+
+
+def test_nobody_is_told_to_install_it_from_an_index() -> None:
+    """It is on none. The Makefile's own is right: there it is installed, and only its extras are looked for."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    if listed.returncode != 0:
+        pytest.skip("which files are the project's is known in a checkout only")
+    wrong = re.compile(r"pip3? install [^`\n]*ddp_hooks\[")
+    found = [
+        name
+        for name in listed.stdout.splitlines()
+        if name.endswith((".md", ".py", ".toml"))
+        and name != f"tests/{Path(__file__).name}"
+        and wrong.search((ROOT / name).read_text())
+    ]
+    assert found == []

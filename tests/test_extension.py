@@ -144,3 +144,42 @@ def test_another_module_that_imports_the_package_gets_the_error(unbuilt: Path) -
     assert done.returncode == 1
     assert "ImportError: ddp_hooks is not built" in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("spoil", [nothing, renamed_torch])
+def test_a_checkout_that_hides_what_is_installed(unbuilt: Path, spoil: Callable[[Path], None]) -> None:
+    """`pip install .`, and then Python from the checkout's root; a build leaves _build_info.py there, or does not."""
+    installed = unbuilt.parent / "site-packages" / "ddp_hooks"
+    shutil.copytree(Path(ddp_hooks.__file__).parent, installed)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(unbuilt.parent), str(installed.parent)])}
+    spoil(unbuilt)
+
+    def run_here(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+
+    said = f"the checkout in {unbuilt.parent} hides the one that is installed in {installed.parent}"
+    imported = run_here("-c", "import ddp_hooks", folder=unbuilt.parent)
+    assert imported.returncode == 1
+    assert said in imported.stderr.splitlines()[-1]
+    assert "from another folder" in imported.stderr
+    assert "`make build`" in imported.stderr
+    informed = run_here("-m", "ddp_hooks", "info", folder=unbuilt.parent)
+    assert informed.returncode == 1
+    assert said in " ".join(informed.stderr.split())
+
+
+def test_a_second_one_that_is_not_built_either_hides_nothing(unbuilt: Path) -> None:
+    other = unbuilt.parent / "site-packages"
+    shutil.copytree(unbuilt, other / "ddp_hooks")
+    code = f"import sys; sys.path.append({str(other)!r}); import ddp_hooks"
+    done = run(unbuilt, "-c", code)
+    assert "ImportError: ddp_hooks is not built: its compiled" in done.stderr
+    assert "hides" not in done.stderr

@@ -343,3 +343,17 @@ def _taken_after_a_reset(rank: int) -> None:
 
 def test_what_is_logged_after_a_reset() -> None:
     run_ranks(2, _taken_after_a_reset)
+
+
+def test_transports_that_carried_nothing_are_left_out() -> None:
+    carried = {"steps": 2, "messages": 3, "dense_bytes": 9 * 10**6, "payload_bytes": 8 * 10**6}
+    spread, owners = {"spread_bytes": 3 * 10**6}, {"owner_bytes": 2 * 10**6}
+    shown = " ".join(str(Statistics(**carried, **spread)).split())
+    assert "transports: 3.00 MB spread by the one rank that has them, the rest all-reduced" in shown
+    assert "owners" not in shown
+    shown = " ".join(str(Statistics(**carried, **owners)).split())
+    assert "transports: 2.00 MB summed by owners, the rest all-reduced" in shown
+    assert "spread" not in shown
+    shown = " ".join(str(Statistics(**carried, **spread, **owners)).split())
+    assert "3.00 MB spread by the one rank that has them, 2.00 MB summed by owners, the rest all-reduced" in shown
+    assert "transports" not in str(Statistics(**carried))

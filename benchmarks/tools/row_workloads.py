@@ -87,7 +87,7 @@ def _require_transformers(workload: str) -> None:
         version = "none"
     if version == "none" or int(version.partition(".")[0]) < 5:  # before 5 each expert had parameters of its own
         raise ModuleNotFoundError(
-            f"the workload {workload} needs transformers 5 or later, found {version}: pip install 'ddp_hooks[bench]'"
+            f"the workload {workload} needs transformers 5 or later, found {version}: pip install 'transformers>=5'"
         )
 
 

@@ -58,7 +58,7 @@ def _run(options: Options) -> int:
     missing = find_missing_packages()
     if missing:
         print(
-            f'The demo needs {" and ".join(missing)}, which the extra "demo" brings: pip install "ddp_hooks[demo]"',
+            f"The demo needs {' and '.join(missing)}: pip install {' '.join(missing)}",
             file=sys.stderr,
         )
         return 2
