@@ -37,7 +37,8 @@ class SkipUnusedState:
     """The state of :func:`skip_unused_hook` for one DDP module.
 
     Making one is a collective call: every rank of the module's process group makes it, with the same policy. It opens a
-    small gloo group of its own, over which the ranks agree on what was used.
+    small gloo group of its own, over which the ranks agree on what was used. Then register it, as below; after a step
+    that was reduced without any hook there is a warning.
 
     Args:
         ddp: the module that the hook will be registered with.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -249,6 +250,7 @@ class Service:
                 living.rebuild(None)
 
         engine.set_rebuild(rebuild_module)
+        engine.set_tell_unregistered(_warn_of_a_missing_hook)
         return engine
 
     def rebuild(self, find_unused_parameters: bool | None) -> bool:
@@ -445,6 +447,16 @@ class Service:
             )
             for i, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True))
         }
+
+
+def _warn_of_a_missing_hook() -> None:
+    # From the caller of `backward`, behind three functions of torch.
+    warnings.warn(
+        "ddp_hooks: a SkipUnusedState was made for this module, but its gradients were reduced without a communication "
+        "hook, as plain DistributedDataParallel does; add ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook), "
+        "or make the state with ddp_hooks.register(ddp), which registers it",
+        stacklevel=5,
+    )
 
 
 def _ranks_of(count: int, ranks: int) -> tuple[int, ...] | None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from spawn import RankFailure, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -275,6 +277,180 @@ def auto_follows_the_model(rank: int) -> None:
 
 def test_auto_follows_the_model() -> None:
     run_ranks(2, auto_follows_the_model)
+
+
+# --- a state that no module calls
+
+
+def told(function: Callable[[], Any]) -> int:
+    """Return how often somebody was told that the hook is not registered."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    mine = [each for each in caught if "without a communication hook" in str(each.message)]
+    for each in mine:
+        assert each.category is UserWarning
+        assert "ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)" in str(each.message)
+        assert "ddp_hooks.register(ddp)" in str(each.message)
+        assert each.filename == __file__
+    return len(mine)
+
+
+def never_registered(rank: int, options: dict[str, Any], held: bool) -> None:
+    ddp = wrapped(**options)
+    state = ddp_hooks.SkipUnusedState(ddp)
+    if not held:
+        del state
+    if not ddp.static_graph:  # whose first pass torch wants to be reduced
+        with ddp.no_sync():
+            assert told(lambda: run_step(ddp, 0)) == 0
+    assert [told(lambda: run_step(ddp, 0)) for _ in range(4)] == [1, 0, 0, 0]
+    assert told(lambda: run_step(copy.deepcopy(ddp), 0)) == 0
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-5}], ids=str
+)
+def test_never_registered(options: dict[str, Any], held: bool) -> None:
+    """It is said once, at the end of the first pass that is reduced."""
+    run_ranks(2, never_registered, options, held)
+
+
+def raise_on_purpose(gradient: torch.Tensor) -> torch.Tensor:
+    raise ValueError("on purpose")
+
+
+def reaches_some(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
+    loss.backward(inputs=list(ddp.module[2].parameters()))
+
+
+def reaches_all(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
+    loss.backward(inputs=list(ddp.parameters()))
+
+
+def asks_for_gradients(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
+    torch.autograd.grad(loss, list(ddp.parameters()))
+
+
+def fails_at_the_outputs(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
+    loss.register_hook(raise_on_purpose)
+    error_of(loss.backward, ValueError)
+
+
+def fails_half_way(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
+    handle = ddp.module[0].weight.register_hook(raise_on_purpose)
+    error_of(loss.backward, ValueError)
+    handle.remove()
+
+
+def fails_with_the_last_gradient(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
+    handle = ddp.module[0].weight.register_post_accumulate_grad_hook(raise_on_purpose)
+    error_of(loss.backward, ValueError)
+    handle.remove()
+
+
+def is_another_modules(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
+    plain = DistributedDataParallel(nn.Linear(2, 2))
+    plain(torch.ones(1, 2)).sum().backward()
+
+
+def is_closed(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
+    ddp_hooks.states()[-1].close()
+    loss.backward()
+
+
+def registers_before_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
+    ddp.register_comm_hook(ddp_hooks.states()[-1], ddp_hooks.skip_unused_hook)
+    loss.backward()
+
+
+UNTOLD = [
+    *(reaches_some, reaches_all, asks_for_gradients, fails_at_the_outputs, fails_half_way),
+    *(fails_with_the_last_gradient, is_another_modules, is_closed, registers_before_backward),
+]
+
+
+def passes_without_a_word(rank: int) -> None:
+    for unusual in UNTOLD:
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)))
+        state = ddp_hooks.SkipUnusedState(ddp)
+        assert told(lambda ddp=ddp, unusual=unusual: unusual(ddp, ddp(torch.ones(1, 4)).sum())) == 0, unusual
+        del state, ddp
+    # Nobody has asked for this one to be reduced.
+    ddp = wrapped()
+    state = ddp_hooks.SkipUnusedState(ddp)
+    assert told(lambda: ddp.module(torch.ones(2, 8), 0).sum().backward()) == 0
+    assert told(lambda: run_step(ddp, 0)) == 1
+    assert state.stats().steps == 0
+
+
+def test_passes_without_a_word() -> None:
+    run_ranks(2, passes_without_a_word)
+
+
+def reduced_in_parts(rank: int) -> None:
+    """A pass that is reduced in two goes, and one with a backward pass within it."""
+    ddp = DistributedDataParallel(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    ddp.module.forward = lambda x: [layer(x).sum() for layer in ddp.module]
+    state = ddp_hooks.SkipUnusedState(ddp)
+    first, second = ddp(torch.ones(1, 4))
+    assert told(first.backward) == 0
+    assert told(second.backward) == 1
+    assert state.stats().steps == 0
+
+    inner, outer = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.Sequential(inner, outer)
+    model.forward = lambda x: outer(torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=True))
+    ddp = DistributedDataParallel(model)
+    state = ddp_hooks.SkipUnusedState(ddp)
+    assert sum(told(lambda: ddp(torch.ones(1, 4, requires_grad=True)).sum().backward()) for _ in range(3)) == 1
+    assert state.stats().steps == 0
+
+
+def test_reduced_in_parts() -> None:
+    run_ranks(2, reduced_in_parts)
+
+
+def registered_one_way_or_another(rank: int) -> None:
+    """Whoever has registered anything is told nothing, even where that does not call this package's hook at once."""
+    for options in ({}, {"static_graph": True}, {"find_unused_parameters": False, "static_graph": True}):
+        for native in (False, True):
+            ddp = wrapped(**options)
+            state = register(ddp, "auto", native)
+            assert [told(lambda ddp=ddp: run_step(ddp, 0)) for _ in range(3)] == [0] * 3
+            assert state.stats().steps == 3
+
+    ddp = wrapped()
+    state = ddp_hooks.SkipUnusedState(ddp)
+    passes: list[int] = []
+
+    def later(own: None, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations as objects
+        if len(passes) < 2:
+            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+        return ddp_hooks.skip_unused_hook(state, bucket)
+
+    ddp.register_comm_hook(None, later)
+    for _ in range(4):
+        assert told(lambda: run_step(ddp, 0)) == 0
+        passes.append(1)
+    assert state.stats().steps == 2
+
+    for native in (False, True):
+        ddp = wrapped()
+        state = register(ddp, "auto", native)
+
+        def train(ddp: DistributedDataParallel = ddp) -> None:
+            with ddp.join():
+                for _ in range(1 + 2 * rank):
+                    run_step(ddp, 0)
+
+        assert told(train) == 0
+        assert state.stats().steps == 3
+
+
+def test_registered_one_way_or_another() -> None:
+    run_ranks(2, registered_one_way_or_another)
 
 
 # --- checkpoints and copies

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -66,6 +67,19 @@ py::object failed_future(const std::string& message) {
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
   future->setError(std::make_exception_ptr(std::runtime_error(message)));
   return to_python(future);
+}
+
+// To be called, copied and dropped without the GIL.
+std::function<void()> without_gil(py::function function) {
+  // Shared, because a std::function is copied, and a Python object's count may not change without the GIL.
+  auto held = std::shared_ptr<py::function>(new py::function(std::move(function)), [](py::function* function) {
+    py::gil_scoped_acquire gil;
+    delete function;
+  });
+  return [held] {
+    py::gil_scoped_acquire gil;
+    (*held)();
+  };
 }
 
 }  // namespace
@@ -136,17 +150,15 @@ void bind_engine(py::module_& m) {
       .def("declare_unused", &Engine::declare_unused, py::call_guard<py::gil_scoped_release>())
       .def("set_rebuild",
            [](Engine& engine, py::function rebuild) {
-             // Shared, because a std::function is copied, and a Python object's count may not change without the GIL.
-             auto held =
-                 std::shared_ptr<py::function>(new py::function(std::move(rebuild)), [](py::function* function) {
-                   py::gil_scoped_acquire gil;
-                   delete function;
-                 });
+             auto held = without_gil(std::move(rebuild));
              py::gil_scoped_release no_gil;
-             engine.set_rebuild([held = std::move(held)] {
-               py::gil_scoped_acquire gil;
-               (*held)();
-             });
+             engine.set_rebuild(std::move(held));
+           })
+      .def("set_tell_unregistered",
+           [](Engine& engine, py::function tell) {
+             auto held = without_gil(std::move(tell));
+             py::gil_scoped_release no_gil;
+             engine.set_tell_unregistered(std::move(held));
            })
       .def("register_natively", &Engine::register_natively, py::call_guard<py::gil_scoped_release>())
       .def("close", &Engine::close, py::kw_only(), py::arg("remove_hook"), py::arg("dying"),

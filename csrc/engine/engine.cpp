@@ -96,6 +96,7 @@ void Engine::close(bool remove_hook, bool dying) {
   std::unique_ptr<Prelude> prelude;
   std::shared_ptr<const ControlGroups> control_groups;
   std::function<void()> rebuild;
+  std::function<void()> tell_unregistered;
   std::unique_ptr<c10d::CommHookInterface> hook;
   const bool reducer_is_gone = reducer_.is_gone();
   ReducerLock reducer_lock;
@@ -116,6 +117,7 @@ void Engine::close(bool remove_hook, bool dying) {
   prelude.swap(prelude_);
   control_groups.swap(control_groups_);
   rebuild.swap(rebuild_);
+  tell_unregistered.swap(tell_unregistered_);
   if (dying || reducer_is_gone) {
     data_group_.let_go_after(reducer_.lifetime());
   } else {
@@ -519,6 +521,7 @@ void Engine::register_natively() {
   reducer_.register_hook(std::make_unique<SkipUnusedHook>(shared_from_this()));
   // Where buckets get their memory as gradients come, there is no slice to put a gradient into before.
   takes_gradients_ = !reducer_.allocates_lazily();
+  lacks_hook_ = false;
 }
 
 void Engine::watch_gradients() {
@@ -533,6 +536,7 @@ void Engine::gradient_reported(size_t index) {
   mark_absent();
   // The model may be trained on without its wrapper.
   if (reducer_.is_gone()) return;
+  if (lacks_hook_.load(std::memory_order_relaxed)) look_for_hook();
   // On a device a launch for each parameter would cost more than its cache saves.
   const bool brings = takes_gradients_ && reducer_.parameters()[index].is_cpu();
   // Where the Reducer searches the graph, it notes itself what was accumulated.
@@ -548,6 +552,44 @@ void Engine::gradient_reported(size_t index) {
   const at::NoGradGuard no_grad;
   sender_.bring_early(*step_, index);
   statistics_.hook_seconds += stopwatch.seconds();
+}
+
+// A state that is never registered would leave its module to plain DDP in silence. What counts is that the Reducer has
+// no hook, of whatever kind, in a pass that it has finished: a hook of the user's may call this engine when it likes.
+void Engine::look_for_hook() {
+  {
+    auto reducer_lock = reducer_.lock();
+    std::lock_guard lock(mutex_);
+    if (reducer_.has_hook()) lacks_hook_ = false;
+    if (!prelude_ || !lacks_hook_ || !reducer_.expects_backward() || is_restricted_pass()) return;
+    if (looked_for_hook_in_ == reducer_.forward_passes()) return;
+    looked_for_hook_in_ = reducer_.forward_passes();
+  }
+  // Behind the Reducer's own last act. In a pass that fails nothing of this is called.
+  auto& autograd = torch::autograd::Engine::get_default_engine();
+  autograd.queue_callback([&autograd, engine = weak_from_this()] {
+    autograd.queue_callback([engine] {
+      if (auto self = engine.lock()) self->reduced_without_hook();
+    });
+  });
+}
+
+void Engine::reduced_without_hook() {
+  std::function<void()> tell;
+  if (reducer_.is_gone()) return;
+  {
+    auto reducer_lock = reducer_.lock();
+    std::lock_guard lock(mutex_);
+    if (!prelude_ || !lacks_hook_) return;
+    if (reducer_.expects_backward()) {
+      // It was the end of a part of the pass: of one output's, or of a backward pass within it.
+      looked_for_hook_in_ = 0;
+      return;
+    }
+    lacks_hook_ = false;
+    if (!reducer_.has_hook()) tell.swap(tell_unregistered_);
+  }
+  if (tell) tell();
 }
 
 // Not before the first of the other parameters has reported: from the first mark on DDP requires the pass to be
@@ -575,6 +617,11 @@ void Engine::set_rebuild(std::function<void()> rebuild) {
   // What was set before goes when the lock is free again.
   std::lock_guard lock(mutex_);
   rebuild_.swap(rebuild);
+}
+
+void Engine::set_tell_unregistered(std::function<void()> tell) {
+  std::lock_guard lock(mutex_);
+  tell_unregistered_.swap(tell);
 }
 
 void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises) {

@@ -93,6 +93,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Called at the end of a backward pass when EngineSettings::rebuild_after_steps have passed.
   void set_rebuild(std::function<void()> rebuild);
 
+  // Called once, at the end of a backward pass that the Reducer has reduced without any hook.
+  void set_tell_unregistered(std::function<void()> tell);
+
   // Other settings from the next step on; throws within a step.
   void configure(const EngineSettings& settings);
 
@@ -124,6 +127,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void give_back_withheld();
   void rebuild();
 
+  void look_for_hook();
+  void reduced_without_hook();
   void watch_gradients();
   void mark_absent();
   std::vector<size_t> overdue();
@@ -151,6 +156,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_ptr<Prelude> prelude_;  // null once this is closed
   // Asked with every gradient, so that only a pass with something to mark takes the lock for it.
   std::atomic<bool> has_marks_{false};
+  // Likewise: until the Reducer has a hook, or somebody was told that it has none.
+  std::atomic<bool> lacks_hook_{true};
+  std::function<void()> tell_unregistered_;
+  int64_t looked_for_hook_in_ = 0;  // the forward pass of the backward pass that has been looked at
 
   ValuesProbe probe_;
   UnitsDetector units_;
