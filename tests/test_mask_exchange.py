@@ -23,7 +23,7 @@ def refused_gathers(rank: int, axis: int) -> None:
     options = {}
 
     def open_group(ddp: object, name: str, rank: int, ranks: int) -> FakeProcessGroup:
-        options[name.split("/")[2]] = chosen = FakeProcessGroup.Options()
+        options[name.split("/")[3]] = chosen = FakeProcessGroup.Options()
         return FakeProcessGroup._create_internal(rank, ranks, chosen)
 
     with mock.patch.multiple(control_groups, LARGEST_AXIS=2, _open_group=open_group):

@@ -483,8 +483,10 @@ def test_layout_hash_tells_dtypes_of_the_same_size_apart() -> None:
 @settings(deadline=None, max_examples=200)
 @given(cases(), cases())
 def test_layout_hash_is_a_function_of_the_layout(a: Case, b: Case) -> None:
-    def form(case: Case) -> list[tuple[tuple[int, ...], int]]:
-        return [(bucket.lengths, bucket.element_bytes) for bucket in case.buckets]
+    def form(case: Case) -> list[tuple[tuple[int, ...], int, int]]:
+        # Kinds are those of devices here, which count by the order in which they appear.
+        devices = list(dict.fromkeys(bucket.kind for bucket in case.buckets))
+        return [(bucket.lengths, bucket.element_bytes, devices.index(bucket.kind)) for bucket in case.buckets]
 
     assert (a.layout().hash() == b.layout().hash()) == (form(a) == form(b))
     assert a.layout().hash() == a.layout().hash()
