@@ -162,16 +162,19 @@ def make_source_distribution() -> Path:
     return next(folder.glob("*.tar.gz"))
 
 
-def table(rows: list[Row]) -> str:
-    commit = subprocess.run(
-        ["git", "log", "-1", "--format=%h, %cs"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
+def commit_and_day() -> str:
+    asking = ["git", "log", "-1", "--format=%h of %cs"]
+    done = subprocess.run(asking, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def table(rows: list[Row], commit: str) -> str:
     lines = [
         "# Tested versions",
         "",
-        f"What `make matrix` printed on commit {commit or 'unknown'}: for each torch an environment, a build and these "
-        "tests, on the CPU over gloo.",
-        "A test is skipped where a torch does not have the option of DDP's that it is about.",
+        f"What `make matrix` printed for commit {commit}. For each torch it makes an environment, builds without the",
+        "CUDA kernels, and runs the tests that depend on torch's inside, on the CPU over gloo. A test is skipped where",
+        "a torch does not have the option of DDP's that it is about.",
         "",
         "| torch | Python | " + " | ".join(f"{module}" for module in MODULES) + " | |",
         "|---|---|" + "---|" * len(MODULES) + "---|",
@@ -190,6 +193,7 @@ def main() -> int:
     parser.add_argument("entries", nargs="*", default=everything, help="TORCH or TORCH@PYTHON; all without")
     parser.add_argument("--write", type=Path, help="also write the table into this file")
     arguments = parser.parse_args()
+    commit = commit_and_day()
     source = make_source_distribution()
     rows = []
     for entry in map(parse, arguments.entries):
@@ -200,9 +204,9 @@ def main() -> int:
         said = "works" if row.passed else f"{row.problem}; see {(entry.folder / 'log.txt').relative_to(ROOT)}"
         print(f"{said} ({time.monotonic() - began:.0f} s)", flush=True)
     print()
-    print(table(rows))
+    print(table(rows, commit))
     if arguments.write is not None:
-        arguments.write.write_text(table(rows))
+        arguments.write.write_text(table(rows, commit))
     return 0 if all(row.passed or row.unavailable for row in rows) else 1
 
 
