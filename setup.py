@@ -41,8 +41,8 @@ except ModuleNotFoundError:
 
 ROOT = Path(__file__).parent
 VERSIONS = runpy.run_path(str(ROOT / "ddp_hooks" / "_version.py"))
-# A source distribution is compiled by somebody else.
-if "sdist" not in sys.argv and (untested := VERSIONS["why_untested"](torch.__version__)):
+# A source distribution is compiled by somebody else; pip and build ask for egg_info before they make anything.
+if not {"sdist", "egg_info"} & set(sys.argv) and (untested := VERSIONS["why_untested"](torch.__version__)):
     sys.exit(untested)
 # What needs torch's headers is compiled many rooms at a time, because reading them takes most of the time: half of what
 # the largest of these takes. Patterns in csrc/; every other file is compiled by itself.

@@ -29,8 +29,8 @@ LARGEST_AXIS = 4
 # and does not try again.
 ATTEMPTS = 3
 # gloo waits for a connection five times as long as for a message. All ranks begin at the same moment, so that less than
-# the groups' timeout is enough, but for machines that are busy; and all attempts together are to take no longer. Less
-# than the timeout in any case: who lost a connection asks the others meanwhile, on the data group.
+# the groups' timeout is enough, but for machines that are busy; and all attempts together are to take no longer. Who
+# lost a connection asks the others meanwhile, on the data group, and with a timeout under 50 seconds may give up.
 _WAITS_FOR_A_CONNECTION = 5
 _LEAST_TO_CONNECT = timedelta(seconds=10)
 # How long the interpreter's exit waits for workers of gloo groups that are late.

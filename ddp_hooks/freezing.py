@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension, service
 from .parameters import Selector, select
-from .reducer import parameters_of
+from .reducer import parameters_of, reducible_parameters
 from .registration import find_ddp
 from .wording import check_fields, check_flag, check_int, short, short_list
 from .wrappers import uncompiled
@@ -146,27 +146,35 @@ class FreezeSchedule:
             ValueError: a pattern matches nothing any more, because the module has changed. Then nothing is done.
             RuntimeError: as for :func:`freeze`; then nothing is done.
         """
-        self._check(self._next_step)
+        self._check([self._next_step])
         changed = self._do(self._next_step)
         self._next_step += 1
         return changed
 
-    def _check(self, step: int) -> None:
-        """Raise what freezing and thawing at this step would raise, before either is done."""
+    def _check(self, steps: Sequence[int]) -> None:
+        """Raise what freezing and thawing at these steps, in order, would raise, before any of it is done."""
         model = _model("FreezeSchedule", self._module)
-        if step in self._unfreeze:
-            _check_trainable(_selected(model, self._unfreeze[step]))
-        if step in self._freeze:
-            # What is thawed at the same step, before, is trained when it is frozen.
-            thawed = _selected(model, self._unfreeze[step]) if step in self._unfreeze else {}
-            _check_not_awaited(self._module, _selected(model, self._freeze[step]), thawed)
+        frozen: dict[str, nn.Parameter] = {}
+        thawed: dict[str, nn.Parameter] = {}
+        for step in steps:
+            if step in self._unfreeze:
+                chosen = _selected(model, self._unfreeze[step])
+                _check_trainable(chosen)
+                thawed |= chosen
+                frozen = {name: parameter for name, parameter in frozen.items() if name not in chosen}
+            if step in self._freeze:
+                frozen |= _selected(model, self._freeze[step])
+        # What is thawed before it is frozen was trained until then; what comes of all steps counts.
+        _check_not_awaited(self._module, frozen, thawed)
 
     def _do(self, step: int) -> tuple[str, ...]:
         changed: tuple[str, ...] = ()
         if step in self._unfreeze:
             changed += unfreeze(self._module, *self._unfreeze[step], train_norms=self._eval_norms)
         if step in self._freeze:
-            changed += freeze(self._module, *self._freeze[step], eval_norms=self._eval_norms)
+            # Of the model, since what DDP waits for has been looked at for all steps together.
+            model = _model("FreezeSchedule", self._module)
+            changed += freeze(model, *self._freeze[step], eval_norms=self._eval_norms)
         return changed
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,8 +197,7 @@ class FreezeSchedule:
         next_step = state_dict["next_step"]
         check_int("FreezeSchedule.load_state_dict: next_step", next_step, 0)
         due = [step for step in sorted({*self._freeze, *self._unfreeze}) if step < next_step]
-        for step in due:
-            self._check(step)
+        self._check(due)
         for step in due:
             self._do(step)
         self._next_step = next_step
@@ -241,6 +248,8 @@ def _check_not_awaited(
     ddp = uncompiled(module)
     if not isinstance(ddp, DistributedDataParallel) or ddp.find_unused_parameters or service.is_served(ddp):
         return
+    if not ddp.require_backward_grad_sync:
+        return  # within no_sync(), after which it may be thawed
     if ddp.static_graph and _C.reducer_forward_passes(ddp.reducer) == 0:
         return  # its first pass finds out what is unused
     awaited = {id(parameter) for parameter in parameters_of(ddp)[0]}
@@ -249,12 +258,16 @@ def _check_not_awaited(
         for name, parameter in parameters.items()
         if id(parameter) in awaited and (parameter.requires_grad or name in (thawed or {}))
     ]
-    if names:
+    frozen = {id(parameter) for parameter in parameters.values()}
+    trained = {id(parameter) for parameter in reducible_parameters(ddp).values() if parameter.requires_grad}
+    trained |= {id(parameter) for parameter in (thawed or {}).values()}
+    # Where nothing is trained DDP waits for nothing: a discriminator may be frozen for its generator's pass.
+    if names and awaited & (trained - frozen):
         raise RuntimeError(
             "freeze: expected a module with a hook of this package, or one with find_unused_parameters=True, received "
-            f"one that would wait in the next step for the gradients of {short_list(names)}, and raise 'Expected to "
-            "have finished reduction' in the one after it. Call ddp_hooks.register(ddp) first, wrap with "
-            "find_unused_parameters=True, or freeze before wrapping"
+            f"one that would wait for the gradients of {short_list(names)} if they are still frozen in the next "
+            "reduced pass, and raise 'Expected to have finished reduction' in the one after it. Call "
+            "ddp_hooks.register(ddp) first, wrap with find_unused_parameters=True, or freeze before wrapping"
         )
 
 

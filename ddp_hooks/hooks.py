@@ -93,11 +93,14 @@ class SkipUnusedState:
 
     def _require_service(self) -> Service:
         if self._service is None or self._service.ddp is None:
-            why = "that was unpickled or copied" if self._service is None else self._service.ended
             raise RuntimeError(
-                f"SkipUnusedState: expected a state that serves a module, received one {why}; {_MAKE_ANOTHER}"
+                f"SkipUnusedState: expected a state that serves a module, received one {self._why_detached()}; "
+                f"{_MAKE_ANOTHER}"
             )
         return self._service
+
+    def _why_detached(self) -> str:
+        return "that was unpickled or copied" if self._service is None else self._service.ended
 
     def _register_again(self, policy: Policy | str, settings: Mapping[str, Any]) -> None:
         resolved, bad_policy = _resolve_or_error(policy, settings, self._policy)
@@ -263,10 +266,11 @@ def skip_unused_hook(
     service = state._service if isinstance(state, SkipUnusedState) else None
     engine = None if service is None else service.engine
     if engine is None:
-        received = repr(state) if isinstance(state, SkipUnusedState) else type(state).__name__
+        received = f"one {state._why_detached()}" if isinstance(state, SkipUnusedState) else type(state).__name__
+        # DDP keeps the hook that it has.
         return _C.failed_future(  # type: ignore[no-any-return]
-            f"skip_unused_hook: expected a SkipUnusedState that serves this module, received {received}; a state "
-            f"serves the module that it was made for, and none after unpickling or copying: {_MAKE_ANOTHER}"
+            f"skip_unused_hook: expected a SkipUnusedState that serves this module, received {received}; wrap the "
+            f"model in DistributedDataParallel again, and {_MAKE_ANOTHER}"
         )
     return engine.run(bucket)  # type: ignore[no-any-return]
 

@@ -38,8 +38,10 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
         )
     if _C.reducer_has_hook(ddp.reducer):
         registered = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
-        # One of this package may have come with ddp_hooks.enable, so that its state is in nobody's hands.
-        way_out = "; ddp_hooks.states() has its state, which close() ends" if registered == "skip_unused_hook" else ""
+        way_out = ""
+        if registered == "skip_unused_hook":
+            # It may have come with ddp_hooks.enable, so that its state is in nobody's hands; or with a detached state.
+            way_out = "; ddp_hooks.states() has its state, which close() ends; if it serves no module, wrap it again"
         return f"a communication hook is registered already ({registered}), and DDP takes one{way_out}"
     if ddp.device_type not in ("cpu", "cuda"):
         return f"expected parameters on the CPU or on CUDA, received some on {ddp.device_type}, without kernels for it"
@@ -103,7 +105,7 @@ def describe(
         "parameters frozen when wrapped": _summary(late),
         "find_unused_parameters": str(ddp.find_unused_parameters),
         "static_graph": str(ddp.static_graph),
-        # It moves a rebuild to the next forward pass.
+        # What it is refused with is refused in the first forward pass, on every rank.
         "require_manual_backward_finalization": str(finalizes_manually(ddp)),
         "device": ddp.device_type,
         "devices": spread([*reduced, *late]),

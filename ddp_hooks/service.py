@@ -20,7 +20,6 @@ from .engine_settings import engine_settings
 from .parameters import ParameterIndex, Selector
 from .policies import Policy
 from .reducer import (
-    finalizes_manually,
     initialize_used_map,
     parameters_of,
     rebuild_reducer,
@@ -125,7 +124,6 @@ class Service:
         self._declared: list[set[str]] = []  # one set for each `unused` block that is open
         self._declared_once: set[str] = set()  # for the next forward pass
         self._declared_now: set[str] = set()  # for the one that has begun
-        self._rebuilds_before_forward = False
         self._finalizer: Any = None  # closes when the module goes
         initialize_used_map(ddp)
         passes, pending = _left_over.pop(ddp, (None, frozenset()))
@@ -241,12 +239,7 @@ class Service:
 
         def rebuild_module() -> None:
             living = service()
-            if living is None or living.ddp is None:
-                return
-            if finalizes_manually(living.ddp):
-                # Backward has ended, and its gradients may still be under way.
-                living._rebuilds_before_forward = True
-            else:
+            if living is not None and living.ddp is not None:
                 living.rebuild(None)
 
         engine.set_rebuild(rebuild_module)
@@ -366,9 +359,6 @@ class Service:
     def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
         if not self._is_watched(module) or not module.require_backward_grad_sync:
             return
-        if self._rebuilds_before_forward:
-            self._rebuilds_before_forward = False
-            self.rebuild(None)
         # What was declared for a forward pass that raised is not this one's.
         if self._declared_now or self._declared_once:
             self._declared_now, self._declared_once = self._declared_once, set()

@@ -91,73 +91,82 @@ def test_lazy_buckets_lose_their_memory_after_backward(native: bool, views: bool
     run_ranks(2, memory_of_lazy_buckets, native, views)
 
 
-def train_frozen(rank: int, native: bool | None, options: dict[str, Any], built_frozen: bool) -> list[Any]:
-    """Three steps with the second layer frozen after wrapping, or before; the user finalises if there is a hook."""
+def train_frozen(rank: int, ours: bool, views: bool) -> list[Any]:
+    """Four steps with the second layer frozen after wrapping and thawed again, or built frozen, without a hook."""
     model = Layers()
-    if built_frozen:
+    if not ours:
         model.second.requires_grad_(False)
-    ddp = DistributedDataParallel(model, **options)
-    if native is not None:
-        register(ddp, "skip_unused", native)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    if ours:
+        ddp_hooks.register(ddp, "skip_unused")
         ddp.require_manual_backward_finalization = True
-    if not built_frozen:
         model.second.requires_grad_(False)
         # Left over of an earlier pass; nobody is to touch it.
         model.second.bias.grad = torch.full((4,), 7.0)
     seen = []
-    for step in range(3):
+    for step in range(4):
         ddp(batch(rank, step)).sum().backward()
-        if native is not None:
+        if ours:
             ddp.finalize_backward()
-        seen.append(gradients(model.first))
-        if not built_frozen:
             assert model.second.weight.grad is None
             assert model.second.bias.grad.eq(7).all()
+        seen.append(gradients(model.first))
         model.first.zero_grad()
+    if ours:
+        model.second.requires_grad_(True)
+        # Used past the outputs, so that it reports before they are reached.
+        (ddp(batch(rank, 4)).sum() + model.second.weight.sum()).backward()
+        ddp.finalize_backward()
+        plain = DistributedDataParallel(Layers())
+        (plain(batch(rank, 4)).sum() + plain.module.second.weight.sum()).backward()
+        assert same(gradients(model)[:3], gradients(plain.module)[:3])
     return seen
 
 
-def frozen_and_finalized(rank: int, native: bool, views: bool) -> None:
-    expected = train_frozen(rank, None, {}, built_frozen=True)
-    found = train_frozen(rank, native, {"gradient_as_bucket_view": views}, built_frozen=False)
+def frozen_and_finalized(rank: int, views: bool) -> None:
+    expected = train_frozen(rank, False, views)
+    found = train_frozen(rank, True, views)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @manual
-@both_ways
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_what_is_frozen_is_left_alone_when_the_user_finalises(native: bool, views: bool) -> None:
-    run_ranks(2, frozen_and_finalized, native, views)
+def test_what_is_frozen_is_left_alone_when_the_user_finalises(views: bool) -> None:
+    run_ranks(2, frozen_and_finalized, views)
 
 
-def rebuilt_and_finalized(rank: int, native: bool) -> None:
-    model = Layers()
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+def frozen_and_copied_by_ddp(rank: int, native: bool) -> None:
+    """The Reducer copies, and would write zeros into .grad after everything of ours: so the pass raises."""
+    ddp = DistributedDataParallel(Layers(), lazy_bucket_allocation=native)
+    register(ddp, "skip_unused", native)
     ddp.require_manual_backward_finalization = True
-    register(ddp, ddp_hooks.Policy("test", rebuild_after=2), native)
-    plain = DistributedDataParallel(Layers(), find_unused_parameters=True)
-    for each in (model, plain.module):
-        each.second.requires_grad_(False)
-    before = ddp.reducer
-    for step in range(5):
-        assert (ddp.reducer is before) == (step <= 2), step
-        output = ddp(batch(rank, step))
-        # At the beginning of the next forward pass, because at the end of backward gradients are under way.
-        assert (ddp.reducer is before) == (step < 2), step
-        output.sum().backward()
+    ddp.module.second.requires_grad_(False)
+
+    def step() -> None:
+        ddp(batch(rank, 0)).sum().backward()
         ddp.finalize_backward()
-        plain(batch(rank, step)).sum().backward()
-        assert same(gradients(model), gradients(plain.module))
-        assert ddp.require_manual_backward_finalization
-        ddp.zero_grad()
-        plain.zero_grad()
-    assert len(_C.reducer_parameters(ddp.reducer)) == 2
+
+    with pytest.raises(RuntimeError, match=r"nothing puts it back.*find_unused_parameters=True"):
+        step()
 
 
 @manual
 @both_ways
-def test_a_rebuild_comes_after_the_user_has_finalised(native: bool) -> None:
-    run_ranks(2, rebuilt_and_finalized, native)
+def test_what_is_frozen_is_refused_where_ddp_would_write_it_last(native: bool) -> None:
+    run_ranks(2, frozen_and_copied_by_ddp, native)
+
+
+def rebuilt_and_finalized(rank: int) -> None:
+    ddp = DistributedDataParallel(Layers(), find_unused_parameters=True)
+    ddp_hooks.register(ddp, "skip_unused", rebuild_after=2)
+    ddp.require_manual_backward_finalization = True
+    with pytest.raises(RuntimeError, match="leave rebuild_after out"):
+        ddp(batch(rank, 0))
+
+
+@manual
+def test_rebuilding_at_the_end_of_backward_is_refused_when_the_user_finalises() -> None:
+    run_ranks(2, rebuilt_and_finalized)
 
 
 def rebuilt_by_hand(rank: int) -> None:

@@ -102,7 +102,7 @@ def test_beside_an_untested_torch_pip_says_what_to_do(for_older_torch: Path) -> 
 
 
 def test_an_untested_torch_can_be_built_for(for_older_torch: Path) -> None:
-    asking = [sys.executable, "setup.py", "--quiet", "egg_info"]
+    asking = [sys.executable, "setup.py", "--quiet", "dist_info"]
     for wish, returncode in (("0", 1), ("1", 0)):
         environment = {**os.environ, "DDP_HOOKS_ANY_TORCH": wish}
         done = subprocess.run(asking, cwd=for_older_torch, env=environment, capture_output=True, text=True, check=False)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from spawn import RankFailure, run_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from training import register
 
@@ -1057,6 +1058,20 @@ def frozen_without_a_hook(rank: int) -> None:
     assert trainable(ddp) == before
     assert ddp.module[0].weight.grad is gradient
 
+    # Nothing of it is trained then, as a discriminator in its generator's pass, so DDP waits for nothing; or it is
+    # thawed before the next pass that is reduced.
+    for _ in range(2):
+        ddp_hooks.freeze(ddp, "*")
+        ddp(torch.ones(2, 8, requires_grad=True)).sum().backward()
+        ddp_hooks.unfreeze(ddp, "*")
+        steps(ddp)
+    with ddp.no_sync():
+        ddp_hooks.freeze(ddp, "0")
+        ddp_hooks.unfreeze(ddp, "0")
+    passing = ddp_hooks.FreezeSchedule(ddp, {0: "0"}, {2: "0"})
+    passing.load_state_dict({"next_step": 5})
+    assert trainable(ddp) == before
+
     # With a hook, however it is registered, also one that is made and not registered yet.
     state = ddp_hooks.register(ddp)
     assert schedule.step() == ("2.weight", "2.bias", "0.weight", "0.bias")
@@ -1095,6 +1110,26 @@ def hook_around(pair, bucket):  # type: ignore[no-untyped-def]  # DDP compares a
 
 def test_freezing_without_a_hook_is_refused() -> None:
     run_ranks(2, frozen_without_a_hook)
+
+
+def frozen_under_a_hook_around(rank: int, views: bool) -> None:
+    """A hook around ours that returns other memory than the bucket's; what is frozen stays as it is."""
+    ddp = wrap(make_model(), gradient_as_bucket_view=views)
+    state = ddp_hooks.SkipUnusedState(ddp)
+    around = fp16_compress_wrapper(ddp_hooks.skip_unused_hook)
+    ddp.register_comm_hook(state, around)
+    for step in range(4):
+        ddp(torch.ones(2, 8)).sum().backward()
+        assert (ddp.module[0].weight.grad is None) == (step > 1), step
+        assert ddp.module[2].weight.grad is not None
+        ddp.zero_grad()
+        if step == 1:
+            ddp_hooks.freeze(ddp, "0")
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_frozen_under_a_hook_around(views: bool) -> None:
+    run_ranks(2, frozen_under_a_hook_around, views)
 
 
 def gradients_across_a_rebuild(rank: int, search: bool) -> None:

@@ -157,9 +157,9 @@ def test_without_a_launcher(command: str, line: str, tmp_path: Path, monkeypatch
     done = run(tmp_path, "-m", "ddp_hooks", command, "train.py", "--lr", "0 1")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert " ".join(done.stderr.split()) == (
+    assert " ".join(done.stderr.split()).startswith(
         f"ddp_hooks {command}: the script expects to be one of several ranks, and no launcher has started it. Start it "
-        f"with torchrun, for instance: torchrun --nproc-per-node 2 -m ddp_hooks {command} train.py --lr '0 1'"
+        f"with torchrun, for instance: torchrun --nproc-per-node 2 -m ddp_hooks {command} train.py --lr '0 1' "
     )
 
 
@@ -171,6 +171,12 @@ def test_without_a_launcher(command: str, line: str, tmp_path: Path, monkeypatch
         ("raise ValueError('environment variable HOME expected, but not set')", {}),
         # Started by something; the script's error is its own.
         ("int(os.environ['LOCAL_RANK'])", {"RANK": "0"}),
+        ("torch.distributed.init_process_group('gloo')", {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}),
+        (
+            "d = torch.distributed; d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1); "
+            "os.environ['LOCAL_RANK']",
+            {},
+        ),
     ],
 )
 def test_an_error_of_the_scripts_own_is_shown(
@@ -180,7 +186,7 @@ def test_an_error_of_the_scripts_own_is_shown(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "train.py").write_text(f"import os\n{line}\n")
+    (tmp_path / "train.py").write_text(f"import os, torch.distributed\n{line}\n")
     for command in ("run", "doctor"):
         done = run(tmp_path, "-m", "ddp_hooks", command, "train.py")
         assert done.returncode == 1

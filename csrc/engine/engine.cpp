@@ -274,18 +274,13 @@ void Engine::fill_slots(uint32_t bucket) {
   // A rank that has joined tells the Reducer about old uses, and the Reducer makes gradients of them; without a search
   // it asks nobody, and would make gradients of everything.
   const bool unused_too = step.agreed.test(prelude_->agreement().joined_bit()) && reducer_.searches_graph();
-  std::vector<size_t> withheld;
   for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
-    if (!slots_.is_vacant(slice.parameter)) {
-      if (step.withholds && !step.used.test(slice.parameter)) withheld.push_back(slice.parameter);
-      continue;
-    }
+    if (!slots_.is_vacant(slice.parameter)) continue;
     reducer_.forget_use_without_gradient(slice.parameter);
     // Empty parameters never travel, but where another rank used one, the Reducer has to make a .grad for it here.
     const bool used = step.agreed.test(slice.parameter);
     if (used ? all_used || slice.length == 0 : unused_too) slots_.fill(slice.parameter);
   }
-  slots_.withhold(withheld);
 }
 
 void Engine::send_bucket(uint32_t bucket, const BucketPlan& plan) {
@@ -319,7 +314,6 @@ void Engine::open_step(bool shadow) {
       "ddp_hooks: the module's process group was replaced; wrap the module anew on every rank, and register again");
   reducer_.wait_for_used_map();
   reducer_.unsettle_used_map();
-  slots_.end_withholding();
   const size_t reduced_count = reducer_.parameters().size();
   const int64_t step_number = step_number_++;
   statistics_.steps += 1;
@@ -342,8 +336,19 @@ void Engine::open_step(bool shadow) {
   for (size_t i = 0; i < late_parameters_.size(); ++i) {
     if (step.agreed.test(reduced_count + i)) step.late.push_back(i);
   }
-  // Distributed autograd keeps gradients elsewhere, by parameter, and has none for a placeholder.
-  step.withholds = !shadow && !reducer_.searches_graph() && !is_restricted_pass();
+  if (!shadow && !reducer_.searches_graph()) {
+    for (size_t i = 0; i < reduced_count; ++i) {
+      if (!step.agreed.test(i) && !slots_.is_vacant(i)) {
+        step.untouched.emplace_back(reducer_.parameters()[i], reducer_.parameters()[i].grad());
+      }
+    }
+    TORCH_CHECK(step.untouched.empty() || !reducer_.finalizes_manually(),
+                "ddp_hooks: some parameters are unused on every rank in this step, and DDP would write their .grad in "
+                "finalize_backward(), after which nothing puts it "
+                "back: with require_manual_backward_finalization and without a search of the graph expected buckets "
+                "that the engine fills; register with ddp_hooks.register(ddp), leave lazy_bucket_allocation out, call "
+                "ddp_hooks.rebuild(ddp) after freezing, or wrap with find_unused_parameters=True");
+  }
 
   const bool alone = data_group_->getSize() == 1;
   // A joined rank has nothing to look into, and makes the Reducer write gradients that nobody has.
@@ -430,7 +435,7 @@ void Engine::close_step() {
     average_late(step, false);
     return;
   }
-  if (!slots_.withholds() && step.late.empty() && !step.rebuild && !step.unheard && !reducer_.searches_graph()) {
+  if (step.untouched.empty() && step.late.empty() && !step.rebuild && !step.unheard && !reducer_.searches_graph()) {
     return;
   }
   // Goes with the callbacks if the pass ends without calling them.
@@ -444,14 +449,10 @@ void Engine::close_step() {
 }
 
 void Engine::after_backward(const std::shared_ptr<Step>& step) {
-  // Where the user finalises, that may be still to come, and overlaps what is done meanwhile: the next pass opens with
-  // both of these.
-  if (!reducer_.finalizes_manually()) {
-    give_back_withheld();
-    // Where the map of used parameters was settled, the Reducer has not waited for it, but whoever asks for it now
-    // expects the reduced one.
-    reducer_.wait_for_used_map();
-  }
+  for (const auto& [parameter, gradient] : step->untouched) parameter.mutable_grad() = gradient;
+  // Where the map of used parameters was settled, the Reducer has not waited for it, but whoever asks for it now
+  // expects the reduced one.
+  reducer_.wait_for_used_map();
   average_late(*step, true);
   if (step->unheard) {
     queue_error(
@@ -473,12 +474,6 @@ void Engine::rebuild() {
     rebuild = rebuild_;
   }
   if (rebuild) rebuild();
-}
-
-void Engine::give_back_withheld() {
-  const auto reducer_lock = reducer_.lock();
-  std::lock_guard lock(mutex_);
-  slots_.end_withholding();
 }
 
 void Engine::average_late(const Step& step, bool contribute) {
@@ -629,7 +624,14 @@ void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchroni
   std::lock_guard lock(mutex_);
   if (!prelude_) return;
   const bool by_owner = settings_.plan.direct.allowed && settings_.plan.direct.transports.owners;
-  TORCH_CHECK(!by_owner || !reducer_.finalizes_manually(),
+  const bool manual = reducer_.finalizes_manually();
+  TORCH_CHECK(
+      !manual || settings_.rebuild_after_steps == 0,
+      "ddp_hooks: rebuild_after makes the Reducer anew at the end of backward, when with DDP's "
+      "require_manual_backward_finalization its gradients are still under way: expected one of the two, received "
+      "both; leave rebuild_after out of the policy, and call ddp_hooks.rebuild(ddp) on every rank after "
+      "finalize_backward()");
+  TORCH_CHECK(!manual || !by_owner,
               "ddp_hooks: owners=True brings its sums when backward has ended, and DDP's "
               "require_manual_backward_finalization lets finalize_backward() wait for them before: expected one of the "
               "two, received both; leave owners=True out of the policy");

@@ -124,7 +124,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void leave_out_used_map();
   void gradients_done();
   void after_backward(const std::shared_ptr<Step>& step);
-  void give_back_withheld();
   void rebuild();
 
   void look_for_hook();

@@ -19,8 +19,9 @@ namespace ddp_hooks {
 
 struct Step : StepInFlight {
   UsageMask local;
-  UsageMask used;            // as the graph detector agreed; `agreed` is what of it travels by whole parameters
-  bool withholds = false;    // the .grad of what no rank used from the Reducer, which would write it
+  UsageMask used;  // as the graph detector agreed; `agreed` is what of it travels by whole parameters
+  // Parameters that no rank used, each with its .grad, which the Reducer is about to overwrite.
+  std::vector<std::pair<at::Tensor, at::Tensor>> untouched;
   std::vector<size_t> late;  // of the late parameters, those that some rank may have a gradient for
   // With the values detector: what it finds, and the plan that grows with it.
   std::optional<ValuesOfStep> values;

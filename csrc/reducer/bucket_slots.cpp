@@ -42,7 +42,6 @@ BucketSlots::BucketSlots(const ReducerView& reducer)
 }
 
 void BucketSlots::forget() {
-  end_withholding();
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (is_vacant(i) && !reducer_.slot(i).variable.is_same(reducer_.parameters()[i])) give_back(i);
   }
@@ -55,35 +54,13 @@ void BucketSlots::vacate(size_t parameter) {
   if (!entry.variable.defined()) {
     const Slot slot = reducer_.slot(parameter);
     if (slot.sparse) return;
+    // A view of the bucket, because with gradient_as_bucket_view=True the Reducer insists that gradients alias it.
     entry.view = slot.bucket.narrow(0, slot.offset, 0);
-    entry.variable = make_placeholder(slot);
+    entry.variable = at::empty({0}, slot.bucket.options());
+    // Defined, because to the Reducer a parameter that reports without a gradient was not used.
+    entry.variable.mutable_grad() = reducer_.gradients_are_views() ? entry.view : at::empty_like(entry.view);
   }
   exchange(parameter);
-}
-
-at::Tensor BucketSlots::make_placeholder(const Slot& slot) const {
-  at::Tensor placeholder = at::empty({0}, slot.bucket.options());
-  // Defined, because to the Reducer a parameter that reports without a gradient was not used; and with
-  // gradient_as_bucket_view=True the Reducer insists that gradients alias the bucket.
-  placeholder.mutable_grad() =
-      reducer_.gradients_are_views() ? slot.bucket.narrow(0, slot.offset, 0) : at::empty_like(placeholder);
-  return placeholder;
-}
-
-void BucketSlots::withhold(const std::vector<size_t>& parameters) {
-  at::Tensor placeholder;  // one for all
-  for (const size_t i : parameters) {
-    const Slot slot = reducer_.slot(i);
-    if (slot.sparse) continue;
-    if (!placeholder.defined()) placeholder = make_placeholder(slot);
-    slot.variable = placeholder;
-    withheld_.push_back(i);
-  }
-}
-
-void BucketSlots::end_withholding() {
-  for (const size_t i : withheld_) reducer_.slot(i).variable = reducer_.parameters()[i];
-  withheld_.clear();
 }
 
 bool BucketSlots::is_vacant(size_t parameter) const {
@@ -103,13 +80,11 @@ void BucketSlots::give_back(size_t parameter) {
 }
 
 void BucketSlots::vacate_all() {
-  end_withholding();
   note_gradients();
   for (size_t i = 0; i < entries_.size(); ++i) vacate(i);
 }
 
 void BucketSlots::give_all_back() {
-  end_withholding();
   note_gradients();
   for (size_t i = 0; i < entries_.size(); ++i) give_back(i);
 }

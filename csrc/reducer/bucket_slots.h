@@ -6,9 +6,6 @@
 // the agreed mask is known: scaled in the same pass, or straight from the gradient into a message. What no rank used
 // stays vacant: its slot and its .grad are not touched at all.
 //
-// Where the Reducer has to copy, because others read the bucket before the engine, slots are not vacant. What no rank
-// used is then *withheld* from the Reducer's last act, in which it would write .grad.
-//
 // Always holds: the real parameter and view of a vacant slot are kept here, and a slot that is given back is as the
 // Reducer made it. A slot may stay vacant from one pass to the next, whoever opens a step then: the engine fills vacant
 // slots whenever it finds them.
@@ -44,13 +41,6 @@ class BucketSlots {
   // Gives a vacant slot back without its content.
   void give_back(size_t parameter);
 
-  // Has the Reducer finalise placeholders in the place of these parameters, all of one bucket, so that it leaves their
-  // .grad alone. For slots that are not vacant, once the bucket is ready; sparse gradients are left as they are.
-  void withhold(const std::vector<size_t>& parameters);
-  // Undoes that, when the Reducer has finalised or another pass begins, whichever comes first.
-  void end_withholding();
-  bool withholds() const { return !withheld_.empty(); }
-
   // All of them, when a backward pass is about to begin. Both note which gradients lie in the bucket already.
   void vacate_all();
   void give_all_back();
@@ -82,7 +72,6 @@ class BucketSlots {
     bool vacant = false;
     bool gradient_in_bucket = false;
   };
-  at::Tensor make_placeholder(const Slot& slot) const;
   void exchange(size_t parameter);
   bool shares_memory(size_t parameter) const;
   void note_gradients();
@@ -90,7 +79,6 @@ class BucketSlots {
   const ReducerView& reducer_;
   const bool copies_in_batches_;
   std::vector<Entry> entries_;
-  std::vector<size_t> withheld_;
 };
 
 }  // namespace ddp_hooks

@@ -13,9 +13,13 @@ import textwrap
 from pathlib import Path
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from ddp_hooks.wording import fill
 
-# What a launcher tells each process of where it is.
+# Set by torchrun, Slurm, Open MPI and other MPIs for whatever they start.
+_GIVEN_BY_LAUNCHERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# What torchrun tells each process of where it is.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -86,14 +90,15 @@ def explain_missing_launcher(command: str, error: BaseException) -> bool:
     Returns:
         Whether that is why, and was said.
     """
-    if "RANK" in os.environ or not _misses_a_rank(error):
+    started = any(name in os.environ for name in _GIVEN_BY_LAUNCHERS) or dist.is_initialized()
+    if started or not _misses_a_rank(error):
         return False
     original = sys.orig_argv
     begins = [i for i, pair in enumerate(itertools.pairwise(original)) if pair == ("-m", "ddp_hooks")]
     line = shlex.join(original[begins[0] :]) if begins else f"-m ddp_hooks {command} SCRIPT ..."
     text = (
         f"ddp_hooks {command}: the script expects to be one of several ranks, and no launcher has started it. Start it "
-        f"with torchrun, for instance: torchrun --nproc-per-node 2 {line}"
+        f"with torchrun, for instance: torchrun --nproc-per-node 2 {line} (it raised {type(error).__name__}: {error})"
     )
     print(fill(text), file=sys.stderr)
     return True
