@@ -85,7 +85,7 @@ def _make_reducer(ddp: DistributedDataParallel) -> None:
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()  # type: ignore[union-attr]
     if finalizes_manually(ddp):
-        ddp.require_manual_backward_finalization = True
+        ddp.require_manual_backward_finalization = True  # type: ignore[assignment]  # torch before 2.15 has none
     used = _used_map(ddp)
     if used is not None:
         # Memory that nobody has written to. A rank that joins sends it as what it has used in its last step.
