@@ -705,7 +705,7 @@ def _hook_mistakes(rank: int) -> None:
         Mistake(
             lambda: other(torch.randn(4, 4)).sum().backward(),
             RuntimeError,
-            ["serves this module, received SkipUnusedState(policy='auto', detached)", *make],
+            ["serves this module, received one that was unpickled or copied; wrap the model", *make],
         )
     )
 
