@@ -337,12 +337,16 @@ void Engine::open_step(bool shadow) {
     if (step.agreed.test(reduced_count + i)) step.late.push_back(i);
   }
   if (!shadow && !reducer_.searches_graph()) {
+    bool is_written = false;
     for (size_t i = 0; i < reduced_count; ++i) {
       if (!step.agreed.test(i) && !slots_.is_vacant(i)) {
-        step.untouched.emplace_back(reducer_.parameters()[i], reducer_.parameters()[i].grad());
+        const at::Tensor& parameter = reducer_.parameters()[i];
+        step.untouched.emplace_back(parameter, parameter.grad());
+        // With a static graph the Reducer itself leaves alone what was unused in the first pass.
+        is_written = is_written || !reducer_.has_static_graph() || !parameter.requires_grad();
       }
     }
-    TORCH_CHECK(step.untouched.empty() || !reducer_.finalizes_manually(),
+    TORCH_CHECK(!is_written || !reducer_.finalizes_manually(),
                 "ddp_hooks: some parameters are unused on every rank in this step, and DDP would write their .grad in "
                 "finalize_backward(), after which nothing puts it "
                 "back: with require_manual_backward_finalization and without a search of the graph expected buckets "
