@@ -105,7 +105,7 @@ def describe(
         "parameters frozen when wrapped": _summary(late),
         "find_unused_parameters": str(ddp.find_unused_parameters),
         "static_graph": str(ddp.static_graph),
-        # What it is refused with is refused in the first forward pass, on every rank.
+        # Some policies are refused with it, in the first forward pass: on every rank, if all have it.
         "require_manual_backward_finalization": str(finalizes_manually(ddp)),
         "device": ddp.device_type,
         "devices": spread([*reduced, *late]),
