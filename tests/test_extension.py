@@ -20,17 +20,28 @@ TIMEOUT_SECONDS = 120
 RELEASE = torch.__version__.partition("+")[0]
 
 
-# An editable installation would find what is missing in the checkout.
-WITHOUT_EDITABLE_INSTALLATIONS = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)]\n"
+# What is installed would be found instead of what is missing: by the finder of an editable installation, or beside torch.
+WITHOUT_INSTALLATIONS = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+sys.path = [{others!r} if path == {site_packages!r} else path for path in sys.path]
+"""
 
 
 @pytest.fixture
 def unbuilt(tmp_path: Path) -> Path:
-    """Copy the package without what a build makes."""
+    """Copy the package without what a build makes, to where no other one is found."""
     package = tmp_path / "ddp_hooks"
     ignored = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
     shutil.copytree(Path(ddp_hooks.__file__).parent, package, ignore=ignored)
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_EDITABLE_INSTALLATIONS)
+    site_packages = Path(torch.__file__).parent.parent
+    others = tmp_path / "others"
+    others.mkdir()
+    for other in site_packages.iterdir():
+        if other.name != package.name:
+            (others / other.name).symlink_to(other)
+    customization = WITHOUT_INSTALLATIONS.format(others=str(others), site_packages=str(site_packages))
+    (tmp_path / "sitecustomize.py").write_text(customization)
     return package
 
 
