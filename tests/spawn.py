@@ -40,9 +40,12 @@ def _worker(rank: int, world_size: int, stack_file: str, environment: dict[str, 
     os.environ.update({"OMP_NUM_THREADS": "1", **environment})
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.enable(stacks)
         import torch
         import torch.distributed as dist
 
+        # A rank that crashes prints the native stacks of its threads to stderr, and then the Python stacks to the file.
+        torch._C._set_print_stack_traces_on_fatal_signal(True)
         torch.set_num_threads(1)
         while True:
             task = pipe.recv()
@@ -121,7 +124,8 @@ class RankPool:
                     outcomes[rank] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(1)
-                    outcomes[rank] = ("error", f"died with exit code {self._processes[rank].exitcode}")
+                    stacks = self._stack_file(rank).read_text()
+                    outcomes[rank] = ("error", f"died with exit code {self._processes[rank].exitcode}\n{stacks}")
                 if outcomes[rank][0] == "error":
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             if not ready:
