@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 120
 RELEASE = torch.__version__.partition("+")[0]
 
 
-# What is installed would be found instead of what is missing: by the finder of an editable installation, or beside torch.
+# What is installed would be found instead of what is missing, by an editable installation's finder or beside torch.
 WITHOUT_INSTALLATIONS = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]
