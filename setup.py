@@ -48,10 +48,10 @@ if not {"sdist", "egg_info"} & set(sys.argv) and (untested := VERSIONS["why_unte
 # the largest of these takes. Patterns in csrc/; every other file is compiled by itself.
 COMPILED_AS_ONE = {
     "kernels_and_layout": ["kernels/*.cpp", "kernels/cuda/*.cpp", "layout/*.cpp"],
-    "values_and_wire": ["values/*.cpp", "wire/*.cpp"],
+    "detectors_and_transport": ["detectors/*.cpp", "transport/*.cpp"],
     "agreement_and_engine": ["reducer/*.cpp", "agreement/*.cpp", "engine/*.cpp"],
     "bindings_of_kernels": [
-        f"bindings/{room}.cpp" for room in ("module", "kernels", "layout", "mask_codec", "values", "wire")
+        f"bindings/{room}.cpp" for room in ("module", "kernels", "layout", "mask_codec", "detectors", "transport")
     ],
     "bindings_of_engine": [f"bindings/{room}.cpp" for room in ("agreement", "reducer", "reducer_probes", "engine")],
 }

@@ -8,7 +8,7 @@
 |---|---|---|
 | mask | set, merge, count, encode, decode; compiled without Python | memcpy of the words |
 | mask_codec | bytes of a compressed mask, encode, decode, by density; compiled without Python | the bitmap |
-| plan | making a wire plan, and finding it in the cache; compiled without Python | a walk over the slices |
+| plan | making a reduction plan, and finding it in the cache; compiled without Python | a walk over the slices |
 | copy | nonzero_scan, gather_scaled, scatter; through the binding, whose own cost is beside it | `copy_` |
 | unit_scan | start_unit_scan over a table of zeros and a dense one | reading all of it (`amax`) |
 | exchange | an OR over all ranks by all-reduce, all_gather, grids of small all_gathers; not hidden | all-reduce |

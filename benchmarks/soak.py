@@ -3,7 +3,7 @@
     python benchmarks/soak.py --minutes 60
 
 Two ranks on loopback train a small model. Between the steps, by seeds that they share, they change the policy, freeze
-and thaw (alike, or one rank alone), rebuild, accumulate under no_sync, declare parameters unused, wrap and register
+and unfreeze (alike, or one rank alone), rebuild, accumulate under no_sync, declare parameters unused, wrap and register
 anew in either way, save and load the state, and synchronise without a backward. Every minute each rank counts its
 memory, open files, threads and process groups, checks that both hold the same weights, wraps the same model once more,
 and times a fixed reference step, taking turns with the same step of plain DDP, whose module is wrapped anew as often.
@@ -97,7 +97,7 @@ class Soak:
         import ddp_hooks
 
         # What one rank alone has frozen would make the modules differ.
-        self.thaw()
+        self.unfreeze()
         plain = self.options.registration == "plain"
         self.searches = plain or as_reference or self.rng.random() < 0.7
         if not plain and not as_reference and self.rng.random() < 0.5:
@@ -168,7 +168,7 @@ class Soak:
         if alone >= RANKS or alone == self.rank:
             ddp_hooks.freeze(self.model, pattern)
 
-    def thaw(self) -> None:
+    def unfreeze(self) -> None:
         import ddp_hooks
 
         ddp_hooks.unfreeze(self.model, "*")
@@ -202,13 +202,13 @@ class Soak:
 
     def act(self) -> None:
         """Change something, then train a little."""
-        often: list[Callable[[], None]] = [self.freeze, self.thaw, self.accumulate, self.synchronise]
+        often: list[Callable[[], None]] = [self.freeze, self.unfreeze, self.accumulate, self.synchronise]
         if self.state is not None:
             often += [self.rebuild, self.set_policy, self.checkpoint]
         # Making a group takes longer than all the rest.
         action = self.wrap_anew if self.rng.random() < self.options.wrap_share else self.rng.choice(often)
         if self.options.registration == "plain" and action == self.freeze:
-            action = self.thaw  # plain DDP would crash, or hang
+            action = self.unfreeze  # plain DDP would crash, or hang
         action()
         self.actions += 1
         for _ in range(self.rng.randrange(1, 4)):

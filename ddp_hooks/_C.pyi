@@ -167,7 +167,7 @@ class BucketPlan:
     @property
     def disposition(self) -> Disposition: ...
 
-def make_wire_plan(
+def make_reduction_plan(
     layout: LayoutOfBuckets,
     agreed: UsageMask,
     settings: PlanSettings,
@@ -191,7 +191,7 @@ def make_unit_plan(
 # As rank `rank` of `ranks`, to whose group `all_reduce` is handed what has to be summed in place. The gradients: each
 # parameter, and whether it has a gradient of this step. Returns the numbers of messages, and of bytes of gradients and
 # flags.
-def average_late_gradients(
+def average_unmanaged_gradients(
     all_reduce: Callable[[torch.Tensor], None],
     rank: int,
     ranks: int,
@@ -342,7 +342,7 @@ class Statistics:
     @property
     def payload_bytes(self) -> int: ...
     @property
-    def spread_bytes(self) -> int: ...
+    def broadcast_bytes(self) -> int: ...
     @property
     def owner_bytes(self) -> int: ...
     @property
@@ -378,9 +378,9 @@ def merge_compressed(words: Sequence[int], into: UsageMask) -> None: ...
 # Take the mask of a rank, its number and how many there are; the planes of two sets of ranks, the bits of a mask and
 # how many ranks there are; and the last two again. What is read: for each bit how many ranks set it and which, a bit
 # each.
-def write_planes(arg0: UsageMask, arg1: int, arg2: int, /) -> list[int]: ...
-def merge_planes(arg0: Sequence[int], arg1: Sequence[int], arg2: int, arg3: int, /) -> list[int]: ...
-def read_planes(arg0: Sequence[int], arg1: int, arg2: int, /) -> list[tuple[int, int]]: ...
+def write_counters(arg0: UsageMask, arg1: int, arg2: int, /) -> list[int]: ...
+def merge_counters(arg0: Sequence[int], arg1: Sequence[int], arg2: int, arg3: int, /) -> list[int]: ...
+def read_counters(arg0: Sequence[int], arg1: int, arg2: int, /) -> list[tuple[int, int]]: ...
 
 class Engine:
     def __init__(
@@ -389,7 +389,7 @@ class Engine:
         reducer: Reducer,
         control_groups: ControlGroups,
         settings: EngineSettings,
-        late_parameters: Sequence[torch.Tensor],
+        unmanaged_parameters: Sequence[torch.Tensor],
         names: Sequence[str],
         pending: Sequence[int],
     ) -> None: ...

@@ -1,4 +1,4 @@
-"""Freezing and thawing parts of a DDP module at any time, and making its Reducer anew for what is left."""
+"""Freezing and unfreezing parts of a DDP module at any time, and making its Reducer anew for what is left."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def unfreeze(module: nn.Module, *what: Selector, train_norms: bool = False) -> t
 
 
 class FreezeSchedule:
-    """Freezes and thaws parts of a module at given steps.
+    """Freezes and unfreezes parts of a module at given steps.
 
     Args:
         module: the DDP module, or the model in it.
         freeze: by step (counted from 0): what to freeze before that step; a pattern, module or parameter as for
             :func:`freeze`, or a list of them. It may be left out if ``unfreeze`` is given.
-        unfreeze: by step: what to thaw before that step. At the same step thawing comes first.
-        eval_norms: as for :func:`freeze`, and the opposite when thawing.
+        unfreeze: by step: what to unfreeze before that step. At the same step unfreezing comes first.
+        eval_norms: as for :func:`freeze`, and the opposite when unfreezing.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -140,7 +140,7 @@ class FreezeSchedule:
         """Do what is due before the next step; every rank calls it once a step.
 
         Returns:
-            The names of the parameters that were frozen or thawed.
+            The names of the parameters that were frozen or unfrozen.
 
         Raises:
             ValueError: a pattern matches nothing any more, because the module has changed. Then nothing is done.
@@ -152,20 +152,20 @@ class FreezeSchedule:
         return changed
 
     def _check(self, steps: Sequence[int]) -> None:
-        """Raise what freezing and thawing at these steps, in order, would raise, before any of it is done."""
+        """Raise what freezing and unfreezing at these steps, in order, would raise, before any of it is done."""
         model = _model("FreezeSchedule", self._module)
         frozen: dict[str, nn.Parameter] = {}
-        thawed: dict[str, nn.Parameter] = {}
+        unfrozen: dict[str, nn.Parameter] = {}
         for step in steps:
             if step in self._unfreeze:
                 chosen = _selected(model, self._unfreeze[step])
                 _check_trainable(chosen)
-                thawed |= chosen
+                unfrozen |= chosen
                 frozen = {name: parameter for name, parameter in frozen.items() if name not in chosen}
             if step in self._freeze:
                 frozen |= _selected(model, self._freeze[step])
-        # What is thawed before it is frozen was trained until then; what comes of all steps counts.
-        _check_not_awaited(self._module, frozen, thawed)
+        # What is unfrozen before it is frozen was trained until then; what comes of all steps counts.
+        _check_not_awaited(self._module, frozen, unfrozen)
 
     def _do(self, step: int) -> tuple[str, ...]:
         changed: tuple[str, ...] = ()
@@ -242,25 +242,25 @@ def _selected(model: nn.Module, what: Sequence[Selector]) -> dict[str, nn.Parame
 
 
 def _check_not_awaited(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], thawed: Mapping[str, nn.Parameter] | None = None
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], unfrozen: Mapping[str, nn.Parameter] | None = None
 ) -> None:
-    """Refuse to freeze what plain DDP waits for; ``thawed`` are parameters that will be trained by then."""
+    """Refuse to freeze what plain DDP waits for; ``unfrozen`` are parameters that will be trained by then."""
     ddp = uncompiled(module)
     if not isinstance(ddp, DistributedDataParallel) or ddp.find_unused_parameters or service.is_served(ddp):
         return
     if not ddp.require_backward_grad_sync:
-        return  # within no_sync(), after which it may be thawed
+        return  # within no_sync(), after which it may be unfrozen
     if ddp.static_graph and _C.reducer_forward_passes(ddp.reducer) == 0:
         return  # its first pass finds out what is unused
     awaited = {id(parameter) for parameter in parameters_of(ddp)[0]}
     names = [
         name
         for name, parameter in parameters.items()
-        if id(parameter) in awaited and (parameter.requires_grad or name in (thawed or {}))
+        if id(parameter) in awaited and (parameter.requires_grad or name in (unfrozen or {}))
     ]
     frozen = {id(parameter) for parameter in parameters.values()}
     trained = {id(parameter) for parameter in reducible_parameters(ddp).values() if parameter.requires_grad}
-    trained |= {id(parameter) for parameter in (thawed or {}).values()}
+    trained |= {id(parameter) for parameter in (unfrozen or {}).values()}
     # Where nothing is trained DDP waits for nothing: a discriminator may be frozen for its generator's pass.
     if names and awaited & (trained - frozen):
         raise RuntimeError(

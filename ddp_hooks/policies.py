@@ -87,7 +87,7 @@ class Policy:
         rebuild_after: call :func:`ddp_hooks.rebuild` by itself once the same parameters have been unused for this many
             steps in a row. Where that takes nothing out, because they are not frozen on every rank, it is tried again
             after twice as many steps each time. It does nothing with ``static_graph=True``. Without ``graph``
-            everything that DDP reduces counts as used, frozen or not, so that only parameters which were thawed and
+            everything that DDP reduces counts as used, frozen or not, so that only parameters which were unfrozen and
             are late bring a rebuild about. 0 for never. Steps.
 
     Raises:

@@ -92,9 +92,9 @@ def _other_wrapper(module: object) -> str | None:
 
 
 def describe(
-    policy: Policy, ddp: DistributedDataParallel, reduced: list[torch.Tensor], late: list[torch.Tensor]
+    policy: Policy, ddp: DistributedDataParallel, reduced: list[torch.Tensor], unmanaged: list[torch.Tensor]
 ) -> dict[str, str]:
-    """Describe what every rank has to have in common: `reduced` are the Reducer's parameters, `late` the others."""
+    """Describe what every rank has to have in common: `reduced` are the Reducer's parameters, `unmanaged` the others."""
     return {
         "ddp_hooks": __version__,
         "torch": torch.__version__,
@@ -102,18 +102,18 @@ def describe(
         "world size": str(dist.get_world_size(ddp.process_group)),
         "parameters": f"{_summary(reduced)} (digest of shapes and dtypes: {_digest(reduced)})",
         # DDP does not compare these, and does not send them while they are frozen.
-        "parameters frozen when wrapped": _summary(late),
+        "parameters frozen when wrapped": _summary(unmanaged),
         "find_unused_parameters": str(ddp.find_unused_parameters),
         "static_graph": str(ddp.static_graph),
         # Some policies are refused with it, in the first forward pass: on every rank, if all have it.
         "require_manual_backward_finalization": str(finalizes_manually(ddp)),
         "device": ddp.device_type,
-        "devices": spread([*reduced, *late]),
+        "devices": describe_devices([*reduced, *unmanaged]),
     }
 
 
-def spread(parameters: Sequence[torch.Tensor]) -> str:
-    """Say how parameters are spread over devices, whatever numbers these have: what shares one may share a message."""
+def describe_devices(parameters: Sequence[torch.Tensor]) -> str:
+    """Say how parameters lie on devices, whatever numbers these have: what shares one may share a message."""
     places: dict[torch.device, int] = {}
     place_of = [places.setdefault(parameter.device, len(places)) for parameter in parameters]
     if len(places) <= 1:

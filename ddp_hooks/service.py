@@ -216,9 +216,9 @@ class Service:
         self._finalizer.atexit = False
 
     def _make_engine(self, ddp: DistributedDataParallel, pending: Set[int]) -> Any:
-        reduced, late = parameters_of(ddp)
+        reduced, unmanaged = parameters_of(ddp)
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-        self._parameters = [*reduced, *late]
+        self._parameters = [*reduced, *unmanaged]
         self._names = [names.get(id(parameter), f"#{i}") for i, parameter in enumerate(self._parameters)]
         self._places = {name: place for place, name in enumerate(self._names)}
         self._index = ParameterIndex(ddp.module)
@@ -229,8 +229,8 @@ class Service:
         engine = _C.Engine(
             reducer=ddp.reducer,
             control_groups=self._control_groups.groups,
-            settings=engine_settings(self._policy, describe(self._policy, ddp, reduced, late)),
-            late_parameters=late,
+            settings=engine_settings(self._policy, describe(self._policy, ddp, reduced, unmanaged)),
+            unmanaged_parameters=unmanaged,
             names=self._names,
             pending=[i for i, parameter in enumerate(self._parameters) if id(parameter) in pending],
         )

@@ -52,14 +52,14 @@ class Statistics:
         rebuilt_bytes: what it would have handed over besides, had no rebuild taken parameters out of the module's
             Reducer that were in it before. Bytes.
         payload_bytes: the gradients that travelled, however they did. Bytes.
-        spread_bytes: so many of them one rank alone contributed, and sent to the others. Bytes.
+        broadcast_bytes: so many of them one rank alone contributed, and sent to the others. Bytes.
         owner_bytes: so many of them some ranks contributed and one of these summed. Bytes.
         sent_bytes: what this rank sent of gradients: of all-reduces what a ring would send, 2 (n - 1) / n of their
             bytes, otherwise as it was. Bytes.
         mask_bytes: what was handed to the control group to agree on usage masks. Bytes.
         exchanges: mask exchanges.
-        plan_cache_hits: steps whose wire plan was known already.
-        plan_cache_misses: steps whose wire plan had to be made.
+        plan_cache_hits: steps whose reduction plan was known already.
+        plan_cache_misses: steps whose reduction plan had to be made.
         exchange_wait_seconds: how long backward stood still for agreed masks, on this rank.
         hook_seconds: what the hook costs this rank besides, in time: scanning, scaling, gathering, launching.
     """
@@ -81,7 +81,7 @@ class Statistics:
     units_steps: int = 0
     units_agreed_on: int = 0
     units_sent: int = 0
-    spread_bytes: int = 0
+    broadcast_bytes: int = 0
     owner_bytes: int = 0
     sent_bytes: int = 0
     rebuilt_bytes: int = 0
@@ -96,7 +96,7 @@ class Statistics:
             removed_bytes: of those that rebuilds have taken out of it. Bytes.
         """
         counters = {field.name: getattr(source, field.name) for field in fields(cls) if field.name != "rebuilt_bytes"}
-        # What was taken out and is thawed later counts as dense in those steps in which it has a gradient.
+        # What was taken out and is unfrozen later counts as dense in those steps in which it has a gradient.
         missing = source.steps * (reduced_bytes + removed_bytes) - source.dense_bytes
         return cls(**counters, rebuilt_bytes=min(max(missing, 0), source.steps * removed_bytes))
 
@@ -202,7 +202,7 @@ class Statistics:
             f"a step: {describe_bytes(self.payload_bytes / steps)} in {self.messages / steps:.1f} messages; waited "
             f"{self.exchange_wait_seconds / steps * 1e6:.0f} us for masks, {hook} besides",
             f"buckets: {self.buckets_whole} whole, {self.buckets_packed} in part, {self.buckets_skipped} skipped",
-            f"masks: {self.exchanges} exchanges of {self.mask_bytes:,} bytes in all; wire plans: "
+            f"masks: {self.exchanges} exchanges of {self.mask_bytes:,} bytes in all; reduction plans: "
             f"{self.plan_cache_hits} from the cache, {self.plan_cache_misses} made",
         ]
         if self.rebuilt_bytes:
@@ -216,7 +216,7 @@ class Statistics:
         transports = [
             f"{describe_bytes(size)} {how}"
             for size, how in (
-                (self.spread_bytes, "spread by the one rank that has them"),
+                (self.broadcast_bytes, "broadcast by the one rank that has them"),
                 (self.owner_bytes, "summed by owners"),
             )
             if size

@@ -1,7 +1,7 @@
 """Fine-tuning with gradual unfreezing: a network that knows the digits 0 to 4 learns to tell 5 to 9 apart.
 
-At first only the new head is trained; then the encoder's layers are thawed one after the other, from the top down. A
-layer's gradient is sent from the step on in which it is thawed. Plain DDP has laid out its buckets for all layers: it
+At first only the new head is trained; then the encoder's layers are unfrozen one after the other, from the top down. A
+layer's gradient is sent from the step on in which it is unfrozen. Plain DDP has laid out its buckets for all layers: it
 would send every gradient in every step, or stop with "Expected to have finished reduction in the prior iteration"
 without find_unused_parameters=True. Run it with
 

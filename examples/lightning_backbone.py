@@ -1,7 +1,7 @@
-"""Lightning: its BackboneFinetuning under DDP, which thaws a backbone after some epochs.
+"""Lightning: its BackboneFinetuning under DDP, which unfreezes a backbone after some epochs.
 
 The callback freezes the backbone before the strategy wraps the module, so DDP never learns of its parameters: once they
-are thawed, plain DDP trains a backbone of its own on each rank, and says nothing. With SkipUnusedCallback they are
+are unfrozen, plain DDP trains a backbone of its own on each rank, and says nothing. With SkipUnusedCallback they are
 averaged, and as long as they are frozen nothing of them is sent. Run it with
 
     torchrun --nproc-per-node 2 examples/lightning_backbone.py

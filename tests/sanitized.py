@@ -38,8 +38,8 @@ QUICK = {
     "asan": [
         "test_direct.py::test_same_as_plain_ddp[3]",
         "test_equivalence.py::test_every_way_to_pack",
-        "test_freezing.py::test_thawed_under_any_policy",
-        "test_freezing.py::test_thawed_after_rebuild",
+        "test_freezing.py::test_unfrozen_under_any_policy",
+        "test_freezing.py::test_unfrozen_after_rebuild",
         "test_freezing.py::test_declared_unused",
         "test_hooks.py::test_random_steps",
         "test_hooks.py::test_exchange_on_a_grid",
@@ -51,7 +51,7 @@ QUICK = {
     "tsan": [
         "test_direct.py::test_same_as_plain_ddp[2]",
         "test_equivalence.py::test_every_way_to_pack",
-        "test_freezing.py::test_thawed_under_any_policy",
+        "test_freezing.py::test_unfrozen_under_any_policy",
         "test_freezing.py::test_rebuilds_by_itself",
         "test_hooks.py::test_random_steps",
         "test_hooks.py::test_exchange_on_a_grid",

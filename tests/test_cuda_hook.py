@@ -224,7 +224,7 @@ def test_a_group_with_a_backend_for_each_device(scenario: type[Scenario], policy
 # --- what happens after the Reducer's last act, which for a GPU may be in autograd's thread
 
 
-def thawed_and_rebuilt(rank: int, device: str) -> None:
+def unfrozen_and_rebuilt(rank: int, device: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to(device)
     twin = copy.deepcopy(model)
@@ -249,11 +249,11 @@ def thawed_and_rebuilt(rank: int, device: str) -> None:
                 assert torch.equal(ours.grad, theirs.grad), f"step {step}"
         if ddp.reducer not in reducers:
             reducers.append(ddp.reducer)
-    assert len(reducers) == 3, "for the layer that was thawed, and for the one that was frozen"
+    assert len(reducers) == 3, "for the layer that was unfrozen, and for the one that was frozen"
 
 
-def test_thawed_and_rebuilt(world: tuple[int, str]) -> None:
-    run_on_gpu(*world, thawed_and_rebuilt, "cuda")
+def test_unfrozen_and_rebuilt(world: tuple[int, str]) -> None:
+    run_on_gpu(*world, unfrozen_and_rebuilt, "cuda")
 
 
 # --- the host runs ahead of the device

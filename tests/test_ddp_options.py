@@ -99,7 +99,7 @@ def test_lazy_buckets_lose_their_memory_after_backward(native: bool, views: bool
 
 
 def train_frozen(rank: int, ours: bool, views: bool) -> list[Any]:
-    """Four steps with the second layer frozen after wrapping and thawed again, or built frozen, without a hook."""
+    """Four steps with the second layer frozen after wrapping and unfrozen again, or built frozen, without a hook."""
     model = Layers()
     if not ours:
         model.second.requires_grad_(False)
@@ -218,7 +218,7 @@ def owners_and_finalized(rank: int) -> None:
     ddp = DistributedDataParallel(Layers(), find_unused_parameters=True)
     ddp_hooks.register(ddp, ddp_hooks.Policy("test", owners=True))
     ddp.require_manual_backward_finalization = True
-    with pytest.raises(RuntimeError, match=r"owners=True brings its sums when backward has ended.*leave owners=True"):
+    with pytest.raises(RuntimeError, match=r"owners=True finishes its sums when backward has ended.*leave owners=True"):
         ddp(batch(rank, 0))
 
 

@@ -28,7 +28,7 @@ DIRECT_ROWS = replace(DIRECT, name="direct rows", units="on", min_divided_bytes=
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 33, 64])
-def test_planes_say_what_masks_say(ranks: int) -> None:
+def test_counters_say_what_masks_say(ranks: int) -> None:
     """Against the obvious: keep every rank's mask. In whatever order ranks are merged, and in whatever groups."""
     generator = random.Random(ranks)
     for bits in (1, 64, 130):
@@ -39,26 +39,26 @@ def test_planes_say_what_masks_say(ranks: int) -> None:
                 if generator.random() < generator.choice([0, 1 / ranks, 1]):
                     mask.set(bit)
             masks.append(mask)
-        pieces = [_C.write_planes(mask, rank, ranks) for rank, mask in enumerate(masks)]
+        pieces = [_C.write_counters(mask, rank, ranks) for rank, mask in enumerate(masks)]
         while len(pieces) > 1:
             first, second = (pieces.pop(generator.randrange(len(pieces))) for _ in range(2))
-            pieces.append(_C.merge_planes(first, second, bits, ranks))
-        for bit, (count, found) in enumerate(_C.read_planes(pieces[0], bits, ranks)):
+            pieces.append(_C.merge_counters(first, second, bits, ranks))
+        for bit, (count, found) in enumerate(_C.read_counters(pieces[0], bits, ranks)):
             contributors = [rank for rank, mask in enumerate(masks) if mask.test(bit)]
             assert count == len(contributors)
             assert found == (1 << contributors[0] if count == 1 else 0)
 
 
 @pytest.mark.parametrize("bits", [0, 1, 63, 64, 65])
-def test_planes_of_nobody_change_nothing(bits: int) -> None:
-    planes = _C.write_planes(_C.UsageMask(bits, True), 3, 5)
-    nobody = [0] * len(planes)
-    assert _C.merge_planes(planes, nobody, bits, 5) == _C.merge_planes(nobody, planes, bits, 5) == planes
+def test_counters_of_nobody_change_nothing(bits: int) -> None:
+    counters = _C.write_counters(_C.UsageMask(bits, True), 3, 5)
+    nobody = [0] * len(counters)
+    assert _C.merge_counters(counters, nobody, bits, 5) == _C.merge_counters(nobody, counters, bits, 5) == counters
 
 
-def test_planes_of_another_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected the planes of so many bits and ranks"):
-        _C.read_planes([0], 64, 8)
+def test_counters_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected the counters of so many bits and ranks"):
+        _C.read_counters([0], 64, 8)
 
 
 # --- how it travels
@@ -67,7 +67,7 @@ def test_planes_of_another_size_are_refused() -> None:
 def test_owners_sum_only_if_they_are_asked_to() -> None:
     assert _C.transport_for(0b0011, 4, True) == _C.Transport.BY_OWNER
     assert _C.transport_for(0b0011, 4, False) == _C.Transport.ALL_REDUCE
-    assert _C.transport_for(0b0010, 4, False) == _C.Transport.SPREAD
+    assert _C.transport_for(0b0010, 4, False) == _C.Transport.BROADCAST
 
 
 def transfers(contributors: int, ranks: int) -> dict[_C.Transport, int]:
@@ -75,7 +75,7 @@ def transfers(contributors: int, ranks: int) -> dict[_C.Transport, int]:
     count = contributors.bit_count()
     possible = {_C.Transport.ALL_REDUCE: 2 * (ranks - 1)}
     if count == 1:
-        possible[_C.Transport.SPREAD] = ranks - 1
+        possible[_C.Transport.BROADCAST] = ranks - 1
     if count > 1:
         possible[_C.Transport.BY_OWNER] = (count - 1) + (ranks - 1)
     return possible
@@ -129,7 +129,7 @@ class Case:
             allowed=True, world_size=self.ranks, owners=True, segment_bytes=self.segment_bytes, min_bytes=least
         )
         settings = _C.PlanSettings(in_place_bytes=400, pack_bytes=4000, gap_fraction=0.0, direct=direct)
-        return _C.make_wire_plan(self.layout, self.agreed, settings, by_rank=self.by_rank)
+        return _C.make_reduction_plan(self.layout, self.agreed, settings, by_rank=self.by_rank)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -175,7 +175,7 @@ def test_owners_contribute_and_messages_are_small(seed: int) -> None:
         for group in message.groups:
             by_owner[group.owner] += group.numel
             alone = group.contributors.bit_count() == 1
-            if message.transport == _C.Transport.SPREAD:
+            if message.transport == _C.Transport.BROADCAST:
                 assert alone
                 assert group.contributors == 1 << group.owner
             else:
@@ -185,7 +185,7 @@ def test_owners_contribute_and_messages_are_small(seed: int) -> None:
         assert max(by_owner.values()) <= segment
 
 
-def test_nobody_spreads_everything() -> None:
+def test_nobody_broadcasts_everything() -> None:
     """What one rank of four has alone is dealt out, so that its link carries it once and not three times."""
     slices = [_C.ParameterSlice(0, 0, 120_000)]
     layout = _C.LayoutOfBuckets([_C.BucketLayout(slices, 4)], 1)
@@ -193,7 +193,7 @@ def test_nobody_spreads_everything() -> None:
     direct = _C.DirectSettings(allowed=True, world_size=4, owners=True, segment_bytes=4000, min_bytes=0)
     settings = _C.PlanSettings(in_place_bytes=1 << 20, pack_bytes=1 << 20, gap_fraction=0.0, direct=direct)
     sent: Counter[int] = Counter()
-    for message in _C.make_wire_plan(layout, masks[2], settings, by_rank=masks)[0].direct:
+    for message in _C.make_reduction_plan(layout, masks[2], settings, by_rank=masks)[0].direct:
         for group in message.groups:
             if group.owner == 2:
                 sent[2] += 3 * group.numel
@@ -320,26 +320,26 @@ def bytes_by_transport(rank: int, world_size: int) -> None:
     ddp(torch.ones(2, 64), rank).sum().backward()
     stats = state.stats()
     assert stats.payload_bytes == head * (world_size + 1)
-    assert (stats.spread_bytes, stats.owner_bytes) == (head * world_size, 0)
+    assert (stats.broadcast_bytes, stats.owner_bytes) == (head * world_size, 0)
     ring = 2 * (world_size - 1) * head // world_size
     assert stats.sent_bytes == ring + (world_size - 1) * head
     assert state.usage()[f"heads.{rank}.weight"].ranks == (rank,)
     assert state.usage()["trunk.weight"].ranks == tuple(range(world_size))
     assert state.usage()[f"heads.{world_size}.weight"].ranks == ()
-    assert "spread by the one rank that has them" in str(stats)
+    assert "broadcast by the one rank that has them" in str(stats)
 
     ddp.zero_grad()
     state.reset_stats()
     ddp(torch.ones(2, 64), world_size + rank % 2).sum().backward()
     stats = state.stats()
     if world_size == 4:
-        assert (stats.spread_bytes, stats.owner_bytes) == (0, 2 * head)
+        assert (stats.broadcast_bytes, stats.owner_bytes) == (0, 2 * head)
         # Each of a head's two contributors owns half of it: receives the other's, and sends the sum to three.
         assert stats.sent_bytes == pytest.approx(ring + head / 2 + 3 * head / 2, rel=0.02)
     state.set_policy(replace(DIRECT, direct=False))
     state.reset_stats()
     ddp(torch.ones(2, 64), rank).sum().backward()
-    assert (state.stats().spread_bytes, state.stats().owner_bytes) == (0, 0)
+    assert (state.stats().broadcast_bytes, state.stats().owner_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -348,7 +348,7 @@ def test_bytes_by_transport(world_size: int) -> None:
 
 
 def on_a_grid(rank: int) -> None:
-    """Six ranks are two axes, where planes say who is alone; what several contribute is all-reduced."""
+    """Six ranks are two axes, where counters say who is alone; what several contribute is all-reduced."""
     ddp = DistributedDataParallel(Heads(8), find_unused_parameters=True)
     state = register(ddp, DIRECT, True)
     plain = DistributedDataParallel(Heads(8), find_unused_parameters=True)
@@ -362,7 +362,7 @@ def on_a_grid(rank: int) -> None:
             assert (ours.grad is None) == (expected.grad is None)
             if ours.grad is not None:
                 torch.testing.assert_close(ours.grad, expected.grad)
-    assert state.stats().spread_bytes == 6 * head
+    assert state.stats().broadcast_bytes == 6 * head
     assert state.stats().owner_bytes == 0
     assert state.usage()["heads.6.weight"].ranks is None
     assert state.usage()["heads.5.weight"].ranks == ()
@@ -379,7 +379,7 @@ def rows_by_rank(rank: int) -> None:
     units = state.usage()["table.weight"].units
     assert units == ddp_hooks.statistics.UnitUsage(300, 4, 6, (4, 4))
     row = 8 * 4
-    assert state.stats().spread_bytes == 4 * row
+    assert state.stats().broadcast_bytes == 4 * row
 
 
 def test_rows_by_rank() -> None:
@@ -395,7 +395,7 @@ def halves_pay(rank: int) -> None:
         ddp(half).sum().backward()
         ddp.zero_grad()
     assert state.stats().units_steps == 3
-    assert state.stats().spread_bytes == 3 * 1024 * 64 * 4
+    assert state.stats().broadcast_bytes == 3 * 1024 * 64 * 4
 
 
 def test_halves_pay() -> None:
@@ -426,7 +426,7 @@ def test_gradient_by_hand() -> None:
 
 
 def gradient_by_hand_beside_late(rank: int, bucket_view: bool) -> None:
-    """As above, and the other rank waits for this one to average a late parameter, and to rebuild."""
+    """As above, and the other rank waits for this one to average an unmanaged parameter, and to rebuild."""
     module = Heads(2)
     module.trunk.bias.requires_grad_(False)
     ddp = DistributedDataParallel(module, find_unused_parameters=True, gradient_as_bucket_view=bucket_view)
@@ -434,7 +434,7 @@ def gradient_by_hand_beside_late(rank: int, bucket_view: bool) -> None:
     module.trunk.bias.requires_grad_(True)
     reducer = ddp.reducer
     for makes in (rank == 0, False):
-        # The second pass runs on the new Reducer, which knows the bias and need not average it late.
+        # The second pass runs on the new Reducer, which knows the bias and need not average it apart.
         handle = module.trunk.weight.register_hook(
             lambda _, makes=makes: setattr(module.heads[1].weight, "grad", torch.ones(64, 64)) if makes else None
         )
@@ -461,12 +461,12 @@ def test_gradient_by_hand_beside_late(bucket_view: bool) -> None:
 
 def gradient_by_hand_beside_others(rank: int) -> None:
     """As above, and the other rank waits in what another module and an expectation have queued for the end."""
-    one, late = Heads(2), Heads(2)
-    late.trunk.bias.requires_grad_(False)
-    modules = [DistributedDataParallel(module, find_unused_parameters=True) for module in (one, late)]
+    one, frozen = Heads(2), Heads(2)
+    frozen.trunk.bias.requires_grad_(False)
+    modules = [DistributedDataParallel(module, find_unused_parameters=True) for module in (one, frozen)]
     for ddp in modules:
         register(ddp, DIRECT, True)
-    late.trunk.bias.requires_grad_(True)
+    frozen.trunk.bias.requires_grad_(True)
     ddp_hooks.expect_used(modules[0], "trunk")
     handle = one.trunk.weight.register_hook(lambda _: setattr(one.heads[1].weight, "grad", torch.ones(64, 64)))
     if rank == 1:

@@ -213,7 +213,7 @@ def broken(ddp: DistributedDataParallel, rank: int) -> DistributedDataParallel:
 
 def diagnose_oddities(rank: int) -> None:
     rows = torch.arange(4) + rank
-    # Thawed after wrapping: DDP leaves each rank alone with it, and the hook averages it.
+    # Unfrozen after wrapping: DDP leaves each rank alone with it, and the hook averages it.
     found = []
     for policy in (None, "skip_unused"):
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
 
-SIZES = (40, 300, 900, 1300, 1700, 2500)  # of the branches; from 256 KiB on what one rank has is spread
+SIZES = (40, 300, 900, 1300, 1700, 2500)  # of the branches; from 256 KiB on what one rank has is broadcast
 DENSITIES = (0.0, 0.04, 0.5, 0.93, 0.97, 1.0)
 ROWS = 6000
 Mode = dict[str, Any]
@@ -86,7 +86,7 @@ MODES: tuple[tuple[Mode, bool, bool], ...] = (
 
 def compare_random_steps(rank: int) -> dict[str, int]:
     """Each policy that is exact, over some steps, for each way to set DDP up."""
-    seen = {"spread": 0, "all-reduced": 0, "left over": 0}
+    seen = {"broadcast": 0, "all-reduced": 0, "left over": 0}
     for seed, (mode, to_none, frozen) in enumerate(MODES):
         steps = [draw(seed, step, rank, mode) for step in range(6)]
         plain = make(mode, frozen)
@@ -109,11 +109,11 @@ def compare_random_steps(rank: int) -> dict[str, int]:
             assert found.payload_bytes_by_step == tuple(one.payload_bytes for one in sent), where
             total = state.stats()
             assert found.payload_bytes == total.payload_bytes, where
-            assert found.spread_bytes == total.spread_bytes, where
+            assert found.broadcast_bytes == total.broadcast_bytes, where
             assert found.sent_bytes[rank] == total.sent_bytes, where
             assert total.owner_bytes == 0
-            seen["spread"] += total.spread_bytes
-            seen["all-reduced"] += total.payload_bytes - total.spread_bytes
+            seen["broadcast"] += total.broadcast_bytes
+            seen["all-reduced"] += total.payload_bytes - total.broadcast_bytes
     return seen
 
 
@@ -156,7 +156,7 @@ def compare_auto(rank: int, cycles: int) -> None:
     total = state.stats() - settled
     assert found.payload_bytes_by_step == tuple(sent)
     assert found.payload_bytes == total.payload_bytes
-    assert found.spread_bytes == total.spread_bytes
+    assert found.broadcast_bytes == total.broadcast_bytes
     assert found.sent_bytes[rank] == total.sent_bytes
     # It is in between: it has looked into the table, and leaves the dense branch alone.
     assert total.units_steps == 4

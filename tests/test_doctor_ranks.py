@@ -74,7 +74,7 @@ def diagnose_heads(rank: int) -> str:
     # Where two ranks have a head to send, each sends it to the two others; one alone would be slower than a ring.
     size = 4 * (512 * 512 + 512)
     outlook = found.policy("skip_unused")
-    assert outlook.spread_bytes == 2 * 2 * size
+    assert outlook.broadcast_bytes == 2 * 2 * size
     assert [sent - outlook.sent_bytes[1] for sent in outlook.sent_bytes] == [2 * 2 * size, 0, 2 * 2 * size]
     return str(diagnosis)
 

@@ -469,7 +469,7 @@ class LargeBuckets(StepBranches):
 
 
 class FrozenAfterWrapping(Scenario):
-    """Layers are frozen, and thawed again, while training goes on; one of them on rank 0 only."""
+    """Layers are frozen, and unfrozen again, while training goes on; one of them on rank 0 only."""
 
     ddp_options = {"bucket_cap_mb": 0.01}
     steps = 8

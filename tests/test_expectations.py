@@ -191,7 +191,7 @@ def expect_of_what_is_compiled(rank: int) -> None:
                 handle.remove()
                 with ddp_hooks.diagnose(called) as diagnosis:
                     assert step(called, True, rank == 0) is None
-                    model.left.requires_grad_(True)  # thawed, so the watch has to look again
+                    model.left.requires_grad_(True)  # unfrozen, so the watch has to look again
                     assert step(called, True, False) is None
                 found = diagnosis.findings
                 prefix = "_orig_mod." if place == "around the model" else ""

@@ -145,12 +145,12 @@ def step_after_failure(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], 
     [
         # The same everywhere, two runs gathered into a message.
         (ddp_hooks.Policy("packed"), [1, 1], {"all_reduce"}),
-        # A branch for each rank, which spreads it; beside it the others' message.
-        (ddp_hooks.Policy("spread", min_direct_bytes=0), [0, 2], {"all_reduce", "all_to_all"}),
+        # A branch for each rank, which broadcasts it; beside it the others' message.
+        (ddp_hooks.Policy("broadcast", min_direct_bytes=0), [0, 2], {"all_reduce", "all_to_all"}),
         # Two of three ranks contribute, and one of them sums.
         (ddp_hooks.Policy("owners", min_direct_bytes=0, owners=True), [0, 0, 2], {"all_reduce", "all_to_all"}),
     ],
-    ids=["packed", "spread", "owners"],
+    ids=["packed", "broadcast", "owners"],
 )
 def test_step_after_failure(policy: ddp_hooks.Policy, by_rank: list[int], collectives: set[str]) -> None:
     run_ranks(len(by_rank), step_after_failure, policy, by_rank, collectives)

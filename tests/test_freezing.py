@@ -89,7 +89,7 @@ def assert_alike(ours: nn.Module, oracle: nn.Module, what: str) -> None:
 def random_freezing(
     rank: int, find_unused: bool, bucket_view: bool, optimizer: str, policy: str, native: bool, steps: int
 ) -> None:
-    """Freeze and thaw at random, alike or apart, with accumulation, and compare everything after each step."""
+    """Freeze and unfreeze at random, alike or apart, with accumulation, and compare everything after each step."""
     model, twin = make_model(), make_model()
     ddp = wrap(model, find_unused_parameters=find_unused, gradient_as_bucket_view=bucket_view)
     state = register(ddp, policy, native)
@@ -210,7 +210,7 @@ def test_a_stale_gradient_of_what_is_late(native: bool) -> None:
 
 
 def frozen_where_others_left_a_gradient(rank: int, native: bool) -> None:
-    """A rank on which a late parameter was never thawed has received a gradient; it does not send that one on."""
+    """A rank on which a late parameter was never unfrozen has received a gradient; it does not send that one on."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     ddp = wrap(model, find_unused_parameters=True)
@@ -271,8 +271,8 @@ def test_same_as_built_frozen(find_unused: bool, rebuild: bool) -> None:
     run_ranks(2, same_as_built_frozen, find_unused, rebuild)
 
 
-def thawed_under_any_policy(rank: int, policy: str) -> None:
-    """Frozen when wrapped, thawed later: DDP does not know these parameters, under no policy are they forgotten."""
+def unfrozen_under_any_policy(rank: int, policy: str) -> None:
+    """Frozen when wrapped, unfrozen later: DDP does not know these parameters, under no policy are they forgotten."""
     model, twin = make_model(), make_model()
     oracle = Oracle(twin)
     for module in (model, twin):
@@ -290,8 +290,8 @@ def thawed_under_any_policy(rank: int, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", list(ddp_hooks.PRESETS))
-def test_thawed_under_any_policy(policy: str) -> None:
-    run_ranks(2, thawed_under_any_policy, policy)
+def test_unfrozen_under_any_policy(policy: str) -> None:
+    run_ranks(2, unfrozen_under_any_policy, policy)
 
 
 def registered_late(rank: int) -> None:
@@ -311,8 +311,8 @@ def test_registered_late() -> None:
     run_ranks(2, registered_late)
 
 
-def thawed_after_rebuild(rank: int, find_unused: bool, bucket_view: bool) -> None:
-    """What the new Reducer does not know is averaged all the same, when thawed on all ranks or on one."""
+def unfrozen_after_rebuild(rank: int, find_unused: bool, bucket_view: bool) -> None:
+    """What the new Reducer does not know is averaged all the same, when unfrozen on all ranks or on one."""
     model, twin = make_model(), make_model()
     ddp = wrap(model, find_unused_parameters=find_unused, gradient_as_bucket_view=bucket_view)
     state = ddp_hooks.register(ddp, "skip_unused")
@@ -358,11 +358,11 @@ def thawed_after_rebuild(rank: int, find_unused: bool, bucket_view: bool) -> Non
 
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("bucket_view", [False, True])
-def test_thawed_after_rebuild(find_unused: bool, bucket_view: bool) -> None:
-    run_ranks(2, thawed_after_rebuild, find_unused, bucket_view)
+def test_unfrozen_after_rebuild(find_unused: bool, bucket_view: bool) -> None:
+    run_ranks(2, unfrozen_after_rebuild, find_unused, bucket_view)
 
 
-def joined_while_thawed(rank: int) -> None:
+def joined_while_unfrozen(rank: int) -> None:
     """A rank that has joined takes part in averaging what the Reducer does not know."""
     model, twin = make_model(), make_model()
     linears(model)[0].requires_grad_(False)
@@ -382,8 +382,8 @@ def joined_while_thawed(rank: int) -> None:
                     assert torch.equal(ours.grad, alone.grad / 2)
 
 
-def test_joined_while_thawed() -> None:
-    run_ranks(2, joined_while_thawed)
+def test_joined_while_unfrozen() -> None:
+    run_ranks(2, joined_while_unfrozen)
 
 
 class Parts(nn.Module):
@@ -536,7 +536,7 @@ def sparse_when_late(rank: int) -> None:
     for who in (0, 1), (0,), ():
         loss = ddp(torch.ones(2, 8), rank in who).sum()
         if rank in who:
-            with pytest.raises(RuntimeError, match=r"parameter 'rows.weight' was thawed .* received a sparse one"):
+            with pytest.raises(RuntimeError, match=r"parameter 'rows.weight' was unfrozen .* received a sparse one"):
                 loss.backward()
         else:
             loss.backward()
@@ -929,7 +929,7 @@ def test_loss_uses_parameters() -> None:
     run_ranks(2, loss_uses_parameters)
 
 
-def thawed_before_compiling(rank: int) -> None:
+def unfrozen_before_compiling(rank: int) -> None:
     """A compiled forward pass cannot be watched, and must not meet what an older one left behind."""
     model, twin = make_model(), make_model()
     ddp = wrap(model, find_unused_parameters=True, bucket_cap_mb=25)
@@ -951,8 +951,8 @@ def thawed_before_compiling(rank: int) -> None:
         assert_alike(model, twin, f"step {step}")
 
 
-def test_thawed_before_compiling() -> None:
-    run_ranks(2, thawed_before_compiling)
+def test_unfrozen_before_compiling() -> None:
+    run_ranks(2, unfrozen_before_compiling)
 
 
 def alone(rank: int) -> None:
@@ -1059,7 +1059,7 @@ def frozen_without_a_hook(rank: int) -> None:
     assert ddp.module[0].weight.grad is gradient
 
     # Nothing of it is trained then, as a discriminator in its generator's pass, so DDP waits for nothing; or it is
-    # thawed before the next pass that is reduced.
+    # unfrozen before the next pass that is reduced.
     for _ in range(2):
         ddp_hooks.freeze(ddp, "*")
         ddp(torch.ones(2, 8, requires_grad=True)).sum().backward()
@@ -1363,7 +1363,7 @@ def test_rebuild_errors() -> None:
     run_ranks(2, rebuild_errors)
 
 
-# --- what a declaration, a failed pass or a late thaw must not break
+# --- what a declaration, a failed pass or a late unfreeze must not break
 
 
 class TwoHeads(nn.Module):

@@ -56,7 +56,7 @@ def test_everything_is_generated() -> None:
     programs = [generate(seed, 2) for seed in range(1500)]
     done = {operation["do"] for program in programs for operation in program.operations}
     assert done == {
-        *("pass", "fail", "update", "freeze", "thaw", "hook", "policy", "register", "rebuild"),
+        *("pass", "fail", "update", "freeze", "unfreeze", "hook", "policy", "register", "rebuild"),
         *("broadcast", "average", "verify", "checkpoint", "evaluate"),
     }
     kinds = {layer["kind"] for program in programs for layer in program.layers}

@@ -191,7 +191,7 @@ def exchange_on_a_grid(rank: int) -> None:
                 ours.grad = expected.grad = None
         assert state.usage()[f"branches.{step % 3}.weight"].used_anywhere
     # In each step the graph's mask and the one bucket's, six header words and one of bits, along two axes; and with the
-    # first three planes that count to 4 and two that name one of 4.
+    # first three counters that count to 4 and two that name one of 4.
     assert (state.stats().exchanges, state.stats().mask_bytes) == (6 * 2, 6 * (7 + 5 + 7) * 8 * 2)
     if rank == 3:
         state._service.engine.configure(engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}))
@@ -595,16 +595,16 @@ class OnDevice(torch.Tensor):
     device = torch.device("cpu")
 
 
-def spread_differently(rank: int) -> None:
+def placed_differently(rank: int) -> None:
     ddp = wrapped()
 
     def on_devices(numbers: list[int]) -> Any:
         def parameters_of(ddp: DistributedDataParallel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            reduced, late = reducer.parameters_of(ddp)
+            reduced, unmanaged = reducer.parameters_of(ddp)
             for i, parameter in enumerate(reduced):
                 reduced[i] = parameter.detach().as_subclass(OnDevice)
                 reduced[i].device = torch.device("cuda", numbers[i % len(numbers)])
-            return reduced, late
+            return reduced, unmanaged
 
         return parameters_of
 
@@ -621,19 +621,19 @@ def spread_differently(rank: int) -> None:
     ddp_hooks.register(ddp)
 
 
-def test_ranks_that_spread_a_model_differently_are_told_so() -> None:
-    run_ranks(2, spread_differently)
+def test_ranks_that_place_a_model_differently_are_told_so() -> None:
+    run_ranks(2, placed_differently)
 
 
-def test_the_spread_over_devices_leaves_out_their_numbers() -> None:
-    def spread(*devices: str) -> str:
-        return registration.spread([SimpleNamespace(device=torch.device(name)) for name in devices])  # type: ignore[misc]
+def test_the_description_of_devices_leaves_out_their_numbers() -> None:
+    def describe(*devices: str) -> str:
+        return registration.describe_devices([SimpleNamespace(device=torch.device(name)) for name in devices])  # type: ignore[misc]
 
-    assert spread() == spread("cpu", "cpu") == spread("cuda:3") == "one"
-    assert spread("cuda:0", "cuda:1", "cuda:0") == spread("cuda:7", "cuda:2", "cuda:7")
-    spreads = {spread(*(f"cuda:{i}" for i in numbers)) for numbers in ("000", "001", "010", "011", "012")}
-    assert len(spreads) == 5
-    assert spread("cuda:0", "cuda:1", "cuda:0").startswith("2, with 2 and 1 parameters (")
+    assert describe() == describe("cpu", "cpu") == describe("cuda:3") == "one"
+    assert describe("cuda:0", "cuda:1", "cuda:0") == describe("cuda:7", "cuda:2", "cuda:7")
+    described = {describe(*(f"cuda:{i}" for i in numbers)) for numbers in ("000", "001", "010", "011", "012")}
+    assert len(described) == 5
+    assert describe("cuda:0", "cuda:1", "cuda:0").startswith("2, with 2 and 1 parameters (")
 
 
 def refused_modules(rank: int) -> None:
@@ -988,7 +988,7 @@ def test_silent_rank() -> None:
 
 
 def forward_passes_unwatched(rank: int, views: bool) -> None:
-    """Slots that a step left vacant are filled in one whose forward pass nobody watched, as in a compiled graph."""
+    """Bucket views that a step left detached are filled in one whose forward pass nobody watched, as in a compiled graph."""
     ours, plain = (wrapped(gradient_as_bucket_view=views) for _ in range(2))
     state = ddp_hooks.register(ours, "skip_unused")
     watch = dict(ours._forward_hooks)

@@ -251,11 +251,11 @@ def made_up(sources: dict[str, str]) -> dict[str, str]:
 # --- C++
 
 # The rooms of csrc/ from the ground up: a file includes files of its own room and of lower ones.
-CXX_ROOMS = ("kernels", "layout", "reducer", "agreement", "values", "wire", "engine", "bindings")
+CXX_ROOMS = ("kernels", "layout", "reducer", "agreement", "detectors", "transport", "engine", "bindings")
 
 
 def cxx_problems(sources: Mapping[str, str], rooms: Sequence[str] = CXX_ROOMS) -> list[str]:
-    """Read the includes of files by their paths in csrc/, as `wire/wire_plan.cpp`."""
+    """Read the includes of files by their paths in csrc/, as `transport/reduction_plan.cpp`."""
     graph = {path: set(re.findall(r'^#include "([^"]+)"', text, re.MULTILINE)) for path, text in sources.items()}
     problems = []
     for path, included in sorted(graph.items()):

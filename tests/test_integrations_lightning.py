@@ -224,20 +224,20 @@ class LateBackboneFinetuning(BackboneFinetuning):
 
 
 def finetunes_a_backbone(rank: int) -> None:
-    thaw = {"unfreeze_backbone_at_epoch": 1, "lambda_func": lambda epoch: 1.5, "backbone_initial_lr": 0.02}
-    wrong = fit(Backbone(), BackboneFinetuning(**thaw), strategy="ddp", max_epochs=2)
+    unfreeze = {"unfreeze_backbone_at_epoch": 1, "lambda_func": lambda epoch: 1.5, "backbone_initial_lr": 0.02}
+    wrong = fit(Backbone(), BackboneFinetuning(**unfreeze), strategy="ddp", max_epochs=2)
     assert differ_between_ranks(wrong.weights), "plain DDP averages the backbone now: say so in docs/trainers.md"
 
-    right = fit(Backbone(), LateBackboneFinetuning(**thaw), max_epochs=2)
+    right = fit(Backbone(), LateBackboneFinetuning(**unfreeze), max_epochs=2)
     assert not differ_between_ranks(right.weights)
     skip = ddp_hooks.PRESETS["skip_unused"]
     for policy, first in ((skip, True), (skip, False), (dataclasses.replace(skip, rebuild_after=2), True)):
-        callback, finetuning = SkipUnusedCallback(policy), BackboneFinetuning(**thaw)
+        callback, finetuning = SkipUnusedCallback(policy), BackboneFinetuning(**unfreeze)
         callbacks = (callback, finetuning) if first else (finetuning, callback)
         ours = fit(Backbone(), *callbacks, strategy="ddp", max_epochs=2)
         for a, b in zip(ours.weights, right.weights, strict=True):
             assert torch.equal(a, b)
-        # Frozen, it costs nothing, and DDP does not even know it; thawed, it is sent.
+        # Frozen, it costs nothing, and DDP does not even know it; unfrozen, it is sent.
         rest, whole = (sum(4 * weight.numel() for weight in weights) for weights in (ours.weights[2:], ours.weights))
         assert ours.statistics.payload_bytes == STEPS * (rest + whole)
 

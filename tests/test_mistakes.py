@@ -767,7 +767,7 @@ def test_select_names_each_parameter_once() -> None:
 # --- schedules
 
 
-def test_a_schedule_may_only_thaw() -> None:
+def test_a_schedule_may_only_unfreeze() -> None:
     model = make_model().requires_grad_(False)
     schedule = FreezeSchedule(model, unfreeze={1: model.head.bias, 2: [model.encoder, "head"]})
     assert schedule.step() == ()
@@ -780,7 +780,7 @@ def test_a_step_that_cannot_be_done_changes_nothing() -> None:
     plan = {"freeze": {0: "head", 1: "decoder"}, "unfreeze": {1: "head"}}
     schedule = FreezeSchedule(model, **plan)
     schedule.step()
-    del model.decoder  # what is due next thaws the head first
+    del model.decoder  # what is due next unfreezes the head first
     before = fingerprint(model)
     gone = Mistake(schedule.step, ValueError, [NAMES + "'decoder'"])
     assert_fails(gone)

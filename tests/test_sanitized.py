@@ -15,9 +15,9 @@ BROADCAST = f"pthread_cond_broadcast tsan_interceptors_posix.cpp:1276 {TSAN}"
 WORK, STORAGE, FUTURE = (f"c10::intrusive_ptr<{name}>" for name in ("c10d::Work", "c10::StorageImpl", "c10::Future"))
 RUN_LOOP = f"c10d::ProcessGroupGloo::runLoop(int) <null> {TORCH}"
 FINISH = f"c10d::ProcessGroupGloo::AsyncWork::finishWorkGloo() <null> {TORCH}"
-SENDS = f"ddp_hooks::MessageSender::all_reduce(at::Tensor const&) ../csrc/wire/message_sender.cpp:232 {OURS}"
+SENDS = f"ddp_hooks::MessageSender::all_reduce(at::Tensor const&) ../csrc/transport/message_sender.cpp:232 {OURS}"
 MERGES = f"merge_gathered ../csrc/agreement/mask_exchange.cpp:39 {OURS}"
-STEP_GOES = f"ddp_hooks::StepInFlight::~StepInFlight() ../csrc/wire/step_in_flight.h:55 {OURS}"
+STEP_GOES = f"ddp_hooks::StepInFlight::~StepInFlight() ../csrc/transport/step_in_flight.h:55 {OURS}"
 DROPS_WORK = f"{WORK}::reset_() torch/include/c10/util/intrusive_ptr.h:402 {OURS}"
 COUNTS_OFF = [
     f"std::__atomic_base<unsigned long>::fetch_sub(unsigned long, std::memory_order) atomic_base.h:628 {OURS}",
@@ -135,5 +135,5 @@ def test_race_about_others() -> None:
     assert not sanitized.is_ours(race([DELETE, RUN_LOOP], [BROADCAST, FINISH]))
     abort = "ERROR: AddressSanitizer: ABRT on unknown address 0xb0\n    #0 0x7f in raise libc.so\n    #1 0x7f in "
     assert not sanitized.is_ours(f"{abort}PyThread_exit_thread Python/thread_pthread.h:366")
-    assert sanitized.is_ours(f"{abort}ddp_hooks::MessageSender::send() csrc/wire/message_sender.cpp:31 {OURS}")
+    assert sanitized.is_ours(f"{abort}ddp_hooks::MessageSender::send() csrc/transport/message_sender.cpp:31 {OURS}")
     assert sanitized.is_ours("ERROR: AddressSanitizer: heap-use-after-free on address 0x7b\n    #0 c10d::Work::wait x")

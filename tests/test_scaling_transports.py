@@ -45,7 +45,7 @@ def plan_of(case: cases.Case, buckets: list, ranks: int, settings: transports.Se
     plan = _C.PlanSettings(
         in_place_bytes=settings.in_place_bytes, pack_bytes=settings.pack_bytes, gap_fraction=0.0, direct=direct
     )
-    return _C.make_wire_plan(_C.LayoutOfBuckets(layouts, parameters), agreed, plan, by_rank=masks)
+    return _C.make_reduction_plan(_C.LayoutOfBuckets(layouts, parameters), agreed, plan, by_rank=masks)
 
 
 def check_against_plan(case: cases.Case, buckets: list, ranks: int, settings: transports.Settings) -> None:
@@ -64,26 +64,26 @@ def check_against_plan(case: cases.Case, buckets: list, ranks: int, settings: tr
         messages["ring"] += 1
         handed["ring"] += 4 * launch.numel
     for message in itertools.chain.from_iterable(bucket.direct for bucket in plan):
-        spread = message.transport == _C.Transport.SPREAD
-        handed["spread" if spread else "owner"] += 4 * message.numel
-        messages["spread" if spread else "owner"] += 1
+        is_broadcast = message.transport == _C.Transport.BROADCAST
+        handed["broadcast" if is_broadcast else "owner"] += 4 * message.numel
+        messages["broadcast" if is_broadcast else "owner"] += 1
         for group in message.groups:
             others = [rank for rank in range(ranks) if rank != group.owner]
             for rank in others:
-                if spread:
-                    move("spread", group.owner, rank, group.numel)
+                if is_broadcast:
+                    move("broadcast", group.owner, rank, group.numel)
                     continue
                 if group.contributors >> rank & 1:
                     move("to_owners", rank, group.owner, group.numel)
                 if group.contributors != 1 << rank:
                     move("sums", group.owner, rank, group.numel)
     told = transports.travel(buckets, case.contributors, ranks, settings)
-    assert (told.ring_bytes, told.spread_bytes, told.owner_bytes) == tuple(
-        handed[k] for k in ("ring", "spread", "owner")
+    assert (told.ring_bytes, told.broadcast_bytes, told.owner_bytes) == tuple(
+        handed[k] for k in ("ring", "broadcast", "owner")
     )
-    assert (told.ring_messages, told.spread.messages) == (messages["ring"], messages["spread"])
+    assert (told.ring_messages, told.broadcast.messages) == (messages["ring"], messages["broadcast"])
     assert told.to_owners.messages == told.sums.messages == messages["owner"]
-    for name in ("spread", "to_owners", "sums"):
+    for name in ("broadcast", "to_owners", "sums"):
         phase = getattr(told, name)
         assert phase.sent == tuple(sent[name, rank] for rank in range(ranks))
         assert phase.received == tuple(received[name, rank] for rank in range(ranks))
@@ -146,7 +146,7 @@ def test_a_head_each_of_two_ranks_by_hand() -> None:
     settings = transports.Settings(1 << 20, 4 << 20, 500_000, 0, owners=True)
     told = transports.travel(buckets, (0b11, 0b01, 0b10), 2, settings)
     assert told.busiest_bytes == 4_000_000
-    assert (told.ring_messages, told.spread.messages) == (1, 2)
+    assert (told.ring_messages, told.broadcast.messages) == (1, 2)
     ring = model.all_reduce_seconds(2, 3e6, LINK)
     # Two messages of 5 ms, a hop, and the last one with the links to itself.
     assert told.seconds(LINK) == pytest.approx(ring + 0.01 + 1e-4 + 0.005)
@@ -167,7 +167,7 @@ def test_two_of_four_by_owner_by_hand() -> None:
 def test_where_everybody_contributes_nothing_changes() -> None:
     case = cases.Case((40_000, 80_000), (0b111, 0b111))
     ours = transports.travel(case.buckets, case.contributors, 3, SETTINGS)
-    assert ours.spread_bytes == ours.owner_bytes == 0
+    assert ours.broadcast_bytes == ours.owner_bytes == 0
     assert ours.seconds(LINK) == pytest.approx(model.all_reduce_seconds(3, 120_000, LINK))
 
 
@@ -184,16 +184,16 @@ def test_agreeing_goes_along_the_grid_of_the_extension(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [6, 8, 33, 64])
-def test_planes_are_as_long_as_the_extensions(ranks: int) -> None:
+def test_counters_are_as_long_as_the_extensions(ranks: int) -> None:
     for parameters in (1, 62, 63, 1000):
         mask = _C.UsageMask(parameters + 2)
-        words = len(_C.write_planes(mask, 0, ranks)) + len(mask.words())
+        words = len(_C.write_counters(mask, 0, ranks)) + len(mask.words())
         assert transports.mask_bytes(parameters, ranks) == 48 + 8 * words
         assert transports.mask_bytes(parameters, ranks, who=False) == 48 + 8 * len(mask.words())
 
 
-def test_one_gather_and_nobody_to_ask_need_no_planes() -> None:
-    assert [transports.planes(ranks) for ranks in (2, 4, 5, 61, 65, 128)] == [0] * 6
+def test_one_gather_and_nobody_to_ask_need_no_counters() -> None:
+    assert [transports.counters(ranks) for ranks in (2, 4, 5, 61, 65, 128)] == [0] * 6
 
 
 def test_rows_of_two_ranks_at_random_by_hand() -> None:
@@ -219,9 +219,9 @@ def test_counters_that_differ_and_files_that_are_missing_are_told(tmp_path: Path
     results = json.loads((RESULTS / "who_1gbit.json").read_text())
     for row in results["rows"]:
         if row["statistics"]:
-            row["statistics"]["spread_bytes"] += 4
+            row["statistics"]["broadcast_bytes"] += 4
     (tmp_path / "who_1gbit.json").write_text(json.dumps(results))
     rows, missing, _ = worth.compare(ground, tmp_path)
-    assert [row["counters_not_met"] for row in rows if row["scheme"] == "ours"] == ["spread_bytes"] * 2
+    assert [row["counters_not_met"] for row in rows if row["scheme"] == "ours"] == ["broadcast_bytes"] * 2
     assert missing == ["who_3_hosts.json", "who_4_hosts.json"]
     assert "who_4_hosts.json" in worth.describe(rows, missing, [])

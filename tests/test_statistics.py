@@ -163,7 +163,7 @@ def test_summary_of_a_run() -> None:
         "10 steps: sent 500.00 MB of 2,000.00 MB (75.0% saved)",
         "a step: 50.00 MB in 2.5 messages; waited 100 us for masks, hook 250 us besides",
         "buckets: 20 whole, 30 in part, 40 skipped",
-        "masks: 10 exchanges of 1,280 bytes in all; wire plans: 7 from the cache, 3 made",
+        "masks: 10 exchanges of 1,280 bytes in all; reduction plans: 7 from the cache, 3 made",
     ]
     rebuilt = dataclasses.replace(statistics, rebuilt_bytes=3_000_000_000)
     assert str(rebuilt).splitlines()[1] == (
@@ -347,13 +347,13 @@ def test_what_is_logged_after_a_reset() -> None:
 
 def test_transports_that_carried_nothing_are_left_out() -> None:
     carried = {"steps": 2, "messages": 3, "dense_bytes": 9 * 10**6, "payload_bytes": 8 * 10**6}
-    spread, owners = {"spread_bytes": 3 * 10**6}, {"owner_bytes": 2 * 10**6}
-    shown = " ".join(str(Statistics(**carried, **spread)).split())
-    assert "transports: 3.00 MB spread by the one rank that has them, the rest all-reduced" in shown
+    broadcast, owners = {"broadcast_bytes": 3 * 10**6}, {"owner_bytes": 2 * 10**6}
+    shown = " ".join(str(Statistics(**carried, **broadcast)).split())
+    assert "transports: 3.00 MB broadcast by the one rank that has them, the rest all-reduced" in shown
     assert "owners" not in shown
     shown = " ".join(str(Statistics(**carried, **owners)).split())
     assert "transports: 2.00 MB summed by owners, the rest all-reduced" in shown
-    assert "spread" not in shown
-    shown = " ".join(str(Statistics(**carried, **spread, **owners)).split())
-    assert "3.00 MB spread by the one rank that has them, 2.00 MB summed by owners, the rest all-reduced" in shown
+    assert "broadcast" not in shown
+    shown = " ".join(str(Statistics(**carried, **broadcast, **owners)).split())
+    assert "3.00 MB broadcast by the one rank that has them, 2.00 MB summed by owners, the rest all-reduced" in shown
     assert "transports" not in str(Statistics(**carried))

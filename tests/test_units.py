@@ -141,9 +141,9 @@ def test_no_gap_holds_what_travels_otherwise() -> None:
     agreed, divided = _C.UsageMask(3, True), _C.UsageMask(3)
     agreed.clear(1)
     plan = _C.PlanSettings(in_place_bytes=1000, pack_bytes=1000, gap_fraction=0.5)
-    assert [len(m.gaps) for m in _C.make_wire_plan(layout, agreed, plan)[0].launches] == [1]
+    assert [len(m.gaps) for m in _C.make_reduction_plan(layout, agreed, plan)[0].launches] == [1]
     divided.set(1)
-    for make in (_C.make_wire_plan, _C.plan_bucket_by_bucket):
+    for make in (_C.make_reduction_plan, _C.plan_bucket_by_bucket):
         assert [len(m.gaps) for m in make(layout, agreed, plan, divided)[0].launches] == [0, 0]
 
 
@@ -940,7 +940,7 @@ def test_ranks_join() -> None:
 
 
 def late_and_rebuilt(rank: int) -> None:
-    """A table that was frozen when DDP was made, thawed, and known again after a rebuild."""
+    """A table that was frozen when DDP was made, unfrozen, and known again after a rebuild."""
 
     class Sum(Both):
         def forward(self, indices: torch.Tensor, second: bool) -> torch.Tensor:

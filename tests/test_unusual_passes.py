@@ -102,8 +102,8 @@ def dry_runs_before_a_static_graph(wrap: Wrap, rank: int) -> Gradients:
     return gradients
 
 
-def thawed_behind_the_engines_back(wrap: Wrap, rank: int) -> Gradients:
-    """What an evaluation saw frozen is thawed for a pass that cannot be watched."""
+def unfrozen_behind_the_engines_back(wrap: Wrap, rank: int) -> Gradients:
+    """What an evaluation saw frozen is unfrozen for a pass that cannot be watched."""
     model = layers()
     ddp = wrap(model)
     run_pass(ddp, rank)
@@ -159,7 +159,7 @@ def changed_after_its_report(wrap: Wrap, rank: int) -> Gradients:
         group_updated,
         group_updated_without_search,
         dry_runs_before_a_static_graph,
-        thawed_behind_the_engines_back,
+        unfrozen_behind_the_engines_back,
         reported_twice,
         changed_after_its_report,
     ],

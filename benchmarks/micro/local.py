@@ -1,4 +1,4 @@
-"""The parts of micro.py that need one process: usage masks, wire plans, and the kernels that touch gradients."""
+"""The parts of micro.py that need one process: usage masks, reduction plans, and the kernels that touch gradients."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def run_compiled(part: str, rounds: int) -> list[dict[str, Any]]:
                 "layout/transports",
                 "layout/units",
                 "layout/usage_mask",
-                "wire/direct_plan",
-                "wire/wire_plan",
-                "wire/plan_cache",
+                "transport/direct_plan",
+                "transport/reduction_plan",
+                "transport/plan_cache",
             )
         ),
     ]
@@ -114,7 +114,7 @@ def describe_plan(rows: Sequence[dict[str, Any]]) -> str:
         parts.append(
             f"{parameters:,} parameters {_two(min(made))} to {_two(max(made))} us (a hit {_two(max(hits))} us)"
         )
-    return f"Making a wire plan takes for {', '.join(parts)}. {_correctness(rows)}"
+    return f"Making a reduction plan takes for {', '.join(parts)}. {_correctness(rows)}"
 
 
 def run_copy(rounds: int, max_bytes: int = COPY_BYTES[-1]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-// Times usage_mask, mask_codec and wire_plan of csrc/ by themselves, without Python: their operations take nanoseconds,
+// Times usage_mask, mask_codec and reduction_plan of csrc/ by themselves, without Python: their operations take nanoseconds,
 // and a call through a binding takes longer than most of them. micro.py compiles and runs this; every line printed is a
 // JSON row with the seconds of one call in each round, beside those of a baseline measured in the same round.
 #include <algorithm>
@@ -15,8 +15,8 @@
 #include "agreement/mask_codec.h"
 #include "layout/hash.h"
 #include "layout/usage_mask.h"
-#include "wire/plan_cache.h"
-#include "wire/wire_plan.h"
+#include "transport/plan_cache.h"
+#include "transport/reduction_plan.h"
 
 using namespace ddp_hooks;
 
@@ -212,7 +212,7 @@ int64_t used_elements(const LayoutOfBuckets& layout, const UsageMask& agreed) {
 }
 
 // Whether the plan sends as much as is used, and gaps within their bound.
-bool covers(const WirePlan& plan, const LayoutOfBuckets& layout, const UsageMask& agreed) {
+bool covers(const ReductionPlan& plan, const LayoutOfBuckets& layout, const UsageMask& agreed) {
   int64_t sent = 0, gaps = 0;
   for (const BucketPlan& bucket : plan.buckets) {
     for (const Message& message : bucket.launches) {
@@ -229,7 +229,7 @@ void time_plans(size_t parameters, int64_t bucket_mib, double used, int rounds) 
   const LayoutOfBuckets layout = layout_of(parameters, bucket_mib << 20);
   const UsageMask agreed = mask_of(draw(parameters, used, 3));
   const UsageMask nothing(parameters);  // is agreed on by units
-  const auto plan = std::make_shared<const WirePlan>(make_wire_plan(layout, agreed, nothing, {}, settings));
+  const auto plan = std::make_shared<const ReductionPlan>(make_reduction_plan(layout, agreed, nothing, {}, settings));
   size_t messages = 0;
   for (const BucketPlan& bucket : plan->buckets) messages += bucket.launches.size();
   PlanCache cache(64);
@@ -251,7 +251,7 @@ void time_plans(size_t parameters, int64_t bucket_mib, double used, int rounds) 
   row(
       "make",
       [&] {
-        const WirePlan made = make_wire_plan(layout, agreed, nothing, {}, settings);
+        const ReductionPlan made = make_reduction_plan(layout, agreed, nothing, {}, settings);
         keep(made.buckets.data());
       },
       covers(*plan, layout, agreed));

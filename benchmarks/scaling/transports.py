@@ -1,6 +1,6 @@
 """What the transports move: bytes and messages of each rank, from who contributes to what. Arithmetic alone.
 
-csrc/layout/transports.h and csrc/wire/direct_plan.h say what is modelled here; tests compare the two. Nothing is
+csrc/layout/transports.h and csrc/transport/direct_plan.h say what is modelled here; tests compare the two. Nothing is
 measured or read. Sizes are in bytes; `ranks` is the world size; a set of ranks is an int with a bit for each.
 """
 
@@ -19,7 +19,7 @@ LARGEST_AXIS = 4  # of the grid in which ranks agree
 MOST_OF_A_RING = 0.95
 LEAST_GAIN = 0.1
 AT_A_TIME = 2  # messages: the threads of a gloo group
-FIRST = ("spread", "to_owners")  # the phases of a step that wait for nothing; then come the sums
+FIRST = ("broadcast", "to_owners")  # the phases of a step that wait for nothing; then come the sums
 
 # A bucket is what lies in it, in order: (parameter, bytes).
 Bucket = Sequence[tuple[int, int]]
@@ -59,19 +59,19 @@ class Traffic:
     ranks: int
     ring_bytes: int  # handed to all-reduces
     ring_messages: int
-    spread_bytes: int
+    broadcast_bytes: int
     owner_bytes: int
-    spread: Phase
+    broadcast: Phase
     to_owners: Phase
     sums: Phase
 
     @property
     def payload_bytes(self) -> int:
-        return self.ring_bytes + self.spread_bytes + self.owner_bytes
+        return self.ring_bytes + self.broadcast_bytes + self.owner_bytes
 
     @property
     def messages(self) -> int:
-        return self.ring_messages + self.spread.messages + self.to_owners.messages + self.sums.messages
+        return self.ring_messages + self.broadcast.messages + self.to_owners.messages + self.sums.messages
 
     @property
     def sent(self) -> tuple[float, ...]:
@@ -95,7 +95,7 @@ class Traffic:
         if overlapped:
             return ring + self.busiest_bytes / link.bytes_per_second
         ring += self.ring_bytes * model.ring_hops(self.ranks) / self.ranks / link.bytes_per_second
-        first = self.spread.messages + self.to_owners.messages
+        first = self.broadcast.messages + self.to_owners.messages
         busiest = max(sum(by_phase) for way in self._rows(FIRST) for by_phase in zip(*way, strict=True))
         seconds = _pipeline_seconds(busiest, first, link)
         return ring + seconds + _pipeline_seconds(self.sums.busiest, self.sums.messages, link)
@@ -122,7 +122,7 @@ def _pipeline_seconds(busiest_bytes: float, messages: int, link: model.Link) -> 
 def known(contributors: int, ranks: int) -> int:
     """The set as far as all ranks know it; 0 where they only know that somebody contributes.
 
-    Where one gather brings every rank's mask, all is known; planes tell only who is alone.
+    Where one gather brings every rank's mask, all is known; counters tell only who is alone.
     """
     if ranks > MOST_RANKS or (len(axes(ranks)) > 1 and contributors.bit_count() != 1):
         return 0
@@ -154,19 +154,21 @@ def travel(buckets: Sequence[Bucket], contributors: Sequence[int], ranks: int, s
     if sum(size for bucket in buckets for i, size in bucket if i in direct) < settings.min_direct_bytes:
         direct = set()
     used = {i for i, who in enumerate(contributors) if who}
-    deal = _deal_out(buckets, {i: found[i] for i in direct}, ranks, settings)
-    if deal.most_sent > MOST_OF_A_RING * model.ring_hops(ranks) / ranks * (deal.dealt(False) + deal.dealt(True)):
+    balancer = _balance_load(buckets, {i: found[i] for i in direct}, ranks, settings)
+    if balancer.most_sent > MOST_OF_A_RING * model.ring_hops(ranks) / ranks * (
+        balancer.assigned(False) + balancer.assigned(True)
+    ):
         direct = set()
-        deal = _deal_out(buckets, {}, ranks, settings)
+        balancer = _balance_load(buckets, {}, ranks, settings)
     runs = [[size for _, size in _stretches(bucket, dict.fromkeys(used - direct, 1))] for bucket in buckets]
-    spread, to_owners, sums = deal.phases(settings.element_bytes)
+    broadcast, to_owners, sums = balancer.phases(settings.element_bytes)
     return Traffic(
         ranks,
         sum(map(sum, runs)),
         _ring_messages(runs, settings),
-        deal.dealt(owned=False) * settings.element_bytes,
-        deal.dealt(owned=True) * settings.element_bytes,
-        spread,
+        balancer.assigned(owned=False) * settings.element_bytes,
+        balancer.assigned(owned=True) * settings.element_bytes,
+        broadcast,
         to_owners,
         sums,
     )
@@ -201,17 +203,17 @@ def _ring_messages(runs: Sequence[Sequence[int]], settings: Settings) -> int:
     return messages + (packed > 0)
 
 
-def _deal_out(buckets: Sequence[Bucket], found: dict[int, int], ranks: int, settings: Settings) -> Deal:
-    deal = Deal(ranks, max(1, settings.segment_bytes // settings.element_bytes))
+def _balance_load(buckets: Sequence[Bucket], found: dict[int, int], ranks: int, settings: Settings) -> LoadBalancer:
+    balancer = LoadBalancer(ranks, max(1, settings.segment_bytes // settings.element_bytes))
     for bucket in buckets:
         for who, size in _stretches(bucket, found):
-            deal.add(who, size // settings.element_bytes)
+            balancer.add(who, size // settings.element_bytes)
     if settings.owners:
-        deal.balance()
-    return deal
+        balancer.balance()
+    return balancer
 
 
-class Deal:
+class LoadBalancer:
     """Who sends what, in segments; sizes are in elements."""
 
     def __init__(self, ranks: int, segment: int) -> None:
@@ -222,7 +224,7 @@ class Deal:
         self._owned: list[deque[tuple[int, int]]] = [deque() for _ in range(ranks)]
 
     def add(self, contributors: int, length: int) -> None:
-        """Deal a stretch, segment by segment, to those of its contributors who have least to send."""
+        """Assign a stretch, segment by segment, to those of its contributors who have least to send."""
         members = [rank for rank in range(self._ranks) if contributors >> rank & 1]
         while length > 0:
             part = min(length, self._segment)
@@ -233,7 +235,7 @@ class Deal:
             (self._own if len(members) == 1 else self._owned)[owner].append((contributors, part))
 
     def balance(self) -> None:
-        """Let others spread a part of what one rank alone has too much of."""
+        """Let others broadcast a part of what one rank alone has too much of."""
         while self._ranks > 2:
             most = max(range(self._ranks), key=self._load.__getitem__)
             least = min(range(self._ranks), key=self._load.__getitem__)
@@ -253,16 +255,16 @@ class Deal:
         """By the rank that sends most."""
         return max(self._load)
 
-    def dealt(self, owned: bool) -> int:
-        return sum(part for hand in (self._owned if owned else self._own) for _, part in hand)
+    def assigned(self, owned: bool) -> int:
+        return sum(part for parts in (self._owned if owned else self._own) for _, part in parts)
 
     def phases(self, element_bytes: int) -> tuple[Phase, Phase, Phase]:
-        """What is spread, what goes to owners, and the sums that come from them."""
+        """What is broadcast, what goes to owners, and the sums that come from them."""
         everyone = (1 << self._ranks) - 1
-        spread, to_owners, sums = (_Ledger(self._ranks) for _ in range(3))
+        broadcast, to_owners, sums = (_Ledger(self._ranks) for _ in range(3))
         for owner in range(self._ranks):
             for _, part in self._own[owner]:
-                spread.move(1 << owner, everyone & ~(1 << owner), part)
+                broadcast.move(1 << owner, everyone & ~(1 << owner), part)
             for contributors, part in self._owned[owner]:
                 to_owners.move(contributors & ~(1 << owner), 1 << owner, part)
                 lacks = everyone & ~(1 << owner)
@@ -271,15 +273,15 @@ class Deal:
                 sums.move(1 << owner, lacks, part)
         alone, owned = (max(map(self._count, hands)) for hands in (self._own, self._owned))
         return (
-            spread.close(alone, element_bytes),
+            broadcast.close(alone, element_bytes),
             to_owners.close(owned, element_bytes),
             sums.close(owned, element_bytes),
         )
 
-    def _count(self, hand: Sequence[tuple[int, int]]) -> int:
+    def _count(self, parts: Sequence[tuple[int, int]]) -> int:
         """Messages: each holds at most a segment of every rank's."""
         messages = filled = 0
-        for _, part in hand:
+        for _, part in parts:
             if messages == 0 or filled + part > self._segment:
                 messages, filled = messages + 1, 0
             filled += part
@@ -313,7 +315,7 @@ def random_transfers(ranks: int, density: float, owners: bool) -> tuple[float, f
     ours = 0.0
     for count in range(1, ranks + 1):
         likely = math.comb(ranks, count) * density**count * (1 - density) ** (ranks - count)
-        # Masks of units travel compressed and without planes: known is all or nothing.
+        # Masks of units travel compressed and without counters: known is all or nothing.
         known_set = (1 << count) - 1 if len(axes(ranks)) == 1 and ranks <= MOST_RANKS else 0
         ours += likely * transfers(known_set, ranks, owners)
     return ours, (1 - (1 - density) ** ranks) * model.ring_hops(ranks)
@@ -331,7 +333,7 @@ def axes(ranks: int) -> list[int]:
     return [divisor] if divisor == ranks else [divisor, *axes(ranks // divisor)]
 
 
-def planes(ranks: int) -> int:
+def counters(ranks: int) -> int:
     """How many more masks travel to say who is alone: the digits of a count, and those of a rank."""
     if len(axes(ranks)) == 1 or ranks > MOST_RANKS:
         return 0
@@ -339,9 +341,9 @@ def planes(ranks: int) -> int:
 
 
 def mask_bytes(parameters: int, ranks: int, who: bool = True) -> int:
-    """A mask message: a bit a parameter, one for `join()` and one for gradients left over, times 1 and the planes."""
+    """A mask message: a bit a parameter, one for `join()` and one for gradients left over, times 1 and the counters."""
     words = -(-(parameters + 2) // 64)
-    return model.MASK_HEADER_BYTES + 8 * words * (1 + (planes(ranks) if who else 0))
+    return model.MASK_HEADER_BYTES + 8 * words * (1 + (counters(ranks) if who else 0))
 
 
 def agree_seconds(

@@ -24,7 +24,7 @@ TABLE_BYTES = (1 << 20, 10 << 20, 100 << 20)
 TABLE_CONTRIBUTORS = {2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 3, 4), 8: (1, 2, 8), 64: (1, 2, 64), 512: (1, 512)}
 MASK_PARAMETERS = (100, 10_000, 100_000)
 ROW_DENSITIES = (0.01, 0.1, 0.5)
-EXACT = ("messages", "payload_bytes", "spread_bytes", "owner_bytes")
+EXACT = ("messages", "payload_bytes", "broadcast_bytes", "owner_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def predict(ground: Ground, exposed: dict[str, float]) -> list[dict[str, Any]]:
             told = {s: [ground.traffic(s, step, ranks) for step in steps] for s in SCHEMES}
             seconds = {s: statistics.fmean(ground.seconds(s, step, ranks, beside) for step in steps) for s in SCHEMES}
             used = sum(t.payload_bytes for t in told["ours"])
-            direct = sum(t.spread_bytes + t.owner_bytes for t in told["ours"])
+            direct = sum(t.broadcast_bytes + t.owner_bytes for t in told["ours"])
             rows.append(
                 {
                     "workload": name,
@@ -245,12 +245,12 @@ def weigh(ground: Ground) -> list[dict[str, Any]]:
 
 
 def transport_of(traffic: transports.Traffic) -> str:
-    named = {"all-reduce": traffic.ring_bytes, "spread": traffic.spread_bytes, "by owner": traffic.owner_bytes}
+    named = {"all-reduce": traffic.ring_bytes, "broadcast": traffic.broadcast_bytes, "by owner": traffic.owner_bytes}
     return " and ".join(name for name, size in named.items() if size)
 
 
 def weigh_masks(ground: Ground) -> list[dict[str, Any]]:
-    """What asking who costs: the planes."""
+    """What asking who costs: the counters."""
     rows = []
     for parameters in MASK_PARAMETERS:
         for ranks in RANKS:
@@ -261,7 +261,7 @@ def weigh_masks(ground: Ground) -> list[dict[str, Any]]:
                     "parameters": parameters,
                     "world_size": ranks,
                     "grid": "x".join(map(str, transports.axes(ranks))),
-                    "planes": transports.planes(ranks),
+                    "counters": transports.counters(ranks),
                     "message_bytes": transports.mask_bytes(parameters, ranks),
                     "sent_bytes": sent,
                     "sent_bytes_without": sent_plain,

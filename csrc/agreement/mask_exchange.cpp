@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "agreement/bit_sliced_counters.h"
 #include "agreement/mask_codec.h"
-#include "agreement/planes.h"
 #include "layout/hash.h"
 
 namespace ddp_hooks {
@@ -80,13 +80,13 @@ void merge_gathered(MaskInTransit& transit, bool more) {
     return;
   }
   uint64_t* merged = words_of(transit.message);
-  const bool has_planes = transit.plane_bits > 0;
-  const size_t ored = has_planes ? transit.words_before_planes : static_cast<size_t>(words);
-  // This rank's own message is among those that were gathered, and planes count.
+  const bool has_counters = transit.counter_bits > 0;
+  const size_t ored = has_counters ? transit.words_before_counters : static_cast<size_t>(words);
+  // This rank's own message is among those that were gathered, and counters count.
   std::fill(merged + ored, merged + words, 0);
   for (; received != end; received += words) {
     for (size_t i = 0; i < ored; ++i) merged[i] |= received[i];
-    if (has_planes) merge_planes(merged + ored, received + ored, transit.plane_bits, transit.ranks);
+    if (has_counters) merge_counters(merged + ored, received + ored, transit.counter_bits, transit.ranks);
   }
 }
 
@@ -211,23 +211,24 @@ std::unique_ptr<PendingExchange> MaskExchange::prepare(const UsageMask& local, c
   return pending;
 }
 
-std::unique_ptr<PendingExchange> MaskExchange::start(const UsageMask& local, const UsageMask& beside, bool asks_who,
-                                                     const ExchangeContext& context) {
+std::unique_ptr<PendingExchange> MaskExchange::start(const UsageMask& local, const UsageMask& piggybacked,
+                                                     bool asks_who, const ExchangeContext& context) {
   const std::vector<uint64_t>& mask = local.words();
   const auto ranks = static_cast<size_t>(world_size());
-  const bool has_planes = asks_who && line_->groups().axis_count() > 1;
-  const size_t words = kHeaderWords + mask.size() + beside.words().size();
-  auto pending = prepare(local, context, words + (has_planes ? words_of_planes(local.size(), ranks) : 0));
-  pending->beside_size_ = beside.size();
+  const bool has_counters = asks_who && line_->groups().axis_count() > 1;
+  const size_t words = kHeaderWords + mask.size() + piggybacked.words().size();
+  auto pending = prepare(local, context, words + (has_counters ? words_of_counters(local.size(), ranks) : 0));
+  pending->piggybacked_size_ = piggybacked.size();
   MaskInTransit& transit = *pending->transit_;
   transit.asks_who = asks_who;
   uint64_t* message = words_of(transit.message);
-  std::copy(beside.words().begin(), beside.words().end(), std::copy(mask.begin(), mask.end(), message + kHeaderWords));
-  if (has_planes) {
-    transit.words_before_planes = words;
-    transit.plane_bits = local.size();
+  std::copy(piggybacked.words().begin(), piggybacked.words().end(),
+            std::copy(mask.begin(), mask.end(), message + kHeaderWords));
+  if (has_counters) {
+    transit.words_before_counters = words;
+    transit.counter_bits = local.size();
     transit.ranks = ranks;
-    write_planes(local, static_cast<size_t>(line_->groups().all().getRank()), ranks, message + words);
+    write_counters(local, static_cast<size_t>(line_->groups().all().getRank()), ranks, message + words);
   }
   line_->start(pending->transit_);
   return pending;
@@ -259,15 +260,16 @@ UsageMask PendingExchange::wait() {
     return std::move(*transit_->units);
   }
   const uint64_t* mask = message + kHeaderWords;
-  const uint64_t* beside = mask + UsageMask::word_count(mask_size_);
-  beside_ = UsageMask(beside_size_, std::vector<uint64_t>(beside, beside + UsageMask::word_count(beside_size_)));
+  const uint64_t* piggybacked = mask + UsageMask::word_count(mask_size_);
+  piggybacked_ = UsageMask(piggybacked_size_,
+                           std::vector<uint64_t>(piggybacked, piggybacked + UsageMask::word_count(piggybacked_size_)));
   if (transit_->asks_who) contributors_ = read_contributors(UsageMask::word_count(mask_size_));
-  return UsageMask(mask_size_, std::vector<uint64_t>(mask, beside));
+  return UsageMask(mask_size_, std::vector<uint64_t>(mask, piggybacked));
 }
 
 Contributors PendingExchange::read_contributors(size_t mask_words) {
-  if (transit_->plane_bits > 0) {
-    return read_planes(words_of(transit_->message) + transit_->words_before_planes, mask_size_, transit_->ranks);
+  if (transit_->counter_bits > 0) {
+    return read_counters(words_of(transit_->message) + transit_->words_before_counters, mask_size_, transit_->ranks);
   }
   std::vector<UsageMask> by_rank;
   const auto* received = reinterpret_cast<const uint64_t*>(transit_->gathered.const_data_ptr<int64_t>());

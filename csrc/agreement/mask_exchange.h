@@ -59,9 +59,10 @@ struct MaskInTransit {
   std::optional<UsageMask> units;
   std::vector<UsageMask> units_by_rank;
   bool asks_who = false;
-  // Where planes follow the masks, along the axes of a grid: how many words precede them, and how many bits they have.
-  size_t words_before_planes = 0;
-  size_t plane_bits = 0;
+  // Where counters follow the masks, along the axes of a grid: how many words precede them, and how many bits they
+  // have.
+  size_t words_before_counters = 0;
+  size_t counter_bits = 0;
   size_t ranks = 0;
 };
 
@@ -77,10 +78,10 @@ class PendingExchange {
   UsageMask wait();
 
   // After wait():
-  // Whether every rank sent the same mask, whatever it sent beside it.
+  // Whether every rank sent the same mask, whatever it piggybacked on it.
   bool masks_were_identical() const { return identical_; }
-  // The OR of what every rank sent beside its mask.
-  const UsageMask& beside() const { return beside_; }
+  // The OR of what every rank piggybacked on its mask.
+  const UsageMask& piggybacked() const { return piggybacked_; }
   // Who set each bit of the mask, where that was asked for.
   const Contributors& contributors() const { return contributors_; }
   // Of a compressed mask: how many words the longest needed that was sent, or had to be on its way along the axes. If
@@ -95,11 +96,11 @@ class PendingExchange {
   std::shared_ptr<ExchangeLine> line_;
   std::shared_ptr<MaskInTransit> transit_;
   size_t mask_size_ = 0;
-  size_t beside_size_ = 0;
+  size_t piggybacked_size_ = 0;
   uint64_t sequence_ = 0;
   ExchangeContext context_;
   bool identical_ = false;
-  UsageMask beside_;
+  UsageMask piggybacked_;
   Contributors contributors_;
   size_t needed_words_ = 0;
 };
@@ -109,9 +110,9 @@ class MaskExchange {
   explicit MaskExchange(std::shared_ptr<const ControlGroups> groups);
 
   int world_size() const;
-  // `beside` is merged like the mask, and is no part of it. `asks_who`: the contributors are wanted, too; in one gather
-  // they cost nothing, in a grid planes travel with the mask. Every rank must agree on it.
-  std::unique_ptr<PendingExchange> start(const UsageMask& local, const UsageMask& beside, bool asks_who,
+  // `piggybacked` is merged like the mask, and is no part of it. `asks_who`: the contributors are wanted, too; in one
+  // gather they cost nothing, in a grid counters travel with the mask. Every rank must agree on it.
+  std::unique_ptr<PendingExchange> start(const UsageMask& local, const UsageMask& piggybacked, bool asks_who,
                                          const ExchangeContext& context);
   // Every rank must agree on `capacity_words`, the room that there is for the compressed mask. In a grid nobody learns
   // who set which bit.

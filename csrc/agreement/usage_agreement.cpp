@@ -8,11 +8,11 @@
 
 namespace ddp_hooks {
 
-UsageAgreement::UsageAgreement(const ReducerView& reducer, const Absence& absence, size_t parameters,
+UsageAgreement::UsageAgreement(const ReducerView& reducer, const UnusedParameters& absence, size_t parameters,
                                std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
                                Objections objections, ExchangeStatistics& statistics)
     : reducer_(reducer),
-      absence_(absence),
+      unused_(absence),
       settings_(settings),
       objections_(std::move(objections)),
       statistics_(statistics),
@@ -37,11 +37,11 @@ UsageMask UsageAgreement::local_usage() const {
   // Where the Reducer searches the graph, it knows better than what was frozen or declared.
   if (settings_.graph_detector && !reducer_.searches_graph()) {
     for (size_t i = 0; i < reduced_count_; ++i) {
-      if (absence_.has_nothing_to_send(i)) usage.clear(i);
+      if (unused_.has_nothing_to_send(i)) usage.clear(i);
     }
   }
   for (size_t i = reduced_count_; i < joined_bit_; ++i) {
-    if (!absence_.has_nothing_to_send(i)) usage.set(i);
+    if (!unused_.has_nothing_to_send(i)) usage.set(i);
   }
   return usage;
 }
@@ -77,7 +77,7 @@ AgreedUsage UsageAgreement::agree(bool shadow, uint64_t layout) {
   usage.anywhere = wait(*exchange);
   const bool leftovers = usage.anywhere.test(leftover_bit());
   usage.anywhere.clear(leftover_bit());
-  usage.objections = exchange->beside();
+  usage.objections = exchange->piggybacked();
   usage.same_everywhere = exchange->masks_were_identical();
   usage.nobody_joined = !usage.anywhere.test(joined_bit_);
   usage.contributors = exchange->contributors();
@@ -85,7 +85,7 @@ AgreedUsage UsageAgreement::agree(bool shadow, uint64_t layout) {
   for (size_t i = 0; !shadow && i < joined_bit_; ++i) {
     if (!usage.here.test(i) || usage.anywhere.test(i)) continue;
     usage.here.clear(i);
-    usage.unheard = i;
+    usage.unannounced = i;
   }
   return usage;
 }

@@ -1,10 +1,10 @@
 // Which parameters this rank has gradients for, as the graph detector sees it, and which any rank has.
 //
 // Every synchronised backward pass takes one mask exchange. It is started when the pass is known to reach the Reducer,
-// and its result is asked for by the first bucket. Masks have a bit for each of the Reducer's parameters, for each late
-// one, one that says "this rank has joined", and one that says "here a gradient is left of something that this pass
-// does not use", which it would contribute although nobody sees it in the graph. Beside the mask travel *objections*: a
-// bit for each parameter that may have units, set by a rank that would rather send it whole.
+// and its result is asked for by the first bucket. Masks have a bit for each of the Reducer's parameters, for each
+// unmanaged one, one that says "this rank has joined", and one that says "here a gradient is left of something that
+// this pass does not use", which it would contribute although nobody sees it in the graph. Beside the mask travel
+// *objections*: a bit for each parameter that may have units, set by a rank that would rather send it whole.
 //
 // Always holds: at most one exchange is under way that no step has taken up.
 // Thread-safety: none; the engine locks, and the Reducer's mutex is held. Every rank must agree on: the settings, the
@@ -19,8 +19,8 @@
 
 #include "agreement/mask_exchange.h"
 #include "layout/usage_mask.h"
-#include "reducer/absence.h"
 #include "reducer/reducer_view.h"
+#include "reducer/unused_parameters.h"
 
 namespace ddp_hooks {
 
@@ -49,7 +49,7 @@ struct AgreedUsage {
   Contributors contributors;       // as far as somebody asked who
   bool nothing_left_over = false;  // no rank contributes what its mask does not say
   // A parameter that this rank has used and nobody announced, not even this one; left out of `here`.
-  std::optional<size_t> unheard;
+  std::optional<size_t> unannounced;
 };
 
 class UsageAgreement {
@@ -57,8 +57,8 @@ class UsageAgreement {
   // What this rank objects to, or a mask of that size without any objection.
   using Objections = std::function<UsageMask(bool none)>;
 
-  // Of `parameters`, the Reducer's and then the late ones.
-  UsageAgreement(const ReducerView& reducer, const Absence& absence, size_t parameters,
+  // Of `parameters`, the Reducer's and then the unmanaged ones.
+  UsageAgreement(const ReducerView& reducer, const UnusedParameters& absence, size_t parameters,
                  std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings, Objections objections,
                  ExchangeStatistics& statistics);
 
@@ -94,7 +94,7 @@ class UsageAgreement {
   std::unique_ptr<PendingExchange> counted(std::unique_ptr<PendingExchange> exchange);
 
   const ReducerView& reducer_;
-  const Absence& absence_;
+  const UnusedParameters& unused_;
   const AgreementSettings& settings_;
   const Objections objections_;
   ExchangeStatistics& statistics_;

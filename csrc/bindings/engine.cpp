@@ -112,7 +112,7 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("messages", [](const Statistics& s) { return s.messages.messages; })
       .def_readonly("dense_bytes", &Statistics::dense_bytes)
       .def_property_readonly("payload_bytes", [](const Statistics& s) { return s.messages.payload_bytes; })
-      .def_property_readonly("spread_bytes", [](const Statistics& s) { return s.messages.spread_bytes; })
+      .def_property_readonly("broadcast_bytes", [](const Statistics& s) { return s.messages.broadcast_bytes; })
       .def_property_readonly("owner_bytes", [](const Statistics& s) { return s.messages.owner_bytes; })
       .def_property_readonly("sent_bytes", [](const Statistics& s) { return s.messages.sent_bytes; })
       .def_property_readonly("mask_bytes", [](const Statistics& s) { return s.exchanges.mask_bytes; })
@@ -126,13 +126,13 @@ void bind_engine(py::module_& m) {
   // locked.
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](const py::object& reducer, std::shared_ptr<ControlGroups> control_groups,
-                       const EngineSettings& settings, std::vector<at::Tensor> late_parameters,
+                       const EngineSettings& settings, std::vector<at::Tensor> unmanaged_parameters,
                        std::vector<std::string> names, const std::vector<size_t>& pending) {
              return Engine::make(reducer.cast<std::shared_ptr<c10d::Reducer>>(), std::move(control_groups), settings,
-                                 std::move(late_parameters), std::move(names), pending);
+                                 std::move(unmanaged_parameters), std::move(names), pending);
            }),
            py::kw_only(), py::arg("reducer"), py::arg("control_groups"), py::arg("settings"),
-           py::arg("late_parameters"), py::arg("names"), py::arg("pending"))
+           py::arg("unmanaged_parameters"), py::arg("names"), py::arg("pending"))
       .def("configure", &Engine::configure, py::call_guard<py::gil_scoped_release>())
       .def("run",
            [](Engine& engine, const py::object& bucket) {

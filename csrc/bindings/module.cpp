@@ -10,8 +10,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   ddp_hooks::bind_reducer(m);
   ddp_hooks::bind_agreement(m);
   ddp_hooks::bind_mask_codec(m);
-  ddp_hooks::bind_values(m);
-  ddp_hooks::bind_wire(m);
+  ddp_hooks::bind_detectors(m);
+  ddp_hooks::bind_transport(m);
   ddp_hooks::bind_engine(m);
   ddp_hooks::bind_reducer_probes(m);
 }

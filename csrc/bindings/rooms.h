@@ -11,9 +11,9 @@ void bind_kernels(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
 void bind_reducer(pybind11::module_& m);
 void bind_agreement(pybind11::module_& m);
-void bind_mask_codec(pybind11::module_& m);  // and planes: of agreement/ what needs nothing of torch
-void bind_values(pybind11::module_& m);
-void bind_wire(pybind11::module_& m);
+void bind_mask_codec(pybind11::module_& m);  // and counters: of agreement/ what needs nothing of torch
+void bind_detectors(pybind11::module_& m);
+void bind_transport(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);
 
 // `probe_reducer(reducer)`: a dict from the names of the Reducer's members to their values, as plain as they can be

@@ -15,7 +15,7 @@
 #include "engine/skip_unused_hook.h"
 #include "engine/step.h"
 #include "kernels/devices.h"
-#include "wire/late_gradients.h"
+#include "transport/unmanaged_gradients.h"
 
 namespace ddp_hooks {
 namespace {
@@ -24,7 +24,7 @@ namespace {
 constexpr size_t kCachedPlans = 64;
 
 bool uses_others_than_reduced(const Step& step, size_t reduced_count) {
-  if (!step.late.empty()) return true;
+  if (!step.unmanaged.empty()) return true;
   for (size_t i = 0; i < reduced_count; ++i) {
     if (!step.used.test(i)) return true;
   }
@@ -32,8 +32,8 @@ bool uses_others_than_reduced(const Step& step, size_t reduced_count) {
 }
 
 // To be raised at the end of this backward pass by a rank that is wrong alone. What is queued behind an error is never
-// called, and other ranks may wait for it: an expectation's verdict, another module's late gradients. So it comes after
-// whatever is queued now, and after what that queues.
+// called, and other ranks may wait for it: an expectation's verdict, another module's unmanaged gradients. So it comes
+// after whatever is queued now, and after what that queues.
 void queue_error(std::string message) {
   auto& autograd = torch::autograd::Engine::get_default_engine();
   autograd.queue_callback([&autograd, message = std::move(message)] {
@@ -51,21 +51,21 @@ void refuse_capture(c10::Device device) {
 }  // namespace
 
 std::shared_ptr<Engine> Engine::make(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
-                                     const EngineSettings& settings, std::vector<at::Tensor> late_parameters,
+                                     const EngineSettings& settings, std::vector<at::Tensor> unmanaged_parameters,
                                      std::vector<std::string> names, const std::vector<size_t>& pending) {
-  std::shared_ptr<Engine> engine(new Engine(std::move(reducer), std::move(groups), settings, std::move(late_parameters),
-                                            std::move(names), pending));
+  std::shared_ptr<Engine> engine(new Engine(std::move(reducer), std::move(groups), settings,
+                                            std::move(unmanaged_parameters), std::move(names), pending));
   engine->watch_gradients();
   return engine;
 }
 
 Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
-               const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names,
-               const std::vector<size_t>& pending)
+               const EngineSettings& settings, std::vector<at::Tensor> unmanaged_parameters,
+               std::vector<std::string> names, const std::vector<size_t>& pending)
     : reducer_(std::move(reducer)),
-      slots_(reducer_),
+      views_(reducer_),
       layout_(reducer_),
-      late_parameters_(std::move(late_parameters)),
+      unmanaged_parameters_(std::move(unmanaged_parameters)),
       names_(std::move(names)),
       data_group_(reducer_.process_group()),
       settings_(fitted(settings)),
@@ -73,12 +73,12 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
       probe_(settings.values.probe),
       units_(settings.units),
       plans_(kCachedPlans),
-      sender_(*data_group_, slots_, statistics_.messages) {
-  const size_t parameters = reducer_.parameters().size() + late_parameters_.size();
+      sender_(*data_group_, views_, statistics_.messages) {
+  const size_t parameters = reducer_.parameters().size() + unmanaged_parameters_.size();
   TORCH_CHECK(names_.size() == parameters, "ddp_hooks: expected a name for each of the module's ", parameters,
               " parameters, received ", names_.size());
-  prelude_ = std::make_unique<Prelude>(
-      reducer_, slots_, layout_, late_parameters_, names_, pending, control_groups_, settings_.agreement,
+  prologue_ = std::make_unique<BackwardPrologue>(
+      reducer_, views_, layout_, unmanaged_parameters_, names_, pending, control_groups_, settings_.agreement,
       [this](bool none) { return units_.objections(none); }, statistics_.exchanges);
   for (size_t i : pending) {
     if (i < reducer_.parameters().size()) reducer_.note_used(i);
@@ -93,7 +93,7 @@ Engine::~Engine() {
 void Engine::close(bool remove_hook, bool dying) {
   // Declared before the locks: what this drops, other groups and hooks among it, goes when they are free again.
   std::vector<GradientReport> reports;
-  std::unique_ptr<Prelude> prelude;
+  std::unique_ptr<BackwardPrologue> prelude;
   std::shared_ptr<const ControlGroups> control_groups;
   std::function<void()> rebuild;
   std::function<void()> tell_unregistered;
@@ -102,19 +102,19 @@ void Engine::close(bool remove_hook, bool dying) {
   ReducerLock reducer_lock;
   if (!reducer_is_gone) reducer_lock = reducer_.lock();
   std::lock_guard lock(mutex_);
-  if (!prelude_) return;
+  if (!prologue_) return;
   if (!reducer_is_gone) {
     TORCH_CHECK(dying || (!step_ && !reducer_.in_backward() && ending_.expired()),
                 "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass");
     // Not into buckets that a forward pass has had made anew since the last step.
-    slots_.forget();
-    if (!reducer_.in_backward()) reducer_.unsettle_used_map();
+    views_.forget();
+    if (!reducer_.in_backward()) reducer_.unmark_used_map_reduced();
     if (remove_hook && !dying) hook = reducer_.take_hook();
   }
   step_.reset();
   sender_.drop();
   reports.swap(reports_);
-  prelude.swap(prelude_);
+  prelude.swap(prologue_);
   control_groups.swap(control_groups_);
   rebuild.swap(rebuild_);
   tell_unregistered.swap(tell_unregistered_);
@@ -141,7 +141,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
     const double waited_before = statistics_.exchanges.wait_seconds;
     const at::NoGradGuard no_grad;
     try {
-      TORCH_CHECK(prelude_, "ddp_hooks: expected a state that serves this module, received one that was closed; call ",
+      TORCH_CHECK(prologue_, "ddp_hooks: expected a state that serves this module, received one that was closed; call ",
                   "ddp_hooks.register(ddp) on every rank");
       take_bucket(bucket, shadow, future);
     } catch (...) {
@@ -150,11 +150,11 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
       sender_.drop();
     }
     if (bucket.isLast() && !shadow && !(step_ && step_->closed)) leave_out_used_map();
-    const auto due = step_ && step_->sums_are_due ? step_ : nullptr;
+    const auto due = step_ && step_->owner_reduction_is_due ? step_ : nullptr;
     if (step_ && step_->buckets.size() >= layout_->buckets.size()) step_.reset();
     statistics_.hook_seconds += stopwatch.seconds() - (statistics_.exchanges.wait_seconds - waited_before);
     lock.unlock();
-    if (due) bring_sums(due);
+    if (due) finish_owner_reduction(due);
   } catch (...) {
     if (!future->completed()) future->setError(std::current_exception());
   }
@@ -189,11 +189,11 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   }
   if (layout.sparse) statistics_.dense_bytes += payload_bytes(bucket.getBuffer());
   if (!shadow) {
-    fill_slots(index);
-    note_unheard(index);
+    fill_views(index);
+    note_unannounced(index);
     // Before the bucket is sent, because then gradients are where autograd has left them. Alone nobody asks.
     if (!layout.sparse && data_group_->getSize() > 1) {
-      units_.look(layout, step_->buckets[index].flat(), slots_, step_->agreed, step_number_);
+      units_.look(layout, step_->buckets[index].flat(), views_, step_->agreed, step_number_);
     }
   }
   if (step_->units && step_->units->concerns(index)) step_->buckets[index].hold();
@@ -222,17 +222,17 @@ void Engine::send_sums() {
   if (!sender_.contributions(step_)) return;
   if (reducer_.learns_static_graph()) {
     // The end of backward has come: the Reducer hands over all buckets and then waits for them in one call.
-    step_->sums_are_due = true;
+    step_->owner_reduction_is_due = true;
     return;
   }
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = shared_from_this(), step = step_] { self->bring_sums(step); });
+      [self = shared_from_this(), step = step_] { self->finish_owner_reduction(step); });
 }
 
-void Engine::bring_sums(const std::shared_ptr<Step>& step) {
+void Engine::finish_owner_reduction(const std::shared_ptr<Step>& step) {
   const at::NoGradGuard no_grad;
   try {
-    // Waits without the lock: gloo's threads, which bring the contributions, may run callbacks of the user's futures
+    // Waits without the lock: gloo's threads, which deliver the contributions, may run callbacks of the user's futures
     // that ask for statistics.
     while (const auto contributions = contributions_to_sums(step)) {
       contributions->wait();
@@ -253,33 +253,33 @@ c10::intrusive_ptr<c10d::Work> Engine::contributions_to_sums(const std::shared_p
 }
 
 // What travels from those who contribute, by what was agreed, would leave out a gradient of which nothing was said.
-void Engine::note_unheard(uint32_t bucket) {
+void Engine::note_unannounced(uint32_t bucket) {
   Step& step = *step_;
   if (!step.plan || step.plan->direct.count() == 0) return;
   for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
     if (!step.plan->direct.test(slice.parameter)) continue;
     // Not what this rank uses: it may have taken up masks that an earlier pass, which failed, had sent.
     if (contains(step.contributors.ranks(slice.parameter), data_group_->getRank())) continue;
-    if (!slots_.has_gradient(slice.parameter)) continue;
-    step.unheard = slice.parameter;
+    if (!views_.has_gradient(slice.parameter)) continue;
+    step.unannounced = slice.parameter;
     // What comes from the others is written here, and the Reducer wants to find it in .grad.
-    if (reducer_.gradients_are_views()) slots_.fill(slice.parameter);
+    if (reducer_.gradients_are_views()) views_.fill(slice.parameter);
   }
 }
 
-void Engine::fill_slots(uint32_t bucket) {
+void Engine::fill_views(uint32_t bucket) {
   const Step& step = *step_;
   // Alone nothing is sent, and the Reducer copies what it finds in the bucket.
   const bool all_used = data_group_->getSize() == 1;
   // A rank that has joined tells the Reducer about old uses, and the Reducer makes gradients of them; without a search
   // it asks nobody, and would make gradients of everything.
-  const bool unused_too = step.agreed.test(prelude_->agreement().joined_bit()) && reducer_.searches_graph();
+  const bool unused_too = step.agreed.test(prologue_->agreement().joined_bit()) && reducer_.searches_graph();
   for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
-    if (!slots_.is_vacant(slice.parameter)) continue;
+    if (!views_.is_detached(slice.parameter)) continue;
     reducer_.forget_use_without_gradient(slice.parameter);
     // Empty parameters never travel, but where another rank used one, the Reducer has to make a .grad for it here.
     const bool used = step.agreed.test(slice.parameter);
-    if (used ? all_used || slice.length == 0 : unused_too) slots_.fill(slice.parameter);
+    if (used ? all_used || slice.length == 0 : unused_too) views_.fill(slice.parameter);
   }
 }
 
@@ -313,7 +313,7 @@ void Engine::open_step(bool shadow) {
       reducer_.process_group().get() == data_group_.get(),
       "ddp_hooks: the module's process group was replaced; wrap the module anew on every rank, and register again");
   reducer_.wait_for_used_map();
-  reducer_.unsettle_used_map();
+  reducer_.unmark_used_map_reduced();
   const size_t reduced_count = reducer_.parameters().size();
   const int64_t step_number = step_number_++;
   statistics_.steps += 1;
@@ -322,24 +322,24 @@ void Engine::open_step(bool shadow) {
   Step& step = *step_;
   step.shadow = shadow;
   step.divisor = reducer_.divisor();
-  step.brought = UsageMask(reduced_count);
-  AgreedUsage usage = prelude_->first_bucket_ready(shadow);
+  step.copied_early = UsageMask(reduced_count);
+  AgreedUsage usage = prologue_->first_bucket_ready(shadow);
   step.local = std::move(usage.here);
   step.agreed = std::move(usage.anywhere);
   step.used = step.agreed;
   step.nobody_joined = usage.nobody_joined;
   step.contributors = std::move(usage.contributors);
-  step.unheard = usage.unheard;
+  step.unannounced = usage.unannounced;
   // What is left of earlier passes is sent again by ranks that do not count as contributors, and was divided already.
   step.divides_by_contributors =
       settings_.averages_contributors && step.contributors.are_known() && usage.nothing_left_over;
-  for (size_t i = 0; i < late_parameters_.size(); ++i) {
-    if (step.agreed.test(reduced_count + i)) step.late.push_back(i);
+  for (size_t i = 0; i < unmanaged_parameters_.size(); ++i) {
+    if (step.agreed.test(reduced_count + i)) step.unmanaged.push_back(i);
   }
   if (!shadow && !reducer_.searches_graph()) {
     bool is_written = false;
     for (size_t i = 0; i < reduced_count; ++i) {
-      if (!step.agreed.test(i) && !slots_.is_vacant(i)) {
+      if (!step.agreed.test(i) && !views_.is_detached(i)) {
         const at::Tensor& parameter = reducer_.parameters()[i];
         step.untouched.emplace_back(parameter, parameter.grad());
         // With a static graph the Reducer itself leaves alone what was unused in the first pass.
@@ -356,31 +356,31 @@ void Engine::open_step(bool shadow) {
 
   const bool alone = data_group_->getSize() == 1;
   // A joined rank has nothing to look into, and makes the Reducer write gradients that nobody has.
-  if (!alone && !step.agreed.test(prelude_->agreement().joined_bit())) {
+  if (!alone && !step.agreed.test(prologue_->agreement().joined_bit())) {
     UsageMask chosen = units_.choose(step.agreed, usage.objections, step_number);
     if (chosen.count() > 0) {
       statistics_.units_steps += 1;
       step.agreed.subtract(chosen);
-      step.units.emplace(*layout_, layout_.hash(), prelude_->agreement(), slots_, *looked_up_, units_,
+      step.units.emplace(*layout_, layout_.hash(), prologue_->agreement(), views_, *looked_up_, units_,
                          std::move(chosen), step_number, !usage.same_everywhere,
                          !step.buckets.front().buffer().is_cpu(),
                          WhoSettings{settings_.plan.direct.allowed, settings_.plan.direct.transports,
                                      settings_.plan.direct.min_bytes});
     }
   }
-  const UsageMask divided = step.units ? step.units->chosen() : prelude_->agreement().nothing();
+  const UsageMask divided = step.units ? step.units->chosen() : prologue_->agreement().nothing();
   const ValuesDetector detector = settings_.values.detector;
   const bool values =
       detector == ValuesDetector::kOn || (detector == ValuesDetector::kAdaptive && probe_.wants_values(step_number));
   if (values && !alone) {
     statistics_.values_steps += 1;
     step.planner.emplace(*layout_, divided, settings_.plan);
-    step.values.emplace(*layout_, layout_.hash(), prelude_->agreement(), slots_, !usage.same_everywhere,
+    step.values.emplace(*layout_, layout_.hash(), prologue_->agreement(), views_, !usage.same_everywhere,
                         !step.buckets.front().buffer().is_cpu());
     return;
   }
   // Alone there is nobody to send to, whatever is used.
-  const UsageMask to_send = alone ? prelude_->agreement().nothing() : step.agreed;
+  const UsageMask to_send = alone ? prologue_->agreement().nothing() : step.agreed;
   // A rank that contributes what its mask does not say would not be heard.
   const bool direct = settings_.plan.direct.allowed && usage.nothing_left_over && step.nobody_joined;
   const Contributors who = direct ? step.contributors : Contributors();
@@ -388,7 +388,7 @@ void Engine::open_step(bool shadow) {
   (step.plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
   if (!step.plan) {
     RECORD_FUNCTION("ddp_hooks::plan", std::vector<c10::IValue>());
-    step.plan = std::make_shared<WirePlan>(make_wire_plan(*layout_, to_send, divided, who, settings_.plan));
+    step.plan = std::make_shared<ReductionPlan>(make_reduction_plan(*layout_, to_send, divided, who, settings_.plan));
     plans_.insert(to_send, divided, who, step.plan);
   }
 }
@@ -405,7 +405,7 @@ void Engine::leave_out_used_map() {
 void Engine::refresh_layout() {
   if (!layout_.refresh()) return;
   units_.use_layout(*layout_);
-  slots_.forget();
+  views_.forget();
   plans_.clear();
   sender_.drop();
 }
@@ -424,27 +424,28 @@ void Engine::close_step() {
     }
   }
   if (step.values) probe_.observe(step_number_ - 1, step.values->used_bytes(), step.values->zero_bytes());
-  prelude_->step_closed();
+  prologue_->step_closed();
   looked_up_->forget();
   // A new Reducer would learn a static graph anew, in whatever pass comes next; under no_sync() torch cannot.
   if (settings_.rebuild_after_steps > 0 && !reducer_.has_static_graph()) {
     // A joined rank runs no backward pass at the end of which it could rebuild.
     const bool pays = uses_others_than_reduced(step, reducer_.parameters().size()) &&
-                      !step.used.test(prelude_->agreement().joined_bit());
+                      !step.used.test(prologue_->agreement().joined_bit());
     step.rebuild = rebuild_timer_.step_closed(step.used.hash(), pays, settings_.rebuild_after_steps);
   }
-  if (step.nobody_joined) reducer_.settle_used_map(step.used);
+  if (step.nobody_joined) reducer_.mark_used_map_reduced(step.used);
   if (step.shadow) {
     // No backward pass will end here, so it takes part at once. The control group keeps the order.
-    average_late(step, false);
+    average_unmanaged(step, false);
     return;
   }
-  if (step.untouched.empty() && step.late.empty() && !step.rebuild && !step.unheard && !reducer_.searches_graph()) {
+  if (step.untouched.empty() && step.unmanaged.empty() && !step.rebuild && !step.unannounced &&
+      !reducer_.searches_graph()) {
     return;
   }
   // Goes with the callbacks if the pass ends without calling them.
   std::shared_ptr<void> ending;
-  if (!step.late.empty() || step.rebuild) ending_ = ending = std::make_shared<char>();
+  if (!step.unmanaged.empty() || step.rebuild) ending_ = ending = std::make_shared<char>();
   // The Reducer queues its own last act when this call returns; what is queued from within a callback comes after it.
   auto& autograd = torch::autograd::Engine::get_default_engine();
   autograd.queue_callback([&autograd, self = shared_from_this(), step = step_, ending = std::move(ending)] {
@@ -457,10 +458,10 @@ void Engine::after_backward(const std::shared_ptr<Step>& step) {
   // Where the map of used parameters was settled, the Reducer has not waited for it, but whoever asks for it now
   // expects the reduced one.
   reducer_.wait_for_used_map();
-  average_late(*step, true);
-  if (step->unheard) {
+  average_unmanaged(*step, true);
+  if (step->unannounced) {
     queue_error(
-        "ddp_hooks: parameter '" + names_[*step->unheard] +
+        "ddp_hooks: parameter '" + names_[*step->unannounced] +
         "' was unused here when the mask exchange began and has a gradient now, which was not sent: expected what is "
         "used to stand when backward reaches the module's outputs. An earlier backward pass that failed half-way, or a "
         "gradient made by hand during this one, can be the cause");
@@ -480,28 +481,28 @@ void Engine::rebuild() {
   if (rebuild) rebuild();
 }
 
-void Engine::average_late(const Step& step, bool contribute) {
-  if (step.late.empty()) return;
+void Engine::average_unmanaged(const Step& step, bool contribute) {
+  if (step.unmanaged.empty()) return;
   // Held, because the module may go, and close this, while the group is waited for.
   std::shared_ptr<const ControlGroups> groups;
-  std::vector<LateGradient> gradients;
+  std::vector<UnmanagedGradient> gradients;
   {
     std::lock_guard lock(mutex_);
-    if (!prelude_ || control_groups_->world_size() == 1) return;
+    if (!prologue_ || control_groups_->world_size() == 1) return;
     groups = control_groups_;
-    for (size_t i : step.late) {
-      gradients.push_back({late_parameters_[i], contribute && prelude_->late_has_gradient(i)});
+    for (size_t i : step.unmanaged) {
+      gradients.push_back({unmanaged_parameters_[i], contribute && prologue_->unmanaged_has_gradient(i)});
     }
-    if (contribute) prelude_->late_averaged();
+    if (contribute) prologue_->unmanaged_averaged();
   }
   // A rank that has joined does not need the result, and must go on: the others wait for it elsewhere first.
-  const LateMessages sent =
-      average_late_gradients(groups->all(), gradients, step.divides_by_contributors ? 0 : 1 / step.divisor, contribute);
+  const UnmanagedMessages sent = average_unmanaged_gradients(
+      groups->all(), gradients, step.divides_by_contributors ? 0 : 1 / step.divisor, contribute);
   if (sent.sparse) {
     queue_error(
-        "ddp_hooks: parameter '" + names_[reducer_.parameters().size() + step.late[*sent.sparse]] +
-        "' was thawed after DDP's Reducer had been made without it: expected a dense gradient, received a sparse "
-        "one, which was not sent; call ddp_hooks.rebuild(ddp) after thawing");
+        "ddp_hooks: parameter '" + names_[reducer_.parameters().size() + step.unmanaged[*sent.sparse]] +
+        "' was unfrozen after DDP's Reducer had been made without it: expected a dense gradient, received a sparse "
+        "one, which was not sent; call ddp_hooks.rebuild(ddp) after unfreezing");
   }
   std::lock_guard lock(mutex_);
   statistics_.messages.messages += sent.messages;
@@ -513,7 +514,7 @@ void Engine::average_late(const Step& step, bool contribute) {
 
 void Engine::declare_unused(const std::vector<size_t>& parameters) {
   std::lock_guard lock(mutex_);
-  if (prelude_) prelude_->declare_unused(parameters);
+  if (prologue_) prologue_->declare_unused(parameters);
 }
 
 void Engine::register_natively() {
@@ -537,19 +538,19 @@ void Engine::gradient_reported(size_t index) {
   if (reducer_.is_gone()) return;
   if (lacks_hook_.load(std::memory_order_relaxed)) look_for_hook();
   // On a device a launch for each parameter would cost more than its cache saves.
-  const bool brings = takes_gradients_ && reducer_.parameters()[index].is_cpu();
+  const bool copies_early = takes_gradients_ && reducer_.parameters()[index].is_cpu();
   // Where the Reducer searches the graph, it notes itself what was accumulated.
-  if (!brings && reducer_.searches_graph()) return;
+  if (!copies_early && reducer_.searches_graph()) return;
   auto reducer_lock = reducer_.lock();
   std::lock_guard lock(mutex_);
-  if (!prelude_) return;
-  if (!reducer_.expects_backward()) return prelude_->gradient_accumulated(index);
-  if (!brings) return;
+  if (!prologue_) return;
+  if (!reducer_.expects_backward()) return prologue_->gradient_accumulated(index);
+  if (!copies_early) return;
   // Before the step opens, nobody knows how a gradient will travel.
   if (!step_ || step_->error || !reducer_.is_final(index)) return;
   const Stopwatch stopwatch;
   const at::NoGradGuard no_grad;
-  sender_.bring_early(*step_, index);
+  sender_.copy_into_bucket_early(*step_, index);
   statistics_.hook_seconds += stopwatch.seconds();
 }
 
@@ -560,7 +561,7 @@ void Engine::look_for_hook() {
     auto reducer_lock = reducer_.lock();
     std::lock_guard lock(mutex_);
     if (reducer_.has_hook()) lacks_hook_ = false;
-    if (!prelude_ || !lacks_hook_ || !reducer_.expects_backward() || is_restricted_pass()) return;
+    if (!prologue_ || !lacks_hook_ || !reducer_.expects_backward() || is_restricted_pass()) return;
     if (looked_for_hook_in_ == reducer_.forward_passes()) return;
     looked_for_hook_in_ = reducer_.forward_passes();
   }
@@ -579,7 +580,7 @@ void Engine::reduced_without_hook() {
   {
     auto reducer_lock = reducer_.lock();
     std::lock_guard lock(mutex_);
-    if (!prelude_ || !lacks_hook_) return;
+    if (!prologue_ || !lacks_hook_) return;
     if (reducer_.expects_backward()) {
       // It was the end of a part of the pass: of one output's, or of a backward pass within it.
       looked_for_hook_in_ = 0;
@@ -599,17 +600,17 @@ void Engine::mark_absent() {
   std::vector<size_t> absent;
   {
     std::lock_guard lock(mutex_);
-    if (!prelude_ || reducer_.is_gone()) return;
+    if (!prologue_ || reducer_.is_gone()) return;
     has_marks_ = false;
-    absent = prelude_->take_marks();
+    absent = prologue_->take_marks();
   }
   // May run the hook, so no lock is held.
   for (size_t index : absent) reducer_.mark_ready(index);
 }
 
-void Engine::late_gradient_reported(size_t index) {
+void Engine::unmanaged_gradient_reported(size_t index) {
   std::lock_guard lock(mutex_);
-  if (prelude_) prelude_->gradient_accumulated(index);
+  if (prologue_) prologue_->gradient_accumulated(index);
 }
 
 void Engine::set_rebuild(std::function<void()> rebuild) {
@@ -626,7 +627,7 @@ void Engine::set_tell_unregistered(std::function<void()> tell) {
 void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises) {
   for (const at::Tensor& output : outputs) refuse_capture(output.device());
   std::lock_guard lock(mutex_);
-  if (!prelude_) return;
+  if (!prologue_) return;
   const bool by_owner = settings_.plan.direct.allowed && settings_.plan.direct.transports.owners;
   const bool manual = reducer_.finalizes_manually();
   TORCH_CHECK(
@@ -636,17 +637,17 @@ void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchroni
       "both; leave rebuild_after out of the policy, and call ddp_hooks.rebuild(ddp) on every rank after "
       "finalize_backward()");
   TORCH_CHECK(!manual || !by_owner,
-              "ddp_hooks: owners=True brings its sums when backward has ended, and DDP's "
+              "ddp_hooks: owners=True finishes its sums when backward has ended, and DDP's "
               "require_manual_backward_finalization lets finalize_backward() wait for them before: expected one of the "
               "two, received both; leave owners=True out of the policy");
   const std::weak_ptr<Engine> engine = weak_from_this();
   const auto reached = [engine] {
     if (auto self = engine.lock()) self->outputs_reached();
   };
-  const auto late_reported = [engine](size_t parameter) {
-    if (auto self = engine.lock()) self->late_gradient_reported(parameter);
+  const auto unmanaged_reported = [engine](size_t parameter) {
+    if (auto self = engine.lock()) self->unmanaged_gradient_reported(parameter);
   };
-  prelude_->forward_done(outputs, synchronises, reached, late_reported);
+  prologue_->forward_done(outputs, synchronises, reached, unmanaged_reported);
   // A search of the graph is for those whom it spares something.
   if (!synchronises || data_group_->getSize() == 1 || !reducer_.parameters().front().is_cpu()) return;
   looked_up_->forget();
@@ -657,11 +658,11 @@ void Engine::outputs_reached() {
   {
     auto reducer_lock = reducer_.lock();
     std::lock_guard lock(mutex_);
-    if (!prelude_) return;
+    if (!prologue_) return;
     refresh_layout();
     // With create_graph=True gradients are part of a graph, which the engine would cut; the Reducer refuses that
     // itself.
-    if (!prelude_->outputs_reached(takes_gradients_ && !at::GradMode::is_enabled())) return;
+    if (!prologue_->outputs_reached(takes_gradients_ && !at::GradMode::is_enabled())) return;
     has_marks_ = true;
   }
   // At the latest when all gradients have come; a declared parameter may be in a graph and get none.
@@ -670,48 +671,48 @@ void Engine::outputs_reached() {
   });
 }
 
-std::vector<size_t> Engine::overdue() {
+std::vector<size_t> Engine::unready_parameters() {
   if (reducer_.is_gone()) return {};
   auto reducer_lock = reducer_.lock();
   std::lock_guard lock(mutex_);
-  return prelude_ ? prelude_->overdue() : std::vector<size_t>();
+  return prologue_ ? prologue_->unready_parameters() : std::vector<size_t>();
 }
 
 void Engine::gradients_done() {
   mark_absent();
   // May run the hook, so no lock is held.
-  for (size_t index : overdue()) reducer_.mark_ready(index);
+  for (size_t index : unready_parameters()) reducer_.mark_ready(index);
   std::lock_guard lock(mutex_);
-  if (prelude_) prelude_->gradients_done();
+  if (prologue_) prologue_->gradients_done();
 }
 
 std::vector<size_t> Engine::pending() const {
   if (reducer_.is_gone()) return {};
   auto reducer_lock = reducer_.lock();
   std::lock_guard lock(mutex_);
-  return prelude_ ? prelude_->pending() : std::vector<size_t>();
+  return prologue_ ? prologue_->pending() : std::vector<size_t>();
 }
 
 bool Engine::awaits_backward() const {
   auto reducer_lock = reducer_.lock();
   std::lock_guard lock(mutex_);
-  return prelude_ && prelude_->awaits_backward();
+  return prologue_ && prologue_->awaits_backward();
 }
 
 bool Engine::has_early_exchange() const {
   std::lock_guard lock(mutex_);
-  return prelude_ && prelude_->agreement().is_under_way();
+  return prologue_ && prologue_->agreement().is_under_way();
 }
 
 void Engine::finish_early_exchange() {
   std::lock_guard lock(mutex_);
-  if (!prelude_->agreement().is_under_way()) refresh_layout();
-  prelude_->agreement().finish(layout_.hash());
+  if (!prologue_->agreement().is_under_way()) refresh_layout();
+  prologue_->agreement().finish(layout_.hash());
 }
 
 void Engine::configure(const EngineSettings& settings) {
   std::lock_guard lock(mutex_);
-  TORCH_CHECK(!step_ && !(prelude_ && prelude_->agreement().is_under_way()),
+  TORCH_CHECK(!step_ && !(prologue_ && prologue_->agreement().is_under_way()),
               "ddp_hooks: expected a change of policy between two steps, received one during a backward pass");
   settings_ = fitted(settings);
   probe_ = ValuesProbe(settings.values.probe);

@@ -22,20 +22,20 @@
 
 #include "agreement/control_groups.h"
 #include "agreement/group_reference.h"
+#include "detectors/looked_up_rows.h"
+#include "detectors/units_detector.h"
+#include "detectors/units_of_step.h"
+#include "detectors/values_probe.h"
+#include "engine/backward_prologue.h"
 #include "engine/engine_settings.h"
-#include "engine/prelude.h"
 #include "engine/rebuild_timer.h"
 #include "engine/statistics.h"
-#include "reducer/bucket_slots.h"
+#include "reducer/bucket_views.h"
 #include "reducer/current_layout.h"
 #include "reducer/gradient_report.h"
 #include "reducer/reducer_view.h"
-#include "values/looked_up_rows.h"
-#include "values/units_detector.h"
-#include "values/units_of_step.h"
-#include "values/values_probe.h"
-#include "wire/message_sender.h"
-#include "wire/plan_cache.h"
+#include "transport/message_sender.h"
+#include "transport/plan_cache.h"
 
 namespace ddp_hooks {
 
@@ -50,11 +50,11 @@ struct Step;
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `late_parameters` are the module's parameters that the Reducer does not know, because they were frozen when it was
-  // made. `names` are those of the Reducer's parameters and then of the late ones, for messages. `pending` (by
+  // `unmanaged_parameters` are the module's parameters that the Reducer does not know, because they were frozen when it
+  // was made. `names` are those of the Reducer's parameters and then of the unmanaged ones, for messages. `pending` (by
   // index) have a gradient that no step has taken up: what the engine of the Reducer before had so.
   static std::shared_ptr<Engine> make(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
-                                      const EngineSettings& settings, std::vector<at::Tensor> late_parameters,
+                                      const EngineSettings& settings, std::vector<at::Tensor> unmanaged_parameters,
                                       std::vector<std::string> names, const std::vector<size_t>& pending);
   ~Engine();
 
@@ -66,7 +66,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Reducer about frozen parameters. `synchronises` is false under no_sync().
   void forward_done(const std::vector<at::Tensor>& outputs, bool synchronises);
 
-  // Parameters (by index, the late ones after the Reducer's) that forward passes from now on do not use.
+  // Parameters (by index, the unmanaged ones after the Reducer's) that forward passes from now on do not use.
   void declare_unused(const std::vector<size_t>& parameters);
 
   // A backward pass that failed before its first bucket leaves its exchange under way on this rank alone. When any rank
@@ -80,8 +80,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void register_natively();
 
   // Takes back everything that was set on the module, the hook included if `remove_hook`, and lets go of the groups.
-  // From then on the module trains as plain DDP. Throws during a backward pass, until late gradients are averaged and a
-  // rebuild that is due is done, unless the module is `dying`.
+  // From then on the module trains as plain DDP. Throws during a backward pass, until unmanaged gradients are averaged
+  // and a rebuild that is due is done, unless the module is `dying`.
   void close(bool remove_hook, bool dying);
 
   // Between two passes: parameters (by index) with a gradient that no step has taken up.
@@ -108,12 +108,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
   Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
-         const EngineSettings& settings, std::vector<at::Tensor> late_parameters, std::vector<std::string> names,
+         const EngineSettings& settings, std::vector<at::Tensor> unmanaged_parameters, std::vector<std::string> names,
          const std::vector<size_t>& pending);
   // The moments of a pass.
   void outputs_reached();
   void gradient_reported(size_t parameter);
-  void late_gradient_reported(size_t parameter);
+  void unmanaged_gradient_reported(size_t parameter);
   void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
   void open_step(bool shadow);
   void send_bucket(uint32_t bucket, const BucketPlan& plan);
@@ -130,29 +130,29 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void reduced_without_hook();
   void watch_gradients();
   void mark_absent();
-  std::vector<size_t> overdue();
+  std::vector<size_t> unready_parameters();
   void refresh_layout();
-  void fill_slots(uint32_t bucket);
-  void note_unheard(uint32_t bucket);
+  void fill_views(uint32_t bucket);
+  void note_unannounced(uint32_t bucket);
   void send_sums();
-  void bring_sums(const std::shared_ptr<Step>& step);
+  void finish_owner_reduction(const std::shared_ptr<Step>& step);
   c10::intrusive_ptr<c10d::Work> contributions_to_sums(const std::shared_ptr<Step>& step);
-  void average_late(const Step& step, bool contribute);
+  void average_unmanaged(const Step& step, bool contribute);
 
   // Recursive, because buckets may complete while it is held, and what users have chained to their futures runs then
   // and may ask for statistics.
   mutable std::recursive_mutex mutex_;
   const ReducerView reducer_;
-  BucketSlots slots_;
+  BucketViews views_;
   CurrentLayout layout_;
   bool takes_gradients_ = false;
-  const std::vector<at::Tensor> late_parameters_;
+  const std::vector<at::Tensor> unmanaged_parameters_;
   const std::vector<std::string> names_;
   GroupReference<c10d::ProcessGroup> data_group_;
   EngineSettings settings_;
   std::shared_ptr<const ControlGroups> control_groups_;
   std::vector<GradientReport> reports_;
-  std::unique_ptr<Prelude> prelude_;  // null once this is closed
+  std::unique_ptr<BackwardPrologue> prologue_;  // null once this is closed
   // Asked with every gradient, so that only a pass with something to mark takes the lock for it.
   std::atomic<bool> has_marks_{false};
   // Likewise: until the Reducer has a hook, or somebody was told that it has none.

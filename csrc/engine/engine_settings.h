@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "agreement/usage_agreement.h"
-#include "values/units_detector.h"
-#include "values/values_probe.h"
-#include "wire/wire_plan.h"
+#include "detectors/units_detector.h"
+#include "detectors/values_probe.h"
+#include "transport/reduction_plan.h"
 
 namespace ddp_hooks {
 

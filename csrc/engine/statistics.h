@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "agreement/usage_agreement.h"
-#include "wire/message_sender.h"
+#include "transport/message_sender.h"
 
 namespace ddp_hooks {
 

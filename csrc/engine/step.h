@@ -9,11 +9,11 @@
 #include <utility>
 #include <vector>
 
+#include "detectors/units_of_step.h"
+#include "detectors/values_of_step.h"
 #include "layout/usage_mask.h"
-#include "values/units_of_step.h"
-#include "values/values_of_step.h"
-#include "wire/step_in_flight.h"
-#include "wire/wire_plan.h"
+#include "transport/reduction_plan.h"
+#include "transport/step_in_flight.h"
 
 namespace ddp_hooks {
 
@@ -22,15 +22,15 @@ struct Step : StepInFlight {
   UsageMask used;  // as the graph detector agreed; `agreed` is what of it travels by whole parameters
   // Parameters that no rank used, each with its .grad, which the Reducer is about to overwrite.
   std::vector<std::pair<at::Tensor, at::Tensor>> untouched;
-  std::vector<size_t> late;  // of the late parameters, those that some rank may have a gradient for
+  std::vector<size_t> unmanaged;  // of the unmanaged parameters, those that some rank may have a gradient for
   // With the values detector: what it finds, and the plan that grows with it.
   std::optional<ValuesOfStep> values;
-  std::optional<WirePlanner> planner;
-  std::optional<UnitsOfStep> units;  // where some parameters are agreed on by units
-  std::optional<size_t> unheard;     // a parameter with a gradient that was not sent
-  bool rebuild = false;              // the Reducer is to be made anew after this backward pass
-  bool sums_are_due = false;         // to be brought as soon as the engine's lock is free
-  bool closed = false;               // all messages have been started
+  std::optional<ReductionPlanner> planner;
+  std::optional<UnitsOfStep> units;     // where some parameters are agreed on by units
+  std::optional<size_t> unannounced;    // a parameter with a gradient that was not sent
+  bool rebuild = false;                 // the Reducer is to be made anew after this backward pass
+  bool owner_reduction_is_due = false;  // to be finished as soon as the engine's lock is free
+  bool closed = false;                  // all messages have been started
 };
 
 }  // namespace ddp_hooks

@@ -1,6 +1,6 @@
 // Who has something to contribute, for each bit of a mask.
 //
-// Known either from every rank's own mask, or from planes that are merged without keeping the masks apart: how many
+// Known either from every rank's own mask, or from counters that are merged without keeping the masks apart: how many
 // ranks set the bit, and the numbers of those ranks ORed together, which is *the* rank where there is one only.
 //
 // Thread-safety: none; it is a value. Every rank must agree on all of it.
@@ -35,7 +35,7 @@ class Contributors {
 
   // How many contribute.
   int64_t count(size_t bit) const;
-  // Which; empty where that is not known: with planes where more than one does, and beyond kMostRanksInSet.
+  // Which; empty where that is not known: with counters where more than one does, and beyond kMostRanksInSet.
   RankSet ranks(size_t bit) const;
 
   // Every rank's mask, where these are known.

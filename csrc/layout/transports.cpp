@@ -14,7 +14,7 @@ Transport transport_for(RankSet contributors, const Transports& transports) {
   const int world_size = transports.world_size;
   const int count = std::popcount(contributors);
   if (count == 0 || world_size < 2) return Transport::kAllReduce;
-  if (count == 1) return Transport::kSpread;
+  if (count == 1) return Transport::kBroadcast;
   if (!transports.owners) return Transport::kAllReduce;
   const int ring = 2 * (world_size - 1);
   const int owned = world_size + count - 2;

@@ -69,7 +69,7 @@ struct Members : c10d::Reducer {
     return false;
   }
 
-  static Slot slot(c10d::Reducer& r, size_t parameter) {
+  static BucketView bucket_view(c10d::Reducer& r, size_t parameter) {
     const auto& place = (r.*(&Members::variable_locators_))[parameter];
     auto& bucket = (r.*(&Members::buckets_))[place.bucket_index];
     const size_t i = place.intra_bucket_index;
@@ -98,7 +98,7 @@ struct Members : c10d::Reducer {
       for (size_t i = 0; i < bucket.variables.size(); ++i) {
         const size_t parameter = bucket.variable_indices[i];
         const auto length = static_cast<int64_t>(bucket.lengths[i]) * parts;
-        // Not of what stands in the slot, which may be vacant.
+        // Not of what stands in the view, which may be detached.
         const at::Tensor& variable = parameters(r)[parameter];
         const int64_t rows = variable.dim() > 0 ? variable.size(0) : 0;
         entry.slices.push_back({static_cast<uint32_t>(parameter), static_cast<int64_t>(bucket.offsets[i]) * parts,
@@ -163,8 +163,8 @@ LayoutOfBuckets ReducerView::layout() const {
   return Members::layout(*get());
 }
 
-Slot ReducerView::slot(size_t parameter) const {
-  return Members::slot(*get(), parameter);
+BucketView ReducerView::bucket_view(size_t parameter) const {
+  return Members::bucket_view(*get(), parameter);
 }
 
 bool ReducerView::has_static_graph() const {
@@ -228,7 +228,7 @@ void ReducerView::forget_use_without_gradient(size_t parameter) const {
   }
 }
 
-void ReducerView::settle_used_map(const UsageMask& used) const {
+void ReducerView::mark_used_map_reduced(const UsageMask& used) const {
   auto reducer = get();
   if (!searches_graph()) return;
   const size_t count = parameters().size();
@@ -244,7 +244,7 @@ void ReducerView::wait_for_used_map() const {
   if (const auto work = Members::used_map_work(*get())) work->wait();
 }
 
-void ReducerView::unsettle_used_map() const {
+void ReducerView::unmark_used_map_reduced() const {
   if (searches_graph()) Members::used_map_is_reduced(*get()) = false;
 }
 

@@ -22,7 +22,7 @@
 namespace ddp_hooks {
 
 // Where a bucket keeps what the Reducer needs to know about one parameter; stays valid until the buckets are rebuilt.
-struct Slot {
+struct BucketView {
   at::Tensor& variable;      // whose .grad is read and written
   at::Tensor* view;          // its part of the bucket, in the variable's shape; null while the bucket has no memory
   const at::Tensor& bucket;  // flat, of the variable's dtype; undefined without memory, or before a sparse gradient
@@ -105,7 +105,7 @@ class ReducerView {
   // Has it note so, of what a Reducer before it had noted. Call it between two passes.
   void note_used(size_t parameter) const;
 
-  // The Reducer notes a parameter as used when it reports and its slot's variable has a gradient. Where a placeholder
+  // The Reducer notes a parameter as used when it reports and its view's variable has a gradient. Where a placeholder
   // stood there, this puts the note right: without a gradient of its own the parameter was not used.
   void forget_use_without_gradient(size_t parameter) const;
 
@@ -113,13 +113,13 @@ class ReducerView {
   // has not used a parameter it waits for the result on the host, also for a device's. If what this rank has not used
   // is outside `used` altogether, the map says already what it is about to say everywhere, and this keeps the Reducer
   // from waiting. Call it before the last bucket is handed back.
-  void settle_used_map(const UsageMask& used) const;
+  void mark_used_map_reduced(const UsageMask& used) const;
   // Waits for the map's all-reduce, where the Reducer has started one: on a device its stream does, not the host.
   // After a pass anybody may ask the Reducer for the reduced map.
   void wait_for_used_map() const;
   // The Reducer unsettles its map only if its pass did not fail. Call it when the next pass opens, after waiting for
   // the map's all-reduce, which the next one would overtake.
-  void unsettle_used_map() const;
+  void unmark_used_map_reduced() const;
   // A rank that has joined sends what its Reducer's last pass left in the map that is all-reduced. A Reducer that has
   // had none has memory there that nobody has written to: this makes zeros of it, which say that nothing was used.
   void initialize_used_map() const;
@@ -128,7 +128,7 @@ class ReducerView {
   // Thread-safety: may be let go of in any thread, without the Reducer's mutex and without the GIL.
   std::shared_ptr<void> leave_out_used_map() const;
 
-  // Whether some graph that has not been freed leads to parameter i, so that a backward pass may bring it a gradient.
+  // Whether some graph that has not been freed leads to parameter i, so that a backward pass may give it a gradient.
   // May be true without one, where somebody else holds the parameter's accumulator. `holders` says how often it is held
   // by us.
   bool is_in_a_graph(size_t parameter, int64_t holders) const;
@@ -147,7 +147,7 @@ class ReducerView {
 
   bool has_rebuilt_buckets() const;
   LayoutOfBuckets layout() const;
-  Slot slot(size_t parameter) const;
+  BucketView bucket_view(size_t parameter) const;
 
   bool has_hook() const;
   void register_hook(std::unique_ptr<c10d::CommHookInterface> hook) const;

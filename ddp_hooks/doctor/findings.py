@@ -23,7 +23,7 @@ class PolicyOutlook:
         policy: its name.
         payload_bytes: what it hands to collectives of gradients in all steps. Bytes.
         payload_bytes_by_step: in each of them. Bytes.
-        spread_bytes: so many of them one rank alone has, and sends to the others. Bytes.
+        broadcast_bytes: so many of them one rank alone has, and sends to the others. Bytes.
         sent_bytes: what each rank sends of gradients in all steps, as ``state.stats().sent_bytes`` counts. Bytes.
         exact: whether the hook sends exactly that; for ``auto`` it is what it settles at.
         saved_fraction: of plain DDP's bytes.
@@ -33,7 +33,7 @@ class PolicyOutlook:
     policy: str
     payload_bytes: int
     payload_bytes_by_step: tuple[int, ...]
-    spread_bytes: int
+    broadcast_bytes: int
     sent_bytes: tuple[int, ...]
     exact: bool
     saved_fraction: float
@@ -158,8 +158,8 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
     by_step = list(zip(*ranks, strict=True))
     united = [unite(steps, layouts[steps[0].layout], slots[steps[0].layout]) for steps in by_step]
     dense = [dense_bytes(step.layout) for step in united]
-    late = {i: size for i, size in enumerate(first.sizes) if i >= first.reduced_count}
-    predictions = predict(united, late, replace(first.world, ranks=len(records))) if united else {}
+    unmanaged = {i: size for i, size in enumerate(first.sizes) if i >= first.reduced_count}
+    predictions = predict(united, unmanaged, replace(first.world, ranks=len(records))) if united else {}
     if predictions and "skip_zeros" not in predictions:
         notes.append("values were not looked at in every step (memory, or a device without a scan): skip_unused only")
     verdicts = judge(first.names, first.sizes, first.reduced_count, ranks, united) if united else []
@@ -181,7 +181,7 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
             name,
             one.total.payload_bytes,
             tuple(sum(part.payload_bytes for part in step) for step in one.by_step),
-            one.total.spread_bytes,
+            one.total.broadcast_bytes,
             one.total.sent_bytes,
             one.exact,
             1 - one.total.payload_bytes / total if total and len(records) > 1 else 0.0,

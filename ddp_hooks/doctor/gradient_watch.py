@@ -130,7 +130,7 @@ class GradientWatch:
             self._stop_following = None
 
     def _hook_parameters(self) -> None:
-        # A frozen parameter takes no hook; one that is thawed later gets it then.
+        # A frozen parameter takes no hook; one that is unfrozen later gets it then.
         for index in list(self._unhooked):
             parameter = self._parameters[index]()
             if parameter is not None and parameter.requires_grad:

@@ -9,7 +9,7 @@ from itertools import groupby
 from ..wording import describe_part
 from .findings import Findings
 from .text import describe, megabytes
-from .verdicts import FROZEN_AFTER, MEANING, NEVER, SOME_RANKS, SOMETIMES, THAWED, USED, ParameterVerdict
+from .verdicts import FROZEN_AFTER, MEANING, NEVER, SOME_RANKS, SOMETIMES, UNFROZEN, USED, ParameterVerdict
 
 _ROWS_SHOWN = 600
 _STRIP_WIDTH = 480
@@ -41,7 +41,7 @@ svg { display: block; margin-top: 4px; }
 """
 _CLASS = {"#": "used", ".": "unused", "-": "frozen"}
 # What is of interest comes first.
-_ORDER = (THAWED, NEVER, SOME_RANKS, SOMETIMES, FROZEN_AFTER)
+_ORDER = (UNFROZEN, NEVER, SOME_RANKS, SOMETIMES, FROZEN_AFTER)
 
 
 def draw_page(findings: Sequence[Findings]) -> str:

@@ -36,13 +36,13 @@ def dense_bytes(layout: Any) -> tuple[int, ...]:
     return tuple(bucket.numel * bucket.element_bytes for bucket in layout.buckets)
 
 
-def predict(steps: Sequence[UnionStep], late_bytes: dict[int, int], world: World) -> dict[str, Prediction]:
+def predict(steps: Sequence[UnionStep], unmanaged_bytes: dict[int, int], world: World) -> dict[str, Prediction]:
     """Say what each policy would have sent.
 
     Args:
         steps: the steps.
-        late_bytes: of the parameters that DDP does not know, the bytes by index. The hook averages those that are
-            thawed.
+        unmanaged_bytes: of the parameters that DDP does not know, the bytes by index. The hook averages those that are
+            unfrozen.
         world: who sends; one rank has nobody to send to.
 
     Returns:
@@ -57,11 +57,11 @@ def predict(steps: Sequence[UnionStep], late_bytes: dict[int, int], world: World
         by_policy["auto"] = settle(steps, world)
     predictions = {}
     for name, traffic in by_policy.items():
-        late = [sum(late_bytes.get(i, 0) for i in step.used) for step in steps]
-        # Late parameters travel after backward, on the control group.
+        unmanaged = [sum(unmanaged_bytes.get(i, 0) for i in step.used) for step in steps]
+        # Unmanaged parameters travel after backward, on the control group.
         whole = [
             (*by_bucket, Traffic(more, ring_bytes=more, messages=min(more, 1)))
-            for by_bucket, more in zip(traffic, late, strict=True)
+            for by_bucket, more in zip(traffic, unmanaged, strict=True)
         ]
         total = Traffic(sent_bytes=(0,) * world.ranks)
         for step in whole:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .timing import Division
-from .verdicts import FROZEN_AFTER, NEVER, SOME_RANKS, SOMETIMES, THAWED, ModuleVerdict, ParameterVerdict
+from .verdicts import FROZEN_AFTER, NEVER, SOME_RANKS, SOMETIMES, UNFROZEN, ModuleVerdict, ParameterVerdict
 
 # Below this part of the bytes a hook is not worth a line.
 LEAST_SAVED = 0.02
@@ -65,7 +65,7 @@ def answer_all(facts: Facts) -> list[Answer]:
     if facts.steps == 0:
         return []
     answers = [_is_the_search_needed(facts), _is_a_static_graph_legal(facts), _is_something_forgotten(facts)]
-    if any(one.verdict == THAWED for one in facts.parameters):
+    if any(one.verdict == UNFROZEN for one in facts.parameters):
         answers.append(_is_something_apart(facts))
     if facts.division is not None:
         answers.append(_what_does_the_search_cost(facts, facts.division))
@@ -131,12 +131,12 @@ def _is_something_forgotten(facts: Facts) -> Answer:
 
 
 def _is_something_apart(facts: Facts) -> Answer:
-    apart = [one for one in facts.modules if one.verdict == THAWED]
+    apart = [one for one in facts.modules if one.verdict == UNFROZEN]
     return Answer(
         "Do the ranks train something apart?",
         "yes",
         f"{_names(apart)} was frozen when DDP was built and is trained now; plain DDP does not average it, so the "
-        "ranks' weights differ. ddp_hooks.register(ddp) averages it; or wrap the model after thawing",
+        "ranks' weights differ. ddp_hooks.register(ddp) averages it; or wrap the model after unfreezing",
     )
 
 
@@ -174,7 +174,7 @@ def advise(facts: Facts, savings: Mapping[str, tuple[float, float | None]]) -> s
     best = max(savings, key=lambda name: savings[name][0])
     policy = "auto" if "auto" in savings and savings["auto"][0] >= plain + _LEAST_MORE else "skip_unused"
     saved, seconds = savings[policy]
-    apart = any(one.verdict == THAWED for one in facts.parameters)
+    apart = any(one.verdict == UNFROZEN for one in facts.parameters)
     if saved < LEAST_SAVED and not apart:
         return (
             f"Do not: no policy would save {LEAST_SAVED:.0%} of the bytes (the best, {best}: {savings[best][0]:.1%})."

@@ -367,7 +367,7 @@ class Recorder(Silence):
         else:
             # Without a search DDP takes everything that is not frozen for used.
             sent = bytearray(received[i] or not frozen[i] for i in range(reduced))
-        # Those that DDP does not know are averaged by the hook as soon as they are thawed.
+        # Those that DDP does not know are averaged by the hook as soon as they are unfrozen.
         return bytes(sent[:reduced]) + bytes(not one for one in frozen[reduced:])
 
     def _read_unused(self, ddp: DistributedDataParallel) -> frozenset[int]:

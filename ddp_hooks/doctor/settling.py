@@ -1,7 +1,7 @@
 """What ``auto`` sends once its detectors have settled: the same rules as the engine's, driven with what was watched.
 
 The steps that were watched are repeated, over and over. Which units and which values are asked for follows from what
-the ranks wrote down, as in csrc/values/units_detector.cpp and csrc/values/values_probe.h.
+the ranks wrote down, as in csrc/detectors/units_detector.cpp and csrc/detectors/values_probe.h.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Units:
 
 @dataclass(slots=True)
 class _Probe:
-    """When an adaptive policy reads whole gradients: csrc/values/values_probe.h."""
+    """When an adaptive policy reads whole gradients: csrc/detectors/values_probe.h."""
 
     policy: Policy
     least: float

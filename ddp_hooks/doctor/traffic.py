@@ -48,14 +48,14 @@ class Traffic:
 
     Attributes:
         payload_bytes: the gradients that travel, however they do. Bytes.
-        spread_bytes: so many of them one rank alone has, and sends to the others. Bytes.
+        broadcast_bytes: so many of them one rank alone has, and sends to the others. Bytes.
         sent_bytes: what each rank sends, as ``state.stats().sent_bytes`` counts. Bytes.
         ring_bytes: an all-reduce of so many would keep the busiest link as long. Bytes.
         messages: how many.
     """
 
     payload_bytes: int = 0
-    spread_bytes: int = 0
+    broadcast_bytes: int = 0
     sent_bytes: tuple[int, ...] = ()
     ring_bytes: float = 0.0
     messages: int = 0
@@ -68,7 +68,7 @@ class Traffic:
             sent = tuple(a + b for a, b in zip(self.sent_bytes, other.sent_bytes, strict=True))
         return Traffic(
             self.payload_bytes + other.payload_bytes,
-            self.spread_bytes + other.spread_bytes,
+            self.broadcast_bytes + other.broadcast_bytes,
             sent,
             self.ring_bytes + other.ring_bytes,
             self.messages + other.messages,
@@ -274,7 +274,7 @@ def _planned(
     said = world.is_direct and not any(one.left_over for one in step.ranks)
     by_rank = [_mask(step, {i for i in chosen if one.sent[i]}) for one in step.ranks] if said else []
     settings = plan_settings(policy, world)
-    plans = _C.make_wire_plan(step.layout, _mask(step, chosen), settings, _mask(step, divided), by_rank)
+    plans = _C.make_reduction_plan(step.layout, _mask(step, chosen), settings, _mask(step, divided), by_rank)
     return [_traffic_of(step, plan, world) for plan in plans]
 
 
@@ -302,7 +302,7 @@ def _all_reduce(size: int, world: World) -> Traffic:
 
 
 def _direct(message: Any, element_bytes: int, world: World) -> Traffic:
-    if message.transport != _C.Transport.SPREAD:
+    if message.transport != _C.Transport.BROADCAST:
         raise AssertionError("expected what one rank has alone to be spread, and no owners, as in every preset")
     size = message.numel * element_bytes
     own = [0] * world.ranks

@@ -14,7 +14,7 @@ SOMETIMES = "used in some steps"
 SOME_RANKS = "not used by every rank"
 FROZEN_BEFORE = "frozen before wrapping"
 FROZEN_AFTER = "frozen after wrapping"
-THAWED = "frozen when wrapped, trained since"
+UNFROZEN = "frozen when wrapped, trained since"
 ALL_ZERO = "all zero"
 MOSTLY_ZERO = "mostly zero by rows"
 USED = "used"
@@ -26,7 +26,7 @@ MEANING = {
     SOME_RANKS: "in some steps only some ranks used it",
     FROZEN_BEFORE: "DDP does not know it, and sends nothing for it",
     FROZEN_AFTER: "DDP sends zeros for it",
-    THAWED: "DDP does not know it: the ranks train it APART",
+    UNFROZEN: "DDP does not know it: the ranks train it APART",
     ALL_ZERO: "it gets gradients, and they are zero on every rank in every step",
     MOSTLY_ZERO: "at least half of its rows are zero on every rank",
     USED: "used by every rank in every step",
@@ -137,7 +137,7 @@ def _judge_one(
     zero_rows = sum(zero_units(step, index) for step in looked) / len(looked) if looked else None
     always_frozen = all(all(steps) for steps in frozen)
     if not reduced:
-        verdict = THAWED if steps_used else FROZEN_BEFORE
+        verdict = UNFROZEN if steps_used else FROZEN_BEFORE
     elif always_frozen and steps_used == 0:
         verdict = FROZEN_AFTER
     elif steps_used == 0:

@@ -99,7 +99,7 @@ class StagingBuffers:
             buffer = torch.empty(max(needed_bytes, MESSAGE_BYTES), dtype=torch.uint8, device=device)
         return buffer[:needed_bytes].view(dtype)
 
-    def give_back(self, staging: torch.Tensor) -> None:
+    def restore(self, staging: torch.Tensor) -> None:
         """Take back what :meth:`take` returned."""
         self._free.append(torch.empty(0, dtype=torch.uint8, device=staging.device).set_(staging.untyped_storage()))
 
@@ -127,7 +127,7 @@ class _StagedMessage:
     def commit(self, buffers: StagingBuffers) -> None:
         if self._staging is not None:
             self.receive(self._staging)
-            buffers.give_back(self._staging)
+            buffers.restore(self._staging)
             self._staging = None
 
     def receive(self, staging: torch.Tensor) -> None:

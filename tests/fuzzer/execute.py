@@ -331,7 +331,7 @@ class _Run:
         else:
             ddp_hooks.freeze(self.ddp, *names, keep_gradients=operation.get("keep", False))
 
-    def _do_thaw(self, operation: Operation, moment: str) -> None:
+    def _do_unfreeze(self, operation: Operation, moment: str) -> None:
         names = self._select(operation["what"][self.rank])
         if operation["how"] == "flag" or not names:
             self._require_gradients(names, True)

@@ -196,7 +196,7 @@ class _Generator:
             self._add("rebuild", search=None)
 
     def _freeze_for_good(self) -> None:
-        """Leave out what thaws, and what freezes within a step, as for `frozen_when_wrapped`: a rebuild forgets it.
+        """Leave out what unfreezes, and what freezes within a step, as for `frozen_when_wrapped`: a rebuild forgets it.
 
         Plain DDP makes a .grad of zeros for what is frozen after its last use, and for what was late.
         """
@@ -204,7 +204,7 @@ class _Generator:
         within = False
         for operation in self.program.operations:
             within = operation["do"] != "update" and (within or operation["do"] == "pass")
-            if operation["do"] != "thaw" and not (within and operation["do"] == "freeze"):
+            if operation["do"] != "unfreeze" and not (within and operation["do"] == "freeze"):
                 kept.append(operation)
         self.program.operations = kept
 
@@ -337,7 +337,7 @@ class _Generator:
             self._pass(sync=False)
             if self.chance(0.1):
                 # Plain DDP does not take it when an accumulated gradient is dropped.
-                self._freeze_or_thaw(keep=True)
+                self._freeze_or_unfreeze(keep=True)
             self._register_anew()
         if self._may_fail() and self.chance(0.08):
             self._add("fail", at=self.random.choice(["loss", "outputs"]))
@@ -368,7 +368,7 @@ class _Generator:
         if self.rebuilds_in_join:
             self._rebuild_between_steps()
         if self.freezes and self.chance(0.5) and not (self.options.static_graph and self.reduced == 0):
-            self._freeze_or_thaw()
+            self._freeze_or_unfreeze()
         if self.hooks_tensors and self.chance(0.4):
             kind = self.random.choice(["tensor", "accumulate", "forward"])
             candidates = [p for p in self.freezable if not p.startswith("layers.norm")]
@@ -404,7 +404,7 @@ class _Generator:
         }[kind]
         return f"{pattern}.{self.random.choice(inside)}"
 
-    def _freeze_or_thaw(self, keep: bool = False) -> None:
+    def _freeze_or_unfreeze(self, keep: bool = False) -> None:
         if not self.freezes:
             return
         alike = self.options.static_graph or self.chance(0.6)
@@ -417,7 +417,7 @@ class _Generator:
             keep = keep or self.options.gradient_as_bucket_view
             self._add("freeze", what=what, how=how, keep=self.chance(0.3) or keep)
         else:
-            self._add("thaw", what=what, how=how)
+            self._add("unfreeze", what=what, how=how)
 
     def _patterns(self) -> list[str]:
         if self.chance(0.15):

@@ -11,7 +11,7 @@ frozen right after. It gives what the program's own DDP ought to give, because
 - a search finds unused exactly what was left out or frozen, which is what a program without a search declares or
   freezes; and a search leaves `.grad` alone of what no rank used, as DDP does with parameters that it does not know,
   and as the hook promises for what is frozen or declared.
-- what was frozen when DDP was built and thawed later is promised to be averaged as if DDP had known it from the start.
+- what was frozen when DDP was built and unfrozen later is promised to be averaged as if DDP had known it from the start.
 - where nothing is left out, a search changes nothing but the buckets.
 
 The same run counts bytes. What is not zero on some rank when it goes into a pass has to be sent, whatever the policy.
@@ -33,7 +33,7 @@ def passes(program: Program) -> list[Operation]:
 def own_options_will_do(program: Program) -> bool:
     """Say whether plain DDP can run the program with the program's own options."""
     options = program.options
-    if any(operation["do"] in ("freeze", "thaw") for operation in program.operations):
+    if any(operation["do"] in ("freeze", "unfreeze") for operation in program.operations):
         return False
     if options.find_unused_parameters or options.static_graph:
         return True
@@ -50,7 +50,7 @@ def idleness_will_do(program: Program) -> bool:
     if program.options.find_unused_parameters or program.options.static_graph:
         return False
     changes = any(
-        operation["do"] in ("freeze", "thaw") or (operation["do"] == "rebuild" and operation.get("search"))
+        operation["do"] in ("freeze", "unfreeze") or (operation["do"] == "rebuild" and operation.get("search"))
         for operation in program.operations
     )
     return not changes and all(

@@ -14,7 +14,7 @@ Operations are dictionaries with `do`:
     fail        a forward and a backward that raises `at` the "loss" or the "outputs", before the first gradient
     update      clip, optimizer step (unless `skip`), zero_grad: `zero` is "none", "zeros" or "keep"
     freeze      `what`: patterns of parameter names by rank; `how`: "flag" or "package"; `keep` the gradients
-    thaw        the same
+    unfreeze        the same
     hook        `kind` "tensor" or "accumulate" on parameter `on`, or "forward" on DDP, which multiplies with
                 `multipliers`, by rank
     register    take the hook off and register it anew

@@ -1,0 +1,157 @@
+#include <pybind11/functional.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/rooms.h"
+#include "layout/bucket_layout.h"
+#include "layout/units.h"
+#include "layout/usage_mask.h"
+#include "transport/direct_sender.h"
+#include "transport/launch.h"
+#include "transport/reduction_plan.h"
+#include "transport/unit_plan.h"
+#include "transport/unmanaged_gradients.h"
+
+namespace py = pybind11;
+
+namespace ddp_hooks {
+namespace {
+
+class Done : public c10d::Work {
+ public:
+  bool wait(std::chrono::milliseconds) override { return true; }
+};
+
+// A rank of a group as large as a test likes, which sums what the ranks hand over.
+class OneOfMany : public c10d::Backend {
+ public:
+  using AllReduce = std::function<void(at::Tensor)>;
+  OneOfMany(int rank, int size, AllReduce all_reduce) : Backend(rank, size), all_reduce_(std::move(all_reduce)) {}
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions&) override {
+    all_reduce_(tensors.front());
+    return c10::make_intrusive<Done>();
+  }
+
+ private:
+  AllReduce all_reduce_;
+};
+
+}  // namespace
+
+void bind_transport(py::module_& m) {
+  py::enum_<Transport>(m, "Transport")
+      .value("ALL_REDUCE", Transport::kAllReduce)
+      .value("BROADCAST", Transport::kBroadcast)
+      .value("BY_OWNER", Transport::kByOwner);
+  m.def("transport_for", [](RankSet contributors, int world_size, bool owners) {
+    return transport_for(contributors, {world_size, owners});
+  });
+  py::class_<DirectSettings>(m, "DirectSettings")
+      .def(py::init([](bool allowed, int world_size, bool owners, int64_t segment_bytes, int64_t min_bytes) {
+             return DirectSettings{allowed, {world_size, owners}, segment_bytes, min_bytes};
+           }),
+           py::kw_only(), py::arg("allowed"), py::arg("world_size"), py::arg("owners"), py::arg("segment_bytes"),
+           py::arg("min_bytes"));
+  py::class_<DirectPart>(m, "DirectPart")
+      .def_readonly("place", &DirectPart::place)
+      .def_readonly("offset", &DirectPart::offset)
+      .def_readonly("length", &DirectPart::length);
+  py::class_<DirectGroup>(m, "DirectGroup")
+      .def_readonly("contributors", &DirectGroup::contributors)
+      .def_readonly("owner", &DirectGroup::owner)
+      .def_readonly("numel", &DirectGroup::numel)
+      .def_readonly("parts", &DirectGroup::parts);
+  py::class_<DirectMessage>(m, "DirectMessage")
+      .def_readonly("transport", &DirectMessage::transport)
+      .def_readonly("numel", &DirectMessage::numel)
+      .def_readonly("groups", &DirectMessage::groups);
+
+  py::class_<PlanSettings>(m, "PlanSettings")
+      .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction, const DirectSettings& direct) {
+             return PlanSettings{in_place_bytes, pack_bytes, gap_fraction, direct};
+           }),
+           py::kw_only(), py::arg("in_place_bytes"), py::arg("pack_bytes"), py::arg("gap_fraction"),
+           py::arg("direct") = DirectSettings());
+
+  py::class_<Message>(m, "Message")
+      .def_readonly("slices", &Message::slices)
+      .def_readonly("numel", &Message::numel)
+      .def_readonly("kind", &Message::kind)
+      .def_readonly("in_place", &Message::in_place)
+      .def_readonly("gaps", &Message::gaps);
+  py::enum_<Disposition>(m, "Disposition")
+      .value("SKIPPED", Disposition::kSkipped)
+      .value("PACKED", Disposition::kPacked)
+      .value("WHOLE", Disposition::kWhole);
+  py::class_<BucketPlan>(m, "BucketPlan")
+      .def_readonly("launches", &BucketPlan::launches)
+      .def_readonly("direct", &BucketPlan::direct)
+      .def_readonly("messages_touching", &BucketPlan::messages_touching)
+      .def_readonly("disposition", &BucketPlan::disposition);
+  const auto or_nothing = [](const LayoutOfBuckets& layout, const std::optional<UsageMask>& divided) {
+    return divided.value_or(UsageMask(layout.parameter_count));
+  };
+  m.def(
+      "make_reduction_plan",
+      [or_nothing](const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings,
+                   const std::optional<UsageMask>& divided, const std::vector<UsageMask>& by_rank) {
+        return make_reduction_plan(layout, agreed, or_nothing(layout, divided), Contributors(by_rank), settings)
+            .buckets;
+      },
+      py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("divided") = py::none(),
+      py::arg("by_rank") = std::vector<UsageMask>());
+  m.def(
+      "plan_bucket_by_bucket",
+      [or_nothing](const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings,
+                   const std::optional<UsageMask>& divided) {
+        ReductionPlanner planner(layout, or_nothing(layout, divided), settings);
+        std::vector<BucketPlan> plans;
+        for (uint32_t b = 0; b < layout.buckets.size(); ++b) plans.push_back(planner.add_bucket(b, agreed));
+        return plans;
+      },
+      py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("divided") = py::none());
+
+  // Of the all-reduced messages: whether each travels in place, and its runs (gradient, offset, length), in elements.
+  // And the others.
+  m.def(
+      "make_unit_plan",
+      [](const std::vector<Units>& gradients, const UsageMask& used, int64_t element_bytes,
+         const PlanSettings& settings, const std::vector<UsageMask>& by_rank) {
+        const UnitPlan plan = make_unit_plan(gradients, used, Contributors(by_rank), element_bytes, settings);
+        std::vector<std::pair<bool, std::vector<std::tuple<size_t, int64_t, int64_t>>>> reduced;
+        for (const UnitMessage& message : plan.reduced) {
+          auto& runs = reduced.emplace_back(message.in_place, 0).second;
+          for (const UnitRun& run : message.runs) runs.emplace_back(run.gradient, run.offset, run.length);
+        }
+        return std::make_pair(std::move(reduced), plan.direct);
+      },
+      py::arg("gradients"), py::arg("used"), py::arg("element_bytes"), py::arg("settings"),
+      py::arg("by_rank") = std::vector<UsageMask>());
+
+  m.def("backend_name", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
+    return backend_name(*group, device.type());
+  });
+  m.def("is_nccl", &is_nccl);
+  m.def("can_send_directly", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
+    return DirectSender::is_possible(*group, device);
+  });
+  m.def("average_unmanaged_gradients",
+        [](OneOfMany::AllReduce all_reduce, int rank, int ranks,
+           const std::vector<std::pair<at::Tensor, bool>>& gradients, double factor, bool wait) {
+          std::vector<UnmanagedGradient> unmanaged;
+          for (const auto& [parameter, used] : gradients) unmanaged.push_back({parameter, used});
+          const auto group = c10::make_intrusive<OneOfMany>(rank, ranks, std::move(all_reduce));
+          const UnmanagedMessages sent = average_unmanaged_gradients(*group, unmanaged, factor, wait);
+          return std::make_tuple(sent.messages, sent.gradient_bytes, sent.flag_bytes);
+        });
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,173 @@
+#include "detectors/units_of_step.h"
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "agreement/mask_codec.h"
+#include "layout/transports.h"
+
+namespace ddp_hooks {
+namespace {
+
+constexpr size_t kBitsPerWord = 64;
+
+std::vector<size_t> parameters_of(const std::vector<DividedGradient>& gradients) {
+  std::vector<size_t> parameters;
+  for (const DividedGradient& gradient : gradients) parameters.push_back(gradient.parameter);
+  return parameters;
+}
+
+// The sum of zeros of either sign depends on who adds it up; +0.0 is the same on every rank. A masked gradient may have
+// a -0.0 in every row, so neighbours are written at once, with the few between them, which are zeros, too.
+void make_zeros_positive(const DividedGradient& divided, const std::vector<uint32_t>& negative_zeros,
+                         const UsageMask& used) {
+  constexpr int64_t kMostBetween = 16;
+  const SliceOfTensor& gradient = divided.gradient;
+  const Units& units = divided.units;
+  const auto is_used = [&](int64_t unit) { return used.test(units.first_bit + static_cast<size_t>(unit)); };
+  int64_t begin = 0, end = 0;  // units to be written
+  const auto write = [&] {
+    if (begin == end) return;
+    const int64_t first = units.begin(begin);
+    gradient.flat.narrow(0, gradient.offset + first, units.end(end - 1) - first).zero_();
+  };
+  for (const int64_t unit : negative_zeros) {
+    if (is_used(unit)) continue;
+    bool joins = begin < end && unit - end <= kMostBetween;
+    for (int64_t between = end; joins && between < unit; ++between) joins = !is_used(between);
+    if (!joins) {
+      write();
+      begin = unit;
+    }
+    end = unit + 1;
+  }
+  write();
+}
+
+}  // namespace
+
+bool UnitsOfStep::concerns(uint32_t bucket) const {
+  const std::vector<ParameterSlice>& slices = layout_.buckets[bucket].slices;
+  return std::any_of(slices.begin(), slices.end(),
+                     [&](const ParameterSlice& slice) { return chosen_.test(slice.parameter); });
+}
+
+void UnitsOfStep::bucket_ready(uint32_t bucket, const at::Tensor& flat, const UsageMask& local,
+                               const Settled& settled) {
+  const bool last = bucket + 1 == layout_.buckets.size();
+  if (concerns(bucket)) scan(bucket, flat, local);
+  for (Bucket& scanned : pending_) {
+    // A device scans while the host goes on, so there the answer is asked for one bucket later.
+    const bool answered = last || !answers_later_ || scanned.index < bucket;
+    if (answered && !scanned.exchange) {
+      start_exchange(scanned, bucket,
+                     detector_.capacity_words(scanned.index, parameters_of(scanned.gradients), scanned.bits));
+    }
+  }
+  while (!pending_.empty()) {
+    Bucket& first = pending_.front();
+    const bool waits = last || (!settles_last_ && first.exchange && first.exchanged_with < bucket);
+    if (!waits) return;
+    if (try_settle(first, bucket, settled)) pending_.pop_front();
+  }
+}
+
+void UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, const UsageMask& local) {
+  RECORD_FUNCTION("ddp_hooks::scan_units", std::vector<c10::IValue>());
+  const BucketLayout& layout = layout_.buckets[index];
+  Bucket& bucket = pending_.emplace_back();
+  bucket.index = index;
+  for (const ParameterSlice& slice : layout.slices) {
+    if (!chosen_.test(slice.parameter)) continue;
+    DividedGradient divided{slice.parameter, {flat, slice.offset, slice.length}, detector_.units_of(slice, layout)};
+    divided.units.first_bit = bucket.bits;
+    // Where this rank has no gradient, the Reducer makes one of the view; in a view that it has filled there may be one
+    // that .grad has lost since.
+    const bool detached = views_.is_detached(slice.parameter);
+    const bool has_gradient = views_.has_gradient(slice.parameter) || (!detached && local.test(slice.parameter));
+    if (detached) {
+      const at::Tensor gradient = views_.find_own_or_fill(slice.parameter);
+      if (gradient.defined()) divided.gradient = {gradient, 0, slice.length};
+    }
+    bucket.scans.push_back(has_gradient ? start_scan(divided) : PendingUnitScan());
+    // Each begins with a word, so that masks are put together by copying words.
+    bucket.bits += UsageMask::word_count(static_cast<size_t>(divided.units.count())) * kBitsPerWord;
+    bucket.gradients.push_back(std::move(divided));
+  }
+}
+
+PendingUnitScan UnitsOfStep::start_scan(const DividedGradient& divided) const {
+  const int64_t length = divided.units.length;
+  if (views_.is_as_autograd_left_it(divided.parameter)) {
+    const std::vector<uint64_t> candidates =
+        looked_up_.units_of(views_.parameter(divided.parameter), divided.gradient.flat, length);
+    if (!candidates.empty()) {
+      RECORD_FUNCTION("ddp_hooks::scan_looked_up", std::vector<c10::IValue>());
+      return start_unit_scan(divided.gradient, length, candidates);
+    }
+  }
+  return start_unit_scan(divided.gradient, length);
+}
+
+UsageMask UnitsOfStep::found_here(Bucket& bucket) {
+  std::vector<uint64_t> words;
+  words.reserve(UsageMask::word_count(bucket.bits));
+  for (size_t i = 0; i < bucket.gradients.size(); ++i) {
+    const size_t count = UsageMask::word_count(static_cast<size_t>(bucket.gradients[i].units.count()));
+    const std::vector<uint64_t>& nonzero = bucket.scans[i].wait().nonzero;
+    words.insert(words.end(), nonzero.begin(), nonzero.end());
+    words.resize(words.size() + count - nonzero.size(), 0);
+  }
+  return {bucket.bits, std::move(words)};
+}
+
+void UnitsOfStep::start_exchange(Bucket& bucket, uint32_t ready, size_t capacity_words) {
+  UsageMask here = found_here(bucket);
+  bucket.used_here.clear();
+  for (const DividedGradient& gradient : bucket.gradients) bucket.used_here.push_back(count_in(gradient.units, here));
+  bucket.capacity_words = capacity_words;
+  bucket.exchanged_with = ready;
+  bucket.exchange =
+      agreement_.start_exchange_of_units(std::move(here), capacity_words, layout_hash_, units_phase(bucket.index));
+}
+
+Contributors UnitsOfStep::who_matters(const Bucket& bucket, const UsageMask& anywhere) const {
+  const Contributors& who = bucket.exchange->contributors();
+  if (!who_.matters || !who.are_known()) return {};
+  int64_t elements = 0;
+  for (const DividedGradient& divided : bucket.gradients) {
+    elements += cost_of(divided.units, anywhere, who, who_.transports).direct_elements;
+  }
+  return elements * layout_.buckets[bucket.index].element_bytes >= who_.min_bytes ? who : Contributors();
+}
+
+// False if the masks did not fit; then an exchange with room for any is under way.
+bool UnitsOfStep::try_settle(Bucket& bucket, uint32_t ready, const Settled& settled) {
+  const UsageMask anywhere = agreement_.wait(*bucket.exchange);
+  const size_t needed = bucket.exchange->needed_words();
+  if (needed > bucket.capacity_words) {
+    start_exchange(bucket, ready, most_words(bucket.bits));
+    return false;
+  }
+  const Contributors who = who_matters(bucket, anywhere);
+  detector_.note_needed_words(bucket.index, parameters_of(bucket.gradients), needed);
+  for (size_t i = 0; i < bucket.gradients.size(); ++i) {
+    const DividedGradient& divided = bucket.gradients[i];
+    make_zeros_positive(divided, bucket.scans[i].wait().negative_zeros, anywhere);
+    UnitCounts& counts = counts_.emplace_back();
+    counts = {divided.parameter, divided.units.count(), bucket.used_here[i], count_in(divided.units, anywhere), {}};
+    for (const UsageMask& mask : bucket.exchange->contributors().by_rank())
+      counts.by_rank.push_back(count_in(divided.units, mask));
+    const double used = cost_of(divided.units, anywhere, who, who_.transports).elements;
+    const bool whole = travels_whole(divided.units, used);
+    detector_.observe(divided.parameter, step_number_, divided.units.slice_length,
+                      whole ? divided.units.slice_length : static_cast<int64_t>(used));
+  }
+  settled(bucket.index, bucket.gradients, anywhere, who);
+  return true;
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,61 @@
+#include "transport/launch.h"
+
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <optional>
+#include <utility>
+
+#include "kernels/devices.h"
+
+namespace ddp_hooks {
+
+std::string backend_name(c10d::ProcessGroup& group, c10::DeviceType device_type) {
+  try {
+    return group.getBackend(device_type)->getBackendName();
+  } catch (const c10::Error&) {
+    return {};
+  }
+}
+
+bool is_nccl(const std::string& backend_name) {
+  return backend_name == "nccl" || backend_name == "nccl2" || backend_name == "nccl-lazy";
+}
+
+void when_back(c10d::Work& work, c10::Device device, Launch launch, OnSuccess on_success) {
+  *launch.step->messages_not_back += 1;
+  work.getFuture()->addCallback(
+      [launch = std::move(launch), on_success = std::move(on_success), device](c10::ivalue::Future& future) {
+        const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
+        std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
+        if (!error) {
+          try {
+            on_success(future);
+            // Before a bucket completes, since the next step may begin then.
+            *launch.step->messages_not_back -= 1;
+          } catch (...) {
+            error = std::current_exception();
+          }
+        }
+        for (BucketInFlight* bucket : launch.buckets) {
+          if (error) {
+            bucket->fail(error);
+          } else {
+            bucket->message_done();
+          }
+        }
+      });
+}
+
+void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double divisor, bool divides) {
+  RECORD_FUNCTION("ddp_hooks::gather", std::vector<c10::IValue>());
+  divides ? gather_divided(to, from, divisor) : gather_scaled(to, from, 1 / divisor);
+}
+
+void keep_for_stream(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) tensor.record_stream(current_stream(tensor.device()));
+}
+
+}  // namespace ddp_hooks

@@ -1,0 +1,58 @@
+// A message on its way for some buckets of a step: what is common to all transports.
+//
+// Thread-safety: completions run in the process group's threads and touch the launch's step only.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "kernels/slice_copy.h"
+#include "transport/step_in_flight.h"
+
+namespace ddp_hooks {
+
+// The step keeps the buckets alive; they are not looked up in it, because the engine may be adding to it meanwhile.
+struct Launch {
+  std::shared_ptr<StepInFlight> step;
+  std::vector<BucketInFlight*> buckets;
+};
+
+// What the group calls its backend for a type of device; empty where it has none, as one that is written in Python. The
+// same on every rank.
+std::string backend_name(c10d::ProcessGroup& group, c10::DeviceType device_type);
+// Whether a backend of this name is one of torch's for NCCL. From torch 2.15 on there are several, and what a user
+// calls "nccl" calls itself "nccl2" unless TORCH_DIST_USE_NCCL2=0.
+bool is_nccl(const std::string& backend_name);
+
+using OnSuccess = std::function<void(c10::ivalue::Future&)>;
+
+// When the collective is back, runs `on_success` and then counts the message off on each of its buckets; a failed
+// collective fails them instead.
+void when_back(c10d::Work& work, c10::Device device, Launch launch, OnSuccess on_success);
+
+// `to` = the slices, one after the other, scaled: divided where plain DDP divides, otherwise times 1/divisor.
+void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double divisor, bool divides);
+
+// Completions on a device run on a stream of their own; memory that they read may not be reused before they have.
+void keep_for_stream(const at::Tensor& tensor);
+
+// Since the last reset; the same on every rank, but for the bytes of sparse gradients and what each sends.
+struct MessageStatistics {
+  int64_t buckets_whole = 0;
+  int64_t buckets_packed = 0;
+  int64_t buckets_skipped = 0;
+  int64_t messages = 0;
+  int64_t payload_bytes = 0;    // of gradients, however they travel; so many
+  int64_t broadcast_bytes = 0;  // of them were broadcast,
+  int64_t owner_bytes = 0;      // and so many summed by owners
+  int64_t sent_bytes = 0;       // by this rank; in all-reduces as a ring would
+};
+
+}  // namespace ddp_hooks

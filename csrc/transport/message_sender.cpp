@@ -1,0 +1,315 @@
+#include "transport/message_sender.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ScalarOps.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+
+namespace ddp_hooks {
+namespace {
+
+// Not `mul_` with a Scalar: ATen makes that the first factor, and rounds it to the tensor's dtype on the CPU. In 16
+// bits, all gradients would be off by what 1/n is.
+void scale(at::Tensor run, double divisor, bool divides) {
+  if (divisor == 1) return;
+  RECORD_FUNCTION("ddp_hooks::scale", std::vector<c10::IValue>());
+  divides ? run.div_(divisor) : at::mul_out(run, run, at::native::wrapped_scalar_tensor(1 / divisor));
+}
+
+// Joins what lies next to each other, so that a copy is as long as can be.
+void append(std::vector<SliceOfTensor>& slices, const SliceOfTensor& slice) {
+  if (!slices.empty()) {
+    SliceOfTensor& last = slices.back();
+    if (last.flat.is_same(slice.flat) && last.offset + last.length == slice.offset) {
+      last.length += slice.length;
+      return;
+    }
+  }
+  slices.push_back(slice);
+}
+
+}  // namespace
+
+int64_t payload_bytes(const at::Tensor& tensor) {
+  if (!tensor.is_sparse()) return static_cast<int64_t>(tensor.nbytes());
+  return static_cast<int64_t>(tensor._indices().nbytes() + tensor._values().nbytes());
+}
+
+void MessageSender::send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t index,
+                         const BucketPlan& plan, bool divided) {
+  BucketInFlight& bucket = step->buckets[index];
+  // Passes through even with nobody to send to: the all-reduce leaves it coalesced, as plain DDP does.
+  const bool sparse = layout.buckets[index].sparse;
+  bucket.expect_messages(plan.messages_touching + (sparse ? 1 : 0));
+  if (!divided) {  // otherwise it is counted with its units
+    const Disposition disposition = sparse ? Disposition::kWhole : plan.disposition;
+    statistics_.buckets_skipped += disposition == Disposition::kSkipped;
+    statistics_.buckets_packed += disposition == Disposition::kPacked;
+    statistics_.buckets_whole += disposition == Disposition::kWhole;
+  }
+  if (step->plan) prepare_direct(*step, layout.buckets[index], index, *step->plan);
+  if (sparse) send_sparse(step, bucket, layout.buckets[index].slices.front().parameter);
+  for (const Message& message : plan.launches) {
+    if (message.in_place) {
+      send_in_place(step, layout.buckets[message.slices.front().bucket], message);
+    } else {
+      send_packed(step, layout, message);
+    }
+  }
+  for (const DirectMessage& message : plan.direct) send_direct(step, message);
+}
+
+// What this rank contributes is copied into the bucket, scaled; into the other views comes what others contribute.
+void MessageSender::prepare_direct(const StepInFlight& step, const BucketLayout& layout, uint32_t bucket,
+                                   const ReductionPlan& plan) {
+  if (plan.direct.count() == 0) return;
+  for (const ParameterSlice& slice : layout.slices) {
+    if (slice.length == 0 || !plan.direct.test(slice.parameter)) continue;
+    if (contains(step.contributors.ranks(slice.parameter), group_.getRank())) {
+      copy_into_bucket(step, layout, {bucket, slice.offset, slice.length}, true);
+    } else if (views_.is_detached(slice.parameter)) {
+      views_.restore(slice.parameter);
+    }
+  }
+}
+
+void MessageSender::send_direct(const std::shared_ptr<StepInFlight>& step, const DirectMessage& message) {
+  DirectPlaces places;
+  std::vector<BucketInFlight*> buckets;
+  for (const uint32_t bucket : buckets_of(message)) buckets.push_back(&step->buckets[bucket]);
+  for (const DirectGroup& group : message.groups) {
+    std::vector<DirectPlace>& of_group = places.emplace_back();
+    for (const DirectPart& part : group.parts) {
+      of_group.push_back({{step->buckets[part.place].flat(), part.offset, part.length}});
+    }
+  }
+  direct_.send({step, std::move(buckets)}, message, std::move(places));
+}
+
+void MessageSender::send_units(const std::shared_ptr<StepInFlight>& step, uint32_t index,
+                               const std::vector<DividedGradient>& gradients, const UnitPlan& plan) {
+  BucketInFlight& bucket = step->buckets[index];
+  bucket.expect_messages(static_cast<int32_t>(plan.reduced.size() + plan.direct.size()));
+  statistics_.buckets_packed += 1;
+  for (const UnitMessage& message : plan.reduced) send_unit_message(step, bucket, gradients, message);
+  for (const DirectMessage& message : plan.direct) {
+    DirectPlaces places;
+    for (const DirectGroup& group : message.groups) {
+      std::vector<DirectPlace>& of_group = places.emplace_back();
+      of_group.reserve(group.parts.size());
+      for (const DirectPart& part : group.parts) {
+        const DividedGradient& divided = gradients[part.place];
+        of_group.push_back({{divided.gradient.flat, divided.gradient.offset + part.offset, part.length},
+                            step->divisor_of(divided.parameter),
+                            views_.is_divided(divided.parameter)});
+      }
+    }
+    direct_.send({step, {&bucket}}, message, std::move(places));
+  }
+  bucket.release();
+}
+
+void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket,
+                                      const std::vector<DividedGradient>& gradients, const UnitMessage& message) {
+  const auto place = [&](const UnitRun& run) -> SliceOfTensor {
+    const SliceOfTensor& gradient = gradients[run.gradient].gradient;
+    return {gradient.flat, gradient.offset + run.offset, run.length};
+  };
+  if (message.in_place) {
+    const UnitRun& run = message.runs.front();
+    const SliceOfTensor slice = place(run);
+    const at::Tensor view = slice.flat.narrow(0, slice.offset, slice.length);
+    const bool averages = group_averages(*step, view);
+    const size_t parameter = gradients[run.gradient].parameter;
+    if (!averages) scale(view, step->divisor_of(parameter), views_.is_divided(parameter));
+    all_reduce(view, averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM, {step, {&bucket}},
+               [](c10::ivalue::Future&) {});
+    return;
+  }
+  std::vector<SliceOfTensor> places;
+  places.reserve(message.runs.size());
+  for (const UnitRun& run : message.runs) places.push_back(place(run));
+  const at::Tensor packed = staging_.take(*step, message.numel, places.front().flat.options());
+  // Runs of one gradient after the other; each gradient is scaled in its own way.
+  int64_t position = 0;
+  for (size_t first = 0; first < places.size();) {
+    const size_t gradient = message.runs[first].gradient;
+    const int64_t begin = position;
+    size_t end = first;
+    for (; end < places.size() && message.runs[end].gradient == gradient; ++end) position += places[end].length;
+    gather(packed.narrow(0, begin, position - begin),
+           {places.begin() + static_cast<std::ptrdiff_t>(first), places.begin() + static_cast<std::ptrdiff_t>(end)},
+           step->divisor_of(gradients[gradient].parameter), views_.is_divided(gradients[gradient].parameter));
+    first = end;
+  }
+  all_reduce(packed, c10d::ReduceOp::SUM, {step, {&bucket}},
+             [packed, places = std::move(places)](c10::ivalue::Future&) {
+               RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
+               scatter(packed, places);
+               keep_for_stream(packed);
+             });
+}
+
+void MessageSender::send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, size_t parameter) {
+  at::Tensor gradient = bucket.buffer();
+  // It travels even where nobody contributes.
+  gradient.div_(std::max(step->divisor_of(parameter), 1.0));
+  all_reduce(gradient, c10d::ReduceOp::SUM, {step, {&bucket}},
+             [&bucket](c10::ivalue::Future& future) { bucket.set_result(future.value().toTensorVector().front()); });
+}
+
+void MessageSender::send_in_place(const std::shared_ptr<StepInFlight>& step, const BucketLayout& layout,
+                                  const Message& message) {
+  const Slice& slice = message.slices.front();
+  BucketInFlight& bucket = step->buckets[slice.bucket];
+  std::vector<std::pair<at::Tensor, at::Tensor>> gaps;
+  for (const Slice& gap : message.gaps) {
+    const at::Tensor unused = bucket.flat().narrow(0, gap.offset, gap.length);
+    gaps.emplace_back(unused, unused.clone());
+    // What lies here may be anything, such as NaN in memory that nobody has written to; plain DDP sends zeros.
+    unused.zero_();
+  }
+  const at::Tensor view = bucket.flat().narrow(0, slice.offset, slice.length);
+  const bool averages = group_averages(*step, view);
+  copy_into_bucket(*step, layout, slice, !averages);
+  all_reduce(view, averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM, {step, {&bucket}},
+             [gaps = std::move(gaps)](c10::ivalue::Future&) {
+               for (const auto& [gap, content] : gaps) {
+                 gap.copy_(content);
+                 keep_for_stream(content);
+               }
+             });
+}
+
+// Brings the stretch's gradients into the bucket, scaled unless the group does that: neighbours that lie elsewhere in
+// one copy, those that lie in the bucket already where they are.
+void MessageSender::copy_into_bucket(const StepInFlight& step, const BucketLayout& layout, const Slice& stretch,
+                                     bool scales) {
+  enum class Way { kLeave, kScale, kGather };
+  const at::Tensor flat = step.buckets[stretch.bucket].flat();
+  int64_t begin = stretch.offset;
+  int64_t end = begin;
+  Way way = Way::kLeave;
+  bool divides = false;
+  double divisor = 1;
+  std::vector<SliceOfTensor> sources;
+  const auto finish_run = [&] {
+    const at::Tensor run = flat.narrow(0, begin, end - begin);
+    if (way == Way::kGather) gather(run, sources, divisor, divides);
+    if (way == Way::kScale) scale(run, divisor, divides);
+    sources.clear();
+  };
+  for (const ParameterSlice& slice : parameters_in(layout, stretch)) {
+    at::Tensor gradient;
+    Way next = Way::kLeave;
+    if (step.copied_early.test(slice.parameter)) {
+      views_.restore(slice.parameter);
+    } else if (step.agreed.test(slice.parameter)) {
+      gradient = take_gradient(step, slice.parameter);
+      next = gradient.defined() ? Way::kGather : Way::kScale;
+    }
+    const bool divides_next = views_.is_divided(slice.parameter);
+    const double divisor_next = scales ? step.divisor_of(slice.parameter) : 1;
+    if (next != way || divides_next != divides || divisor_next != divisor || slice.offset != end) {
+      finish_run();
+      way = next;
+      divides = divides_next;
+      divisor = divisor_next;
+      begin = slice.offset;
+    }
+    end = slice.offset + slice.length;
+    if (gradient.defined()) sources.push_back({gradient, 0, slice.length});
+  }
+  finish_run();
+}
+
+void MessageSender::copy_into_bucket_early(StepInFlight& step, size_t parameter) {
+  if (!step.plan || !step.plan->in_place.test(parameter) || !views_.is_detached(parameter)) return;
+  const at::Tensor gradient = views_.find(parameter);
+  if (!gradient.defined()) return;
+  gather(views_.place(parameter), {{gradient, 0, gradient.numel()}}, step.divisor_of(parameter),
+         views_.is_divided(parameter));
+  step.copied_early.set(parameter);
+}
+
+// Restores the parameter's view. The gradient, flat, if it is to be taken from elsewhere; undefined if it lies in the
+// bucket.
+at::Tensor MessageSender::take_gradient(const StepInFlight& step, size_t parameter) {
+  if (step.shadow || !views_.is_detached(parameter)) return {};
+  at::Tensor gradient = views_.find_or_fill(parameter);
+  views_.restore(parameter);
+  return gradient;
+}
+
+bool MessageSender::group_averages(const StepInFlight& step, const at::Tensor& tensor) const {
+  // Saves a pass over gradients that lie in the bucket already. NCCL's average multiplies with 1/n before it sums, as
+  // we do, but with 1/n rounded to the tensor's dtype; in 16 bits that is off by more than the rounding of a product.
+  // Decided by what was agreed, not by the divisor, which a rank that has joined does not know.
+  return has_nccl_ && tensor.is_cuda() && tensor.element_size() >= 4 && step.nobody_joined &&
+         !step.divides_by_contributors;
+}
+
+void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout,
+                                const Message& message) {
+  struct Sources {
+    std::vector<SliceOfTensor> slices;
+    int64_t numel = 0;
+    double divisor = 1;
+    bool divides = false;
+  };
+  std::vector<Sources> sources;
+  std::vector<SliceOfTensor> to;
+  std::vector<BucketInFlight*> buckets;
+  for (const Slice& slice : message.slices) {
+    BucketInFlight* bucket = &step->buckets[slice.bucket];
+    if (buckets.empty() || buckets.back() != bucket) buckets.push_back(bucket);
+    const at::Tensor flat = bucket->flat();
+    to.push_back({flat, slice.offset, slice.length});
+    for (const ParameterSlice& part : parameters_in(layout.buckets[slice.bucket], slice)) {
+      const bool divides = views_.is_divided(part.parameter);
+      const double divisor = step->divisor_of(part.parameter);
+      if (sources.empty() || sources.back().divides != divides || sources.back().divisor != divisor) {
+        sources.push_back({{}, 0, divisor, divides});
+      }
+      Sources& from = sources.back();
+      from.numel += part.length;
+      const at::Tensor gradient = take_gradient(*step, part.parameter);
+      if (gradient.defined()) {
+        from.slices.push_back({gradient, 0, part.length});
+      } else {
+        append(from.slices, {flat, part.offset, part.length});
+      }
+    }
+  }
+  const at::Tensor packed = staging_.take(*step, message.numel, to.front().flat.options());
+  // Scaled on the way, so an average would save no pass here, and NCCL has fewer algorithms for it than for a sum.
+  int64_t position = 0;
+  for (const Sources& from : sources) {
+    gather(packed.narrow(0, position, from.numel), from.slices, from.divisor, from.divides);
+    position += from.numel;
+  }
+  all_reduce(packed, c10d::ReduceOp::SUM, {step, std::move(buckets)},
+             [packed, to = std::move(to)](c10::ivalue::Future&) {
+               RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
+               scatter(packed, to);
+               keep_for_stream(packed);
+             });
+}
+
+void MessageSender::all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch,
+                               OnSuccess on_success) {
+  RECORD_FUNCTION("ddp_hooks::all_reduce", std::vector<c10::IValue>());
+  statistics_.messages += 1;
+  const int64_t bytes = payload_bytes(tensor);
+  statistics_.payload_bytes += bytes;
+  statistics_.sent_bytes += 2 * (group_.getSize() - 1) * bytes / group_.getSize();
+  std::vector<at::Tensor> tensors{tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = std::move(operation);
+  when_back(*group_.allreduce(tensors, options), tensor.device(), std::move(launch), std::move(on_success));
+}
+
+}  // namespace ddp_hooks

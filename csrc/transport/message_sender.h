@@ -1,0 +1,85 @@
+// Launches the messages of a bucket's plan: takes the gradients from where they lie, averages them over the ranks, and
+// puts them into the bucket, from which the Reducer writes them to .grad.
+//
+// Nothing waits in here: a message's completion counts it off on the buckets that it carries slices of.
+// Thread-safety: the engine locks; completions run in the process group's threads.
+// Every rank must agree on: the plan, the agreed mask, the factor.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "detectors/units_of_step.h"
+#include "kernels/slice_copy.h"
+#include "reducer/bucket_views.h"
+#include "transport/direct_sender.h"
+#include "transport/launch.h"
+#include "transport/reduction_plan.h"
+#include "transport/staging.h"
+#include "transport/step_in_flight.h"
+#include "transport/unit_plan.h"
+
+namespace ddp_hooks {
+
+// What a tensor adds to `payload_bytes`; of a sparse one, its indices and its values.
+int64_t payload_bytes(const at::Tensor& tensor);
+
+class MessageSender {
+ public:
+  // The group has to outlive every call of `send`.
+  MessageSender(c10d::ProcessGroup& group, BucketViews& views, MessageStatistics& statistics)
+      : group_(group),
+        has_nccl_(is_nccl(backend_name(group, c10::kCUDA))),
+        views_(views),
+        statistics_(statistics),
+        direct_(group, staging_, statistics) {}
+
+  // `divided`: parts of the bucket travel beside the plan, by units.
+  void send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t bucket,
+            const BucketPlan& plan, bool divided);
+
+  // The used units of a bucket's gradients, from where they lie and back there. The bucket has to be held until then.
+  void send_units(const std::shared_ptr<StepInFlight>& step, uint32_t bucket,
+                  const std::vector<DividedGradient>& gradients, const UnitPlan& plan);
+
+  // What this rank sums, after the last bucket's messages; see DirectSender.
+  c10::intrusive_ptr<c10d::Work> contributions(const std::shared_ptr<StepInFlight>& step) {
+    return direct_.contributions(step);
+  }
+  void send_sums(const std::shared_ptr<StepInFlight>& step) { direct_.send_sums(step); }
+
+  // To be called when a parameter's gradient is final, which may be long before its bucket is ready: copies it to where
+  // it will be sent from while it is still in the processor's cache.
+  void copy_into_bucket_early(StepInFlight& step, size_t parameter);
+
+  // Lets go of the staging memory, of which messages under way keep theirs, and of contributions that are waited for.
+  void drop() {
+    staging_.drop();
+    direct_.drop();
+  }
+
+ private:
+  void send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, size_t parameter);
+  void send_in_place(const std::shared_ptr<StepInFlight>& step, const BucketLayout& layout, const Message& message);
+  void send_packed(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, const Message& message);
+  void send_direct(const std::shared_ptr<StepInFlight>& step, const DirectMessage& message);
+  void prepare_direct(const StepInFlight& step, const BucketLayout& layout, uint32_t bucket, const ReductionPlan& plan);
+  void copy_into_bucket(const StepInFlight& step, const BucketLayout& layout, const Slice& stretch, bool scales);
+  at::Tensor take_gradient(const StepInFlight& step, size_t parameter);
+  bool group_averages(const StepInFlight& step, const at::Tensor& tensor) const;
+  void send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket,
+                         const std::vector<DividedGradient>& gradients, const UnitMessage& message);
+  void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
+
+  c10d::ProcessGroup& group_;
+  const bool has_nccl_;  // for gradients on CUDA
+  BucketViews& views_;
+  MessageStatistics& statistics_;
+  Staging staging_;
+  DirectSender direct_;
+};
+
+}  // namespace ddp_hooks

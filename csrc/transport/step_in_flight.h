@@ -1,0 +1,83 @@
+// One synchronised backward pass as the wire sees it: its buckets, and what their messages are made from.
+//
+// Shared by the engine, which makes it, and by the completions of the messages it launched, which run in other threads.
+// Always holds: a bucket's future is completed exactly once: when its last message is back, or by the first failure.
+// Thread-safety: `message_done` and `fail` may be called from any thread; everything else belongs to the engine.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/Event.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "layout/contributors.h"
+#include "layout/usage_mask.h"
+#include "transport/reduction_plan.h"
+
+namespace ddp_hooks {
+
+class BucketInFlight {
+ public:
+  BucketInFlight(at::Tensor buffer, c10::intrusive_ptr<c10::ivalue::Future> future)
+      : buffer_(std::move(buffer)), future_(std::move(future)) {}
+
+  // How many messages carry parts of this bucket; completes it at once when none does. Call before launching any.
+  void expect_messages(int32_t count);
+  // Keeps the bucket from completing until it is released, for messages that are not counted yet.
+  void hold() { outstanding_ += 1; }
+  void release() { count_off(); }
+  // A message is back: at once on the CPU, and on a device when its current stream has come here.
+  void message_done();
+  void fail(const std::exception_ptr& error);
+
+  // The buffer as the collective sees it: one-dimensional, real, contiguous. Not for sparse buffers.
+  at::Tensor flat() const;
+  const at::Tensor& buffer() const { return buffer_; }
+  // What the future will hold; the buffer itself unless somebody says otherwise.
+  void set_result(at::Tensor result) { result_ = std::move(result); }
+
+ private:
+  at::Tensor buffer_;
+  at::Tensor result_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  void count_off();
+
+  std::atomic<int32_t> outstanding_{0};
+  std::atomic<bool> finished_{false};
+  // On a device: where the messages that are back ended, each on a stream of its own. The future follows the last.
+  std::mutex events_mutex_;
+  std::vector<c10::Event> events_;
+};
+
+struct StepInFlight {
+  // A deque, because completions point to buckets while later ones are added.
+  std::deque<BucketInFlight> buckets;
+  bool shadow = false;                   // this rank has joined and only plays along
+  bool nobody_joined = false;            // as far as it was agreed; without an exchange nobody knows
+  double divisor = 1;                    // what gradients are divided by before they are summed
+  bool divides_by_contributors = false;  // each parameter's by how many ranks contribute to it, instead
+  Contributors contributors;             // of each parameter, as far as that was agreed
+  UsageMask agreed;                      // the values detector clears bits as buckets settle
+  // Null where the values detector is on: there it is made bucket by bucket.
+  std::shared_ptr<const ReductionPlan> plan;
+  UsageMask copied_early;  // these parameters' gradients lie in their places already, scaled
+  size_t next_staging = 0;
+  // Messages that are under way or have failed: somebody may still write to their memory. Outlives the step.
+  const std::shared_ptr<std::atomic<int64_t>> messages_not_back = std::make_shared<std::atomic<int64_t>>(0);
+  std::exception_ptr error;  // once set, the buckets still to come fail with it
+
+  double divisor_of(size_t parameter) const {
+    return divides_by_contributors ? static_cast<double>(contributors.count(parameter)) : divisor;
+  }
+  void fail(const std::exception_ptr& reason);
+};
+
+}  // namespace ddp_hooks

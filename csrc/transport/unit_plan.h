@@ -1,0 +1,45 @@
+// Which units of which gradients travel together: a pure function of (units, agreed mask, settings).
+//
+// A *run* is a maximal stretch of used units that lie next to each other. Long runs travel where they lie, a message
+// each; the others are gathered, until a message has `pack_bytes`. A gradient of which nearly all is used travels
+// whole.
+//
+// What few ranks contribute to does not go round a ring, see direct_plan.h.
+//
+// Always holds: every used unit is in exactly one message; what travels beside them is +0.0 on every rank.
+// Thread-safety: none needed; it is a function. Every rank must agree on all that goes in.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "layout/contributors.h"
+#include "layout/units.h"
+#include "layout/usage_mask.h"
+#include "transport/direct_plan.h"
+#include "transport/reduction_plan.h"
+
+namespace ddp_hooks {
+
+struct UnitRun {
+  size_t gradient = 0;  // which of them
+  int64_t offset = 0;   // elements
+  int64_t length = 0;   // elements, > 0
+};
+
+struct UnitMessage {
+  std::vector<UnitRun> runs;  // one, if it travels in place
+  int64_t numel = 0;
+  bool in_place = false;
+};
+
+struct UnitPlan {
+  std::vector<UnitMessage> reduced;
+  std::vector<DirectMessage> direct;  // their places are gradients
+};
+
+UnitPlan make_unit_plan(const std::vector<Units>& gradients, const UsageMask& used, const Contributors& contributors,
+                        int64_t element_bytes, const PlanSettings& settings);
+
+}  // namespace ddp_hooks

@@ -1,0 +1,39 @@
+// Averages gradients that DDP's Reducer does not know: those of parameters that were frozen when the Reducer was made,
+// with the module or anew, and unfrozen later.
+//
+// The slow path, right in every case: after backward, one message for each dtype and device, nothing overlaps. Each
+// parameter has flags sent along, so that what no rank gave a gradient is left alone, as DDP leaves it. They count the
+// ranks exactly, however many there are and in whatever dtype.
+// Every rank must agree on: the parameters, the agreed mask, the factor, the number of ranks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+namespace ddp_hooks {
+
+struct UnmanagedGradient {
+  at::Tensor parameter;
+  bool used;  // it got a gradient here in this step
+};
+
+// What was handed to the group.
+struct UnmanagedMessages {
+  int64_t messages = 0;
+  int64_t gradient_bytes = 0;
+  int64_t flag_bytes = 0;
+  std::optional<size_t> sparse;  // of which of the gradients nothing was sent, because here it is a sparse one
+};
+
+// Averages over the ranks of `group` the gradients that some rank used: times `factor`, or if that is 0, divided by how
+// many did; a rank that did not contributes what its .grad holds, as in DDP, or zeros. It waits for the result and
+// writes it to every .grad but sparse ones. Without `wait`, on a rank that has joined, it contributes zeros and leaves
+// every .grad as it is.
+UnmanagedMessages average_unmanaged_gradients(c10d::Backend& group, const std::vector<UnmanagedGradient>& gradients,
+                                              double factor, bool wait);
+
+}  // namespace ddp_hooks
