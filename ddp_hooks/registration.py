@@ -94,7 +94,7 @@ def _other_wrapper(module: object) -> str | None:
 def describe(
     policy: Policy, ddp: DistributedDataParallel, reduced: list[torch.Tensor], unmanaged: list[torch.Tensor]
 ) -> dict[str, str]:
-    """Describe what every rank has to have in common: `reduced` are the Reducer's parameters, `unmanaged` the others."""
+    """Describe what all ranks must have in common: `reduced` are the Reducer's parameters, `unmanaged` the others."""
     return {
         "ddp_hooks": __version__,
         "torch": torch.__version__,

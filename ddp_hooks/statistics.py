@@ -202,7 +202,7 @@ class Statistics:
             f"a step: {describe_bytes(self.payload_bytes / steps)} in {self.messages / steps:.1f} messages; waited "
             f"{self.exchange_wait_seconds / steps * 1e6:.0f} us for masks, {hook} besides",
             f"buckets: {self.buckets_whole} whole, {self.buckets_packed} in part, {self.buckets_skipped} skipped",
-            f"masks: {self.exchanges} exchanges of {self.mask_bytes:,} bytes in all; reduction plans: "
+            f"masks: {self.exchanges} exchanges of {self.mask_bytes:,} bytes in all; plans: "
             f"{self.plan_cache_hits} from the cache, {self.plan_cache_misses} made",
         ]
         if self.rebuilt_bytes:

@@ -988,7 +988,7 @@ def test_silent_rank() -> None:
 
 
 def forward_passes_unwatched(rank: int, views: bool) -> None:
-    """Bucket views that a step left detached are filled in one whose forward pass nobody watched, as in a compiled graph."""
+    """What a step left detached is filled in one whose forward pass nobody watched, as in a compiled graph."""
     ours, plain = (wrapped(gradient_as_bucket_view=views) for _ in range(2))
     state = ddp_hooks.register(ours, "skip_unused")
     watch = dict(ours._forward_hooks)

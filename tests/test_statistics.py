@@ -163,7 +163,7 @@ def test_summary_of_a_run() -> None:
         "10 steps: sent 500.00 MB of 2,000.00 MB (75.0% saved)",
         "a step: 50.00 MB in 2.5 messages; waited 100 us for masks, hook 250 us besides",
         "buckets: 20 whole, 30 in part, 40 skipped",
-        "masks: 10 exchanges of 1,280 bytes in all; reduction plans: 7 from the cache, 3 made",
+        "masks: 10 exchanges of 1,280 bytes in all; plans: 7 from the cache, 3 made",
     ]
     rebuilt = dataclasses.replace(statistics, rebuilt_bytes=3_000_000_000)
     assert str(rebuilt).splitlines()[1] == (

@@ -11,7 +11,7 @@ frozen right after. It gives what the program's own DDP ought to give, because
 - a search finds unused exactly what was left out or frozen, which is what a program without a search declares or
   freezes; and a search leaves `.grad` alone of what no rank used, as DDP does with parameters that it does not know,
   and as the hook promises for what is frozen or declared.
-- what was frozen when DDP was built and unfrozen later is promised to be averaged as if DDP had known it from the start.
+- what was frozen when DDP was built and is unfrozen later has to be averaged as if DDP had known it throughout.
 - where nothing is left out, a search changes nothing but the buckets.
 
 The same run counts bytes. What is not zero on some rank when it goes into a pass has to be sent, whatever the policy.
