@@ -25,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-asan test-tsan fuzz matrix check format build wheel wheels install-wheel cuda-compile clean
 
 demo: build
-	$(BIN)/python -m ddp_hooks demo $(DEMO_OPTIONS)
+	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
 
 # From another folder, so that what is tested is what is installed: this checkout, or with INSTALL=install-wheel a wheel.
 INSTALL ?= build

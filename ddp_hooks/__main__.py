@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ddp_hooks.commands import demo, info, run
+from ddp_hooks.commands import info, run
 from ddp_hooks.commands.options import CommandParser
 from ddp_hooks.doctor import command as doctor
 
-COMMANDS = (info, run, doctor, demo)
+COMMANDS = (info, run, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,12 +13,12 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from lines_of_python import MODULES, load
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
+from lines_of_python import MODULES, load
 
 ROWS, FEATURES = 100_000, 64
 

@@ -12,10 +12,10 @@ import argparse
 import tempfile
 
 import torch
-from lines_of_python import MODULES, load
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from ddp_hooks.integrations.transformers import SkipUnusedCallback
+from lines_of_python import MODULES, load
 
 WORDS, LENGTH = 30_000, 24
 

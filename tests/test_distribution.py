@@ -61,7 +61,7 @@ def test_the_source_distribution_has_all_sources(source_distribution: Path) -> N
     built = {name for name in sources if "__pycache__" in name or name.endswith("_build_info.py")}
     assert sources - built <= names, sorted(sources - built - names)
     assert not built & names
-    assert not [name for name in names if name.endswith(".so") or name.startswith("build/")]
+    assert not [name for name in names if name.endswith(".so") or name.startswith(("build/", "examples/"))]
 
 
 def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
@@ -160,6 +160,8 @@ def test_it_runs_in_a_fresh_environment(source_distribution: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.splitlines()[0]).is_relative_to(fresh)
     assert torch.__version__ in done.stdout
+    # The demo and the examples belong to the checkout.
+    assert not list(packages.rglob("*demo*"))
 
 
 def test_nobody_is_told_to_install_it_from_an_index() -> None:

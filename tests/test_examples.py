@@ -25,9 +25,10 @@ RUNS = {
 
 def test_every_example_is_run_and_in_the_index() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()}
-    assert scripts == RUNS.keys()
+    # The demo starts its ranks by itself; test_demo runs it.
+    assert scripts == {*RUNS, "demo"}
     index = (EXAMPLES / "README.md").read_text()
-    for script in scripts:
+    for script in RUNS:
         assert f"torchrun --nproc-per-node 2 examples/{script}.py" in index
         assert f"torchrun --nproc-per-node 2 examples/{script}.py" in (EXAMPLES / f"{script}.py").read_text()
 

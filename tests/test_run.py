@@ -227,7 +227,7 @@ def test_what_cannot_be_meant_is_refused(
     assert max(map(len, shown.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("arguments", [[], *([name] for name in ("info", "run", "doctor", "demo"))])
+@pytest.mark.parametrize("arguments", [[], *([name] for name in ("info", "run", "doctor"))])
 def test_help_fits_in_a_terminal(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +238,19 @@ def test_help_fits_in_a_terminal(
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.count("\n\n") >= 2
+
+
+def test_help_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "::" not in shown
+    assert "state = ddp_hooks.register(ddp)" in " ".join(shown.split())
+
+
+def test_info_names_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["info"]) == 0
+    assert f"ddp_hooks  {ddp_hooks.__version__}, built for torch" in capsys.readouterr().out
 
 
 class Served:

@@ -111,7 +111,7 @@ def run_ranks(
         saved = {name: os.environ.get(name) for name in environment}
         os.environ.update(environment)
         try:
-            context = spawn(  # type: ignore[no-untyped-call]
+            context = spawn(
                 _run_rank,
                 args=(function, arguments, world_size, threads, timeout_seconds, directory, progress),
                 nprocs=world_size,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..wording import COLUMNS
 from . import workload
+from .command import COLUMNS
 from .training import PhaseRecord, RankRecord, Settings, StepRecord
 
 # A sum of two numbers has one order; from three on, another order rounds differently. About 2e-7 is what is seen on
