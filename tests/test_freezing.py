@@ -210,7 +210,7 @@ def test_a_stale_gradient_of_what_is_late(native: bool) -> None:
 
 
 def frozen_where_others_left_a_gradient(rank: int, native: bool) -> None:
-    """A rank on which a late parameter was never unfrozen has received a gradient; it does not send that one on."""
+    """A rank that never unfroze an unmanaged parameter has received a gradient; it does not send that one on."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     ddp = wrap(model, find_unused_parameters=True)
