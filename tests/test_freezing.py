@@ -482,7 +482,7 @@ def rebuilds_by_itself(rank: int, native: bool, after: int) -> None:
     left = sum(p.numel() * 4 for p in ddp.parameters() if p.requires_grad)
     assert [step() for _ in range(after + 2)] == [everything] * after + [left] * 2
     ddp_hooks.unfreeze(ddp, "0")
-    # Late gradients are counted as plain DDP would have sent them, had it known of them.
+    # Unmanaged gradients are counted as plain DDP would have sent them, had it known of them.
     with_first = left + sum(p.numel() * 4 for p in ddp.module[0].parameters())
     known = len(_C.reducer_parameters(ddp.reducer))
     assert [step() for _ in range(after)] == [with_first] * after

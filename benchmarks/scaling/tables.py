@@ -194,9 +194,10 @@ def tables(p: Predictions) -> str:
     parts = [
         "# Scaling",
         "",
-        f"Made by `python benchmarks/scaling.py predict` from results/{p.results['benchmark']}.json. Everything but the",
-        "first two sections is extrapolated by the model of [scaling.md](../../docs/internals/scaling.md), which says",
-        "what it leaves out. Ratios are to plain DDP's step; in brackets the oracle's. ddp_hooks agrees by the grid.",
+        f"Made by `python benchmarks/scaling.py predict` from results/{p.results['benchmark']}.json. Everything but",
+        "the first two sections is extrapolated by the model of [scaling.md](../../docs/internals/scaling.md), which",
+        "says what it leaves out. Ratios are to plain DDP's step; in brackets the oracle's. ddp_hooks agrees by the",
+        "grid.",
         "",
         describe_header(p.results["fit"]["header"]),
         "",
