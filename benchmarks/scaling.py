@@ -8,7 +8,7 @@
 `measure` writes results/scaling_<link>.json. The fit times collectives alone, steps of DDP on groups of one rank
 (nothing is sent; as many ranks at once as in the check, so that they share the cores alike), and the hook at a quarter
 and at nine tenths frozen. The check times whole steps at 0 and 0.75 frozen: no step of it goes into the fit.
-docs/scaling.md has the formulas and what they leave out; scaling/model.py is the arithmetic.
+docs/internals/scaling.md has the formulas and what they leave out; scaling/model.py is the arithmetic.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def freeze(
 
 
 def unfreeze(module: nn.Module, *what: Selector, train_norms: bool = False) -> tuple[str, ...]:
-    """Thaw parameters: the opposite of :func:`freeze`.
+    """Unfreeze parameters: the opposite of :func:`freeze`.
 
     Parameters that were frozen when DDP was built, or at the last :func:`rebuild`, are unknown to DDP. The hook
     averages their gradients all the same, after backward and without overlap; :func:`rebuild` makes them known.

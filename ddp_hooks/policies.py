@@ -53,7 +53,7 @@ class Policy:
         gap_fraction: unused gradients between two used runs are sent along when they make up at most this fraction of
             the runs' mean length, because one message in place is cheaper than two.
         direct: what one rank alone contributes it sends to the others, which takes half of the bytes of an all-reduce
-            with everybody's zeros (docs/protocol.md, "Who contributes"). Needs ``graph``, and a group of gloo or NCCL
+            with everybody's zeros (docs/internals/protocol.md). Needs ``graph``, and a group of gloo or NCCL
             of at most 64 ranks; elsewhere everything is all-reduced.
         owners: what some ranks contribute and others do not, one of them sums and sends on, which takes up to a third
             less of the bytes. It also lets other ranks pass on a part of what one has too much of. Off, because sums
@@ -88,7 +88,7 @@ class Policy:
             steps in a row. Where that takes nothing out, because they are not frozen on every rank, it is tried again
             after twice as many steps each time. It does nothing with ``static_graph=True``. Without ``graph``
             everything that DDP reduces counts as used, frozen or not, so that only parameters which were unfrozen and
-            are late bring a rebuild about. 0 for never. Steps.
+            are unmanaged bring a rebuild about. 0 for never. Steps.
 
     Raises:
         TypeError: a setting is of the wrong type.

@@ -26,7 +26,7 @@ EXCEPTIONS = {
     "dist.distributed_c10d._world": "lists process groups, which nothing public does",
 }
 # The changelog is history and may name what is gone.
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/README.md", "benchmarks/figures/*.md", "Makefile")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/*.md", "benchmarks/figures/*.md", "Makefile")
 CODE = (
     "benchmarks/**/*.py",
     "benchmarks/*.sh",

@@ -447,7 +447,7 @@ class FrozenFirst(nn.Module):
 
 
 def at_the_end_of_backward(parameter: nn.Parameter, act: Callable[[], None]) -> None:
-    """Call ``act`` in the next pass that uses the parameter, when DDP has finalised and late gradients are to come.
+    """Call ``act`` in the next pass that uses the parameter, when unmanaged gradients are all that is still to come.
 
     What is queued from within a callback comes in the order in which the callbacks do, and before the last bucket.
     """
@@ -461,7 +461,7 @@ def at_the_end_of_backward(parameter: nn.Parameter, act: Callable[[], None]) -> 
 
 
 def closed_at_the_end_of_backward(rank: int, moment: str) -> None:
-    """By another thread, when the Reducer has finalised and this rank still owes the others its late gradients."""
+    """By another thread, when the Reducer has finalised and this rank still owes the others its unmanaged gradients."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(FrozenFirst())
     state = ddp_hooks.register(ddp)

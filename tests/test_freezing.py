@@ -210,7 +210,7 @@ def test_a_stale_gradient_of_what_is_late(native: bool) -> None:
 
 
 def frozen_where_others_left_a_gradient(rank: int, native: bool) -> None:
-    """A rank on which a late parameter was never unfrozen has received a gradient; it does not send that one on."""
+    """A rank that never unfroze an unmanaged parameter has received a gradient; it does not send that one on."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     ddp = wrap(model, find_unused_parameters=True)
@@ -482,7 +482,7 @@ def rebuilds_by_itself(rank: int, native: bool, after: int) -> None:
     left = sum(p.numel() * 4 for p in ddp.parameters() if p.requires_grad)
     assert [step() for _ in range(after + 2)] == [everything] * after + [left] * 2
     ddp_hooks.unfreeze(ddp, "0")
-    # Late gradients are counted as plain DDP would have sent them, had it known of them.
+    # Unmanaged gradients are counted as plain DDP would have sent them, had it known of them.
     with_first = left + sum(p.numel() * 4 for p in ddp.module[0].parameters())
     known = len(_C.reducer_parameters(ddp.reducer))
     assert [step() for _ in range(after)] == [with_first] * after

@@ -1,4 +1,4 @@
-"""Compressed masks against a slow twin that reads bit by bit, as docs/protocol.md says, and against golden words."""
+"""Compressed masks against a slow twin that reads bit by bit, as protocol.md says, and against golden words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_hooks import _C
 
 BITMAP, SET_BITS, CLEARED_BITS, RUNS = FORMS = (1, 2, 3, 4)
 MOST_K = 40
-PROTOCOL = Path(__file__).parent.parent / "docs" / "protocol.md"
+PROTOCOL = Path(__file__).parent.parent / "docs" / "internals" / "protocol.md"
 
 # --- the twin
 

@@ -1,7 +1,7 @@
 """What the engine reads of DDP's Reducer, and Python of DDP, still means what it meant: one probe for each.
 
 When a new torch comes, these tests say which member changed its meaning, at which moment. The list stands in
-docs/supporting-a-new-torch.md, too; the last tests keep list, probes and source together.
+docs/internals/new-torch.md, too; the last tests keep list, probes and source together.
 """
 
 from __future__ import annotations
@@ -731,7 +731,7 @@ def test_private_hook() -> None:
 
 def listed_under(heading: str) -> set[str]:
     """The names in the first column of the table under a heading of the page."""
-    page = (ROOT / "docs" / "supporting-a-new-torch.md").read_text()
+    page = (ROOT / "docs" / "internals" / "new-torch.md").read_text()
     section = page.split(f"## {heading}\n")[1].split("\n## ")[0]
     return set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE))
 

@@ -1,4 +1,4 @@
-"""Averaging late gradients over more ranks than there are processes: the test is the group, and sums."""
+"""Averaging unmanaged gradients over more ranks than there are processes: the test is the group, and sums."""
 
 from __future__ import annotations
 

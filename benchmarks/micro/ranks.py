@@ -14,7 +14,7 @@ from tools.grids import grids
 
 PARAMETERS = (100, 1_000, 10_000, 100_000)
 BASELINE = "all_reduce_bor"
-HEADER_WORDS = 6  # docs/protocol.md
+HEADER_WORDS = 6  # docs/internals/protocol.md
 LAYERS = 200
 
 

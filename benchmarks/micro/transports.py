@@ -125,7 +125,7 @@ def _in_pairs(numel: int) -> dict[str, Callable[[], Any]]:
             outgoing = torch.cat([values for _, values in parts])
             work = dist.all_to_all_single(arrived, outgoing, received, sent, async_op=True)
             collected.append((work, part, upper, arrived))
-        spread = []
+        broadcast = []
         for work, part, upper, arrived in collected:
             work.wait()
             size = part.stop - part.start
@@ -138,9 +138,9 @@ def _in_pairs(numel: int) -> dict[str, Callable[[], Any]]:
             received_sums = torch.empty(2 * size * (ranks - 1))
             outgoing = sums.repeat(ranks - 1)
             again = dist.all_to_all_single(received_sums, outgoing, splits, splits, async_op=True)
-            spread.append((again, part, upper, received_sums))
+            broadcast.append((again, part, upper, received_sums))
         others = [other for other in range(ranks) if other != rank]
-        for work, part, upper, sums in spread:
+        for work, part, upper, sums in broadcast:
             work.wait()
             for other, (own, of_neighbour) in zip(others, sums.view(ranks - 1, 2, -1), strict=True):
                 rows[other, part] = own

@@ -1,6 +1,7 @@
-"""The scaling model: pure arithmetic from measured constants to a step's time and traffic. docs/scaling.md explains it.
+"""The scaling model: pure arithmetic from measured constants to a step's time and traffic.
 
-Nothing is measured or read here. All times are in seconds, all sizes in bytes; `ranks` is the world size.
+docs/internals/scaling.md explains it. Nothing is measured or read here. All times are in seconds, all sizes in bytes;
+`ranks` is the world size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tools.grids import grids
 
 EXCHANGES = ("all_reduce_bor", "all_gather", "grid")
 SCHEMES = ("plain", "ours", "oracle")
-MASK_HEADER_BYTES = 48  # six words; docs/protocol.md
+MASK_HEADER_BYTES = 48  # six words; docs/internals/protocol.md
 
 
 @dataclass(frozen=True, slots=True)

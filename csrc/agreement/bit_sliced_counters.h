@@ -1,9 +1,9 @@
 // Who set each bit of a mask, in a form that merges without keeping the masks apart.
 //
-// A *plane* is as many words as the mask. The first counters are the binary digits of how many ranks set the bit, the
-// others those of the ranks' own numbers. Merging adds the counts and ORs the numbers. Both are associative and
-// commutative, so ranks that merge in any order, along the axes of a grid say, come to the same; and where the count is
-// one, what was ORed is the number of that one rank.
+// A counter is cut into its binary digits, and the digits of one place lie together, in as many words as the mask has.
+// The first digits are those of how many ranks set the bit, the others those of the ranks' own numbers. Merging adds
+// the counts and ORs the numbers. Both are associative and commutative, so ranks that merge in any order, along the
+// axes of a grid say, come to the same; and where the count is one, what was ORed is the number of that one rank.
 //
 // Thread-safety: pure functions. Every rank must agree on: the number of bits, the number of ranks.
 #pragma once

@@ -2,7 +2,7 @@
 //
 // A table of ten million rows has 1.25 MB of bits of which ten thousand are set. What is sent instead are the distances
 // between them, each in about as many bits as it needs (Golomb-Rice codes); or those between the bits that are not set;
-// or the lengths of runs; or the bits as they are. The format is specified to the bit in docs/protocol.md.
+// or the lengths of runs; or the bits as they are. The format is specified to the bit in docs/internals/protocol.md.
 //
 // Always holds: equal masks have equal words. Whatever words arrive, they end in a mask or in std::invalid_argument,
 // within a time and a memory that the mask's size bounds.

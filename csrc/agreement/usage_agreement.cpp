@@ -8,11 +8,11 @@
 
 namespace ddp_hooks {
 
-UsageAgreement::UsageAgreement(const ReducerView& reducer, const UnusedParameters& absence, size_t parameters,
+UsageAgreement::UsageAgreement(const ReducerView& reducer, const UnusedParameters& unused, size_t parameters,
                                std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
                                Objections objections, ExchangeStatistics& statistics)
     : reducer_(reducer),
-      unused_(absence),
+      unused_(unused),
       settings_(settings),
       objections_(std::move(objections)),
       statistics_(statistics),
@@ -21,8 +21,8 @@ UsageAgreement::UsageAgreement(const ReducerView& reducer, const UnusedParameter
       exchange_(std::move(groups)) {}
 
 bool UsageAgreement::exchanges() const {
-  const bool knows_late_parameters = joined_bit_ > reduced_count_;
-  return exchange_.world_size() > 1 && (settings_.graph_detector || knows_late_parameters);
+  const bool has_unmanaged_parameters = joined_bit_ > reduced_count_;
+  return exchange_.world_size() > 1 && (settings_.graph_detector || has_unmanaged_parameters);
 }
 
 UsageMask UsageAgreement::everything() const {

@@ -58,7 +58,7 @@ class UsageAgreement {
   using Objections = std::function<UsageMask(bool none)>;
 
   // Of `parameters`, the Reducer's and then the unmanaged ones.
-  UsageAgreement(const ReducerView& reducer, const UnusedParameters& absence, size_t parameters,
+  UsageAgreement(const ReducerView& reducer, const UnusedParameters& unused, size_t parameters,
                  std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings, Objections objections,
                  ExchangeStatistics& statistics);
 

@@ -18,7 +18,7 @@ void bind_engine(pybind11::module_& m);
 
 // `probe_reducer(reducer)`: a dict from the names of the Reducer's members to their values, as plain as they can be
 // had. What tests ask, to see that each member that reducer_view.cpp reads still means what it meant; see
-// docs/supporting-a-new-torch.md.
+// docs/internals/new-torch.md.
 void bind_reducer_probes(pybind11::module_& m);
 
 }  // namespace ddp_hooks

@@ -93,7 +93,7 @@ Engine::~Engine() {
 void Engine::close(bool remove_hook, bool dying) {
   // Declared before the locks: what this drops, other groups and hooks among it, goes when they are free again.
   std::vector<GradientReport> reports;
-  std::unique_ptr<BackwardPrologue> prelude;
+  std::unique_ptr<BackwardPrologue> prologue;
   std::shared_ptr<const ControlGroups> control_groups;
   std::function<void()> rebuild;
   std::function<void()> tell_unregistered;
@@ -114,7 +114,7 @@ void Engine::close(bool remove_hook, bool dying) {
   step_.reset();
   sender_.drop();
   reports.swap(reports_);
-  prelude.swap(prologue_);
+  prologue.swap(prologue_);
   control_groups.swap(control_groups_);
   rebuild.swap(rebuild_);
   tell_unregistered.swap(tell_unregistered_);

@@ -16,7 +16,7 @@ _C = _extension.load()
 
 # Of a gradient of which this much is used all is sent (csrc/layout/units.cpp).
 _WHOLE = (15, 16)
-# The form of a compressed mask that holds its bits as they are (docs/protocol.md).
+# The form of a compressed mask that holds its bits as they are (docs/internals/protocol.md).
 _BITMAP = 1
 
 
@@ -166,7 +166,7 @@ class UnitCost:
     length: int
 
     def is_whole(self, who: bool) -> bool:
-        """Say whether so much is used that all of it is sent; what one rank spreads counts half of a ring."""
+        """Say whether so much is used that all of it is sent; what one rank broadcasts counts half of a ring."""
         return (2 * self.used - self.alone * who) * _WHOLE[1] >= 2 * self.length * _WHOLE[0]
 
     def observed(self, who: bool) -> int:
@@ -185,7 +185,7 @@ def unit_cost(step: UnionStep, index: int) -> UnitCost:
 
 
 def who_matters(world: World, costs: Iterable[UnitCost], element_bytes: int) -> bool:
-    """Say whether units of a bucket are spread: there has to be enough that one rank alone uses."""
+    """Say whether units of a bucket are broadcast: there has to be enough that one rank alone uses."""
     policy = PRESETS["skip_zeros"]
     knows = world.is_direct and world.knows_units and policy.direct
     return knows and sum(cost.alone for cost in costs) * element_bytes >= policy.min_direct_bytes
@@ -303,7 +303,7 @@ def _all_reduce(size: int, world: World) -> Traffic:
 
 def _direct(message: Any, element_bytes: int, world: World) -> Traffic:
     if message.transport != _C.Transport.BROADCAST:
-        raise AssertionError("expected what one rank has alone to be spread, and no owners, as in every preset")
+        raise AssertionError("expected what one rank has alone to be broadcast, and no owners, as in every preset")
     size = message.numel * element_bytes
     own = [0] * world.ranks
     for group in message.groups:

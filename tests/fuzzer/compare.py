@@ -1,10 +1,11 @@
 """What it means that two runs give the same.
 
-On two ranks: the same bits, but for what docs/architecture.md and docs/protocol.md except. A NaN is a NaN: which of two
-NaNs a sum takes its payload from depends on the order of its operands. Zeros may have either sign where a gradient, or
-a unit of it, is zero in all its elements; in gradients that may be spread by units; in complex ones; and so among a
-weight's or a buffer's elements. And with gradient_as_bucket_view, what is left in a bucket of an earlier pass plain DDP
-halves and adds up again, whoever uses it, so that an odd denormal number loses its last bit; the hook leaves it alone.
+On two ranks: the same bits, but for what architecture.md and protocol.md in docs/internals except. A NaN is a NaN:
+which of two NaNs a sum takes its payload from depends on the order of its operands. Zeros may have either sign where a
+gradient, or a unit of it, is zero in all its elements; in gradients that may be broadcast by units; in complex ones;
+and so among a weight's or a buffer's elements. And with gradient_as_bucket_view, what is left in a bucket of an earlier
+pass plain DDP halves and adds up again, whoever uses it, so that an odd denormal number loses its last bit; the hook
+leaves it alone.
 
 On three ranks and more the order of a sum may differ. What was added is known up to its size, so the tolerance is a
 few roundings of the largest gradient that any rank put in; the hook's gradients are then replaced by the oracle's, so

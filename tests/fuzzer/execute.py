@@ -52,7 +52,7 @@ class Trace:
     sent: dict[str, tuple[int, int]] = field(default_factory=dict)
     policies: dict[str, str | dict[str, Any]] = field(default_factory=dict)
     # The parameters that DDP did not know in that pass, and that may have travelled all the same.
-    late: dict[str, list[str]] = field(default_factory=dict)
+    unmanaged: dict[str, list[str]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     # (Real) elements and rows of each parameter.
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def _run_both(program: Program, rank: int, register: Register) -> dict[str, Any]
         "nonzero": plain.nonzero,
         "sent": ours.sent,
         "policies": ours.policies,
-        "late": ours.late,
+        "unmanaged": ours.unmanaged,
         "counters": ours.counters,
         "sizes": ours.sizes,
         "shapes": ours.shapes,
@@ -220,7 +220,7 @@ class _Run:
 
     def _do_pass(self, operation: Operation, moment: str) -> None:
         before = None if self.state is None else self.state.stats()
-        late = self._late()
+        unmanaged = self._unmanaged()
         # What lay there before, from a pass that was not reduced, say, goes into this one.
         self.nonzero = {
             name: _nonzero(p) for name, p in self.named.items() if self.plain is None and p.grad is not None
@@ -236,13 +236,13 @@ class _Run:
                 after.dense_bytes - before.dense_bytes,
             )
             self.trace.policies[moment] = self.policy
-            self.trace.late[moment] = late
+            self.trace.unmanaged[moment] = unmanaged
         self.trace.used[moment] = sorted(self.used)
         self.trace.nonzero[moment] = {name: _packed(nonzero) for name, nonzero in self.nonzero.items()}
         self.used.clear()
         self._look(moment)
 
-    def _late(self) -> list[str]:
+    def _unmanaged(self) -> list[str]:
         known = {id(p) for p in ddp_hooks._C.reducer_parameters(self.ddp.reducer)}
         return [name for name, p in self.named.items() if id(p) not in known]
 

@@ -42,7 +42,7 @@ class _Generator:
         self.static_use: list[list[int]] = []
         self.reduced = 0
         # Whether there are parameters that plain DDP does not know, or may come to be.
-        self.may_be_late = False
+        self.may_be_unmanaged = False
         self.freezable: list[str] = []
 
     def chance(self, probability: float) -> bool:
@@ -162,7 +162,7 @@ class _Generator:
         patterns = [f"layers.{layer['kind']}{layer['id']}" for layer in layers if not layer.get("sparse")]
         self.freezable = [*patterns, "head.bias"]
         # While a rank has joined, plain DDP makes a .grad of zeros for whatever that rank used last. The hook does the
-        # same for what DDP knows, and not for what is late, so there the oracle says nothing.
+        # same for what DDP knows, and not for what is unmanaged, so there the oracle says nothing.
         if self.freezes and flavour != "static" and options.join is None and self.chance(0.4):
             options.frozen_when_wrapped = self.random.sample(patterns, min(len(patterns), self.random.randint(1, 2)))
         if flavour == "static":
@@ -198,7 +198,7 @@ class _Generator:
     def _freeze_for_good(self) -> None:
         """Leave out what unfreezes, and what freezes within a step, as for `frozen_when_wrapped`: a rebuild forgets it.
 
-        Plain DDP makes a .grad of zeros for what is frozen after its last use, and for what was late.
+        Plain DDP makes a .grad of zeros for what is frozen after its last use, and for what was unmanaged.
         """
         kept: list[Operation] = []
         within = False
@@ -263,7 +263,7 @@ class _Generator:
             "pack_bytes": self.random.choice([0, 256, 4096, 4 << 20]),
             "gap_fraction": self.random.choice([0.0, 1 / 128, 0.5, 1.0]),
             "values": self.random.choice(["off", "on"]),
-            # Half precision that may become late is excluded above only for what is frozen when DDP is built.
+            # Half precision that may become unmanaged is excluded above only for what is frozen when DDP is built.
             "rebuild_after": self.random.choice([0, 0, 1, 2]),
         }
         return {**policy, **(eager if self.chance(0.3) else {})}
@@ -304,7 +304,7 @@ class _Generator:
             candidates = [layer["id"] for layer in self.program.layers if not layer.get("sparse")]
             chosen = self.random.sample(candidates, min(len(candidates), self.random.randint(1, 2)))
             operation["factors"] = {str(index): self._factor() for index in chosen}
-            # Plain DDP's product of an infinite complex number and 1/n is NaN; see docs/architecture.md, Rounding.
+            # Plain DDP's product of an infinite complex number and 1/n is NaN; see Rounding in architecture.md.
             for layer in self.program.layers:
                 if str(layer.get("dtype")).startswith("complex") and str(layer["id"]) in operation["factors"]:
                     values = operation["factors"][str(layer["id"])]
