@@ -91,9 +91,9 @@ def slots_of(layout: Any) -> dict[int, Slot]:
     """Return by parameter where it stands in a layout (a ``_C.LayoutOfBuckets``), and its units under every preset."""
     policy = PRESETS["skip_zeros"]
     settings = _C.UnitSettings(
-        min_divided_bytes=policy.min_divided_bytes,
-        min_unit_bytes=policy.min_unit_bytes,
-        max_unit_bytes=policy.max_unit_bytes,
+        min_divided_bytes=policy.tuning.min_divided_bytes,
+        min_unit_bytes=policy.tuning.min_unit_bytes,
+        max_unit_bytes=policy.tuning.max_unit_bytes,
     )
     slots = {}
     for number, bucket in enumerate(layout.buckets):
