@@ -849,7 +849,7 @@ def auto_finds_rows(rank: int) -> None:
             assert statistics.payload_bytes == dense
             assert statistics.skip_zero_rows_steps == 0
             assert usage.units is None
-        elif step != 16:  # then the values detector is tried, too
+        elif step != 16:  # then skip_zeros is tried, too
             # A unit is eight rows: 256 bytes.
             assert usage.units is not None
             assert usage.units.units == Large.rows // 8

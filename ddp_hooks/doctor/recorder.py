@@ -37,7 +37,7 @@ class Step:
 
     Attributes:
         received: 1 if a gradient was accumulated here.
-        sent: 1 if the graph detector would call it used here.
+        sent: 1 if `skip_unused` would call it used here.
         frozen: 1 if it requires no gradient now.
         values: NOTHING, EVERYTHING or SOMETHING.
         masks: of what holds SOMETHING, the mask of its units; long ones are compressed. See :func:`unpack`.
@@ -353,7 +353,7 @@ class Recorder(Silence):
         return [moment - start for moment in ready], copied
 
     def _find_sent(self, ddp: DistributedDataParallel, received: bytes, frozen: bytes) -> bytes:
-        """Say what the graph detector would call used here: what is in the graph, whether a gradient came or not."""
+        """Say what `skip_unused` would call used here: what is in the graph, whether a gradient came or not."""
         reduced = self.watch.reduced_count
         if 0 not in received[:reduced]:
             sent = bytearray(received)

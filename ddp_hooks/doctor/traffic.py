@@ -80,7 +80,7 @@ class UnionStep:
     """One step as all ranks together saw it.
 
     Attributes:
-        used: the parameters that some rank used, as the graph detector counts.
+        used: the parameters that some rank used, as `skip_unused` counts.
         units: of those that hold a non-zero on some rank, which of their units do, as the bits of an integer.
         layout: the bucket layout (a ``_C.LayoutOfBuckets``).
         slots: where the parameters stand in it.
