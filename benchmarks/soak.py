@@ -192,11 +192,11 @@ class Soak:
 
         which = self.rng.randrange(3)
         if which == 0:
-            ddp_hooks.broadcast_parameters(self.ddp, src=self.rng.randrange(RANKS))
+            ddp_hooks.sync.broadcast_parameters(self.ddp, src=self.rng.randrange(RANKS))
         elif which == 1:
-            ddp_hooks.average_parameters(self.ddp)
+            ddp_hooks.sync.average_parameters(self.ddp)
         else:
-            sync = ddp_hooks.BufferSync(self.ddp, self.rng.choice(("broadcast", "changed")))
+            sync = ddp_hooks.sync.BufferSync(self.ddp, self.rng.choice(("broadcast", "changed")))
             self.step()
             sync.remove()
 
@@ -220,7 +220,7 @@ class Soak:
 
         import ddp_hooks
 
-        ddp_hooks.verify_replicas(list(self.model.parameters()), raise_on_difference=True)
+        ddp_hooks.sync.verify_replicas(list(self.model.parameters()), raise_on_difference=True)
         self.wrap_anew(as_reference=True)
         gc.collect()
         seconds: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}

@@ -58,7 +58,7 @@ def measure_pairs(ours: Callable[[], Any], baseline: Callable[[], Any], pairs: i
 
 
 def in_step(tensors: list[torch.Tensor]) -> bool:
-    return ddp_hooks.verify_replicas(tensors, gradients=False).in_step
+    return ddp_hooks.sync.verify_replicas(tensors, gradients=False).in_step
 
 
 def transformer_sizes(parameters: int, tensors: int) -> list[int]:
@@ -111,19 +111,19 @@ def measure_messages(rank: int, arguments: argparse.Namespace) -> list[dict[str,
             (
                 "broadcast_parameters",
                 "broadcast of one flat tensor",
-                lambda tensors=tensors: ddp_hooks.broadcast_parameters(tensors),
+                lambda tensors=tensors: ddp_hooks.sync.broadcast_parameters(tensors),
                 lambda same_bytes=same_bytes: dist.broadcast(same_bytes, 0),
             ),
             (
                 "broadcast_parameters",
                 "the coalesced broadcast of DDP's constructor",
-                lambda tensors=tensors: ddp_hooks.broadcast_parameters(tensors),
+                lambda tensors=tensors: ddp_hooks.sync.broadcast_parameters(tensors),
                 lambda tensors=tensors: dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, 0),
             ),
             (
                 "average_parameters",
                 "all-reduce of one flat tensor",
-                lambda tensors=tensors: ddp_hooks.average_parameters(tensors),
+                lambda tensors=tensors: ddp_hooks.sync.average_parameters(tensors),
                 lambda same_bytes=same_bytes: dist.all_reduce(same_bytes),
             ),
             (
@@ -162,8 +162,8 @@ def measure_messages(rank: int, arguments: argparse.Namespace) -> list[dict[str,
             tensor /= dist.get_world_size()
 
     for name, ours, baseline in (
-        ("broadcast_parameters", lambda: ddp_hooks.broadcast_parameters(small), broadcast_loop),
-        ("average_parameters", lambda: ddp_hooks.average_parameters(small), average_loop),
+        ("broadcast_parameters", lambda: ddp_hooks.sync.broadcast_parameters(small), broadcast_loop),
+        ("average_parameters", lambda: ddp_hooks.sync.average_parameters(small), average_loop),
     ):
         timing = measure_pairs(ours, baseline, arguments.pairs)
         model = f"{SMALL_TENSORS} tensors of {SMALL_NUMEL}"
@@ -195,8 +195,8 @@ def measure_verification(rank: int, arguments: argparse.Namespace) -> list[dict[
             }
         )
     dist.barrier()
-    report = ddp_hooks.verify_replicas(tensors)
-    timing = measure_pairs(lambda: ddp_hooks.verify_replicas(tensors), copy, arguments.pairs)
+    report = ddp_hooks.sync.verify_replicas(tensors)
+    timing = measure_pairs(lambda: ddp_hooks.sync.verify_replicas(tensors), copy, arguments.pairs)
     rows.append(
         {
             "what": f"verify_replicas, in step, {report.exchanged_bytes} bytes",
@@ -207,8 +207,8 @@ def measure_verification(rank: int, arguments: argparse.Namespace) -> list[dict[
         }
     )
     tensors[7][3] += rank
-    report = ddp_hooks.verify_replicas(tensors)
-    timing = measure_pairs(lambda: ddp_hooks.verify_replicas(tensors), copy, arguments.pairs)
+    report = ddp_hooks.sync.verify_replicas(tensors)
+    timing = measure_pairs(lambda: ddp_hooks.sync.verify_replicas(tensors), copy, arguments.pairs)
     rows.append(
         {
             "what": f"verify_replicas, one differs, {report.exchanged_bytes} bytes",

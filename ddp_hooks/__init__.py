@@ -9,10 +9,13 @@
 
 Where a trainer makes the module, ``ddp_hooks.enable()`` before it starts does the same for each one that is made.
 
-Around it: freezing at any time, and parameters and buffers in step without a backward pass.
+Around it: freezing at any time; parameters and buffers in step without a backward pass (:mod:`ddp_hooks.sync`); who
+does not use which parameters, by name (:mod:`ddp_hooks.doctor`); errors that have a name (:mod:`ddp_hooks.errors`).
 """
 
+import importlib
 import sys
+from typing import TYPE_CHECKING
 
 from . import _extension
 
@@ -25,66 +28,24 @@ except ImportError as _error:
     print(_extension.describe())
     sys.exit(_extension.fold(str(_error)))
 
+from . import errors as errors
+from . import sync as sync
 from ._version import __version__
-from .absentees import RanksAbsentError
-from .agreement import RanksDisagreeError, RefusedError
-from .doctor import (
-    Diagnosis,
-    ExpectationHandle,
-    Findings,
-    UnexpectedUseError,
-    diagnose,
-    expect_unused,
-    expect_used,
-)
 from .enabling import disable, enable
 from .freezing import FreezeSchedule, freeze, rebuild, unfreeze
 from .hooks import SkipUnusedState, register, skip_unused_hook, states
-from .policies import PRESETS, Policy
-from .statistics import ParameterUsage, Statistics, UnitUsage
-from .sync import (
-    BufferStatistics,
-    BufferSync,
-    PeriodicModelAverager,
-    ReplicaReport,
-    ReplicasDifferError,
-    SharedParameters,
-    SyncReport,
-    SyncWork,
-    TensorDifference,
-    average_parameters,
-    broadcast_parameters,
-    share_parameters,
-    verify_replicas,
-)
+from .policies import Policy, Tuning
+
+if TYPE_CHECKING:
+    from . import doctor as doctor
+    from .doctor import diagnose, expect_unused, expect_used
 
 __all__ = [
-    "PRESETS",
-    "BufferStatistics",
-    "BufferSync",
-    "Diagnosis",
-    "ExpectationHandle",
-    "Findings",
     "FreezeSchedule",
-    "ParameterUsage",
-    "PeriodicModelAverager",
     "Policy",
-    "RanksAbsentError",
-    "RanksDisagreeError",
-    "RefusedError",
-    "ReplicaReport",
-    "ReplicasDifferError",
-    "SharedParameters",
     "SkipUnusedState",
-    "Statistics",
-    "SyncReport",
-    "SyncWork",
-    "TensorDifference",
-    "UnexpectedUseError",
-    "UnitUsage",
+    "Tuning",
     "__version__",
-    "average_parameters",
-    "broadcast_parameters",
     "diagnose",
     "disable",
     "enable",
@@ -93,9 +54,23 @@ __all__ = [
     "freeze",
     "rebuild",
     "register",
-    "share_parameters",
     "skip_unused_hook",
     "states",
     "unfreeze",
-    "verify_replicas",
 ]
+
+# Training does not need the doctor, so it is loaded when somebody asks for one of these.
+_OF_THE_DOCTOR = ("diagnose", "expect_unused", "expect_used")
+
+if not TYPE_CHECKING:  # so that a type checker still finds a name that is not there
+
+    def __getattr__(name: str) -> object:
+        """Load the doctor with the first of its names that is used."""
+        if name != "doctor" and name not in _OF_THE_DOCTOR:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        doctor = importlib.import_module(".doctor", __name__)
+        return doctor if name == "doctor" else getattr(doctor, name)
+
+    def __dir__() -> list[str]:
+        """List the doctor's names, too."""
+        return sorted({*globals(), "doctor", *_OF_THE_DOCTOR})

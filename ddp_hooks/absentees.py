@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
+from .errors import RanksAbsentError
+
 # How long the others may take to notice the same failure.
 GRACE_SECONDS = 2.0
 # A store that has not answered by then is taken for dead.
@@ -40,10 +42,6 @@ _WAITED_IN_VAIN = re.compile(
 
 # Whether this process left a note that is out of date as soon as a function is called again.
 _note_left = False
-
-
-class RanksAbsentError(RuntimeError):
-    """A collective function waited for ranks that did not call it; the message names them, as ranks of the world."""
 
 
 @dataclass(frozen=True, slots=True)

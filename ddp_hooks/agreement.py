@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from .absentees import naming_absent_ranks
+from .errors import RanksDisagreeError, RefusedError
 from .groups import gather_objects, gather_tensor
 from .wording import short
 
@@ -36,14 +37,6 @@ RECORD_BYTES = (4 + _OWN_WORDS) * 8
 _DIFFERENCES_SHOWN = 10
 _LONGEST_REASON = 1000
 _LONGEST_ARGUMENT = 160
-
-
-class RanksDisagreeError(RuntimeError):
-    """The ranks asked for different things; nothing was exchanged and no tensor changed."""
-
-
-class RefusedError(RuntimeError):
-    """A rank cannot take part, or the ranks differ; every rank raises it, and nothing has changed on any."""
 
 
 @dataclass(frozen=True, slots=True)

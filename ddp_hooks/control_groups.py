@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension
 from .absentees import waited_in_vain
-from .agreement import RefusedError, settle
+from .agreement import settle
+from .errors import RefusedError
 from .registration import propose
 
 _C = _extension.load()

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .agreement import RanksDisagreeError, RefusedError
 from .construction import Ending, watch_construction_from_its_beginning
+from .errors import RanksDisagreeError, RefusedError
 from .hooks import SkipUnusedState, register
 from .policies import Policy, resolve
 from .precedence import give_way_to_other_hooks

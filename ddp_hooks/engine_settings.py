@@ -34,31 +34,31 @@ def engine_settings(policy: Policy, description: Mapping[str, str]) -> Any:
     least_zeros = 0.0 if description.get("device", "cpu") == "cpu" else _MIN_ZERO_FRACTION_ON_DEVICE
     digest = hashlib.blake2b(repr(sorted(description.items())).encode(), digest_size=8).digest()
     return _C.EngineSettings(
-        graph_detector=policy.graph,
-        values_detector=_DETECTOR[policy.values],
-        units_detector=_DETECTOR[policy.units],
+        graph_detector=policy.skip_unused,
+        values_detector=_DETECTOR[policy.skip_zeros],
+        units_detector=_DETECTOR[policy.skip_zero_rows],
         units=_C.UnitSettings(
-            min_divided_bytes=policy.min_divided_bytes,
-            min_unit_bytes=policy.min_unit_bytes,
-            max_unit_bytes=policy.max_unit_bytes,
+            min_divided_bytes=policy.tuning.min_divided_bytes,
+            min_unit_bytes=policy.tuning.min_unit_bytes,
+            max_unit_bytes=policy.tuning.max_unit_bytes,
         ),
         plan=_C.PlanSettings(
-            in_place_bytes=policy.in_place_bytes,
-            pack_bytes=policy.pack_bytes,
-            gap_fraction=policy.gap_fraction,
+            in_place_bytes=policy.tuning.in_place_bytes,
+            pack_bytes=policy.tuning.pack_bytes,
+            gap_fraction=policy.tuning.gap_fraction,
             direct=_C.DirectSettings(
-                allowed=policy.direct,
+                allowed=policy.tuning.direct,
                 world_size=1,  # the engine asks the module's group
-                owners=policy.owners,
-                segment_bytes=policy.segment_bytes,
-                min_bytes=policy.min_direct_bytes,
+                owners=policy.tuning.owners,
+                segment_bytes=policy.tuning.segment_bytes,
+                min_bytes=policy.tuning.min_direct_bytes,
             ),
         ),
         probe=_C.ProbeSettings(
-            min_zero_fraction=max(policy.min_zero_fraction, least_zeros),
-            hold_steps=policy.hold_steps,
-            first_pause_steps=policy.first_pause_steps,
-            longest_pause_steps=policy.longest_pause_steps,
+            min_zero_fraction=max(policy.tuning.min_zero_fraction, least_zeros),
+            hold_steps=policy.tuning.hold_steps,
+            first_pause_steps=policy.tuning.first_pause_steps,
+            longest_pause_steps=policy.tuning.longest_pause_steps,
         ),
         rebuild_after_steps=policy.rebuild_after,
         averages_contributors=policy.average == "contributors",

@@ -44,7 +44,8 @@ class SkipUnusedState:
         ddp: the module that the hook will be registered with.
         policy: a preset's name (``"allreduce"``, ``"skip_unused"``, ``"skip_zeros"``, ``"auto"``) or a
             :class:`ddp_hooks.Policy`.
-        settings: fields of the policy to set differently, as in ``SkipUnusedState(ddp, "auto", rebuild_after=100)``.
+        settings: fields of the policy, or of its :class:`ddp_hooks.Tuning`, to set differently, as in
+            ``SkipUnusedState(ddp, "auto", rebuild_after=100)``.
 
     Raises:
         TypeError: ``ddp`` is not a :class:`~torch.nn.parallel.DistributedDataParallel`; or no such setting.
@@ -197,7 +198,7 @@ class SkipUnusedState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and statistics as plain values, for a checkpoint."""
-        return {"version": 1, "policy": self._policy.to_dict(), "statistics": self.stats().to_dict()}
+        return {"version": 2, "policy": self._policy.to_dict(), "statistics": self.stats().to_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the settings and statistics of a checkpoint; every rank calls it.
@@ -324,12 +325,15 @@ def _decode(state_dict: dict[str, Any]) -> tuple[Policy, Statistics]:
     """Read what :meth:`SkipUnusedState.state_dict` returned; raise a TypeError or ValueError if it is anything else."""
     fields = ("version", "policy", "statistics")
     check_fields("SkipUnusedState.load_state_dict", state_dict, fields, fields)
-    if type(state_dict["version"]) is not int or state_dict["version"] != 1:
-        raise ValueError(
-            f"SkipUnusedState: expected a state_dict of version 1, received version {short(state_dict['version'])}; it "
-            "is of another version of ddp_hooks"
-        )
-    return Policy.from_dict(state_dict["policy"]), Statistics.from_dict(state_dict["statistics"])
+    version, policy, statistics = (state_dict[name] for name in fields)
+    if type(version) is int and version == 2:
+        return Policy.from_dict(policy), Statistics.from_dict(statistics)
+    if type(version) is int and version == 1:
+        return Policy.from_dict_of_version_1(policy), Statistics.from_dict_of_version_1(statistics)
+    raise ValueError(
+        f"SkipUnusedState: expected a state_dict of version 1 or 2, received version {short(version)}; it is of "
+        "another version of ddp_hooks"
+    )
 
 
 def _resolve_or_error(

@@ -6,17 +6,35 @@ A policy is a value. Every rank must choose the same one; :class:`ddp_hooks.Skip
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import Field, asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from .wording import read_fields, short, short_list
+from .wording import check_fields, read_fields, short, short_list
 
-Detector = Literal["off", "on", "adaptive"]
+When = Literal["off", "on", "adaptive"]
 Average = Literal["world", "contributors"]
 
 
 # What a checkpoint has to hold. Fields that came later are read with their defaults where they are missing.
-_FIRST_FIELDS = (
+_FIRST_FIELDS = ("name", "skip_unused", "skip_zeros", "skip_zero_rows", "average", "rebuild_after", "tuning")
+_FIRST_FIELDS_OF_TUNING = (
+    "in_place_bytes",
+    "pack_bytes",
+    "gap_fraction",
+    "direct",
+    "owners",
+    "segment_bytes",
+    "min_direct_bytes",
+    "min_zero_fraction",
+    "hold_steps",
+    "first_pause_steps",
+    "longest_pause_steps",
+    "min_divided_bytes",
+    "min_unit_bytes",
+    "max_unit_bytes",
+)
+# The same of version 1, in which the fields of both stood in one dictionary.
+_FIRST_FIELDS_OF_VERSION_1 = (
     "name",
     "graph",
     "values",
@@ -29,76 +47,63 @@ _FIRST_FIELDS = (
     "longest_pause_steps",
     "rebuild_after",
 )
+_NAMES_OF_VERSION_1 = {"graph": "skip_unused", "values": "skip_zeros", "units": "skip_zero_rows"}
+
+
+def _check_flag(settings: Policy | Tuning, name: str) -> None:
+    value = getattr(settings, name)
+    if not isinstance(value, bool):
+        raise TypeError(f"{type(settings).__name__}.{name}: expected a bool, received {short(value)}")
+
+
+def _check_int(settings: Policy | Tuning, name: str, least: int) -> None:
+    value = getattr(settings, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value >= 2**63:
+        raise TypeError(f"{type(settings).__name__}.{name}: expected an int of 64 bits, received {short(value)}")
+    if value < least:
+        raise ValueError(f"{type(settings).__name__}.{name}: expected at least {least}, received {short(value)}")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Policy:
-    """How a hook decides what to send. Start from a preset, or make one: ``Policy("mine", values="on")``.
+class Tuning:
+    """Thresholds of a policy. The defaults were measured; few programs gain from others.
+
+    A *unit* is a row of a gradient (a slice along the first dimension), several short rows, or a part of a long one.
 
     Args:
-        name: what messages and statistics call it.
-        graph: use the graph detector: parameters that the Reducer found unused, or that are frozen, are not sent. Costs
-            one small exchange of masks a step and reads no gradient.
-        values: use the values detector: gradients that are zero on every rank are not sent. ``"on"`` costs an exchange
-            of masks a bucket and a scan that stops at the first non-zero; ``"adaptive"`` probes now and then, and turns
-            the detector on while it pays.
-        units: look into parameters: of a gradient with rows that are zero on every rank, only the others are sent.
-            ``"on"`` costs an exchange of compressed masks for each bucket with a parameter that has units, and a scan
-            that stops in each unit at the first non-zero; ``"adaptive"`` samples gradients, and does it for those
-            parameters for which it pays. Needs ``graph``.
-        in_place_bytes: a run of used gradients of at least this many bytes travels from where it lies, in a message of
-            its own; shorter ones are gathered. The default is where copying and one message more cost about the same
-            on loopback (``benchmarks/results/thresholds.json``). Bytes.
+        in_place_bytes: a run of used gradients of at least this many bytes is sent from where it lies, as a message of
+            its own. Shorter runs are gathered. Bytes.
         pack_bytes: gathered gradients leave when this many bytes have come together. Bytes.
         gap_fraction: unused gradients between two used runs are sent along when they make up at most this fraction of
-            the runs' mean length, because one message in place is cheaper than two.
-        direct: what one rank alone contributes it sends to the others, which takes half of the bytes of an all-reduce
-            with everybody's zeros (docs/internals/protocol.md). Needs ``graph``, and a group of gloo or NCCL
-            of at most 64 ranks; elsewhere everything is all-reduced.
-        owners: what some ranks contribute and others do not, one of them sums and sends on, which takes up to a third
-            less of the bytes. It also lets other ranks pass on a part of what one has too much of. Off, because sums
-            leave only at the end of backward: with four hosts on two cores LayerDrop's step took 1.26 times that with
-            all-reduces (benchmarks/results/who_4_hosts.json). Needs ``direct``.
-        segment_bytes: such gradients travel in messages of about so much from each rank. Bytes.
-        min_direct_bytes: with less than this of them in a step, or in a bucket's units, all are all-reduced. Bytes.
-        average: ``"world"`` divides by the number of ranks, as DDP does; ``"contributors"`` divides each parameter's
-            gradient by the number of ranks that used it in the step, so that what one of 8 ranks used is not made 8
-            times as small. Gradients then differ from plain DDP's, wherever a rank leaves something out. A step in
-            which some rank has a ``.grad`` of before for a parameter that it does not use now is divided by the number
-            of ranks throughout (docs/averages.md, "Gradients that are kept"). Needs ``graph``.
-        min_zero_fraction: with ``values="adaptive"``, the fraction of a step's bytes that all-zero gradients have to
-            make up for the values detector to stay on; with ``units="adaptive"``, the fraction of a parameter's
-            elements that have to be spared for it to be looked into again in the next step; to be looked into at first,
-            as much of a sample of its units has to be zero, and at least an eighth. With 0 any zero keeps either on;
-            where there is none they go off all the same. On a GPU at least 0.25, because there answers hold the host
-            back.
-        hold_steps: with ``values="adaptive"``: how many steps the values detector stays on after a step in which it
-            paid. It does nothing for ``units``: a parameter is looked into for as long as each step pays.
-        first_pause_steps: with ``values="adaptive"``, steps before the first probe; the pause doubles while probes find
-            nothing. ``units="adaptive"`` does not wait for it: gradients are sampled from the first step on, and a
-            parameter for which looking did not pay is left alone for so many steps, then for twice as many. On a GPU
-            so is one that is sampled in vain, because that costs its host more.
-        longest_pause_steps: the longest of these pauses, for ``values`` and for ``units``.
-        min_divided_bytes: a parameter with less is one unit, that is, sent whole or not at all. Bytes.
-        min_unit_bytes: rows (slices along the first dimension) shorter than this are put together to units of at least
-            so much. Bytes; measured in benchmarks/results/unit_sizes.json.
-        max_unit_bytes: rows longer than this are divided into equal parts, each a unit, where they can be. Bytes;
-            measured likewise.
-        rebuild_after: call :func:`ddp_hooks.rebuild` by itself once the same parameters have been unused for this many
-            steps in a row. Where that takes nothing out, because they are not frozen on every rank, it is tried again
-            after twice as many steps each time. It does nothing with ``static_graph=True``. Without ``graph``
-            everything that DDP reduces counts as used, frozen or not, so that only parameters which were unfrozen and
-            are unmanaged bring a rebuild about. 0 for never. Steps.
+            the runs' mean length.
+        direct: what only one rank contributes, it sends straight to the others, which takes half the bytes of an
+            all-reduce (docs/internals/protocol.md, "Who contributes"). It needs ``skip_unused`` and a gloo or NCCL
+            group of at most 64 ranks; without them everything is all-reduced.
+        owners: what some ranks contribute and others do not, one of them sums and sends on, which saves up to a third
+            of the bytes. Off, because sums leave only at the end of backward, which made steps slower
+            (benchmarks/results/who_4_hosts.json). It needs ``direct``.
+        segment_bytes: about how much each rank puts into one message of these. Bytes.
+        min_direct_bytes: when a step (or the units of a bucket) has less than this to send in these ways, it is all
+            all-reduced. Bytes.
+        min_zero_fraction: what zeros have to save for an adaptive setting to stay on. For ``skip_zeros``: the fraction
+            of a step's bytes in gradients that are zero throughout. For ``skip_zero_rows``: the fraction of a
+            parameter's elements in units that are zero; it starts when a sample of the units has as many zeros, and at
+            least an eighth. With 0 any zero is enough. On a GPU it is at least 0.25, because there the host has to wait
+            for each answer.
+        hold_steps: how many steps ``skip_zeros="adaptive"`` stays on after a step that paid.
+        first_pause_steps: how many steps ``skip_zeros="adaptive"`` waits before its first look. Each look in vain
+            doubles the pause. ``skip_zero_rows="adaptive"`` looks from the first step on, and leaves a parameter alone
+            for this many steps when looking did not pay, then for twice as many, and so on.
+        longest_pause_steps: the longest such pause.
+        min_divided_bytes: a parameter smaller than this is one unit, so it is sent whole or not at all. Bytes.
+        min_unit_bytes: rows shorter than this are put together into units of at least this size. Bytes.
+        max_unit_bytes: rows longer than this are divided into equal units where they can be. Bytes.
 
     Raises:
         TypeError: a setting is of the wrong type.
         ValueError: a setting is out of range.
     """
 
-    name: str
-    graph: bool = True
-    values: Detector = "off"
-    units: Detector = "off"
     in_place_bytes: int = 1 << 20
     pack_bytes: int = 4 << 20
     gap_fraction: float = 1 / 128
@@ -106,7 +111,6 @@ class Policy:
     owners: bool = False
     segment_bytes: int = 256 << 10
     min_direct_bytes: int = 256 << 10
-    average: Average = "world"
     min_zero_fraction: float = 0.05
     hold_steps: int = 32
     first_pause_steps: int = 16
@@ -114,39 +118,20 @@ class Policy:
     min_divided_bytes: int = 64 << 10
     min_unit_bytes: int = 256
     max_unit_bytes: int = 64 << 10
-    rebuild_after: int = 0
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        if not isinstance(self.name, str):
-            raise TypeError(f"Policy.name: expected a str, received {short(self.name)}")
-        for field in ("graph", "direct", "owners"):
-            if not isinstance(getattr(self, field), bool):
-                raise TypeError(f"Policy.{field}: expected a bool, received {short(getattr(self, field))}")
-        if not isinstance(self.average, str) or self.average not in get_args(Average):
-            raise ValueError(f"Policy.average: expected one of {get_args(Average)}, received {short(self.average)}")
-        if self.average != "world" and not self.graph:
-            raise ValueError(
-                f"Policy.average: expected 'world' without the graph detector, received {short(self.average)}; set "
-                "graph=True"
-            )
-        for field in ("values", "units"):
-            value = getattr(self, field)
-            if not isinstance(value, str) or value not in get_args(Detector):
-                raise ValueError(f"Policy.{field}: expected one of {get_args(Detector)}, received {short(value)}")
-        if self.units != "off" and not self.graph:
-            raise ValueError(
-                f"Policy.units: expected 'off' without the graph detector, received {short(self.units)}; set graph=True"
-            )
-        for field in ("gap_fraction", "min_zero_fraction"):
-            value = getattr(self, field)
+        for name in ("direct", "owners"):
+            _check_flag(self, name)
+        for name in ("gap_fraction", "min_zero_fraction"):
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"Policy.{field}: expected a number, received {short(value)}")
+                raise TypeError(f"Tuning.{name}: expected a number, received {short(value)}")
             if not 0 <= value <= 1:  # false for NaN, too
-                raise ValueError(f"Policy.{field}: expected between 0 and 1, received {short(value)}")
+                raise ValueError(f"Tuning.{name}: expected between 0 and 1, received {short(value)}")
             # Ranks compare policies as text, in which 1 and 1.0, or 0.0 and -0.0, would differ.
-            object.__setattr__(self, field, float(value) + 0.0)
-        for field, least in (
+            object.__setattr__(self, name, float(value) + 0.0)
+        for name, least in (
             ("in_place_bytes", 0),
             ("pack_bytes", 0),
             ("segment_bytes", 1),
@@ -157,25 +142,76 @@ class Policy:
             ("min_divided_bytes", 0),
             ("min_unit_bytes", 1),
             ("max_unit_bytes", 1),
-            ("rebuild_after", 0),
         ):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value >= 2**63:
-                raise TypeError(f"Policy.{field}: expected an int of 64 bits, received {short(value)}")
-            if value < least:
-                raise ValueError(f"Policy.{field}: expected at least {least}, received {short(value)}")
+            _check_int(self, name, least)
+
+    def __repr__(self) -> str:
+        """Return an expression that makes these settings again: what differs from the defaults."""
+        return _expression(self)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Policy:
+    """How a hook decides what to send. Start from a preset, or make one: ``Policy("mine", skip_zeros="on")``.
+
+    Args:
+        name: what messages and statistics call it.
+        skip_unused: do not send parameters that no rank used in the step, or that are frozen. It costs one small
+            exchange of masks a step, and reads no gradient.
+        skip_zeros: do not send gradients that are zero on every rank. ``"on"`` costs an exchange of masks for each
+            bucket, and a scan that stops at the first non-zero. ``"adaptive"`` looks now and then, and skips while it
+            pays.
+        skip_zero_rows: of a gradient with rows that are zero on every rank, send only the others. ``"on"`` costs an
+            exchange of compressed masks for each bucket with such a parameter, and a scan that stops at the first
+            non-zero of each row. ``"adaptive"`` takes samples, and does it for the parameters for which it pays. Needs
+            ``skip_unused``.
+        average: ``"world"`` divides by the number of ranks, as DDP does. ``"contributors"`` divides each parameter's
+            gradient by the number of ranks that used it in the step, so gradients differ from plain DDP's wherever a
+            rank leaves something out (docs/internals/averages.md). Needs ``skip_unused``.
+        rebuild_after: call :func:`ddp_hooks.rebuild` once the same parameters have been unused for this many steps in a
+            row; 0 for never. When that takes nothing out, because some rank has not frozen them, it is tried again
+            after twice as many steps. It does nothing with ``static_graph=True``; without ``skip_unused`` it only
+            brings in parameters that were unfrozen after wrapping. Steps.
+        tuning: thresholds, each with a default that was measured.
+
+    Raises:
+        TypeError: a setting is of the wrong type.
+        ValueError: a setting is out of range.
+    """
+
+    name: str
+    skip_unused: bool = True
+    skip_zeros: When = "off"
+    skip_zero_rows: When = "off"
+    average: Average = "world"
+    rebuild_after: int = 0
+    tuning: Tuning = Tuning()
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        if not isinstance(self.name, str):
+            raise TypeError(f"Policy.name: expected a str, received {short(self.name)}")
+        _check_flag(self, "skip_unused")
+        for name, allowed in (("skip_zeros", When), ("skip_zero_rows", When), ("average", Average)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in get_args(allowed):
+                raise ValueError(f"Policy.{name}: expected one of {get_args(allowed)}, received {short(value)}")
+        for name, plain in (("skip_zero_rows", "off"), ("average", "world")):
+            if getattr(self, name) != plain and not self.skip_unused:
+                raise ValueError(
+                    f"Policy.{name}: expected {plain!r} with skip_unused=False, received {short(getattr(self, name))}; "
+                    "set skip_unused=True"
+                )
+        _check_int(self, "rebuild_after", 0)
+        if not isinstance(self.tuning, Tuning):
+            raise TypeError(f"Policy.tuning: expected a ddp_hooks.Tuning, received {short(self.tuning)}")
 
     def __repr__(self) -> str:
         """Return an expression that makes this policy again: its name, and what differs from the defaults."""
-        changed = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return f"Policy({', '.join(changed)})"
+        return _expression(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values, for checkpoints."""
+        """Return the settings as plain values, for checkpoints; those of ``tuning`` in a dictionary of their own."""
         return asdict(self)
 
     @classmethod
@@ -189,17 +225,28 @@ class Policy:
             TypeError: it is no dictionary, or a setting is of the wrong type.
             ValueError: fields are missing or unknown, or a setting is out of range.
         """
-        return read_fields(cls, settings, _FIRST_FIELDS)
+        check_fields("Policy", settings, _FIRST_FIELDS, _names(cls))
+        tuning = read_fields(Tuning, settings["tuning"], _FIRST_FIELDS_OF_TUNING)
+        return cls(**{**settings, "tuning": tuning})
+
+    @classmethod
+    def from_dict_of_version_1(cls, settings: Mapping[str, Any]) -> Policy:
+        """Make a policy of what a checkpoint of version 1 holds, as :meth:`from_dict` does of one of today."""
+        known = [*_NAMES_OF_VERSION_1, "name", "average", "rebuild_after", *_FIRST_FIELDS_OF_TUNING]
+        check_fields("Policy", settings, _FIRST_FIELDS_OF_VERSION_1, known)
+        tuning = {name: settings[name] for name in _FIRST_FIELDS_OF_TUNING if name in settings}
+        others = {_NAMES_OF_VERSION_1.get(name, name): settings[name] for name in settings if name not in tuning}
+        return cls(**others, tuning=Tuning(**tuning))
 
 
 PRESETS: dict[str, Policy] = {
     policy.name: policy
     for policy in (
         # Everything is sent, by the same engine: the baseline.
-        Policy("allreduce", graph=False),
+        Policy("allreduce", skip_unused=False),
         Policy("skip_unused"),
-        Policy("skip_zeros", values="on", units="on"),
-        Policy("auto", values="adaptive", units="adaptive"),
+        Policy("skip_zeros", skip_zeros="on", skip_zero_rows="on"),
+        Policy("auto", skip_zeros="adaptive", skip_zero_rows="adaptive"),
     )
 }
 
@@ -209,30 +256,33 @@ def resolve(policy: Policy | str, settings: Mapping[str, Any] | None = None) -> 
 
     Args:
         policy: a preset's name, or a policy.
-        settings: fields of :class:`Policy` to set differently.
+        settings: fields of :class:`Policy` or of :class:`Tuning` to set differently.
 
     Raises:
-        TypeError: neither a policy nor a name; or a policy has no such field, or a value is of the wrong type.
+        TypeError: neither a policy nor a name; or there is no such field, or a value is of the wrong type.
         ValueError: no preset has that name, or a value is out of range.
     """
     found = _find(policy)
     if not settings:
         return found
     _check_names(settings)
-    return replace(found, **settings)
+    of_tuning = {name: settings[name] for name in settings if name in _names(Tuning)}
+    found = replace(found, **{name: settings[name] for name in settings if name not in of_tuning})
+    return replace(found, tuning=replace(found.tuning, **of_tuning)) if of_tuning else found
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     """Read settings from the command line.
 
     Args:
-        texts: each as ``rebuild_after=100``: a field of :class:`Policy` and its value, as in Python but without quotes.
+        texts: each as ``rebuild_after=100``: a field of :class:`Policy` (but ``tuning``) or of :class:`Tuning`, and its
+            value, as in Python but without quotes.
 
     Returns:
         The values by name, for :func:`resolve`, which checks them.
 
     Raises:
-        TypeError: a policy has no such field.
+        TypeError: there is no such field.
         ValueError: there is no value, or none of the field's type.
     """
     settings: dict[str, Any] = {}
@@ -246,7 +296,9 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _parse(name: str, text: str) -> Any:
-    default = next(field.default for field in fields(Policy) if field.name == name)
+    default = next(field.default for field in _all_fields() if field.name == name)
+    if isinstance(default, Tuning):
+        raise ValueError("tuning: expected its fields one by one, as in pack_bytes=1000000")
     if isinstance(default, bool):
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{name}: expected true or false, received {short(text)}")
@@ -260,14 +312,31 @@ def _parse(name: str, text: str) -> Any:
     return text
 
 
+def _all_fields() -> tuple[Field[Any], ...]:
+    return (*fields(Policy), *fields(Tuning))
+
+
+def _names(kind: type[Policy] | type[Tuning]) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
 def _check_names(names: Iterable[str]) -> None:
-    known = [field.name for field in fields(Policy)]
+    known = [field.name for field in _all_fields()]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise TypeError(
-            f"policy: expected fields of ddp_hooks.Policy as settings ({', '.join(known)}), received "
-            f"{short_list(unknown)}"
+            f"policy: expected fields of ddp_hooks.Policy as settings ({', '.join(_names(Policy))}), or of "
+            f"ddp_hooks.Tuning ({', '.join(_names(Tuning))}), received {short_list(unknown)}"
         )
+
+
+def _expression(settings: Policy | Tuning) -> str:
+    changed = [
+        f"{field.name}={getattr(settings, field.name)!r}"
+        for field in fields(settings)
+        if getattr(settings, field.name) != field.default
+    ]
+    return f"{type(settings).__name__}({', '.join(changed)})"
 
 
 def _find(policy: Policy | str) -> Policy:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .absentees import RanksAbsentError
 from .control_groups import store_of
+from .errors import RanksAbsentError
 from .groups import check_in_use
 from .wording import describe_ranks
 

@@ -12,7 +12,7 @@ from .wording import describe_bytes, describe_part, fill, read_fields, short
 # What a checkpoint has to hold. Counters that came later start at zero where they are missing.
 _FIRST_FIELDS = (
     "steps",
-    "values_steps",
+    "skip_zeros_steps",
     "buckets_whole",
     "buckets_packed",
     "buckets_skipped",
@@ -26,6 +26,7 @@ _FIRST_FIELDS = (
     "exchange_wait_seconds",
     "hook_seconds",
 )
+_NAMES_OF_VERSION_1 = {"values_steps": "skip_zeros_steps", "units_steps": "skip_zero_rows_steps"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,9 @@ class Statistics:
 
     Attributes:
         steps: synchronised backward passes.
-        values_steps: steps in which the values detector was on.
-        units_steps: steps in which ranks agreed on the units (rows, say) of some parameters.
+        skip_zeros_steps: steps in which ``skip_zeros`` was on.
+        skip_zero_rows_steps: steps in which ``skip_zero_rows`` was, so that ranks agreed on the units (rows, say) of
+            some parameters.
         units_agreed_on: units that were agreed on, summed over those steps.
         units_sent: how many of them some rank used.
         buckets_whole: buckets sent whole.
@@ -65,7 +67,7 @@ class Statistics:
     """
 
     steps: int = 0
-    values_steps: int = 0
+    skip_zeros_steps: int = 0
     buckets_whole: int = 0
     buckets_packed: int = 0
     buckets_skipped: int = 0
@@ -78,7 +80,7 @@ class Statistics:
     plan_cache_misses: int = 0
     exchange_wait_seconds: float = 0.0
     hook_seconds: float = 0.0
-    units_steps: int = 0
+    skip_zero_rows_steps: int = 0
     units_agreed_on: int = 0
     units_sent: int = 0
     broadcast_bytes: int = 0
@@ -158,6 +160,13 @@ class Statistics:
                 raise ValueError(f"Statistics.{field.name}: expected from 0 on and finite, received {short(value)}")
         return statistics
 
+    @classmethod
+    def from_dict_of_version_1(cls, counters: Any) -> Statistics:
+        """Make statistics of what a checkpoint of version 1 holds, as :meth:`from_dict` does of one of today."""
+        if isinstance(counters, Mapping):
+            counters = {_NAMES_OF_VERSION_1.get(name, name): value for name, value in counters.items()}
+        return cls.from_dict(counters)
+
     @property
     def _is_alone(self) -> bool:
         # Ranks that are several have to agree in some step, or send everything.
@@ -211,8 +220,8 @@ class Statistics:
                 f"of the model as it was wrapped, before rebuilds: {describe_bytes(self.wrapped_bytes)} "
                 f"({describe_part(self.saved_of_wrapped_fraction)} saved)",
             )
-        if self.values_steps:
-            lines.append(f"values detector: on in {self.values_steps} of {self.steps} steps")
+        if self.skip_zeros_steps:
+            lines.append(f"skip_zeros: on in {self.skip_zeros_steps} of {self.steps} steps")
         transports = [
             f"{describe_bytes(size)} {how}"
             for size, how in (
@@ -223,10 +232,10 @@ class Statistics:
         ]
         if transports:
             lines.append(f"transports: {', '.join(transports)}, the rest all-reduced")
-        if self.units_steps:
+        if self.skip_zero_rows_steps:
             lines.append(
-                f"units: agreed on in {self.units_steps} of {self.steps} steps, {self.units_sent:,} of "
-                f"{self.units_agreed_on:,} sent"
+                f"skip_zero_rows: on in {self.skip_zero_rows_steps} of {self.steps} steps, {self.units_sent:,} of "
+                f"{self.units_agreed_on:,} units (rows, say) sent"
             )
         return "\n".join(fill(line, "", "  ") for line in lines)
 
@@ -255,12 +264,12 @@ class ParameterUsage:
     Attributes:
         name: its name in the wrapped module.
         numel: its number of elements.
-        used_here: this rank contributed a gradient (a non-zero one, if the values detector was on).
+        used_here: this rank contributed a gradient (a non-zero one, if ``skip_zeros`` was on).
         used_anywhere: some rank did; if not, nothing of it was sent.
         frozen: it does not require a gradient now, on this rank.
         units: how many of its units were used, if the ranks agreed on them; None where it was sent or left as a whole.
-        ranks: those that used it, as the graph detector sees it; None where nobody knows: without that detector, and
-            in a world of more than 4 ranks where more than one did.
+        ranks: those that used it, as ``skip_unused`` sees it; None where nobody knows: without that setting, and in a
+            world of more than 4 ranks where more than one did.
     """
 
     name: str

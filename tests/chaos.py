@@ -199,23 +199,23 @@ class Training:
     def broadcast(self) -> None:
         import ddp_hooks
 
-        ddp_hooks.broadcast_parameters(self.ddp, src=self.rng.randrange(self.plan.ranks))
+        ddp_hooks.sync.broadcast_parameters(self.ddp, src=self.rng.randrange(self.plan.ranks))
 
     def average(self) -> None:
         import ddp_hooks
 
-        ddp_hooks.average_parameters(self.ddp)
+        ddp_hooks.sync.average_parameters(self.ddp)
 
     def verify(self) -> None:
         import ddp_hooks
 
         # DDP's buffers are rank 0's at the next forward; they differ until then.
-        ddp_hooks.verify_replicas(list(self.model.parameters()), raise_on_difference=True)
+        ddp_hooks.sync.verify_replicas(list(self.model.parameters()), raise_on_difference=True)
 
     def buffers(self) -> None:
         import ddp_hooks
 
-        sync = ddp_hooks.BufferSync(self.ddp, self.rng.choice(("broadcast", "changed")))
+        sync = ddp_hooks.sync.BufferSync(self.ddp, self.rng.choice(("broadcast", "changed")))
         self.step()
         sync.remove()
 

@@ -260,9 +260,9 @@ def last_collective(program: Program, rank: int, things: dict[str, Any]) -> Any:
 
     ddp = things["ddp"]
     if program.last == "verify":
-        ddp_hooks.verify_replicas(ddp, gradients=False, process_group=ddp.process_group)
+        ddp_hooks.sync.verify_replicas(ddp, gradients=False, process_group=ddp.process_group)
     elif program.last == "broadcast_parameters":
-        ddp_hooks.broadcast_parameters(ddp, process_group=ddp.process_group)
+        ddp_hooks.sync.broadcast_parameters(ddp, process_group=ddp.process_group)
     elif program.last == "barrier":
         dist.barrier()
     elif program.last in ("broadcast", "async"):

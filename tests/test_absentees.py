@@ -19,7 +19,8 @@ from torch import nn
 
 import ddp_hooks
 from ddp_hooks import absentees
-from ddp_hooks.absentees import RanksAbsentError, _Note, describe, naming_absent_ranks
+from ddp_hooks.absentees import _Note, describe, naming_absent_ranks
+from ddp_hooks.errors import RanksAbsentError
 
 TIMEOUT = timedelta(seconds=2)
 TIMED_OUT = "Timed out waiting 2000ms for recv operation to complete"
@@ -179,16 +180,16 @@ def _in_turn(rank: int, calls: list[str]) -> str:
     before = [parameter.clone() for parameter in module.parameters()]
     actions: dict[str, Callable[[], Any]] = {
         "nothing": lambda: None,
-        "average": lambda: ddp_hooks.average_parameters(module, process_group=world),
-        "verify": lambda: ddp_hooks.verify_replicas(module, process_group=last_two),
-        "late": lambda: (time.sleep(3), ddp_hooks.average_parameters(module, process_group=world)),
+        "average": lambda: ddp_hooks.sync.average_parameters(module, process_group=world),
+        "verify": lambda: ddp_hooks.sync.verify_replicas(module, process_group=last_two),
+        "late": lambda: (time.sleep(3), ddp_hooks.sync.average_parameters(module, process_group=world)),
     }
     message = message_of(actions[calls[rank]])
     assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
     dist.barrier()
     # The ranks go on together, and what they left behind misleads nobody.
-    assert ddp_hooks.average_parameters(module).tensors == 2
-    assert ddp_hooks.verify_replicas(module).in_step
+    assert ddp_hooks.sync.average_parameters(module).tensors == 2
+    assert ddp_hooks.sync.verify_replicas(module).in_step
     return message
 
 
@@ -233,7 +234,7 @@ def test_a_rank_that_comes_late() -> None:
 def _forward_alone(rank: int) -> str:
     group = dist.new_group(timeout=TIMEOUT)
     ddp = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(2), process_group=group)
-    ddp_hooks.BufferSync(ddp, "average")
+    ddp_hooks.sync.BufferSync(ddp, "average")
     message = "fine" if rank else message_of(lambda: ddp(torch.randn(4, 2)))
     dist.barrier()
     return message
@@ -249,7 +250,7 @@ def test_a_forward_that_the_others_do_not_come_to() -> None:
 def _rank_one_dies(rank: int) -> None:
     if rank == 1:
         os._exit(9)
-    ddp_hooks.average_parameters(nn.Linear(2, 2))
+    ddp_hooks.sync.average_parameters(nn.Linear(2, 2))
 
 
 def test_a_rank_that_died_is_named() -> None:

@@ -49,7 +49,7 @@ def opened_by_others_only(rank: int) -> None:
 
     if rank == 1:
         control_groups._open_group = fail
-    with pytest.raises(ddp_hooks.RefusedError, match=r"refused .*\. rank 1: could not open .*: no file left"):
+    with pytest.raises(ddp_hooks.errors.RefusedError, match=r"refused .*\. rank 1: could not open .*: no file left"):
         ddp_hooks.register(ddp)
     control_groups._open_group = really_open
     assert reduced(ddp, rank) == 3  # as plain DDP
@@ -131,11 +131,11 @@ def always_lost(rank: int) -> tuple[str, int]:
     losing = Losing(tuple(range(99)) if rank == 1 else ())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(control_groups, "_open_group", losing)
-        with pytest.raises(ddp_hooks.RefusedError) as caught:
+        with pytest.raises(ddp_hooks.errors.RefusedError) as caught:
             ddp_hooks.register(ddp)
         with ddp_hooks.enable(), pytest.warns(UserWarning, match=r"trains on as plain .* rank 1: could not open"):
             served = wrap()
-        with pytest.raises(ddp_hooks.RefusedError, match=r"rank 1: could not open a group for small .* closed"):
+        with pytest.raises(ddp_hooks.errors.RefusedError, match=r"rank 1: could not open a group for small .* closed"):
             ddp_hooks.diagnose(ddp).__enter__()
     assert (caught.value.__cause__ is not None) == (rank == 1)
     assert reduced(served, rank) == reduced(ddp, rank) == 3
@@ -169,7 +169,9 @@ def dies_while_groups_open(rank: int) -> None:
 
     control_groups._open_group = open_or_die
     started = time.monotonic()
-    with pytest.raises(ddp_hooks.RanksAbsentError, match=r"register: waited .* for rank 1, which did not call it"):
+    with pytest.raises(
+        ddp_hooks.errors.RanksAbsentError, match=r"register: waited .* for rank 1, which did not call it"
+    ):
         ddp_hooks.register(ddp)
     # Once, for half of the timeout; then the data group knows, and notes are looked for.
     assert len(names) == 1
@@ -568,7 +570,9 @@ def test_rebuild_goes_while_it_runs(replaced: bool) -> None:
 def on_one_rank_only(rank: int) -> None:
     ddp = wrap()
     if rank == 0:
-        with pytest.raises(ddp_hooks.RanksAbsentError, match=r"register: waited .* for rank 1, which did not call it"):
+        with pytest.raises(
+            ddp_hooks.errors.RanksAbsentError, match=r"register: waited .* for rank 1, which did not call it"
+        ):
             ddp_hooks.register(ddp)
     else:
         time.sleep(6)
@@ -589,10 +593,10 @@ def in_different_functions(rank: int) -> None:
         calls = {
             "rebuild": lambda: ddp_hooks.rebuild(ddp),
             "set_policy": lambda: state(ddp).set_policy("auto"),
-            "average_parameters": lambda: ddp_hooks.average_parameters(ddp),
+            "average_parameters": lambda: ddp_hooks.sync.average_parameters(ddp),
             "register": lambda: ddp_hooks.register(ddp),
         }
-        with pytest.raises(ddp_hooks.RanksDisagreeError, match="expected the same call") as caught:
+        with pytest.raises(ddp_hooks.errors.RanksDisagreeError, match="expected the same call") as caught:
             calls[ours if rank == 0 else theirs]()
         assert ours in str(caught.value)
         assert theirs in str(caught.value)

@@ -216,7 +216,7 @@ def test_late_gradients_are_averaged_when_the_user_finalises() -> None:
 
 def owners_and_finalized(rank: int) -> None:
     ddp = DistributedDataParallel(Layers(), find_unused_parameters=True)
-    ddp_hooks.register(ddp, ddp_hooks.Policy("test", owners=True))
+    ddp_hooks.register(ddp, "skip_unused", owners=True)
     ddp.require_manual_backward_finalization = True
     with pytest.raises(RuntimeError, match=r"owners=True finishes its sums when backward has ended.*leave owners=True"):
         ddp(batch(rank, 0))

@@ -6,7 +6,6 @@ import itertools
 import random
 import time
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import test_units
@@ -15,13 +14,13 @@ import torch.distributed as dist
 from spawn import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Scenario, Trainer, compare, register
+from training import Scenario, Trainer, compare, register, with_settings
 
 import ddp_hooks
-from ddp_hooks import _C, Policy
+from ddp_hooks import _C, Policy, Tuning
 
-DIRECT = Policy("direct", min_direct_bytes=0, segment_bytes=300, owners=True)
-DIRECT_ROWS = replace(DIRECT, name="direct rows", units="on", min_divided_bytes=0, min_unit_bytes=1)
+DIRECT = Policy("direct", tuning=Tuning(min_direct_bytes=0, segment_bytes=300, owners=True))
+DIRECT_ROWS = with_settings(DIRECT, name="direct rows", skip_zero_rows="on", min_divided_bytes=0, min_unit_bytes=1)
 
 
 # --- who contributes, without processes
@@ -291,7 +290,7 @@ def same_as_plain_ddp(rank: int) -> None:
     for scenario in SCENARIOS:
         for native in (True, False):
             compare(rank, scenario(), DIRECT, native)
-        compare(rank, scenario(), replace(DIRECT, in_place_bytes=0, segment_bytes=64), True)
+        compare(rank, scenario(), with_settings(DIRECT, in_place_bytes=0, segment_bytes=64), True)
     for scenario in ROWS:
         compare(rank, scenario(), DIRECT_ROWS, True)
         compare(rank, scenario(), DIRECT, True)
@@ -336,7 +335,7 @@ def bytes_by_transport(rank: int, world_size: int) -> None:
         assert (stats.broadcast_bytes, stats.owner_bytes) == (0, 2 * head)
         # Each of a head's two contributors owns half of it: receives the other's, and sends the sum to three.
         assert stats.sent_bytes == pytest.approx(ring + head / 2 + 3 * head / 2, rel=0.02)
-    state.set_policy(replace(DIRECT, direct=False))
+    state.set_policy(with_settings(DIRECT, direct=False))
     state.reset_stats()
     ddp(torch.ones(2, 64), rank).sum().backward()
     assert (state.stats().broadcast_bytes, state.stats().owner_bytes) == (0, 0)
@@ -389,12 +388,12 @@ def test_rows_by_rank() -> None:
 def halves_pay(rank: int) -> None:
     """Two halves of a table make all of it; but what one rank has alone costs half."""
     ddp = DistributedDataParallel(test_units.Table(1024, 64))
-    state = register(ddp, replace(test_units.ADAPTIVE, direct=True, min_direct_bytes=0), True)
+    state = register(ddp, with_settings(test_units.ADAPTIVE, direct=True, min_direct_bytes=0), True)
     half = torch.arange(1024).reshape(2, -1)[rank][None]
     for _ in range(4):
         ddp(half).sum().backward()
         ddp.zero_grad()
-    assert state.stats().units_steps == 3
+    assert state.stats().skip_zero_rows_steps == 3
     assert state.stats().broadcast_bytes == 3 * 1024 * 64 * 4
 
 
@@ -430,7 +429,7 @@ def gradient_by_hand_beside_late(rank: int, bucket_view: bool) -> None:
     module = Heads(2)
     module.trunk.bias.requires_grad_(False)
     ddp = DistributedDataParallel(module, find_unused_parameters=True, gradient_as_bucket_view=bucket_view)
-    state = register(ddp, replace(DIRECT, rebuild_after=1), True)
+    state = register(ddp, with_settings(DIRECT, rebuild_after=1), True)
     module.trunk.bias.requires_grad_(True)
     reducer = ddp.reducer
     for makes in (rank == 0, False):
@@ -634,7 +633,7 @@ def statistics_while_sums_wait(rank: int) -> None:
             return self.trunk(self.stems[stem](x))
 
     ddp = DistributedDataParallel(Stems(), find_unused_parameters=True, bucket_cap_mb=0.001)
-    state = ddp_hooks.SkipUnusedState(ddp, replace(DIRECT, in_place_bytes=0))
+    state = ddp_hooks.SkipUnusedState(ddp, with_settings(DIRECT, in_place_bytes=0))
     x = torch.ones(2, 64)
 
     def look(future):  # type: ignore[no-untyped-def]
@@ -692,8 +691,8 @@ def average_of_contributors(rank: int, world_size: int) -> None:
 
     plain, _ = gradients(None)
     count = {"heads.0": 1, f"heads.{world_size}": world_size - 1, "trunk": world_size}
-    for base in (DIRECT, DIRECT_ROWS, replace(DIRECT, direct=False), replace(DIRECT_ROWS, direct=False)):
-        ours, _ = gradients(replace(base, average="contributors"))
+    for base in (DIRECT, DIRECT_ROWS, with_settings(DIRECT, direct=False), with_settings(DIRECT_ROWS, direct=False)):
+        ours, _ = gradients(with_settings(base, average="contributors"))
         assert ours.keys() == plain.keys()
         for name, gradient in ours.items():
             factor = world_size / count[name.rsplit(".", 1)[0]]
@@ -706,5 +705,5 @@ def test_average_of_contributors(world_size: int) -> None:
 
 
 def test_an_average_of_contributors_needs_to_know_them() -> None:
-    with pytest.raises(ValueError, match=r"Policy.average: expected 'world' without the graph detector"):
-        Policy("mine", graph=False, average="contributors")
+    with pytest.raises(ValueError, match=r"Policy.average: expected 'world' with skip_unused=False"):
+        Policy("mine", skip_unused=False, average="contributors")

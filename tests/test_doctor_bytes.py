@@ -159,7 +159,7 @@ def compare_auto(rank: int, cycles: int) -> None:
     assert found.broadcast_bytes == total.broadcast_bytes
     assert found.sent_bytes[rank] == total.sent_bytes
     # It is in between: it has looked into the table, and leaves the dense branch alone.
-    assert total.units_steps == 4
+    assert total.skip_zero_rows_steps == 4
     assert found.payload_bytes < diagnosis.findings.policy("skip_unused").payload_bytes
 
 

@@ -33,7 +33,7 @@ def run_block(
                 ddp(torch.ones(2, 6), False, False).backward()
             try:
                 ddp(torch.ones(2, 6), left, True).backward()
-            except ddp_hooks.UnexpectedUseError:
+            except ddp_hooks.errors.UnexpectedUseError:
                 if not swallow:
                     raise
             optimizer.step()
@@ -46,7 +46,9 @@ def check_block(ddp: DistributedDataParallel, batches: Sequence[bool]) -> None:
 
 
 def check_broken_block(ddp: DistributedDataParallel, batches: Sequence[bool]) -> None:
-    with pytest.raises(ddp_hooks.UnexpectedUseError, match=r"no rank had a gradient for left.bias, left.weight.* step"):
+    with pytest.raises(
+        ddp_hooks.errors.UnexpectedUseError, match=r"no rank had a gradient for left.bias, left.weight.* step"
+    ):
         run_block(ddp, batches)
 
 
@@ -92,7 +94,7 @@ def raise_on_every_rank(rank: int) -> None:
     check_block(ddp, [True] * (2 - rank))
     # The block is over whoever holds it.
     block = ddp.join()
-    with pytest.raises(ddp_hooks.UnexpectedUseError):
+    with pytest.raises(ddp_hooks.errors.UnexpectedUseError):
         run_block(ddp, [True] if rank == 0 else [True, False], block=block)
     ddp(torch.ones(2, 6), True, True).backward()
     # All of them within the block: nobody had joined, and all may go on.

@@ -161,7 +161,7 @@ def _blocks(rank: int) -> None:
         thread.join()
     assert is_plain("__init__")
     policies = [state.policy for state in states()]
-    assert policies == [ddp_hooks.PRESETS["skip_zeros"], outer.policy, outer.policy]
+    assert policies == [ddp_hooks.policies.PRESETS["skip_zeros"], outer.policy, outer.policy]
     assert [has_hook(ddp) for ddp in (first, second, *made, wrapped())] == [True] * 3 + [False]
 
     # Not in the order in which they began, and out of a block by an error.

@@ -497,7 +497,7 @@ class FrozenWithStaleGradients(FrozenAfterWrapping):
 
 
 class ZeroTimesSum(Scenario):
-    """The usual trick to pacify DDP without a graph search; only the values detector sees through it."""
+    """The usual trick to pacify DDP without a graph search; only skip_zeros sees through it."""
 
     find_unused_parameters = False
     ddp_options = {"bucket_cap_mb": 0.01}
@@ -800,11 +800,17 @@ SCENARIOS: list[type[Scenario]] = [
 ]
 
 # Probes soon and often, so that a few steps see the detector go on and off.
-EAGER_AUTO = ddp_hooks.Policy("eager_auto", values="adaptive", first_pause_steps=1, longest_pause_steps=2, hold_steps=1)
+EAGER_AUTO = ddp_hooks.Policy(
+    "eager_auto",
+    skip_zeros="adaptive",
+    tuning=ddp_hooks.Tuning(first_pause_steps=1, longest_pause_steps=2, hold_steps=1),
+)
 # Packs everything: no run is large enough to travel in place.
-PACK_ALL = ddp_hooks.Policy("pack_all", in_place_bytes=1 << 40, pack_bytes=1 << 40, gap_fraction=0)
+PACK_ALL = ddp_hooks.Policy(
+    "pack_all", tuning=ddp_hooks.Tuning(in_place_bytes=1 << 40, pack_bytes=1 << 40, gap_fraction=0)
+)
 # Every run travels in place, in a message of its own.
-SPLIT_ALL = ddp_hooks.Policy("split_all", in_place_bytes=0, gap_fraction=0)
+SPLIT_ALL = ddp_hooks.Policy("split_all", tuning=ddp_hooks.Tuning(in_place_bytes=0, gap_fraction=0))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

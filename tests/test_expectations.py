@@ -38,7 +38,7 @@ def step(ddp: DistributedDataParallel, left: bool, right: bool) -> str | None:
     ddp.zero_grad()
     try:
         ddp(torch.ones(2, 6), left, right).backward()
-    except ddp_hooks.UnexpectedUseError as error:
+    except ddp_hooks.errors.UnexpectedUseError as error:
         return str(error)
     return None
 
@@ -96,7 +96,7 @@ def raise_together(rank: int, policy: str | None) -> list[Any]:
 def step_without_zeroing(ddp: DistributedDataParallel) -> str | None:
     try:
         ddp(torch.ones(2, 6), False, False).backward()
-    except ddp_hooks.UnexpectedUseError as error:
+    except ddp_hooks.errors.UnexpectedUseError as error:
         return str(error)
     return None
 

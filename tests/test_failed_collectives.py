@@ -146,9 +146,17 @@ def step_after_failure(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], 
         # The same everywhere, two runs gathered into a message.
         (ddp_hooks.Policy("packed"), [1, 1], {"all_reduce"}),
         # A branch for each rank, which broadcasts it; beside it the others' message.
-        (ddp_hooks.Policy("broadcast", min_direct_bytes=0), [0, 2], {"all_reduce", "all_to_all"}),
+        (
+            ddp_hooks.Policy("broadcast", tuning=ddp_hooks.Tuning(min_direct_bytes=0)),
+            [0, 2],
+            {"all_reduce", "all_to_all"},
+        ),
         # Two of three ranks contribute, and one of them sums.
-        (ddp_hooks.Policy("owners", min_direct_bytes=0, owners=True), [0, 0, 2], {"all_reduce", "all_to_all"}),
+        (
+            ddp_hooks.Policy("owners", tuning=ddp_hooks.Tuning(min_direct_bytes=0, owners=True)),
+            [0, 0, 2],
+            {"all_reduce", "all_to_all"},
+        ),
     ],
     ids=["packed", "broadcast", "owners"],
 )

@@ -289,7 +289,7 @@ def unfrozen_under_any_policy(rank: int, policy: str) -> None:
         assert_alike(model, twin, f"step {step}")
 
 
-@pytest.mark.parametrize("policy", list(ddp_hooks.PRESETS))
+@pytest.mark.parametrize("policy", list(ddp_hooks.policies.PRESETS))
 def test_unfrozen_under_any_policy(policy: str) -> None:
     run_ranks(2, unfrozen_under_any_policy, policy)
 

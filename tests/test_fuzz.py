@@ -69,14 +69,29 @@ def test_everything_is_generated() -> None:
         *('"dtype":"bfloat16"', '"dtype":"float16"', '"dtype":"float64"', '"sync":false', '"forwards":2', '"nan"'),
         *('"idle":true', '"penalty":true', '"1e-40"', '"-0.0"', '"static_graph":true', '"native":false', '"join":[3'),
         *('"gradient_as_bucket_view":true', '"zero":"keep"', '"zero":"zeros"', '"optimizer":"adamw"', '"clip":1.0'),
-        *('"policy":"auto"', '"values":"adaptive"', '"rebuild_after":2', '"buffer_sync":"changed"', '"at":"outputs"'),
-        *('"units":"on"', '"units":"adaptive"', '"use":"twice"', '"use":"head"', '"gathers":true', '"prunes":true'),
+        *(
+            '"policy":"auto"',
+            '"skip_zeros":"adaptive"',
+            '"rebuild_after":2',
+            '"buffer_sync":"changed"',
+            '"at":"outputs"',
+        ),
+        *(
+            '"skip_zero_rows":"on"',
+            '"skip_zero_rows":"adaptive"',
+            '"use":"twice"',
+            '"use":"head"',
+            '"gathers":true',
+            '"prunes":true',
+        ),
         *('"declare":"once"', '"declare":"block"', '"how":"package"', '"kind":"tensor"', '"kind":"accumulate"'),
     ):
         assert value in text, value
     joins = [program for program in programs if program.options.join is not None]
     assert any(operation["do"] == "rebuild" for program in joins for operation in program.operations)
-    assert any(program.options.policy == {"name": "allreduce", "graph": False, "rebuild_after": 0} for program in joins)
+    assert any(
+        program.options.policy == {"name": "allreduce", "skip_unused": False, "rebuild_after": 0} for program in joins
+    )
     assert any(program.options.fills_memory for program in joins)
 
 

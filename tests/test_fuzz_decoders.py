@@ -54,9 +54,29 @@ CLEAR = (ValueError, TypeError, RuntimeError)
 # Python's own words for arguments that a constructor does not have or is not given.
 WORDS = ("expected", "unexpected keyword argument", "required positional argument", "cannot be served: rank 1: ")
 STATE = {
+    "version": 2,
+    "policy": ddp_hooks.policies.PRESETS["auto"].to_dict(),
+    "statistics": ddp_hooks.statistics.Statistics(steps=3, dense_bytes=100, payload_bytes=50).to_dict(),
+}
+
+
+TUNING = ddp_hooks.Tuning()
+# The same as version 1 wrote it.
+OLD_STATE = {
     "version": 1,
-    "policy": ddp_hooks.PRESETS["auto"].to_dict(),
-    "statistics": ddp_hooks.Statistics(steps=3, dense_bytes=100, payload_bytes=50).to_dict(),
+    "policy": {
+        "name": "auto",
+        "graph": True,
+        "values": "adaptive",
+        "units": "adaptive",
+        "average": "world",
+        "rebuild_after": 0,
+        **STATE["policy"]["tuning"],
+    },
+    "statistics": {
+        {"skip_zeros_steps": "values_steps", "skip_zero_rows_steps": "units_steps"}.get(name, name): value
+        for name, value in STATE["statistics"].items()
+    },
 }
 
 
@@ -96,14 +116,15 @@ def mutate(value: Any, draw: random.Random) -> None:
     for step in place:
         part = part[step]
     what = draw.randrange(3)
+    junk = copy.deepcopy(draw.choice(JUNK))  # which may be changed in turn
     if what == 0:
-        part[key] = draw.choice(JUNK)
+        part[key] = junk
     elif what == 1:
         del part[key]
     elif isinstance(part, dict):
-        part[draw.choice(["", "x", "steps", "policy", 3])] = draw.choice(JUNK)
+        part[draw.choice(["", "x", "steps", "policy", 3])] = junk
     else:
-        part.append(draw.choice(JUNK))
+        part.append(junk)
 
 
 class TooLong(BaseException):
@@ -154,15 +175,15 @@ def assert_clear(decode: Callable[[Any], None], values: Iterator[Any]) -> None:
 
 
 def use_policy(policy: ddp_hooks.Policy) -> None:
-    assert ddp_hooks.Policy(**policy.to_dict()) == policy
+    assert ddp_hooks.Policy.from_dict(policy.to_dict()) == policy
     assert repr(policy)
 
 
-def use_statistics(statistics: ddp_hooks.Statistics) -> None:
+def use_statistics(statistics: ddp_hooks.statistics.Statistics) -> None:
     """Do all that is done with statistics: counters are finite numbers, or this fails."""
     assert str(statistics)
     assert math.isfinite(statistics.saved_fraction)
-    assert (statistics + ddp_hooks.Statistics(steps=1)).steps == statistics.steps + 1
+    assert (statistics + ddp_hooks.statistics.Statistics(steps=1)).steps == statistics.steps + 1
     json.dumps(statistics.to_dict())
 
 
@@ -172,13 +193,19 @@ def arguments(value: Any) -> dict[str, Any]:
 
 
 def test_policy() -> None:
-    assert_clear(lambda value: use_policy(ddp_hooks.Policy(**arguments(value))), mutations(STATE["policy"]))
+    auto = STATE["policy"]
+    tuning = auto["tuning"]
+    assert_clear(lambda value: use_policy(ddp_hooks.Policy.from_dict(value)), mutations(auto))
+    assert_clear(lambda value: use_policy(ddp_hooks.Policy(**arguments(value))), mutations({**auto, "tuning": TUNING}))
+    assert_clear(lambda value: ddp_hooks.Tuning(**arguments(value)), mutations(tuning))
     assert_clear(lambda value: use_policy(ddp_hooks.policies.resolve(value)), mutations("auto"))
+    changed = mutations({**auto, **tuning, "tuning": TUNING})
+    assert_clear(lambda value: use_policy(ddp_hooks.policies.resolve("auto", arguments(value))), changed)
 
 
 def test_statistics() -> None:
     def decode(value: Any) -> None:
-        use_statistics(ddp_hooks.Statistics.from_dict(value))
+        use_statistics(ddp_hooks.statistics.Statistics.from_dict(value))
 
     assert_clear(decode, mutations(STATE["statistics"]))
 
@@ -199,7 +226,7 @@ def use_state(state: ddp_hooks.SkipUnusedState) -> None:
 
 def test_what_a_state_saves_can_be_loaded() -> None:
     use_state(detached())
-    assert detached().state_dict() == STATE
+    assert detached().state_dict() == detached(OLD_STATE).state_dict() == STATE
 
 
 def test_load_state_dict() -> None:
@@ -213,6 +240,7 @@ def test_load_state_dict() -> None:
         use_state(state)
 
     assert_clear(decode, mutations(STATE))
+    assert_clear(decode, mutations(OLD_STATE))
 
 
 def test_pickled_state() -> None:

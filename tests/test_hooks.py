@@ -31,8 +31,12 @@ import ddp_hooks
 from ddp_hooks import control_groups, reducer, registration
 from ddp_hooks.engine_settings import engine_settings
 
-# Probes soon and often, so that a few steps see the values detector at work.
-EAGER_AUTO = ddp_hooks.Policy("eager_auto", values="adaptive", first_pause_steps=1, longest_pause_steps=2, hold_steps=1)
+# Probes soon and often, so that a few steps see skip_zeros="adaptive" at work.
+EAGER_AUTO = ddp_hooks.Policy(
+    "eager_auto",
+    skip_zeros="adaptive",
+    tuning=ddp_hooks.Tuning(first_pause_steps=1, longest_pause_steps=2, hold_steps=1),
+)
 
 
 class Branches(nn.Module):
@@ -77,12 +81,12 @@ def statistics_and_usage(rank: int, native: bool) -> None:
         state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
         ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
     assert state.usage() == {}
-    assert state.stats() == ddp_hooks.Statistics()
+    assert state.stats() == ddp_hooks.statistics.Statistics()
     run_step(ddp, rank)
     run_step(ddp, rank)
     used = bytes_of(ddp.module) - bytes_of(ddp.module.branches[2])
     stats = state.stats()
-    assert (stats.steps, stats.exchanges, stats.values_steps) == (2, 2, 0)
+    assert (stats.steps, stats.exchanges, stats.skip_zeros_steps) == (2, 2, 0)
     assert stats.payload_bytes == 2 * used
     assert stats.dense_bytes == 2 * bytes_of(ddp.module)
     assert stats.plan_cache_hits + stats.plan_cache_misses == 2
@@ -91,13 +95,13 @@ def statistics_and_usage(rank: int, native: bool) -> None:
     ddp.module.branches[2].requires_grad_(False)
     usage = state.usage()
     assert list(usage) == [name for name, _ in ddp.module.named_parameters()]
-    expected = ddp_hooks.ParameterUsage("branches.1.weight", 256, rank == 1, True, False, ranks=(1,))
+    expected = ddp_hooks.statistics.ParameterUsage("branches.1.weight", 256, rank == 1, True, False, ranks=(1,))
     assert usage["branches.1.weight"] == expected
-    unused = ddp_hooks.ParameterUsage("branches.2.bias", 16, False, False, True, ranks=())
+    unused = ddp_hooks.statistics.ParameterUsage("branches.2.bias", 16, False, False, True, ranks=())
     assert usage["branches.2.bias"] == unused
     assert "saved" in str(stats)
     state.reset_stats()
-    assert state.stats() == ddp_hooks.Statistics()
+    assert state.stats() == ddp_hooks.statistics.Statistics()
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -208,7 +212,7 @@ def test_exchange_on_a_grid() -> None:
 def random_steps(rank: int, native: bool) -> None:
     """50 random steps: branches by rank and step, accumulation, freezing; weights equal to plain DDP's."""
 
-    def train(policy: str | None) -> tuple[list[torch.Tensor], ddp_hooks.Statistics | None]:
+    def train(policy: str | None) -> tuple[list[torch.Tensor], ddp_hooks.statistics.Statistics | None]:
         ddp = wrapped(bucket_cap_mb=0.001)
         state = None
         if policy is not None:
@@ -257,18 +261,20 @@ def test_random_steps(world_size: int, native: bool) -> None:
 
 def auto_follows_the_model(rank: int) -> None:
     """The adaptive detector goes on when gradients become zero, and off again."""
-    policy = ddp_hooks.Policy("test", values="adaptive", first_pause_steps=2, longest_pause_steps=4, hold_steps=3)
+    policy = ddp_hooks.Policy(
+        "test", skip_zeros="adaptive", tuning=ddp_hooks.Tuning(first_pause_steps=2, longest_pause_steps=4, hold_steps=3)
+    )
     ddp = wrapped(find_unused_parameters=False)
     state = ddp_hooks.register(ddp, policy)
 
     def steps(count: int, zeros: bool) -> int:
-        before = state.stats().values_steps
+        before = state.stats().skip_zeros_steps
         for _ in range(count):
             ddp.zero_grad()
             output = ddp(torch.ones(2, 8), 0)
             idle = sum(p.sum() for branch in ddp.module.branches[1:] for p in branch.parameters())
             (output.sum() + (0 if zeros else 1) * idle).backward()
-        return state.stats().values_steps - before
+        return state.stats().skip_zeros_steps - before
 
     assert 2 <= steps(20, zeros=False) <= 8
     assert steps(20, zeros=True) >= 15
@@ -507,10 +513,10 @@ def state_dict(rank: int) -> None:
     resumed = wrapped()
     fresh = ddp_hooks.register(resumed, "auto")
     fresh.load_state_dict(loaded)
-    assert fresh.policy == ddp_hooks.PRESETS["skip_unused"]
+    assert fresh.policy == ddp_hooks.policies.PRESETS["skip_unused"]
     assert fresh.stats() == state.stats()
     run_step(resumed, 0)
-    assert fresh.stats().values_steps == 0
+    assert fresh.stats().skip_zeros_steps == 0
     assert fresh.stats().steps == 2
     assert "version" in error_of(lambda: fresh.load_state_dict({}), ValueError)
 
@@ -1230,8 +1236,8 @@ def test_wrong_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings_at_every_door(rank: int) -> None:
     """A preset's name, and fields to set differently."""
-    expected = dataclasses.replace(ddp_hooks.PRESETS["auto"], rebuild_after=10, units="off")
-    settings = {"rebuild_after": 10, "units": "off"}
+    expected = dataclasses.replace(ddp_hooks.policies.PRESETS["auto"], rebuild_after=10, skip_zero_rows="off")
+    settings = {"rebuild_after": 10, "skip_zero_rows": "off"}
     ddp = DistributedDataParallel(nn.Linear(4, 4), find_unused_parameters=True)
     state = ddp_hooks.register(ddp, "auto", **settings)
     assert state.policy == expected
@@ -1257,9 +1263,9 @@ def settings_at_every_door(rank: int) -> None:
             ({"rebuild_afer": 10}, TypeError, r"expected fields of ddp_hooks\.Policy .* received rebuild_afer"),
             ({"rebuild_after": -1}, ValueError, r"Policy\.rebuild_after: expected at least 0, received -1"),
         ):
-            with pytest.raises(kind if rank == 0 else ddp_hooks.RefusedError, match=text):
+            with pytest.raises(kind if rank == 0 else ddp_hooks.errors.RefusedError, match=text):
                 door(ddp, "auto", **(wrong if rank == 0 else {}))
-        with pytest.raises(ddp_hooks.RefusedError, match=r"policy: expected .*rebuild_after=1"):
+        with pytest.raises(ddp_hooks.errors.RefusedError, match=r"policy: expected .*rebuild_after=1"):
             door(ddp, "auto", rebuild_after=10 + rank)
 
 

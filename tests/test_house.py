@@ -60,6 +60,7 @@ PYTHON_ROOMS = {
         "ddp_hooks._C",
         "ddp_hooks.absentees",
         "ddp_hooks.agreement",
+        "ddp_hooks.errors",
         "ddp_hooks.groups",
         "ddp_hooks.wording",
         "ddp_hooks.wrappers",

@@ -102,7 +102,9 @@ def test_logs_to_tensorboard(tmp_path: Path) -> None:
 
 
 def test_tensorboard_writer_takes_the_dictionary(tmp_path: Path) -> None:
-    statistics = ddp_hooks.Statistics(steps=4, dense_bytes=4000, payload_bytes=900, mask_bytes=100, messages=8)
+    statistics = ddp_hooks.statistics.Statistics(
+        steps=4, dense_bytes=4000, payload_bytes=900, mask_bytes=100, messages=8
+    )
     with SummaryWriter(tmp_path) as writer:
         for name, value in statistics.to_metrics().items():
             writer.add_scalar(name, value, global_step=4)

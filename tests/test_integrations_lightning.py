@@ -76,7 +76,9 @@ def fit(module: LightningModule, *callbacks: Callback, **options: Any) -> Traini
 def takes_settings(rank: int) -> None:
     callback = SkipUnusedCallback("skip_unused", rebuild_after=10, direct=False)
     fit(Lightning(), callback)
-    assert callback.state.policy == ddp_hooks.Policy("skip_unused", rebuild_after=10, direct=False)
+    assert callback.state.policy == ddp_hooks.Policy(
+        "skip_unused", rebuild_after=10, tuning=ddp_hooks.Tuning(direct=False)
+    )
     with pytest.raises((TypeError, RuntimeError), match=r"expected fields of ddp_hooks\.Policy .* received rebuild"):
         fit(Lightning(), SkipUnusedCallback(**({"rebuild": 10} if rank == 0 else {})))
 
@@ -230,7 +232,7 @@ def finetunes_a_backbone(rank: int) -> None:
 
     right = fit(Backbone(), LateBackboneFinetuning(**unfreeze), max_epochs=2)
     assert not differ_between_ranks(right.weights)
-    skip = ddp_hooks.PRESETS["skip_unused"]
+    skip = ddp_hooks.policies.PRESETS["skip_unused"]
     for policy, first in ((skip, True), (skip, False), (dataclasses.replace(skip, rebuild_after=2), True)):
         callback, finetuning = SkipUnusedCallback(policy), BackboneFinetuning(**unfreeze)
         callbacks = (callback, finetuning) if first else (finetuning, callback)

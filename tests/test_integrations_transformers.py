@@ -214,7 +214,9 @@ def takes_settings(rank: int, folder: Path) -> None:
     trainer = make_trainer(folder)
     callback = add_callback(trainer, "skip_unused", rebuild_after=10, direct=False)
     trainer.train()
-    assert callback.state.policy == ddp_hooks.Policy("skip_unused", rebuild_after=10, direct=False)
+    assert callback.state.policy == ddp_hooks.Policy(
+        "skip_unused", rebuild_after=10, tuning=ddp_hooks.Tuning(direct=False)
+    )
     trainer = make_trainer(folder)
     add_callback(trainer, **({"rebuild": 10} if rank == 0 else {}))
     with pytest.raises((TypeError, RuntimeError), match=r"expected fields of ddp_hooks\.Policy .* received rebuild"):

@@ -19,7 +19,7 @@ from ddp_hooks import _C
 BACKEND = "recording_gloo"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # All of a bucket travels in one message, however large its gaps.
-WITH_GAPS = ddp_hooks.Policy("with gaps", in_place_bytes=0, gap_fraction=1.0, direct=False)
+WITH_GAPS = ddp_hooks.Policy("with gaps", tuning=ddp_hooks.Tuning(in_place_bytes=0, gap_fraction=1.0, direct=False))
 
 
 class RecordingGroup(slow_group.SlowGroup):

@@ -20,10 +20,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
-from ddp_hooks import FreezeSchedule, Policy, RanksDisagreeError, Statistics
-from ddp_hooks.agreement import RefusedError
+from ddp_hooks import FreezeSchedule, Policy, Tuning
+from ddp_hooks.errors import RanksDisagreeError, RefusedError
 from ddp_hooks.parameters import select
 from ddp_hooks.policies import resolve
+from ddp_hooks.statistics import Statistics
 from ddp_hooks.wording import short
 
 # Longer than any of ours is, shorter than a checkpoint.
@@ -72,6 +73,10 @@ def without(dictionary: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in dictionary.items() if key != name}
 
 
+def tuned(**settings: Any) -> dict[str, Any]:
+    return POLICY | {"tuning": POLICY["tuning"] | settings}
+
+
 A_DICTIONARY = "expected a dictionary with the fields "
 NAMES = "expected something that names parameters of the wrapped module, received "
 SELECTORS = "expected patterns, modules or parameters, received "
@@ -79,35 +84,42 @@ SELECTORS = "expected patterns, modules or parameters, received "
 MISTAKES_ALONE: dict[str, list[Mistake]] = {
     "Policy": [
         Mistake(lambda: Policy(3), TypeError, ["Policy.name: expected a str, received 3"]),
-        Mistake(lambda: Policy("x", graph="off"), TypeError, ["Policy.graph: expected a bool, received 'off'"]),
-        Mistake(lambda: Policy("x", graph=1), TypeError, ["Policy.graph: expected a bool, received 1"]),
-        Mistake(lambda: Policy("x", values=True), ValueError, ["('off', 'on', 'adaptive'), received True"]),
-        Mistake(lambda: Policy("x", values="ON"), ValueError, ["('off', 'on', 'adaptive'), received 'ON'"]),
-        Mistake(lambda: Policy("x", values=torch.ones(2)), ValueError, ["received a Tensor of float32 [2]"]),
-        Mistake(lambda: Policy("x", pack_bytes=4e6), TypeError, ["pack_bytes: expected an int", "received 4000000.0"]),
-        Mistake(lambda: Policy("x", pack_bytes=-1), ValueError, ["pack_bytes: expected at least 0, received -1"]),
-        Mistake(lambda: Policy("x", in_place_bytes=2**63), TypeError, ["in_place_bytes: expected an int of 64 bits"]),
-        Mistake(lambda: Policy("x", gap_fraction="1%"), TypeError, ["gap_fraction: expected a number, received '1%'"]),
         Mistake(
-            lambda: Policy("x", gap_fraction=5), ValueError, ["gap_fraction: expected between 0 and 1, received 5"]
+            lambda: Policy("x", skip_unused="off"), TypeError, ["Policy.skip_unused: expected a bool, received 'off'"]
         ),
-        Mistake(lambda: Policy("x", hold_steps=None), TypeError, ["hold_steps: expected an int", "received None"]),
+        Mistake(lambda: Policy("x", skip_unused=1), TypeError, ["Policy.skip_unused: expected a bool, received 1"]),
+        Mistake(lambda: Policy("x", skip_zeros=True), ValueError, ["('off', 'on', 'adaptive'), received True"]),
+        Mistake(lambda: Policy("x", skip_zeros="ON"), ValueError, ["('off', 'on', 'adaptive'), received 'ON'"]),
+        Mistake(lambda: Policy("x", skip_zeros=torch.ones(2)), ValueError, ["received a Tensor of float32 [2]"]),
+        Mistake(lambda: Tuning(pack_bytes=4e6), TypeError, ["pack_bytes: expected an int", "received 4000000.0"]),
+        Mistake(lambda: Tuning(pack_bytes=-1), ValueError, ["pack_bytes: expected at least 0, received -1"]),
+        Mistake(lambda: Tuning(in_place_bytes=2**63), TypeError, ["in_place_bytes: expected an int of 64 bits"]),
+        Mistake(lambda: Tuning(gap_fraction="1%"), TypeError, ["gap_fraction: expected a number, received '1%'"]),
+        Mistake(lambda: Tuning(gap_fraction=5), ValueError, ["gap_fraction: expected between 0 and 1, received 5"]),
+        Mistake(lambda: Tuning(hold_steps=None), TypeError, ["hold_steps: expected an int", "received None"]),
         Mistake(
             lambda: Policy("x", rebuild_after=True), TypeError, ["rebuild_after: expected an int", "received True"]
         ),
+        Mistake(lambda: Policy("x", tuning={}), TypeError, ["Policy.tuning: expected a ddp_hooks.Tuning, received {}"]),
     ],
     "Policy.from_dict": [
         Mistake(lambda: Policy.from_dict(None), TypeError, [A_DICTIONARY, "received None", "a checkpoint holds"]),
         Mistake(lambda: Policy.from_dict("auto"), TypeError, [A_DICTIONARY, "received 'auto'"]),
         Mistake(lambda: Policy.from_dict(Policy("x")), TypeError, [A_DICTIONARY, "received Policy(name='x')"]),
-        Mistake(lambda: Policy.from_dict({}), ValueError, [A_DICTIONARY, "received one without name, graph"]),
+        Mistake(lambda: Policy.from_dict({}), ValueError, [A_DICTIONARY, "received one without name, skip_unused"]),
         Mistake(lambda: Policy.from_dict(CHECKPOINT), ValueError, [A_DICTIONARY, "with the unknown weight, bias"]),
-        Mistake(lambda: Policy.from_dict(COUNTERS), ValueError, [A_DICTIONARY, "unknown steps, values_steps"]),
+        Mistake(lambda: Policy.from_dict(COUNTERS), ValueError, [A_DICTIONARY, "unknown steps, skip_zeros_steps"]),
         Mistake(lambda: Policy.from_dict(POLICY | {"rows": 1}), ValueError, ["with the unknown rows; pass"]),
-        Mistake(lambda: Policy.from_dict(without(POLICY, "graph")), ValueError, ["received one without graph; pass"]),
+        Mistake(
+            lambda: Policy.from_dict(without(POLICY, "skip_unused")),
+            ValueError,
+            ["received one without skip_unused; pass"],
+        ),
         Mistake(lambda: Policy.from_dict(POLICY | {3: 1}), ValueError, ["with the unknown 3; pass"]),
-        Mistake(lambda: Policy.from_dict(POLICY | {"hold_steps": "3"}), TypeError, ["Policy.hold_steps", "'3'"]),
-        Mistake(lambda: Policy.from_dict(POLICY | {"gap_fraction": float("nan")}), ValueError, ["received nan"]),
+        Mistake(lambda: Policy.from_dict(tuned(hold_steps="3")), TypeError, ["Tuning.hold_steps", "'3'"]),
+        Mistake(lambda: Policy.from_dict(tuned(gap_fraction=float("nan"))), ValueError, ["received nan"]),
+        Mistake(lambda: Policy.from_dict(tuned(rows=1)), ValueError, ["Tuning: ", "with the unknown rows; pass"]),
+        Mistake(lambda: Policy.from_dict(POLICY | {"tuning": 3}), TypeError, ["Tuning: ", A_DICTIONARY, "received 3"]),
     ],
     "resolve": [
         Mistake(
@@ -126,9 +138,9 @@ MISTAKES_ALONE: dict[str, list[Mistake]] = {
     "Statistics.from_dict": [
         Mistake(lambda: Statistics.from_dict(None), TypeError, [A_DICTIONARY, "received None"]),
         Mistake(lambda: Statistics.from_dict(Statistics()), TypeError, [A_DICTIONARY, "received Statistics(steps=0"]),
-        Mistake(lambda: Statistics.from_dict({}), ValueError, ["received one without steps, values_steps"]),
+        Mistake(lambda: Statistics.from_dict({}), ValueError, ["received one without steps, skip_zeros_steps"]),
         Mistake(lambda: Statistics.from_dict(CHECKPOINT), ValueError, ["with the unknown weight, bias; pass"]),
-        Mistake(lambda: Statistics.from_dict(POLICY), ValueError, ["with the unknown name, graph"]),
+        Mistake(lambda: Statistics.from_dict(POLICY), ValueError, ["with the unknown name, skip_unused"]),
         Mistake(lambda: Statistics.from_dict(without(COUNTERS, "steps")), ValueError, ["one without steps; pass"]),
         Mistake(lambda: Statistics.from_dict(COUNTERS | {"rows": 1}), ValueError, ["with the unknown rows; pass"]),
         Mistake(lambda: Statistics.from_dict(COUNTERS | {"steps": "3"}), TypeError, ["steps: expected an int", "'3'"]),
@@ -231,11 +243,11 @@ MISTAKES_ALONE: dict[str, list[Mistake]] = {
             function, RuntimeError, ["expected an initialized process group, found none; call torch.distributed.init"]
         )
         for function in (
-            lambda: ddp_hooks.broadcast_parameters(MODEL),
-            lambda: ddp_hooks.average_parameters(MODEL),
-            lambda: ddp_hooks.verify_replicas(MODEL),
-            lambda: ddp_hooks.share_parameters(MODEL),
-            lambda: ddp_hooks.PeriodicModelAverager(2),
+            lambda: ddp_hooks.sync.broadcast_parameters(MODEL),
+            lambda: ddp_hooks.sync.average_parameters(MODEL),
+            lambda: ddp_hooks.sync.verify_replicas(MODEL),
+            lambda: ddp_hooks.sync.share_parameters(MODEL),
+            lambda: ddp_hooks.sync.PeriodicModelAverager(2),
         )
     ],
     "skip_unused_hook": [
@@ -254,7 +266,7 @@ MISTAKES_ALONE: dict[str, list[Mistake]] = {
             TypeError,
             ["expected a DistributedDataParallel module, received "],
         )
-        for function in (ddp_hooks.register, ddp_hooks.SkipUnusedState, ddp_hooks.BufferSync, ddp_hooks.rebuild)
+        for function in (ddp_hooks.register, ddp_hooks.SkipUnusedState, ddp_hooks.sync.BufferSync, ddp_hooks.rebuild)
         for wrong in (MODEL, None, "ddp", nn.Linear, DistributedDataParallel, [MODEL], 3)
     ],
 }
@@ -354,7 +366,7 @@ def mistakes_with_groups(call: Callable[[Any], Any]) -> list[Mistake]:
 
 
 def broadcast_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mistake]:
-    call = ddp_hooks.broadcast_parameters
+    call = ddp_hooks.sync.broadcast_parameters
     of_group = "expected src to be a rank of the process group, "
     return [
         *mistakes_with_sources(call, model),
@@ -375,7 +387,7 @@ def broadcast_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[M
 
 
 def average_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mistake]:
-    call = ddp_hooks.average_parameters
+    call = ddp_hooks.sync.average_parameters
     numbers = "expected weights to be a number, a list of one number a rank, or None, received "
     return [
         *mistakes_with_sources(call, model),
@@ -402,7 +414,7 @@ def average_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mis
 
 
 def verify_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mistake]:
-    call = ddp_hooks.verify_replicas
+    call = ddp_hooks.sync.verify_replicas
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = "expected optimizer to be a torch.optim.Optimizer or None, received "
     return [
@@ -418,7 +430,7 @@ def verify_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mist
 
 
 def averager_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mistake]:
-    make = ddp_hooks.PeriodicModelAverager
+    make = ddp_hooks.sync.PeriodicModelAverager
 
     def call(params: Any) -> None:
         make(2).average_parameters(params)
@@ -449,7 +461,7 @@ def averager_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mi
 
 
 def sharing_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mistake]:
-    call = ddp_hooks.share_parameters
+    call = ddp_hooks.sync.share_parameters
     view = nn.Linear(2, 2)
     view.register_buffer("view", view.weight.detach()[0])
     expanded = nn.Linear(2, 2)
@@ -469,11 +481,11 @@ def sharing_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mis
 
 
 def buffer_sync_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mistake]:
-    call = ddp_hooks.BufferSync
+    call = ddp_hooks.sync.BufferSync
     modes = "expected mode to be one of broadcast, average, changed, before_eval, never, received "
     without_buffers = DistributedDataParallel(make_model(), broadcast_buffers=False)
     synced = DistributedDataParallel(make_model())
-    ddp_hooks.BufferSync(synced)
+    ddp_hooks.sync.BufferSync(synced)
     return [
         Mistake(lambda: call(model), TypeError, ["expected a DistributedDataParallel module", "wrap the"], told=False),
         Mistake(lambda: call(ddp, "mean"), ValueError, [modes + "'mean'"]),
@@ -490,8 +502,8 @@ def buffer_sync_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list
 
 def assert_works(model: nn.Module) -> None:
     """Check that the ranks still understand each other, and that the model is what it was."""
-    assert ddp_hooks.verify_replicas(model).in_step
-    assert ddp_hooks.average_parameters(model).tensors > 0
+    assert ddp_hooks.sync.verify_replicas(model).in_step
+    assert ddp_hooks.sync.average_parameters(model).tensors > 0
 
 
 def make_mistakes(rank: int, make: Callable[[nn.Module, DistributedDataParallel], list[Mistake]]) -> int:
@@ -508,7 +520,7 @@ def make_mistakes(rank: int, make: Callable[[nn.Module, DistributedDataParallel]
                     assert_fails(mistake)
                 else:
                     other = Mistake(
-                        lambda: ddp_hooks.verify_replicas(model),
+                        lambda: ddp_hooks.sync.verify_replicas(model),
                         RanksDisagreeError,
                         [f"rank {1 - rank} refused: {mistake.kind.__name__}: ", *mistake.texts, "no tensor changed"],
                     )
@@ -541,37 +553,43 @@ def _disagree(rank: int) -> None:
     model = make_model()
     other = nn.Linear(4, 4, bias=rank == 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    averager = ddp_hooks.PeriodicModelAverager(2 + rank)
+    averager = ddp_hooks.sync.PeriodicModelAverager(2 + rank)
     cases: list[tuple[Callable[[], Any], list[str]]] = [
-        (lambda: ddp_hooks.broadcast_parameters(model, rank), ["rank 0 called broadcast_parameters(src=0", "(src=1"]),
-        (lambda: ddp_hooks.broadcast_parameters(model, buffers=rank == 0), ["buffers=True", "buffers=False"]),
-        (lambda: ddp_hooks.broadcast_parameters(model, async_op=rank == 0), ["async_op=True", "async_op=False"]),
         (
-            lambda: ddp_hooks.broadcast_parameters(other),
+            lambda: ddp_hooks.sync.broadcast_parameters(model, rank),
+            ["rank 0 called broadcast_parameters(src=0", "(src=1"],
+        ),
+        (lambda: ddp_hooks.sync.broadcast_parameters(model, buffers=rank == 0), ["buffers=True", "buffers=False"]),
+        (lambda: ddp_hooks.sync.broadcast_parameters(model, async_op=rank == 0), ["async_op=True", "async_op=False"]),
+        (
+            lambda: ddp_hooks.sync.broadcast_parameters(other),
             ["parameter 'bias' is float32 [4] on cpu on rank 0, missing on"],
         ),
         (
-            lambda: ddp_hooks.average_parameters(model, weights=[1, 1 + rank]),
+            lambda: ddp_hooks.sync.average_parameters(model, weights=[1, 1 + rank]),
             ["weights=[1.0, 1.0]", "weights=[1.0, 2.0]"],
         ),
         (
-            lambda: ddp_hooks.average_parameters(model, weights=1 if rank else None),
+            lambda: ddp_hooks.sync.average_parameters(model, weights=1 if rank else None),
             ["weights=None", "one number a rank"],
         ),
-        (lambda: ddp_hooks.average_parameters(model, buffers="ignore" if rank else "average"), ["buffers='ignore'"]),
-        (lambda: ddp_hooks.verify_replicas(model, gradients=rank == 0), ["gradients=False"]),
-        (lambda: ddp_hooks.verify_replicas(model, optimizer=optimizer if rank else None), ["optimizer=True"]),
-        (lambda: averager.average_parameters(model.parameters()), ["(period=2, warmup_steps=0, step=0)", "(period=3,"]),
-        (lambda: ddp_hooks.share_parameters(other), ["parameter 'bias' is "]),
         (
-            lambda: (ddp_hooks.average_parameters if rank else ddp_hooks.broadcast_parameters)(model),
+            lambda: ddp_hooks.sync.average_parameters(model, buffers="ignore" if rank else "average"),
+            ["buffers='ignore'"],
+        ),
+        (lambda: ddp_hooks.sync.verify_replicas(model, gradients=rank == 0), ["gradients=False"]),
+        (lambda: ddp_hooks.sync.verify_replicas(model, optimizer=optimizer if rank else None), ["optimizer=True"]),
+        (lambda: averager.average_parameters(model.parameters()), ["(period=2, warmup_steps=0, step=0)", "(period=3,"]),
+        (lambda: ddp_hooks.sync.share_parameters(other), ["parameter 'bias' is "]),
+        (
+            lambda: (ddp_hooks.sync.average_parameters if rank else ddp_hooks.sync.broadcast_parameters)(model),
             ["rank 0 called broadcast_parameters(", "rank 1 called average_parameters("],
         ),
         (
-            lambda: (ddp_hooks.share_parameters if rank else ddp_hooks.verify_replicas)(model),
+            lambda: (ddp_hooks.sync.share_parameters if rank else ddp_hooks.sync.verify_replicas)(model),
             ["rank 0 called verify_replicas(", "rank 1 called share_parameters("],
         ),
-        (lambda: ddp_hooks.average_parameters(used_up(model) if rank else model.parameters()), []),
+        (lambda: ddp_hooks.sync.average_parameters(used_up(model) if rank else model.parameters()), []),
     ]
     before = fingerprint(model)
     for call, texts in cases[:-1]:
@@ -582,7 +600,9 @@ def _disagree(rank: int) -> None:
     )
     assert_fails(Mistake(cases[-1][0], kind, [text]))
     # Known to all ranks, which raise it together.
-    assert_fails(Mistake(lambda: ddp_hooks.average_parameters(model, weights=0), ValueError, ["rank a weight above 0"]))
+    assert_fails(
+        Mistake(lambda: ddp_hooks.sync.average_parameters(model, weights=0), ValueError, ["rank a weight above 0"])
+    )
     assert_works(model)
     assert_unchanged(before, fingerprint(model))
 
@@ -594,21 +614,21 @@ def test_ranks_that_disagree_are_told_how() -> None:
 def _modules_without_tensors(rank: int) -> None:
     # What a script that goes through the parts of a model meets; an empty iterable is another matter.
     for module in (nn.ReLU(), nn.Sequential()):
-        assert ddp_hooks.broadcast_parameters(module).tensors == 0
-        assert ddp_hooks.average_parameters(module).tensors == 0
-        assert ddp_hooks.verify_replicas(module).in_step
-        ddp_hooks.share_parameters(module).release()
+        assert ddp_hooks.sync.broadcast_parameters(module).tensors == 0
+        assert ddp_hooks.sync.average_parameters(module).tensors == 0
+        assert ddp_hooks.sync.verify_replicas(module).in_step
+        ddp_hooks.sync.share_parameters(module).release()
     ddp = DistributedDataParallel(nn.Linear(2, 2))
-    buffer_sync = ddp_hooks.BufferSync(ddp, "before_eval")
+    buffer_sync = ddp_hooks.sync.BufferSync(ddp, "before_eval")
     ddp.eval()
     assert buffer_sync.stats().payload_bytes < 100
     buffer_sync.remove()
-    other = ddp_hooks.BufferSync(ddp, "changed")
+    other = ddp_hooks.sync.BufferSync(ddp, "changed")
     buffer_sync.remove()  # does nothing, and leaves the other one alone
     ddp(torch.ones(2, 2)).sum().backward()
     other.remove()
     # No gradient on any rank: nothing to average, which is no mistake.
-    ddp_hooks.PeriodicModelAverager(2).average_parameters(nn.Linear(2, 2).parameters())
+    ddp_hooks.sync.PeriodicModelAverager(2).average_parameters(nn.Linear(2, 2).parameters())
 
 
 def test_a_module_may_be_without_tensors() -> None:
@@ -628,8 +648,10 @@ def _hook_mistakes(rank: int) -> None:
         assert_fails(Mistake(lambda: ddp_hooks.register(ddp, policy), kind, [text]))
     else:
         assert_fails(Mistake(lambda: ddp_hooks.register(ddp), RuntimeError, ["rank 0: policy: expected one of", text]))
-    mine = "auto" if rank else Policy("mine", values="on")
-    both = ["expected Policy(name='mine', values='on') as on rank 0, received Policy(name='auto', values='adaptive', "]
+    mine = "auto" if rank else Policy("mine", skip_zeros="on")
+    both = [
+        "expected Policy(name='mine', skip_zeros='on') as on rank 0, received Policy(name='auto', skip_zeros='adaptive'"
+    ]
     assert_fails(Mistake(lambda: ddp_hooks.register(ddp, mine), RuntimeError, both))
     assert_fails(
         Mistake(
@@ -664,7 +686,7 @@ def _hook_mistakes(rank: int) -> None:
     checkpoints = [
         (None, TypeError, ["expected a dictionary with the fields", "received None"]),
         (CHECKPOINT, ValueError, ["expected a dictionary with the fields", "without version"]),
-        ({**good, "version": 2}, ValueError, ["version 1", "received version 2"]),
+        ({**good, "version": 3}, ValueError, ["version 1 or 2", "received version 3"]),
         ({**good, "policy": {**good["policy"], "speed": 3}}, ValueError, ["unknown speed"]),
         ({**good, "statistics": {**good["statistics"], "steps": -5}}, ValueError, ["received -5"]),
     ]
@@ -714,7 +736,7 @@ def _hook_mistakes(rank: int) -> None:
     assert state.stats().steps == 2
     assert not ddp_hooks.rebuild(ddp)
     gradients = [p.grad for p in ddp.parameters() if p.grad is not None]
-    assert ddp_hooks.verify_replicas(gradients).in_step
+    assert ddp_hooks.sync.verify_replicas(gradients).in_step
 
 
 def test_mistakes_with_the_hook() -> None:

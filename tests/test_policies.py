@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 import re
 from typing import Any
 
 import pytest
 
-from ddp_hooks import PRESETS, Policy, policies
-from ddp_hooks.policies import parse_settings, resolve
+from ddp_hooks import Policy, Tuning, policies
+from ddp_hooks.policies import PRESETS, parse_settings, resolve
+
+FIELDS_OF_TUNING = [field.name for field in dataclasses.fields(Tuning)]
+FIELDS = [field.name for field in dataclasses.fields(Policy) if field.name != "tuning"]
+
+
+def with_setting(field: str, value: Any) -> Policy:
+    """Make a policy with one setting, of itself or of its tuning."""
+    return Policy("mine", tuning=Tuning(**{field: value})) if field in FIELDS_OF_TUNING else replaced(field, value)
+
+
+def replaced(field: str, value: Any) -> Policy:
+    return Policy(**{"name": "mine", field: value})
+
+
+def owner_of(field: str) -> str:
+    return "Tuning" if field in FIELDS_OF_TUNING else "Policy"
+
+
+def setting_of(policy: Policy, field: str) -> Any:
+    return getattr(policy.tuning if field in FIELDS_OF_TUNING else policy, field)
+
+
+def test_a_policy_has_few_fields() -> None:
+    assert len(dataclasses.fields(Policy)) <= 8
+    assert not set(FIELDS) & set(FIELDS_OF_TUNING)
 
 
 def test_presets() -> None:
     assert list(PRESETS) == ["allreduce", "skip_unused", "skip_zeros", "auto"]
-    assert {name: (policy.graph, policy.values, policy.units) for name, policy in PRESETS.items()} == {
+    assert {
+        name: (policy.skip_unused, policy.skip_zeros, policy.skip_zero_rows) for name, policy in PRESETS.items()
+    } == {
         "allreduce": (False, "off", "off"),
         "skip_unused": (True, "off", "off"),
         "skip_zeros": (True, "on", "on"),
@@ -25,11 +53,12 @@ def test_presets() -> None:
         assert policy.name == name
         # They differ in what is sent, not in how.
         plain = Policy(name)
-        assert dataclasses.replace(policy, graph=plain.graph, values=plain.values, units=plain.units) == plain
+        what = ("skip_unused", "skip_zeros", "skip_zero_rows")
+        assert dataclasses.replace(policy, **{field: getattr(plain, field) for field in what}) == plain
 
 
 def test_defaults_send_less_than_one_percent_too_much() -> None:
-    assert Policy("mine").gap_fraction < 0.01
+    assert Policy("mine").tuning.gap_fraction < 0.01
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -38,27 +67,44 @@ def test_resolve_knows_every_preset(name: str) -> None:
 
 
 def test_resolve_takes_a_policy_as_it_is() -> None:
-    policy = Policy("mine", values="on")
+    policy = Policy("mine", skip_zeros="on")
     assert resolve(policy) is policy
 
 
 def test_resolve_sets_fields_differently() -> None:
     assert resolve("auto", {"rebuild_after": 10}) == dataclasses.replace(PRESETS["auto"], rebuild_after=10)
-    policy = Policy("mine", values="on")
-    assert resolve(policy, {"units": "adaptive"}) == Policy("mine", values="on", units="adaptive")
+    policy = Policy("mine", skip_zeros="on", tuning=Tuning(hold_steps=3))
+    assert resolve(policy, {"skip_zero_rows": "adaptive"}) == dataclasses.replace(policy, skip_zero_rows="adaptive")
     assert resolve(policy, {}) is policy
+
+
+def test_resolve_puts_what_belongs_to_the_tuning_there() -> None:
+    policy = Policy("mine", tuning=Tuning(hold_steps=3))
+    resolved = resolve(policy, {"pack_bytes": 1 << 20, "rebuild_after": 10})
+    assert resolved == Policy("mine", rebuild_after=10, tuning=Tuning(hold_steps=3, pack_bytes=1 << 20))
+    assert resolve(policy, {"tuning": Tuning(owners=True)}) == Policy("mine", tuning=Tuning(owners=True))
+    both = resolve(policy, {"pack_bytes": 1, "tuning": Tuning(owners=True)})
+    assert both == Policy("mine", tuning=Tuning(owners=True, pack_bytes=1))
+    # Together, where one would not do without the other.
+    pauses = {"longest_pause_steps": 4, "first_pause_steps": 2}
+    assert resolve("auto", pauses).tuning == Tuning(**pauses)
 
 
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
         ({"rebuild_after": -1}, ValueError, r"Policy\.rebuild_after: expected at least 0, received -1"),
-        ({"values": "sometimes"}, ValueError, r"Policy\.values: expected one of .* received 'sometimes'"),
-        ({"graph": 1}, TypeError, r"Policy\.graph: expected a bool, received 1"),
+        ({"skip_zeros": "sometimes"}, ValueError, r"Policy\.skip_zeros: expected one of .* received 'sometimes'"),
+        ({"skip_unused": 1}, TypeError, r"Policy\.skip_unused: expected a bool, received 1"),
+        ({"pack_bytes": -1}, ValueError, r"Tuning\.pack_bytes: expected at least 0, received -1"),
+        ({"tuning": {}}, TypeError, r"Policy\.tuning: expected a ddp_hooks\.Tuning, received {}"),
+        ({"tuning": {}, "pack_bytes": 1}, TypeError, r"Policy\.tuning: expected a ddp_hooks\.Tuning, received {}"),
+        ({"graph": True}, TypeError, "received graph"),
         (
             {"rebuild_afer": 10, "speed": 1},
             TypeError,
-            r"policy: expected fields of ddp_hooks\.Policy as settings \(name, .*\), received rebuild_afer, speed",
+            r"policy: expected fields of ddp_hooks\.Policy as settings \(name, .*\), or of ddp_hooks\.Tuning "
+            r"\(in_place_bytes, .*\), received rebuild_afer, speed",
         ),
     ],
 )
@@ -72,9 +118,9 @@ def test_resolve_checks_what_is_set(settings: dict[str, Any], kind: type[Excepti
     [
         (["rebuild_after=10"], {"rebuild_after": 10}),
         (["rebuild_after=-1"], {"rebuild_after": -1}),  # which the policy itself refuses
-        (["graph=false", "owners=True"], {"graph": False, "owners": True}),
+        (["skip_unused=false", "owners=True"], {"skip_unused": False, "owners": True}),
         (["gap_fraction=1", "min_zero_fraction=1e-3"], {"gap_fraction": 1.0, "min_zero_fraction": 1e-3}),
-        (["values=on", "units=off", "name=a=b"], {"values": "on", "units": "off", "name": "a=b"}),
+        (["skip_zeros=on", "average=world", "name=a=b"], {"skip_zeros": "on", "average": "world", "name": "a=b"}),
         (["hold_steps=1", "hold_steps=2"], {"hold_steps": 2}),
         ([], {}),
     ],
@@ -92,8 +138,9 @@ def test_settings_are_read_from_text(texts: list[str], settings: dict[str, Any])
         ("rebuild_after=", "rebuild_after: expected an int, received ''"),
         ("rebuild_after=1.5", "rebuild_after: expected an int, received '1.5'"),
         ("gap_fraction=much", "gap_fraction: expected a number, received 'much'"),
-        ("graph=1", "graph: expected true or false, received '1'"),
-        ("speed=1", r"expected fields of ddp_hooks\.Policy as settings \(name, .*\), received speed"),
+        ("skip_unused=1", "skip_unused: expected true or false, received '1'"),
+        ("tuning=Tuning()", "tuning: expected its fields one by one, as in pack_bytes=1000000"),
+        ("speed=1", r"expected fields of ddp_hooks\.Policy as settings \(name, .*\), or .*, received speed"),
     ],
 )
 def test_texts_that_are_no_settings(text: str, message: str) -> None:
@@ -102,9 +149,9 @@ def test_texts_that_are_no_settings(text: str, message: str) -> None:
 
 
 def test_every_field_can_be_read_from_text() -> None:
-    for field in dataclasses.fields(Policy):
-        value = getattr(PRESETS["auto"], field.name)
-        assert parse_settings([f"{field.name}={value}"]) == {field.name: value}
+    for field in (*FIELDS, *FIELDS_OF_TUNING):
+        value = setting_of(PRESETS["auto"], field)
+        assert parse_settings([f"{field}={value}"]) == {field: value}
 
 
 def test_resolve_refuses_an_unknown_name() -> None:
@@ -123,10 +170,10 @@ def test_resolve_refuses_what_is_no_policy(policy: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("values", "sometimes", "one of ('off', 'on', 'adaptive')"),
-        ("values", True, "one of ('off', 'on', 'adaptive')"),
-        ("units", "rows", "one of ('off', 'on', 'adaptive')"),
-        ("values", None, "one of ('off', 'on', 'adaptive')"),
+        ("skip_zeros", "sometimes", "one of ('off', 'on', 'adaptive')"),
+        ("skip_zeros", True, "one of ('off', 'on', 'adaptive')"),
+        ("skip_zero_rows", "rows", "one of ('off', 'on', 'adaptive')"),
+        ("skip_zeros", None, "one of ('off', 'on', 'adaptive')"),
         ("in_place_bytes", -1, "at least 0"),
         ("pack_bytes", -1, "at least 0"),
         ("gap_fraction", -0.01, "between 0 and 1"),
@@ -140,17 +187,17 @@ def test_resolve_refuses_what_is_no_policy(policy: Any) -> None:
     ],
 )
 def test_validation_names_the_field_and_what_was_expected_and_received(field: str, value: Any, expected: str) -> None:
-    message = re.escape(f"Policy.{field}: expected {expected}, received {value!r}")
+    message = re.escape(f"{owner_of(field)}.{field}: expected {expected}, received {value!r}")
     with pytest.raises(ValueError, match=f"^{message}$"):
-        Policy("mine", **{field: value})
+        with_setting(field, value)
     with pytest.raises(ValueError, match=f"^{message}$"):
-        dataclasses.replace(Policy("mine"), **{field: value})
+        resolve(Policy("mine"), {field: value})
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("values", "adaptive"),
+        ("skip_zeros", "adaptive"),
         ("in_place_bytes", 0),
         ("pack_bytes", 0),
         ("gap_fraction", 0),
@@ -163,13 +210,13 @@ def test_validation_names_the_field_and_what_was_expected_and_received(field: st
     ],
 )
 def test_the_ends_of_each_range_are_allowed(field: str, value: Any) -> None:
-    assert getattr(Policy("mine", **{field: value}), field) == value
+    assert setting_of(with_setting(field, value), field) == value
 
 
 @pytest.mark.parametrize("field", ["gap_fraction", "min_zero_fraction"])
 def test_nan_is_refused(field: str) -> None:
-    with pytest.raises(ValueError, match=f"Policy.{field}: expected between 0 and 1, received nan"):
-        Policy("mine", **{field: float("nan")})
+    with pytest.raises(ValueError, match=f"Tuning.{field}: expected between 0 and 1, received nan"):
+        with_setting(field, float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -177,49 +224,56 @@ def test_nan_is_refused(field: str) -> None:
     [
         ("in_place_bytes", 1.5),  # refused only by the engine, without the field's name
         ("hold_steps", "32"),  # an error of the comparison: '<' not supported between str and int
-        ("graph", "off"),  # taken for true
+        ("skip_unused", "off"),  # taken for true
     ],
 )
 def test_wrong_types_are_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"Policy.{field}: expected .*, received {value!r}"):
-        Policy("mine", **{field: value})
+    with pytest.raises((TypeError, ValueError), match=f"{owner_of(field)}.{field}: expected .*, received {value!r}"):
+        with_setting(field, value)
 
 
 def test_is_frozen() -> None:
-    policy = Policy("mine")
-    for field in dataclasses.fields(Policy):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(policy, field.name, getattr(policy, field.name))
-    assert not hasattr(policy, "__dict__")
+    for settings in (Policy("mine"), Tuning()):
+        for field in dataclasses.fields(settings):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(settings, field.name, getattr(settings, field.name))
+        assert not hasattr(settings, "__dict__")
 
 
 def test_round_trips() -> None:
-    policy = Policy("mine", graph=False, values="adaptive", in_place_bytes=1, pack_bytes=2, gap_fraction=0.25)
+    tuning = Tuning(in_place_bytes=1, pack_bytes=2, gap_fraction=0.25)
+    policy = Policy("mine", skip_unused=False, skip_zeros="adaptive", tuning=tuning)
     assert list(policy.to_dict()) == [field.name for field in dataclasses.fields(Policy)]
-    assert Policy(**policy.to_dict()) == Policy.from_dict(policy.to_dict()) == policy
+    assert list(policy.to_dict()["tuning"]) == FIELDS_OF_TUNING
+    assert Policy.from_dict(policy.to_dict()) == policy
+    assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
     assert pickle.loads(pickle.dumps(policy)) == policy
     # Ranks compare policies by their representation.
-    assert eval(repr(policy), {"Policy": Policy}) == policy
+    assert eval(repr(policy), {"Policy": Policy, "Tuning": Tuning}) == policy
 
 
-def test_units_are_agreed_on_where_usage_is() -> None:
-    """What ranks object to travels beside the masks of the graph detector."""
-    with pytest.raises(ValueError, match=r"Policy.units: expected 'off' without the graph detector, received 'on'"):
-        Policy("mine", graph=False, units="on")
+def test_rows_are_agreed_on_where_usage_is() -> None:
+    """What ranks object to travels with the masks of skip_unused."""
+    message = r"Policy.skip_zero_rows: expected 'off' with skip_unused=False, received 'on'; set skip_unused=True"
+    with pytest.raises(ValueError, match=message):
+        Policy("mine", skip_unused=False, skip_zero_rows="on")
 
 
 def test_a_policy_shows_what_differs_from_the_defaults() -> None:
     assert repr(PRESETS["skip_unused"]) == "Policy(name='skip_unused')"
-    assert repr(PRESETS["auto"]) == "Policy(name='auto', values='adaptive', units='adaptive')"
+    assert repr(PRESETS["auto"]) == "Policy(name='auto', skip_zeros='adaptive', skip_zero_rows='adaptive')"
+    assert repr(Tuning()) == "Tuning()"
+    tuned = Policy("mine", tuning=Tuning(owners=True, pack_bytes=1))
+    assert repr(tuned) == "Policy(name='mine', tuning=Tuning(pack_bytes=1, owners=True))"
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Policy)])
+@pytest.mark.parametrize("field", [*FIELDS, *FIELDS_OF_TUNING])
 def test_policies_that_differ_are_shown_differently(field: str) -> None:
     other = {
         "name": "yours",
-        "graph": False,
-        "values": "on",
-        "units": "on",
+        "skip_unused": False,
+        "skip_zeros": "on",
+        "skip_zero_rows": "on",
         "direct": False,
         "owners": True,
         "average": "contributors",
@@ -227,26 +281,64 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
         "min_zero_fraction": 0.5,
         "first_pause_steps": 2,
     }
-    changed = dataclasses.replace(Policy("mine"), **{field: other.get(field, 1 << 21)})
+    changed = resolve(Policy("mine"), {field: other.get(field, 1 << 21)})
     assert changed != Policy("mine")
     assert repr(changed) != repr(Policy("mine"))
-    assert f"{field}={getattr(changed, field)!r}" in repr(changed)
+    assert f"{field}={setting_of(changed, field)!r}" in repr(changed)
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 1.0), (0, -0.0), (0.0, -0.0)])
 def test_policies_that_are_equal_are_shown_alike(one: float, other: float) -> None:
-    assert repr(Policy("mine", gap_fraction=one)) == repr(Policy("mine", gap_fraction=other))
+    assert repr(with_setting("gap_fraction", one)) == repr(with_setting("gap_fraction", other))
 
 
 def test_an_older_checkpoint_is_read_with_the_default_of_a_new_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = Policy("mine", values="on").to_dict()
-    del older["rebuild_after"]
-    with pytest.raises(ValueError, match="without rebuild_after"):
+    policy = Policy("mine", skip_zeros="on", tuning=Tuning(hold_steps=3))
+    older = policy.to_dict()
+    del older["rebuild_after"], older["tuning"]["max_unit_bytes"]
+    with pytest.raises(ValueError, match=r"Policy: .* without rebuild_after"):
         Policy.from_dict(older)
     monkeypatch.setattr(policies, "_FIRST_FIELDS", tuple(older))  # as if the field were a newer one
-    assert Policy.from_dict(older) == Policy("mine", values="on")
+    with pytest.raises(ValueError, match=r"Tuning: .* without max_unit_bytes"):
+        Policy.from_dict(older)
+    monkeypatch.setattr(policies, "_FIRST_FIELDS_OF_TUNING", tuple(older["tuning"]))
+    assert Policy.from_dict(older) == policy
+
+
+def test_every_checkpoint_has_held_what_is_there_today() -> None:
+    assert set(policies._FIRST_FIELDS) == {*FIELDS, "tuning"}
+    assert set(policies._FIRST_FIELDS_OF_TUNING) == set(FIELDS_OF_TUNING)
+
+
+def test_a_checkpoint_of_version_1_is_read() -> None:
+    # As 0.1.0 wrote it, before rows, transports and averages.
+    oldest = {
+        "name": "mine",
+        "graph": False,
+        "values": "adaptive",
+        "in_place_bytes": 1,
+        "pack_bytes": 2,
+        "gap_fraction": 0.25,
+        "min_zero_fraction": 0.5,
+        "hold_steps": 3,
+        "first_pause_steps": 4,
+        "longest_pause_steps": 5,
+        "rebuild_after": 6,
+    }
+    tuning = Tuning(1, 2, 0.25, min_zero_fraction=0.5, hold_steps=3, first_pause_steps=4, longest_pause_steps=5)
+    policy = Policy("mine", skip_unused=False, skip_zeros="adaptive", rebuild_after=6, tuning=tuning)
+    assert Policy.from_dict_of_version_1(oldest) == policy
+    later = {**oldest, "graph": True, "units": "on", "average": "contributors", "owners": True, "max_unit_bytes": 7}
+    read = Policy.from_dict_of_version_1(later)
+    assert (read.skip_unused, read.skip_zero_rows, read.average) == (True, "on", "contributors")
+    assert read.tuning == dataclasses.replace(tuning, owners=True, max_unit_bytes=7)
+    with pytest.raises(ValueError, match="with the unknown skip_unused, tuning"):
+        Policy.from_dict_of_version_1({**oldest, "skip_unused": True, "tuning": {}})
+    with pytest.raises(ValueError, match="without graph"):
+        Policy.from_dict_of_version_1({name: value for name, value in oldest.items() if name != "graph"})
 
 
 def test_every_field_is_described() -> None:
-    for field in dataclasses.fields(Policy):
-        assert f"        {field.name}: " in (Policy.__doc__ or ""), field.name
+    for kind in (Policy, Tuning):
+        for field in dataclasses.fields(kind):
+            assert f"        {field.name}: " in (kind.__doc__ or ""), field.name

@@ -106,7 +106,7 @@ def test_a_script_is_served_without_a_line_in_it(tmp_path: Path) -> None:
     assert "skip_all_reduce_unused_params" in second["problem"]
     assert second["statistics"] is None
     assert report["total"] == first["statistics"]
-    expected = ddp_hooks.Policy("skip_unused", rebuild_after=100, direct=False)
+    expected = ddp_hooks.Policy("skip_unused", rebuild_after=100, tuning=ddp_hooks.Tuning(direct=False))
     assert report["policy"] == first["policy"] == expected.to_dict()
     assert report["script"] == ["train.py", "0", "--flag"]
 
@@ -200,10 +200,16 @@ def test_an_error_of_the_scripts_own_is_shown(
         (["run"], "expected a script to run, or -m and a module"),
         (["run", "-m"], "expected a script to run, or -m and a module"),
         (["run", "--policy", "fast", "train.py"], "invalid choice: 'fast'"),
-        (["run", "--set", "speed=3", "train.py"], "expected fields of ddp_hooks.Policy as settings (name, graph,"),
+        (
+            ["run", "--set", "speed=3", "train.py"],
+            "expected fields of ddp_hooks.Policy as settings (name, skip_unused,",
+        ),
         (["run", "--set", "rebuild_after", "train.py"], "expected NAME=VALUE, received 'rebuild_after'"),
         (["run", "--set", "rebuild_after=-1", "train.py"], "Policy.rebuild_after: expected at least 0, received -1"),
-        (["run", "--set", "units=on", "--policy", "allreduce", "train.py"], "expected 'off' without the graph"),
+        (
+            ["run", "--set", "skip_zero_rows=on", "--policy", "allreduce", "train.py"],
+            "expected 'off' with skip_unused=False",
+        ),
         (["run", "--report", "missing/r.json", "train.py"], "expected a file in a folder that exists"),
         (["run", "--report", ".", "train.py"], "expected a file to write, received the folder '.'"),
         (["doctor"], "expected a script to run, or -m and a module"),
@@ -256,19 +262,19 @@ def test_info_names_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
 class Served:
     """As much of a state as a report needs."""
 
-    policy = ddp_hooks.PRESETS["auto"]
+    policy = ddp_hooks.policies.PRESETS["auto"]
 
     def __init__(self, **counters: Any) -> None:
-        self.counters = ddp_hooks.Statistics(**counters)
+        self.counters = ddp_hooks.statistics.Statistics(**counters)
 
-    def stats(self) -> ddp_hooks.Statistics:
+    def stats(self) -> ddp_hooks.statistics.Statistics:
         return self.counters
 
 
 def test_a_report_of_many_modules_fits_in_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = RunReport(ddp_hooks.PRESETS["auto"], ["train.py"])
+    report = RunReport(ddp_hooks.policies.PRESETS["auto"], ["train.py"])
     monkeypatch.setenv("RANK", "1")
     report.end(failed=False, quiet=False, file=tmp_path / "of rank 1")
     assert (capsys.readouterr().err, list(tmp_path.iterdir())) == ("", [])

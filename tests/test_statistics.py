@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
-from ddp_hooks import _C, ParameterUsage, SkipUnusedState, Statistics, statistics
+from ddp_hooks import _C, SkipUnusedState, statistics
 from ddp_hooks.enabling import MadeModule
 from ddp_hooks.integrations.hook_of_trainer import HookOfTrainer
 from ddp_hooks.run_report import RunReport
+from ddp_hooks.statistics import ParameterUsage, Statistics
 
 FIELDS = [field.name for field in dataclasses.fields(Statistics)]
 
@@ -110,7 +111,7 @@ def test_an_older_checkpoint_is_read_with_new_counters_at_zero(monkeypatch: pyte
     # As 0.1.0 wrote them, before units and rebuilds were counted.
     first = {name: value for name, value in numbered(3).to_dict().items() if name in statistics._FIRST_FIELDS}
     read = Statistics.from_dict(first)
-    assert (read.units_steps, read.units_agreed_on, read.units_sent, read.rebuilt_bytes) == (0, 0, 0, 0)
+    assert (read.skip_zero_rows_steps, read.units_agreed_on, read.units_sent, read.rebuilt_bytes) == (0, 0, 0, 0)
     assert read.to_dict() | first == read.to_dict()
     older = dict(first)
     del older["hook_seconds"]
@@ -118,6 +119,14 @@ def test_an_older_checkpoint_is_read_with_new_counters_at_zero(monkeypatch: pyte
         Statistics.from_dict(older)
     monkeypatch.setattr(statistics, "_FIRST_FIELDS", tuple(older))  # as if the counter were a newer one
     assert Statistics.from_dict(older) == dataclasses.replace(read, hook_seconds=0.0)
+
+
+def test_a_checkpoint_of_version_1_is_read() -> None:
+    today = numbered(3)
+    old = {"skip_zeros_steps": "values_steps", "skip_zero_rows_steps": "units_steps"}
+    assert Statistics.from_dict_of_version_1({old.get(k, k): v for k, v in today.to_dict().items()}) == today
+    with pytest.raises(TypeError, match="expected a dictionary"):
+        Statistics.from_dict_of_version_1(3)
 
 
 def test_is_frozen() -> None:
@@ -169,8 +178,10 @@ def test_summary_of_a_run() -> None:
     assert str(rebuilt).splitlines()[1] == (
         "of the model as it was wrapped, before rebuilds: 5,000.00 MB (90.0% saved)"
     )
-    with_values = dataclasses.replace(statistics, values_steps=4)
-    assert str(with_values).splitlines()[4:] == ["values detector: on in 4 of 10 steps"]
+    zeros = dataclasses.replace(statistics, skip_zeros_steps=4)
+    assert str(zeros).splitlines()[4:] == ["skip_zeros: on in 4 of 10 steps"]
+    rows = dataclasses.replace(statistics, skip_zero_rows_steps=4, units_agreed_on=100, units_sent=20)
+    assert str(rows).splitlines()[4:] == ["skip_zero_rows: on in 4 of 10 steps, 20 of 100 units (rows, say) sent"]
 
 
 def test_summary_before_the_first_step() -> None:
@@ -201,7 +212,7 @@ def _alone(rank: int) -> None:
     assert (statistics.payload_bytes, statistics.saved_fraction, statistics.saved_of_wrapped_fraction) == (0, 0, 0)
     assert str(statistics).startswith("2 steps of one rank, which has nobody to send to, with the hook or without;")
     assert max(map(len, str(statistics).splitlines())) <= 80
-    report = RunReport(ddp_hooks.PRESETS["auto"], ["train.py"])
+    report = RunReport(ddp_hooks.policies.PRESETS["auto"], ["train.py"])
     report.add(MadeModule("Linear", 0, 1, state, None))
     lines = report.describe().splitlines()
     assert "1 rank;" in lines[0]

@@ -35,7 +35,7 @@ def _as_torch(rank, groups):
     models = [make_model(), make_model()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
     theirs = averagers.PeriodicModelAverager(period=3, warmup_steps=2)
-    ours = ddp_hooks.PeriodicModelAverager(period=3, warmup_steps=2)
+    ours = ddp_hooks.sync.PeriodicModelAverager(period=3, warmup_steps=2)
     assert isinstance(ours, averagers.PeriodicModelAverager)
     for i in range(9):
         for model, optimizer, averager in zip(models, optimizers, (theirs, ours), strict=True):
@@ -44,7 +44,7 @@ def _as_torch(rank, groups):
         assert ours.step == theirs.step == i + 1
         for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
             torch.testing.assert_close(a, b)
-        in_step = ddp_hooks.verify_replicas(models[1], gradients=False).in_step
+        in_step = ddp_hooks.sync.verify_replicas(models[1], gradients=False).in_step
         assert in_step == (i in (2, 5, 8))
 
 
@@ -63,7 +63,7 @@ def _gradients_here_and_there(rank):
     if rank == 0:
         model[0](torch.ones(1, 4)).sum().backward()
     pointers = [p.data_ptr() for p in model.parameters()]
-    ddp_hooks.PeriodicModelAverager(period=2).average_parameters(model.parameters())
+    ddp_hooks.sync.PeriodicModelAverager(period=2).average_parameters(model.parameters())
     assert all(p.eq(0.5).all() for p in model[0].parameters())
     assert all(p.eq(rank).all() for p in model[2].parameters())
     assert pointers == [p.data_ptr() for p in model.parameters()]
@@ -75,10 +75,10 @@ def test_a_gradient_on_one_rank_counts_on_all():
 
 def _refusals(rank):
     with pytest.raises(ValueError, match="period"):
-        ddp_hooks.PeriodicModelAverager(period=0)
-    averager = ddp_hooks.PeriodicModelAverager(period=2)
+        ddp_hooks.sync.PeriodicModelAverager(period=0)
+    averager = ddp_hooks.sync.PeriodicModelAverager(period=2)
     parameters = list(make_model().parameters())
-    with pytest.raises(ddp_hooks.RanksDisagreeError, match="missing on rank 1"):
+    with pytest.raises(ddp_hooks.errors.RanksDisagreeError, match="missing on rank 1"):
         averager.average_parameters(parameters[: 3 if rank else 4])
     used_up = iter(parameters[:0])
     for empty, match in (([], "an empty list; pass"), (used_up, "an empty list_iterator, which something")):
@@ -88,7 +88,7 @@ def _refusals(rank):
         with pytest.raises(TypeError, match="received int at position 1"):
             averager.average_parameters([parameters[0], 3])
     else:
-        with pytest.raises(ddp_hooks.RanksDisagreeError, match="rank 0 refused: TypeError"):
+        with pytest.raises(ddp_hooks.errors.RanksDisagreeError, match="rank 0 refused: TypeError"):
             averager.average_parameters(parameters)
 
 
@@ -100,11 +100,11 @@ def _post_local_sgd(rank):
     model = make_model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        averager = ddp_hooks.PeriodicModelAverager(period=2, warmup_steps=1)
+        averager = ddp_hooks.sync.PeriodicModelAverager(period=2, warmup_steps=1)
     optimizer = PostLocalSGDOptimizer(optim=torch.optim.SGD(model.parameters(), lr=0.01), averager=averager)
     for i in range(4):
         step(model, optimizer, rank, i)
-    assert ddp_hooks.verify_replicas(model, gradients=False).in_step
+    assert ddp_hooks.sync.verify_replicas(model, gradients=False).in_step
     state = copy.deepcopy(optimizer.state_dict())
     averager.step = 0
     optimizer.load_state_dict(state)
@@ -134,7 +134,7 @@ def _digits(rank, period):
     alone = copy.deepcopy(model)
     results = []
     for trained, averager in (
-        (model, ddp_hooks.PeriodicModelAverager(period=period, warmup_steps=period)),
+        (model, ddp_hooks.sync.PeriodicModelAverager(period=period, warmup_steps=period)),
         (alone, None),
     ):
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
@@ -147,9 +147,9 @@ def _digits(rank, period):
             if averager is not None:
                 averager.average_parameters(trained.parameters())
         if averager is not None:
-            ddp_hooks.average_parameters(trained)
+            ddp_hooks.sync.average_parameters(trained)
         results.append(accuracy(trained, images[held_out], labels[held_out]))
-    assert ddp_hooks.verify_replicas(model, gradients=False).in_step
+    assert ddp_hooks.sync.verify_replicas(model, gradients=False).in_step
     return results
 
 

@@ -50,7 +50,7 @@ def assert_same(a, b):
 
 def _as_ddp(rank, mode):
     plain, ours = DistributedDataParallel(Model()), DistributedDataParallel(Model())
-    buffer_sync = ddp_hooks.BufferSync(ours, mode)
+    buffer_sync = ddp_hooks.sync.BufferSync(ours, mode)
     for step in range(4):
         plain(batch(rank, step)).sum().backward()
         ours(batch(rank, step)).sum().backward()
@@ -85,7 +85,7 @@ def test_these_modes_do_what_ddp_does(world_size, mode):
 
 def _nothing_changed(rank):
     ddp = DistributedDataParallel(Model()).eval()
-    buffer_sync = ddp_hooks.BufferSync(ddp, "changed")
+    buffer_sync = ddp_hooks.sync.BufferSync(ddp, "changed")
     for step in range(5):
         ddp(batch(rank, step)).sum().backward()
     # In evaluation nothing changes: the first forward sends everything once, the others one record.
@@ -106,7 +106,7 @@ def test_changed_sends_nothing_when_nothing_changed(world_size):
 
 def _average(rank):
     ddp = DistributedDataParallel(Model())
-    ddp_hooks.BufferSync(ddp, "average")
+    ddp_hooks.sync.BufferSync(ddp, "average")
     ddp.module.norm.running_mean.fill_(rank)
     ddp.module.norm.num_batches_tracked.fill_(10 * rank)
     ddp.eval()
@@ -124,7 +124,7 @@ def test_average(world_size):
 def _before_eval(rank):
     world_size = dist.get_world_size()
     ddp = DistributedDataParallel(Model())
-    buffer_sync = ddp_hooks.BufferSync(ddp, "before_eval")
+    buffer_sync = ddp_hooks.sync.BufferSync(ddp, "before_eval")
     alone = Model()
     for step in range(3):
         ddp(batch(rank, step)).sum().backward()
@@ -138,7 +138,7 @@ def _before_eval(rank):
     assert not ddp.module.training
     torch.testing.assert_close(ddp.module.norm.running_mean, torch.stack(means).mean(dim=0))
     assert ddp.module.norm.num_batches_tracked.item() == 3
-    assert ddp_hooks.verify_replicas(ddp.module.buffers(), raise_on_difference=True).in_step
+    assert ddp_hooks.sync.verify_replicas(ddp.module.buffers(), raise_on_difference=True).in_step
     # Once: eval() again, or in evaluation already, sends nothing.
     ddp.eval()
     with torch.no_grad():
@@ -157,7 +157,7 @@ def _before_eval(rank):
     ddp.train()
     ddp.eval()
     assert buffer_sync.stats().syncs == 2
-    ddp_hooks.BufferSync(ddp, "never")
+    ddp_hooks.sync.BufferSync(ddp, "never")
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -171,7 +171,7 @@ def _before_eval_compiled(rank):
     if rank:
         ddp.eval()
     compiled = torch.compile(ddp, backend="eager")
-    buffer_sync = ddp_hooks.BufferSync(compiled if rank else ddp, "before_eval")
+    buffer_sync = ddp_hooks.sync.BufferSync(compiled if rank else ddp, "before_eval")
     # Compiled on every rank, then on one only.
     for syncs, called in enumerate((compiled, ddp if rank else compiled), 1):
         ddp.module.norm.running_mean.fill_(rank)
@@ -203,7 +203,7 @@ def _train_of_the_user(rank):
         return DistributedDataParallel.train(ddp, mode)
 
     ddp.train = under
-    buffer_sync = ddp_hooks.BufferSync(ddp, "before_eval")
+    buffer_sync = ddp_hooks.sync.BufferSync(ddp, "before_eval")
     ours = ddp.train
 
     def over(mode=True):
@@ -222,7 +222,7 @@ def _train_of_the_user(rank):
         assert calls == ["under", *["over", "under"] * 2]
     assert buffer_sync.stats().syncs == 1
     # Another one begins anew, and gives back what it found.
-    second = ddp_hooks.BufferSync(ddp, "before_eval")
+    second = ddp_hooks.sync.BufferSync(ddp, "before_eval")
     ddp.train()
     ddp.eval()
     assert (second.stats().syncs, buffer_sync.stats().syncs) == (1, 1)
@@ -237,7 +237,7 @@ def test_what_the_user_put_over_train_stays():
 
 def _never(rank):
     ddp = DistributedDataParallel(Model())
-    buffer_sync = ddp_hooks.BufferSync(ddp, "never")
+    buffer_sync = ddp_hooks.sync.BufferSync(ddp, "never")
     alone = Model()
     for step in range(3):
         ddp(batch(rank, step)).sum().backward()
@@ -254,7 +254,7 @@ def test_never():
 
 def _no_sync_and_copies(rank):
     ddp = DistributedDataParallel(Model())
-    buffer_sync = ddp_hooks.BufferSync(ddp, "before_eval")
+    buffer_sync = ddp_hooks.sync.BufferSync(ddp, "before_eval")
     with ddp.no_sync():
         ddp(batch(rank, 0)).sum().backward()
     ddp(batch(rank, 1)).sum().backward()
@@ -277,14 +277,14 @@ def test_no_sync_deepcopy_and_pickle():
 
 def _join(rank):
     ddp = DistributedDataParallel(Model())
-    ddp_hooks.BufferSync(ddp, "before_eval")
+    ddp_hooks.sync.BufferSync(ddp, "before_eval")
     with ddp.join():
         for step in range(2 + rank):
             ddp(batch(rank, step)).sum().backward()
     ddp.eval()
-    assert ddp_hooks.verify_replicas(ddp, gradients=False).in_step
+    assert ddp_hooks.sync.verify_replicas(ddp, gradients=False).in_step
     ddp = DistributedDataParallel(Model())
-    ddp_hooks.BufferSync(ddp, "broadcast")
+    ddp_hooks.sync.BufferSync(ddp, "broadcast")
     with ddp.join(), pytest.raises(RuntimeError, match=r"expected no ddp.join\(\).*'before_eval'"):
         ddp(batch(rank, 0))
     with pytest.raises(RuntimeError, match="switched on behind its end"):
@@ -300,13 +300,13 @@ def test_join_works_before_eval_and_is_refused_in_forwards():
 
 def _unwritable(rank, mode):
     ddp = DistributedDataParallel(Model())
-    ddp_hooks.BufferSync(ddp, mode)
+    ddp_hooks.sync.BufferSync(ddp, mode)
     ddp.module.table.fill_(rank)
     if rank:
         ddp.module.table = torch.zeros(1).expand(1000)
         error, match = ValueError, "buffer 'table' is expanded"
     else:
-        error, match = ddp_hooks.RanksDisagreeError, "rank 1 refused: .*buffer 'table' is expanded"
+        error, match = ddp_hooks.errors.RanksDisagreeError, "rank 1 refused: .*buffer 'table' is expanded"
     with pytest.raises(error, match=match):
         ddp(batch(rank, 0))
     assert ddp.module.table.eq(0).all()
@@ -326,7 +326,7 @@ def _after_the_group(rank, mode):
     group = dist.new_group([0, 1])
     _kept_groups.append(group)
     ddp = DistributedDataParallel(Model(), process_group=group)
-    buffer_sync = ddp_hooks.BufferSync(ddp, mode)
+    buffer_sync = ddp_hooks.sync.BufferSync(ddp, mode)
     dist.barrier()
     dist.destroy_process_group(group)
     for _ in range(2):
@@ -343,28 +343,28 @@ def test_a_destroyed_group_is_named(mode):
 
 def _refusals(rank):
     with pytest.raises(TypeError, match="received a Linear; wrap the model first"):
-        ddp_hooks.BufferSync(nn.Linear(2, 2))
+        ddp_hooks.sync.BufferSync(nn.Linear(2, 2))
     ddp = DistributedDataParallel(Model())
     with pytest.raises(ValueError, match="before_eval, never, received 'sometimes'"):
-        ddp_hooks.BufferSync(ddp, "sometimes")
-    with pytest.raises(ddp_hooks.RanksDisagreeError, match="mode='never'"):
-        ddp_hooks.BufferSync(ddp, "never" if rank else "changed")
+        ddp_hooks.sync.BufferSync(ddp, "sometimes")
+    with pytest.raises(ddp_hooks.errors.RanksDisagreeError, match="mode='never'"):
+        ddp_hooks.sync.BufferSync(ddp, "never" if rank else "changed")
     if rank == 0:
         ddp_hooks_error = ValueError
         mode = "sometimes"
     else:
-        ddp_hooks_error = ddp_hooks.RanksDisagreeError
+        ddp_hooks_error = ddp_hooks.errors.RanksDisagreeError
         mode = "changed"
     with pytest.raises(ddp_hooks_error, match="sometimes"):
-        ddp_hooks.BufferSync(ddp, mode)
+        ddp_hooks.sync.BufferSync(ddp, mode)
     assert not hasattr(ddp, "buffer_hook")
-    ddp_hooks.BufferSync(ddp, "changed")
+    ddp_hooks.sync.BufferSync(ddp, "changed")
     with pytest.raises(ValueError, match="without a buffer hook"):
-        ddp_hooks.BufferSync(ddp, "changed")
+        ddp_hooks.sync.BufferSync(ddp, "changed")
     without = DistributedDataParallel(Model(), broadcast_buffers=False)
     with pytest.raises(ValueError, match="broadcast_buffers=False; build it with True, or use 'before_eval'"):
-        ddp_hooks.BufferSync(without, "average")
-    ddp_hooks.BufferSync(without, "before_eval")
+        ddp_hooks.sync.BufferSync(without, "average")
+    ddp_hooks.sync.BufferSync(without, "before_eval")
     without.module.table.fill_(rank)
     without.eval()
     assert without.module.table.eq(0.5).all()

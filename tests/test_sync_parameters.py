@@ -84,7 +84,7 @@ def _broadcast(rank, src, async_op):
     module = Zoo(rank)
     strides = [tensor.stride() for tensor in everything(module)]
     pointers = [tensor.data_ptr() for tensor in everything(module)]
-    result = ddp_hooks.broadcast_parameters(module, src, async_op=async_op)
+    result = ddp_hooks.sync.broadcast_parameters(module, src, async_op=async_op)
     report = result.wait() if async_op else result
     expected = Zoo(src)
     for actual, wanted in zip(everything(module), everything(expected), strict=True):
@@ -109,16 +109,16 @@ def _broadcast_sources(rank):
     # The common mistake `dist.broadcast(model.parameters(), 0)`, made to work.
     for make in (lambda m: m.parameters(), lambda m: list(m.parameters()), lambda m: m.state_dict().values()):
         module = Zoo(rank)
-        ddp_hooks.broadcast_parameters(make(module))
+        ddp_hooks.sync.broadcast_parameters(make(module))
         for actual, wanted in zip(module.parameters(), Zoo(0).parameters(), strict=True):
             assert_same_bits(actual, wanted)
     tensor = torch.full((4, 4), float(rank))
-    ddp_hooks.broadcast_parameters(tensor)
+    ddp_hooks.sync.broadcast_parameters(tensor)
     assert_same_bits(tensor, torch.zeros(4, 4))
 
     module = Zoo(rank)
     before = copy.deepcopy(module)
-    ddp_hooks.broadcast_parameters(module, buffers=False)
+    ddp_hooks.sync.broadcast_parameters(module, buffers=False)
     for actual, wanted in zip(module.buffers(), before.buffers(), strict=True):
         assert_same_bits(actual, wanted)
 
@@ -129,11 +129,11 @@ def _broadcast_sources(rank):
     with torch.no_grad():
         for parameter in inner.parameters():
             parameter.fill_(rank)
-    report = ddp_hooks.broadcast_parameters(ddp)
+    report = ddp_hooks.sync.broadcast_parameters(ddp)
     assert report.tensors == 3
     assert inner[0].weight.eq(0).all()
     assert inner[1].bias.eq(rank).all()
-    ddp_hooks.broadcast_parameters(ddp.module if rank else inner)
+    ddp_hooks.sync.broadcast_parameters(ddp.module if rank else inner)
     assert inner[1].bias.eq(0).all()
 
 
@@ -146,7 +146,7 @@ def _broadcast_messages(rank):
     messages.MESSAGE_BYTES = 1000
     try:
         tensors = [torch.full((n,), float(rank)) for n in (10, 300, 200, 40, 60, 1)]
-        report = ddp_hooks.broadcast_parameters(tensors, 1)
+        report = ddp_hooks.sync.broadcast_parameters(tensors, 1)
     finally:
         messages.MESSAGE_BYTES = 8 * 1024 * 1024
     # 40 | 1200 | 800 160 | 240 4: longer than a message goes alone, the others fill messages in order.
@@ -186,12 +186,12 @@ def _subgroup(rank):
     tensor = torch.tensor([float(rank)])
     if rank == 0:
         with pytest.raises(ValueError, match="process group that this rank is in"):
-            ddp_hooks.broadcast_parameters(tensor, process_group=group)
+            ddp_hooks.sync.broadcast_parameters(tensor, process_group=group)
     else:
         # src counts within the group.
-        ddp_hooks.broadcast_parameters(tensor, 1, process_group=group)
+        ddp_hooks.sync.broadcast_parameters(tensor, 1, process_group=group)
         assert tensor.item() == 2
-        ddp_hooks.average_parameters(tensor.fill_(rank), process_group=group)
+        ddp_hooks.sync.average_parameters(tensor.fill_(rank), process_group=group)
         assert tensor.item() == 1.5
 
 
@@ -218,7 +218,7 @@ def _average(rank, weighting, async_op):
     module = Zoo(rank)
     expected = [obvious_mean(tensor, true_weights) for tensor in everything(module)]
     strides = [tensor.stride() for tensor in everything(module)]
-    result = ddp_hooks.average_parameters(module, weights=weights, async_op=async_op)
+    result = ddp_hooks.sync.average_parameters(module, weights=weights, async_op=async_op)
     if async_op:
         result.wait()
     for actual, wanted in zip(everything(module), expected, strict=True):
@@ -242,14 +242,14 @@ def _average_precision(rank):
     half = torch.full((3,), 60000.0, dtype=torch.float16)
     eight_bits = torch.full((4,), 2.0 * rank).to(torch.float8_e4m3fn)
     brain = torch.tensor([256.0, 257.0, 260.0], dtype=torch.bfloat16)[rank : rank + 1]
-    report = ddp_hooks.average_parameters([half, brain, eight_bits])
+    report = ddp_hooks.sync.average_parameters([half, brain, eight_bits])
     assert half.eq(60000).all()
     assert eight_bits.float().eq(2).all()
     assert_same_bits(brain, torch.tensor([(256.0 + 256 + 260) / 3]).bfloat16())
     assert report.payload_bytes == 4 * (3 + 1 + 4)
     # Integers beyond what a float64 holds.
     big = torch.tensor([2**62 + rank])
-    ddp_hooks.average_parameters(big)
+    ddp_hooks.sync.average_parameters(big)
     assert big.item() == 2**62 + 2
 
 
@@ -260,9 +260,9 @@ def test_average_accumulates_in_float_and_integers_are_exact():
 def _average_again(rank):
     same = torch.randn(1000, generator=torch.Generator().manual_seed(7))
     before = same.clone()
-    ddp_hooks.average_parameters(same)
+    ddp_hooks.sync.average_parameters(same)
     assert_same_bits(same, before)
-    ddp_hooks.average_parameters(same, weights=5)
+    ddp_hooks.sync.average_parameters(same, weights=5)
     assert_same_bits(same, before)
 
 
@@ -272,7 +272,7 @@ def test_two_ranks_that_are_alike_stay_as_they_are():
 
 def _zero_weight(rank):
     tensor = torch.tensor([float("nan") if rank == 0 else 5.0 * rank])
-    ddp_hooks.average_parameters(tensor, weights=0 if rank == 0 else 10)
+    ddp_hooks.sync.average_parameters(tensor, weights=0 if rank == 0 else 10)
     assert tensor.item() == (5.0 if dist.get_world_size() == 2 else 7.5)
 
 
@@ -286,7 +286,7 @@ def _buffer_treatments(rank):
         module = nn.BatchNorm1d(4)
         module.running_mean.fill_(rank)
         module.num_batches_tracked.fill_(10 * rank)
-        ddp_hooks.average_parameters(module, buffers=treatment)
+        ddp_hooks.sync.average_parameters(module, buffers=treatment)
         mean = {"average": 0.5, "broadcast": 0.0, "ignore": float(rank)}[treatment]
         count = {"average": 10, "broadcast": 0, "ignore": 10 * rank}[treatment]
         assert module.running_mean.eq(mean).all()
@@ -302,15 +302,15 @@ def test_buffers_are_averaged_broadcast_or_ignored():
 
 def _edges(rank):
     for module in (nn.Module(), nn.Sequential()):
-        report = ddp_hooks.broadcast_parameters(module)
+        report = ddp_hooks.sync.broadcast_parameters(module)
         assert (report.tensors, report.messages, report.payload_bytes) == (0, 0, 0)
-    assert ddp_hooks.average_parameters(nn.ReLU()).messages == 0
+    assert ddp_hooks.sync.average_parameters(nn.ReLU()).messages == 0
     empty = torch.empty(3, 0)
-    assert ddp_hooks.average_parameters([empty]).messages == 0
+    assert ddp_hooks.sync.average_parameters([empty]).messages == 0
     # Autograd sees the write, as after any in-place change.
     parameter = nn.Parameter(torch.ones(3))
     loss = (parameter**2).sum()
-    ddp_hooks.broadcast_parameters([parameter])
+    ddp_hooks.sync.broadcast_parameters([parameter])
     if rank == 0:
         loss.backward()  # the source is only read
     else:
@@ -328,18 +328,18 @@ def _other_default_device(rank):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1 + rank)
     ddp = nn.parallel.DistributedDataParallel(module)
     x = torch.randn(2, 4)
-    ddp_hooks.BufferSync(ddp, "changed")
+    ddp_hooks.sync.BufferSync(ddp, "changed")
     ddp(x).sum().backward()
     with torch.device("meta"):
         ddp(x)
-        differences = ddp_hooks.verify_replicas(module.parameters(), optimizer=optimizer).differences
+        differences = ddp_hooks.sync.verify_replicas(module.parameters(), optimizer=optimizer).differences
         assert {d.name: d.max_abs_differences for d in differences} == {"group 0: lr": (0.0, pytest.approx(1.0))}
         module[0].bias.data.fill_(rank)
-        ddp_hooks.PeriodicModelAverager(1).average_parameters(module.parameters())
+        ddp_hooks.sync.PeriodicModelAverager(1).average_parameters(module.parameters())
         assert module[0].bias.eq((dist.get_world_size() - 1) / 2).all()
-        with ddp_hooks.share_parameters(module):
-            ddp_hooks.broadcast_parameters(module)
-    assert ddp_hooks.verify_replicas(module, raise_on_difference=True, gradients=False).in_step
+        with ddp_hooks.sync.share_parameters(module):
+            ddp_hooks.sync.broadcast_parameters(module)
+    assert ddp_hooks.sync.verify_replicas(module, raise_on_difference=True, gradients=False).in_step
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
@@ -350,9 +350,9 @@ def test_the_default_device_is_the_users():
 def _alone(rank):
     module = Zoo(3)
     before = copy.deepcopy(module)
-    ddp_hooks.broadcast_parameters(module)
-    ddp_hooks.average_parameters(module, weights=17)
-    assert ddp_hooks.verify_replicas(module, raise_on_difference=True).in_step
+    ddp_hooks.sync.broadcast_parameters(module)
+    ddp_hooks.sync.average_parameters(module, weights=17)
+    assert ddp_hooks.sync.verify_replicas(module, raise_on_difference=True).in_step
     for actual, wanted in zip(everything(module), everything(before), strict=True):
         assert_same_bits(actual, wanted)
 
@@ -363,14 +363,14 @@ def test_a_world_of_one_changes_nothing():
 
 def test_without_a_process_group_the_error_says_what_to_do():
     with pytest.raises(RuntimeError, match="init_process_group"):
-        ddp_hooks.broadcast_parameters(nn.Linear(2, 2))
+        ddp_hooks.sync.broadcast_parameters(nn.Linear(2, 2))
 
 
 # --- ranks that differ
 
 
 def _expect_disagreement(function, before, module, *patterns):
-    with pytest.raises(ddp_hooks.RanksDisagreeError) as caught:
+    with pytest.raises(ddp_hooks.errors.RanksDisagreeError) as caught:
         function()
     for pattern in patterns:
         assert pattern in str(caught.value), str(caught.value)
@@ -417,20 +417,20 @@ def _other_arguments(rank):
     module = nn.Linear(2, 2)
     before = copy.deepcopy(module)
     _expect_disagreement(
-        lambda: ddp_hooks.broadcast_parameters(module, rank), before, module, "src=0", "src=1", "rank 1 called"
+        lambda: ddp_hooks.sync.broadcast_parameters(module, rank), before, module, "src=0", "src=1", "rank 1 called"
     )
     _expect_disagreement(
-        lambda: ddp_hooks.average_parameters(module, buffers="average" if rank else "ignore"),
+        lambda: ddp_hooks.sync.average_parameters(module, buffers="average" if rank else "ignore"),
         before,
         module,
         "buffers='ignore'",
     )
     _expect_disagreement(
-        lambda: ddp_hooks.average_parameters(module, weights=3 if rank else None), before, module, "weights=None"
+        lambda: ddp_hooks.sync.average_parameters(module, weights=3 if rank else None), before, module, "weights=None"
     )
-    other = ddp_hooks.average_parameters if rank else ddp_hooks.broadcast_parameters
+    other = ddp_hooks.sync.average_parameters if rank else ddp_hooks.sync.broadcast_parameters
     _expect_disagreement(lambda: other(module), before, module, "average_parameters(", "broadcast_parameters(")
-    other = ddp_hooks.verify_replicas if rank else ddp_hooks.broadcast_parameters
+    other = ddp_hooks.sync.verify_replicas if rank else ddp_hooks.sync.broadcast_parameters
     _expect_disagreement(lambda: other(module), before, module, "verify_replicas(", "broadcast_parameters(")
 
 
@@ -471,22 +471,22 @@ def _refusals(rank):
         # Rank 1 alone has bad input; the others, with good input, learn of it.
         if rank == 1:
             with pytest.raises(kind) as caught:
-                ddp_hooks.broadcast_parameters(source)
+                ddp_hooks.sync.broadcast_parameters(source)
             assert text in str(caught.value), str(caught.value)
         else:
-            with pytest.raises(ddp_hooks.RanksDisagreeError, match=f"rank 1 refused: {kind.__name__}") as caught:
-                ddp_hooks.broadcast_parameters(torch.ones(2))
+            with pytest.raises(ddp_hooks.errors.RanksDisagreeError, match=f"rank 1 refused: {kind.__name__}") as caught:
+                ddp_hooks.sync.broadcast_parameters(torch.ones(2))
             assert text in str(caught.value), str(caught.value)
     # What is needed is enough.
     cut_off = [without_memory(torch.ones(6).view(2, 3)[:, :2], 20), without_memory(torch.ones(4))[4:]]
-    assert ddp_hooks.broadcast_parameters(cut_off).payload_bytes == 16
+    assert ddp_hooks.sync.broadcast_parameters(cut_off).payload_bytes == 16
     linear = nn.Linear(2, 2)
     for arguments, text in [
         ({"src": 9}, "rank of the process group"),
         ({"src": -1}, "rank of the process group"),
     ]:
         with pytest.raises(ValueError, match=text):
-            ddp_hooks.broadcast_parameters(linear, **arguments)
+            ddp_hooks.sync.broadcast_parameters(linear, **arguments)
     for arguments, text in [
         ({"weights": -1}, "not negative"),
         ({"weights": float("nan")}, "finite"),
@@ -495,21 +495,21 @@ def _refusals(rank):
         ({"buffers": "sum"}, "average, broadcast, ignore"),
     ]:
         with pytest.raises(ValueError, match=text):
-            ddp_hooks.average_parameters(linear, **arguments)
+            ddp_hooks.sync.average_parameters(linear, **arguments)
     # On every rank, before anything is sent; the source could have read it.
     plain = torch.full((2,), float(rank))
-    for function in (ddp_hooks.broadcast_parameters, ddp_hooks.average_parameters):
+    for function in (ddp_hooks.sync.broadcast_parameters, ddp_hooks.sync.average_parameters):
         with pytest.raises(ValueError, match="lazy conjugate"):
             function([conjugate, plain])
         assert plain.eq(rank).all()
     for name in ("uint64", "int1", "uint7", "bits8", "float4_e2m1fn_x2"):
         without_mean = torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))
         with pytest.raises(ValueError, match=f"tensor '0' is {name}; broadcast it instead"):
-            ddp_hooks.average_parameters(without_mean)
-        assert ddp_hooks.broadcast_parameters(without_mean).payload_bytes == 8
+            ddp_hooks.sync.average_parameters(without_mean)
+        assert ddp_hooks.sync.broadcast_parameters(without_mean).payload_bytes == 8
     for name in ("uint16", "uint32", "bool", "float8_e4m3fn", "complex32"):
         averaged = torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))
-        assert ddp_hooks.average_parameters(averaged).messages == 1
+        assert ddp_hooks.sync.average_parameters(averaged).messages == 1
     dist.barrier()
 
 
@@ -601,7 +601,7 @@ def test_a_message_is_written_only_after_it_has_arrived():
         messages.run([Message(False), Message(True), Message(False), Message(False)])
     assert log == ["launch", "launch", "commit", "launch"]
     log.clear()
-    report = ddp_hooks.SyncReport(1, 4, 1, 4)
+    report = ddp_hooks.sync.SyncReport(1, 4, 1, 4)
     work = sync.SyncWork([Message(False), Message(True)], report, None)
     with pytest.raises(BrokenConnection):
         work.wait()

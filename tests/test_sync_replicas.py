@@ -38,7 +38,7 @@ def _in_step(rank):
     ddp = DistributedDataParallel(model)
     for _ in range(2):
         train_a_step(ddp, optimizer)
-    report = ddp_hooks.verify_replicas(ddp, optimizer=optimizer, raise_on_difference=True)
+    report = ddp_hooks.sync.verify_replicas(ddp, optimizer=optimizer, raise_on_difference=True)
     assert report.in_step
     assert not report.differences
     assert not report.layout_differences
@@ -55,13 +55,13 @@ def _in_step(rank):
     assert report.hashed_bytes > sum(p.nbytes for p in model.parameters())
     assert "all ranks hold the same" in str(report)
     # Without what is not asked for.
-    assert ddp_hooks.verify_replicas(ddp, gradients=False).tensors == parameters + buffers
-    assert ddp_hooks.verify_replicas(model.parameters()).tensors == 2 * parameters
-    assert ddp_hooks.verify_replicas(nn.ReLU()).in_step
+    assert ddp_hooks.sync.verify_replicas(ddp, gradients=False).tensors == parameters + buffers
+    assert ddp_hooks.sync.verify_replicas(model.parameters()).tensors == 2 * parameters
+    assert ddp_hooks.sync.verify_replicas(nn.ReLU()).in_step
     # Memory layout is no difference.
     if rank == 0:
         model.to(memory_format=torch.channels_last)
-    assert ddp_hooks.verify_replicas(model, gradients=False).in_step
+    assert ddp_hooks.sync.verify_replicas(model, gradients=False).in_step
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -103,13 +103,13 @@ def _drift(rank, seed):
                 tensor.view(-1)[where] += rank  # every rank its own version
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     expected = find_slowly(named)
-    report = ddp_hooks.verify_replicas(model)
+    report = ddp_hooks.sync.verify_replicas(model)
     assert report.in_step == (not expected)
     assert {d.name: (d.versions, d.max_abs_differences) for d in report.differences} == expected
     # Less than 1 KiB a hundred tensors, also when they differ.
     assert report.exchanged_bytes <= 64 + 8 * report.tensors
-    ddp_hooks.broadcast_parameters(model)
-    assert ddp_hooks.verify_replicas(model, raise_on_difference=True).in_step
+    ddp_hooks.sync.broadcast_parameters(model)
+    assert ddp_hooks.sync.verify_replicas(model, raise_on_difference=True).in_step
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -126,8 +126,8 @@ def _report(rank):
     if rank == 1:
         model[0].weight.grad[0, 0, 0, 0] += 0.25
         model.table[3] = 100
-    with pytest.raises(ddp_hooks.ReplicasDifferError) as caught:
-        ddp_hooks.verify_replicas(model, optimizer=optimizer, raise_on_difference=True)
+    with pytest.raises(ddp_hooks.errors.ReplicasDifferError) as caught:
+        ddp_hooks.sync.verify_replicas(model, optimizer=optimizer, raise_on_difference=True)
     report = caught.value.report
     found = {(d.kind, d.name): d for d in report.differences}
     assert found["buffer", "table"].majority == (0, 2)
@@ -161,7 +161,7 @@ def _special_values(rank):
         "negated": torch.tensor([1j + rank * 1j]).conj().imag,
         "empty": torch.empty(0),
     }
-    report = ddp_hooks.verify_replicas(tensors.values())
+    report = ddp_hooks.sync.verify_replicas(tensors.values())
     amounts = {list(tensors)[int(d.name)]: d.max_abs_differences[1] for d in report.differences}
     assert math.isnan(amounts.pop("nan"))
     others = {"bool": 1.0, "complex": 5.0, "half": 0.5, "negated": 1.0}
@@ -178,7 +178,7 @@ def _large(rank):
     # Longer than a piece of the comparison, with the difference in the last element.
     tensor = torch.zeros((1 << 20) + 3)
     tensor[-1] = rank
-    report = ddp_hooks.verify_replicas([tensor])
+    report = ddp_hooks.sync.verify_replicas([tensor])
     assert report.differences[0].max_abs_differences == (0.0, 1.0)
     assert tensor[-1] == rank
 
@@ -196,7 +196,7 @@ def _other_layouts(rank):
         model[0].weight += rank
     if rank == 0:
         model(torch.ones(1, 3)).sum().backward()
-    report = ddp_hooks.verify_replicas(model)
+    report = ddp_hooks.sync.verify_replicas(model)
     text = "\n".join(report.layout_differences)
     assert not report.in_step
     assert f"parameter '1.bias' is float32 [3] on cpu on rank{'s 0, 1' if last == 2 else ' 0'}, missing on rank" in text
@@ -205,11 +205,11 @@ def _other_layouts(rank):
     # What all ranks have is compared all the same.
     assert [d.name for d in report.differences] == ["0.weight"]
     assert report.differences[0].max_abs_differences == tuple(float(r) for r in range(last + 1))
-    with pytest.raises(ddp_hooks.ReplicasDifferError, match="missing on rank"):
-        ddp_hooks.verify_replicas(model, raise_on_difference=True)
+    with pytest.raises(ddp_hooks.errors.ReplicasDifferError, match="missing on rank"):
+        ddp_hooks.sync.verify_replicas(model, raise_on_difference=True)
     # Alike where they can be compared, and nothing in common at all.
-    assert not ddp_hooks.verify_replicas([torch.ones(2)] * (1 + rank)).differences
-    report = ddp_hooks.verify_replicas([torch.ones(2 + rank)])
+    assert not ddp_hooks.sync.verify_replicas([torch.ones(2)] * (1 + rank)).differences
+    report = ddp_hooks.sync.verify_replicas([torch.ones(2 + rank)])
     assert not report.in_step
     assert not report.differences
 
@@ -230,7 +230,7 @@ def _second_half(rank):
 
     replicas._C.hash_tensors = half_blind
     try:
-        report = ddp_hooks.verify_replicas([torch.ones(2), torch.full((2,), float(rank))])
+        report = ddp_hooks.sync.verify_replicas([torch.ones(2), torch.full((2,), float(rank))])
     finally:
         replicas._C.hash_tensors = original
     assert [d.name for d in report.differences] == ["1"]
@@ -248,17 +248,17 @@ def _ignored_and_compiled(rank):
     with torch.no_grad():
         model[0].weight.fill_(rank)
     compiled = torch.compile(ddp, backend="eager")
-    assert ddp_hooks.verify_replicas(compiled, raise_on_difference=True).in_step
-    ddp_hooks.broadcast_parameters(compiled)
-    ddp_hooks.average_parameters(compiled)
+    assert ddp_hooks.sync.verify_replicas(compiled, raise_on_difference=True).in_step
+    ddp_hooks.sync.broadcast_parameters(compiled)
+    ddp_hooks.sync.average_parameters(compiled)
     assert model[0].weight.eq(rank).all()
-    with ddp_hooks.share_parameters(compiled):
+    with ddp_hooks.sync.share_parameters(compiled):
         assert model[0].weight.eq(rank).all()
     # Names are the same with and without the wrappers, so they need not be alike on the ranks.
     inner = compiled if rank else ddp
-    assert not ddp_hooks.verify_replicas(inner, raise_on_difference=True).layout_differences
+    assert not ddp_hooks.sync.verify_replicas(inner, raise_on_difference=True).layout_differences
     plain = torch.compile(model, backend="eager") if rank else model
-    assert {d.name for d in ddp_hooks.verify_replicas(plain).differences} == {"0.weight"}
+    assert {d.name for d in ddp_hooks.sync.verify_replicas(plain).differences} == {"0.weight"}
 
 
 def test_a_compiled_module_is_looked_through():
@@ -276,8 +276,8 @@ def _ignored_by_ddp(rank):
         model[1].weight.grad += rank
     optimizer.step()
     # The gradient of the first layer went through the second, so it differs too; DDP averages it.
-    assert ddp_hooks.verify_replicas(ddp, optimizer=optimizer, raise_on_difference=True).in_step
-    assert {d.name for d in ddp_hooks.verify_replicas(model).differences} >= {"1.weight"}
+    assert ddp_hooks.sync.verify_replicas(ddp, optimizer=optimizer, raise_on_difference=True).in_step
+    assert {d.name for d in ddp_hooks.sync.verify_replicas(model).differences} >= {"1.weight"}
 
 
 def test_what_ddp_ignores_is_meant_to_differ():
@@ -287,23 +287,23 @@ def test_what_ddp_ignores_is_meant_to_differ():
 def _refusals(rank):
     if rank == 0:
         with pytest.raises(TypeError, match="pass the model itself"):
-            ddp_hooks.verify_replicas(3)
+            ddp_hooks.sync.verify_replicas(3)
     else:
-        with pytest.raises(ddp_hooks.RanksDisagreeError, match="rank 0 refused: TypeError"):
-            ddp_hooks.verify_replicas(nn.Linear(2, 2))
-    with pytest.raises(ddp_hooks.RanksDisagreeError, match="gradients=False"):
-        ddp_hooks.verify_replicas(nn.Linear(2, 2), gradients=rank == 0)
+        with pytest.raises(ddp_hooks.errors.RanksDisagreeError, match="rank 0 refused: TypeError"):
+            ddp_hooks.sync.verify_replicas(nn.Linear(2, 2))
+    with pytest.raises(ddp_hooks.errors.RanksDisagreeError, match="gradients=False"):
+        ddp_hooks.sync.verify_replicas(nn.Linear(2, 2), gradients=rank == 0)
     model = nn.EmbeddingBag(4, 3, sparse=True)
     model(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
     with pytest.raises(ValueError, match=r"gradient 'weight' has layout torch.sparse_coo: make it dense"):
-        ddp_hooks.verify_replicas(model)
-    assert not ddp_hooks.verify_replicas(model, gradients=False).layout_differences
+        ddp_hooks.sync.verify_replicas(model)
+    assert not ddp_hooks.sync.verify_replicas(model, gradients=False).layout_differences
     # As FSDP leaves a parameter that is not needed now.
     linear = nn.Linear(2, 2)
     linear.weight.grad = torch.ones(2, 2)
     linear.weight.grad.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="gradient 'weight' takes 16 bytes of a storage of 0: give it its elements"):
-        ddp_hooks.verify_replicas(linear)
+        ddp_hooks.sync.verify_replicas(linear)
 
 
 def test_refusals_reach_every_rank():

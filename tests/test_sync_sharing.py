@@ -63,7 +63,7 @@ def _one_host(rank):
     expected = make_model(0)
     strides = [p.stride() for p in model.parameters()]
     own_buffer = model[1].running_mean.fill_(rank)
-    shared = ddp_hooks.share_parameters(model)
+    shared = ddp_hooks.sync.share_parameters(model)
     world_size = dist.get_world_size()
     assert shared.hosts == (tuple(range(world_size)),)
     assert shared.writer == (rank == 0)
@@ -86,18 +86,18 @@ def _one_host(rank):
     assert model[3].weight[2, 2] == 42
     # Broadcasts and averages send nothing.
     for report in (
-        ddp_hooks.broadcast_parameters(model, 1, buffers=False),
-        ddp_hooks.average_parameters(model, buffers="ignore", weights=rank + 1),
-        ddp_hooks.broadcast_parameters(model, 1, buffers=False, async_op=True).wait(),
+        ddp_hooks.sync.broadcast_parameters(model, 1, buffers=False),
+        ddp_hooks.sync.average_parameters(model, buffers="ignore", weights=rank + 1),
+        ddp_hooks.sync.broadcast_parameters(model, 1, buffers=False, async_op=True).wait(),
     ):
         assert (report.messages, report.payload_bytes) == (0, 0)
         assert report.tensor_bytes == shared.shared_bytes or report.tensor_bytes > 0
-    report = ddp_hooks.average_parameters(model)
+    report = ddp_hooks.sync.average_parameters(model)
     assert report.payload_bytes == sum(buffer.nbytes for buffer in model.buffers())
     assert model[1].running_mean.eq((world_size - 1) / 2).all()
-    assert ddp_hooks.verify_replicas(model, raise_on_difference=True).in_step
+    assert ddp_hooks.sync.verify_replicas(model, raise_on_difference=True).in_step
     with pytest.raises(ValueError, match="not shared yet"):
-        ddp_hooks.share_parameters(model)
+        ddp_hooks.sync.share_parameters(model)
     # Private again.
     shared.release()
     assert not shared.active
@@ -108,7 +108,7 @@ def _one_host(rank):
         model[3].weight.fill_(rank)
     dist.barrier()
     assert model[3].weight.eq(rank).all()
-    assert ddp_hooks.broadcast_parameters(model).payload_bytes > 0
+    assert ddp_hooks.sync.broadcast_parameters(model).payload_bytes > 0
     shared.release()
 
 
@@ -119,7 +119,7 @@ def test_one_host(world_size):
 
 def _two_hosts(rank):
     model = make_model(rank)
-    with pretend_hosts((0, 1), (2,)), ddp_hooks.share_parameters(model) as shared:
+    with pretend_hosts((0, 1), (2,)), ddp_hooks.sync.share_parameters(model) as shared:
         assert shared.hosts == ((0, 1), (2,))
         assert shared.writer == (rank != 1)
         for actual, wanted in zip(model.parameters(), make_model(0).parameters(), strict=True):
@@ -135,22 +135,22 @@ def _two_hosts(rank):
 
         # A broadcast from a rank that takes no part in the collective: its host's first rank sends for it.
         drift()
-        report = ddp_hooks.broadcast_parameters(model, 1, buffers=False)
+        report = ddp_hooks.sync.broadcast_parameters(model, 1, buffers=False)
         assert all(parameter.eq(0).all() for parameter in model.parameters())
         assert (report.payload_bytes == 0) == (rank == 1)
         drift()
-        ddp_hooks.broadcast_parameters(model, 2, buffers=False)
+        ddp_hooks.sync.broadcast_parameters(model, 2, buffers=False)
         assert all(parameter.eq(10).all() for parameter in model.parameters())
         # The mean is over ranks, of which the first host has two.
         drift()
-        ddp_hooks.average_parameters(model, buffers="ignore")
+        ddp_hooks.sync.average_parameters(model, buffers="ignore")
         for parameter in model.parameters():
             torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, 10 / 3))
         drift()
-        report = ddp_hooks.average_parameters(model, buffers="ignore", weights=[1, 2, 5], async_op=True).wait()
+        report = ddp_hooks.sync.average_parameters(model, buffers="ignore", weights=[1, 2, 5], async_op=True).wait()
         for parameter in model.parameters():
             torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, 50 / 8))
-        assert ddp_hooks.verify_replicas(model.parameters(), raise_on_difference=True).in_step
+        assert ddp_hooks.sync.verify_replicas(model.parameters(), raise_on_difference=True).in_step
     assert not shared.active
 
 
@@ -168,7 +168,7 @@ def _one_optimizer(rank):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 8))
     usual = DistributedDataParallel(copy.deepcopy(model))
     with pretend_hosts((0, 2), (1,)):
-        shared = ddp_hooks.share_parameters(model)
+        shared = ddp_hooks.sync.share_parameters(model)
     ours = DistributedDataParallel(model)
     usual_optimizer = torch.optim.Adam(usual.parameters())
     optimizer = torch.optim.Adam(ours.parameters())
@@ -197,7 +197,7 @@ def _memory_goes_with_the_module(rank):
     dist.barrier()
     before = shared_files()
     model = make_model()
-    shared = ddp_hooks.share_parameters(model)
+    shared = ddp_hooks.sync.share_parameters(model)
     if shared.writer:
         assert len(shared_files()) == len(before) + 1
     del model
@@ -206,7 +206,7 @@ def _memory_goes_with_the_module(rank):
     assert not shared.active
     assert shared_files() == before
     # Its address may serve another tensor now, which must not be taken for shared.
-    assert ddp_hooks.broadcast_parameters(torch.ones(1000)).payload_bytes == 4000
+    assert ddp_hooks.sync.broadcast_parameters(torch.ones(1000)).payload_bytes == 4000
 
 
 def test_memory_goes_with_the_module():
@@ -215,33 +215,33 @@ def test_memory_goes_with_the_module():
 
 def _refusals(rank):
     with pytest.raises(TypeError, match="received list"):
-        ddp_hooks.share_parameters([torch.ones(2)])
+        ddp_hooks.sync.share_parameters([torch.ones(2)])
     with pytest.raises(ValueError, match="meta device"):
-        ddp_hooks.share_parameters(nn.Linear(2, 2, device="meta"))
+        ddp_hooks.sync.share_parameters(nn.Linear(2, 2, device="meta"))
     module = nn.Linear(2, 2)
     module.weight.data.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="parameter 'weight' takes 16 bytes of a storage of 0"):
-        ddp_hooks.share_parameters(module)
+        ddp_hooks.sync.share_parameters(module)
     module = nn.Linear(2, 2)
     module.register_buffer("view", module.weight.detach()[0])
     with pytest.raises(ValueError, match="buffer 'view' is a view of a parameter"):
-        ddp_hooks.share_parameters(module)
+        ddp_hooks.sync.share_parameters(module)
     # Memory layouts have to be alike too, because it is the same memory.
     module = nn.Conv2d(2, 2, 2)
     if rank:
         module.to(memory_format=torch.channels_last)
     pointers = [p.data_ptr() for p in module.parameters()]
-    with pytest.raises(ddp_hooks.RanksDisagreeError, match=r"parameter 'weight' is .*strides"):
-        ddp_hooks.share_parameters(module)
+    with pytest.raises(ddp_hooks.errors.RanksDisagreeError, match=r"parameter 'weight' is .*strides"):
+        ddp_hooks.sync.share_parameters(module)
     # Shared on one rank only: seen before anything is sent.
     module = nn.Linear(2, 2)
-    shared = ddp_hooks.share_parameters(module)
+    shared = ddp_hooks.sync.share_parameters(module)
     if rank:
         module.weight.data = module.weight.detach().clone()
-    with pytest.raises(ddp_hooks.RanksDisagreeError, match=r"\(shared\) on rank 0"):
-        ddp_hooks.broadcast_parameters(module)
+    with pytest.raises(ddp_hooks.errors.RanksDisagreeError, match=r"\(shared\) on rank 0"):
+        ddp_hooks.sync.broadcast_parameters(module)
     shared.release()
-    assert ddp_hooks.broadcast_parameters(module).payload_bytes == 24
+    assert ddp_hooks.sync.broadcast_parameters(module).payload_bytes == 24
     # No room: an error everywhere, and nothing has changed.
     module = nn.Conv2d(2, 2, 2)
     pointers = [p.data_ptr() for p in module.parameters()]
@@ -249,12 +249,12 @@ def _refusals(rank):
     sharing._create_block = _no_room
     try:
         with pytest.raises(RuntimeError, match=r"rank 0 could not create .* No space left.*/dev/shm"):
-            ddp_hooks.share_parameters(module)
+            ddp_hooks.sync.share_parameters(module)
     finally:
         sharing._create_block = original
     assert pointers == [p.data_ptr() for p in module.parameters()]
     # An empty module has nothing to share, and that is fine.
-    empty = ddp_hooks.share_parameters(nn.ReLU())
+    empty = ddp_hooks.sync.share_parameters(nn.ReLU())
     assert empty.shared_bytes <= 64
     empty.release()
 
@@ -272,11 +272,11 @@ def _other_group(rank):
     if rank == 2:
         return
     module = nn.Linear(2, 2)
-    shared = ddp_hooks.share_parameters(module, process_group=pair)
+    shared = ddp_hooks.sync.share_parameters(module, process_group=pair)
     single = dist.new_group([rank], use_local_synchronization=True)
     with pytest.raises(ValueError, match="expected the process group over which parameter 'weight' is shared"):
-        ddp_hooks.broadcast_parameters(module, process_group=single)
-    assert ddp_hooks.average_parameters(module, process_group=pair).payload_bytes == 0
+        ddp_hooks.sync.broadcast_parameters(module, process_group=single)
+    assert ddp_hooks.sync.average_parameters(module, process_group=pair).payload_bytes == 0
     shared.release()
 
 
@@ -290,7 +290,7 @@ def _share_and_wait(rank, world_size, store_file, ready):
         timeout=timedelta(seconds=30),
     )  # fmt: skip
     module = nn.Linear(100, 100)
-    shared = ddp_hooks.share_parameters(module)
+    shared = ddp_hooks.sync.share_parameters(module)
     ready.send((len(shared_files()), shared.shared_bytes))
     time.sleep(60)
 

@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,15 @@ import torch.distributed as dist
 from spawn import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Run, Scenario, Trainer, assert_same, compare, register, train
+from training import Run, Scenario, Trainer, assert_same, compare, register, train, with_settings
 
 import ddp_hooks
-from ddp_hooks import _C, Policy
+from ddp_hooks import _C, Policy, Tuning
 
-EVERY_ROW = Policy("every row", units="on", min_divided_bytes=0, min_unit_bytes=1)
-SMALL_MESSAGES = replace(EVERY_ROW, name="small messages", in_place_bytes=96, pack_bytes=64)
-ADAPTIVE = replace(EVERY_ROW, name="adaptive", units="adaptive", min_divided_bytes=256, direct=False)
-WITH_VALUES = replace(EVERY_ROW, name="with values", values="on")
+EVERY_ROW = Policy("every row", skip_zero_rows="on", tuning=Tuning(min_divided_bytes=0, min_unit_bytes=1))
+SMALL_MESSAGES = with_settings(EVERY_ROW, name="small messages", in_place_bytes=96, pack_bytes=64)
+ADAPTIVE = with_settings(EVERY_ROW, name="adaptive", skip_zero_rows="adaptive", min_divided_bytes=256, direct=False)
+WITH_VALUES = with_settings(EVERY_ROW, name="with values", skip_zeros="on")
 
 
 # --- units, without processes
@@ -499,7 +499,7 @@ def compare_all(rank: int, scenarios: list[type[Rows]], policies: list[Policy]) 
     for scenario, policy, native in itertools.product(scenarios, policies, ways):
         try:
             compare(rank, scenario(), policy, native)
-            if scenario.counts_units and policy.units == "on":
+            if scenario.counts_units and policy.skip_zero_rows == "on":
                 compare_bytes(rank, scenario(), policy, native)
         except Exception as error:
             raise AssertionError(f"{scenario.__name__}, {policy.name}, native={native}: {error}") from error
@@ -538,7 +538,7 @@ def compare_bytes(rank: int, scenario: Rows, policy: Policy, native: bool) -> No
             units = [any(bits) for bits in zip(*(s[index] for s in step if index in s), strict=True)]
             sizes = unit_bytes(shapes[index], policy)
             sent = sum(size for size, used in zip(sizes, units, strict=True) if used)
-            if len(sizes) == 1 and policy.values == "off":
+            if len(sizes) == 1 and policy.skip_zeros == "off":
                 sent = sizes[0]  # used, whatever it holds
             whole = sum(sizes)
             expected += whole if sent * 16 >= whole * 15 else sent
@@ -551,8 +551,8 @@ def unit_bytes(parameter: torch.Tensor, policy: Policy) -> list[int]:
     """Return the size of each unit, where rows are neither too long nor too short to be one."""
     size = parameter.element_size() * parameter.numel()
     rows = parameter.shape[0]
-    assert policy.min_unit_bytes == 1
-    assert size // rows <= policy.max_unit_bytes
+    assert policy.tuning.min_unit_bytes == 1
+    assert size // rows <= policy.tuning.max_unit_bytes
     return [size // rows] * rows
 
 
@@ -580,10 +580,10 @@ class FewRows(Rows):
 def pieces(rank: int) -> None:
     """Units of several rows, and units that are parts of a row."""
     for changes in ({"min_unit_bytes": 100}, {"max_unit_bytes": 8}, {"min_unit_bytes": 100_000}):
-        compare_all(rank, [FewRows, Experts, PrunedFilters], [replace(ADAPTIVE, **changes)])
+        compare_all(rank, [FewRows, Experts, PrunedFilters], [with_settings(ADAPTIVE, **changes)])
         for scenario in (FewRows, Experts, PrunedFilters):
             for native in (True, False):
-                compare(rank, scenario(), replace(EVERY_ROW, **changes), native)
+                compare(rank, scenario(), with_settings(EVERY_ROW, **changes), native)
 
 
 def test_pieces() -> None:
@@ -609,7 +609,7 @@ def masks_that_grow(rank: int) -> None:
         # The mask of the parameters, that of the units, and twice more for the head; twice there was too little room.
         single = statistics.exchanges - 2
         assert single % scenario.steps == 0
-        assert statistics.units_steps == scenario.steps
+        assert statistics.skip_zero_rows_steps == scenario.steps
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -657,7 +657,7 @@ class SharedMemory(Rows):
 
 
 def test_gradients_that_share_memory() -> None:
-    run_ranks(2, compare_all, [SharedMemory], [EVERY_ROW, replace(ADAPTIVE, in_place_bytes=1 << 16)])
+    run_ranks(2, compare_all, [SharedMemory], [EVERY_ROW, with_settings(ADAPTIVE, in_place_bytes=1 << 16)])
 
 
 class ForeignMemory(Rows):
@@ -754,7 +754,7 @@ def table_of_two_modules(rank: int) -> None:
             used = table.weight.grad[:64].reshape(8, 8, 16)[:, :2]
             assert used.eq(1.5).all(), used.unique()
             table.weight.grad = None
-        assert all(state.stats().units_steps == 4 for state in states)
+        assert all(state.stats().skip_zero_rows_steps == 4 for state in states)
 
 
 def test_table_of_two_modules() -> None:
@@ -785,9 +785,9 @@ def test_dropped_gradients() -> None:
 
 
 def usage_beside_values(rank: int) -> None:
-    """What is agreed on by units is not looked at by the values detector of its bucket."""
+    """What is agreed on by units is not looked at by the scan of its bucket's zeros."""
     ddp = DistributedDataParallel(Table())
-    state = register(ddp, replace(WITH_VALUES, min_divided_bytes=1000), True)
+    state = register(ddp, with_settings(WITH_VALUES, min_divided_bytes=1000), True)
     ddp(torch.tensor([[1, 2 + rank]])).square().mean().backward()
     usage = state.usage()
     assert usage["head.weight"].units is None
@@ -806,12 +806,12 @@ def auto_pauses_for_ever(rank: int) -> None:
     most = 2**63 - 1
     ddp = DistributedDataParallel(Table(1024, 64))
     pauses = {"first_pause_steps": most, "longest_pause_steps": most, "min_zero_fraction": 0.3}
-    state = register(ddp, replace(ADAPTIVE, **pauses), True)
+    state = register(ddp, with_settings(ADAPTIVE, **pauses), True)
     half = torch.arange(1024).reshape(2, -1)[rank][None]
     for _ in range(5):
         ddp(half).sum().backward()
         ddp.zero_grad()
-    assert state.stats().units_steps == 1
+    assert state.stats().skip_zero_rows_steps == 1
 
 
 def test_auto_pauses_for_ever() -> None:
@@ -821,11 +821,11 @@ def test_auto_pauses_for_ever() -> None:
 def auto_leaves_what_is_sent_whole(rank: int) -> None:
     """A twentieth is what the policy asks for, but so little is not worth to be left out."""
     ddp = DistributedDataParallel(Table(1000, 64))
-    state = register(ddp, replace(ADAPTIVE, first_pause_steps=100), True)
+    state = register(ddp, with_settings(ADAPTIVE, first_pause_steps=100), True)
     for rows in (10, *[945] * 5):
         ddp(torch.arange(rows)[None]).sum().backward()
         ddp.zero_grad()
-    assert state.stats().units_steps == 1
+    assert state.stats().skip_zero_rows_steps == 1
 
 
 def test_auto_leaves_what_is_sent_whole() -> None:
@@ -847,9 +847,9 @@ def auto_finds_rows(rank: int) -> None:
         statistics, usage = state.stats(), state.usage()["table.weight"]
         if step < 1:
             assert statistics.payload_bytes == dense
-            assert statistics.units_steps == 0
+            assert statistics.skip_zero_rows_steps == 0
             assert usage.units is None
-        elif step != 16:  # then the values detector is tried, too
+        elif step != 16:  # then skip_zeros is tried, too
             # A unit is eight rows: 256 bytes.
             assert usage.units is not None
             assert usage.units.units == Large.rows // 8
@@ -868,7 +868,7 @@ def test_auto_finds_rows() -> None:
 def auto_leaves_dense_ones(rank: int) -> None:
     """One rank's dense gradient is enough; and what seems sparse everywhere and is not together is left for a while."""
     ddp = DistributedDataParallel(Table(1024, 64))
-    policy = replace(ADAPTIVE, first_pause_steps=4, min_zero_fraction=0.3)
+    policy = with_settings(ADAPTIVE, first_pause_steps=4, min_zero_fraction=0.3)
     state = register(ddp, policy, True)
     half = torch.arange(1024).reshape(2, -1)[rank][None]
     everything = torch.arange(1024)[None]
@@ -877,7 +877,7 @@ def auto_leaves_dense_ones(rank: int) -> None:
         state.reset_stats()
         ddp(indices).sum().backward()
         ddp.zero_grad()
-        return state.stats().units_steps
+        return state.stats().skip_zero_rows_steps
 
     assert [step(everything if rank == 0 else half) for _ in range(6)] == [0] * 6
     # Each rank's half is zero, but not the same one: tried once, then after 4 steps, then after 8.

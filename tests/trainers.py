@@ -84,7 +84,7 @@ class Training:
     """What a training left behind on this rank; the statistics are None without the hook."""
 
     weights: list[Tensor]
-    statistics: ddp_hooks.Statistics | None
+    statistics: ddp_hooks.statistics.Statistics | None
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
@@ -103,7 +103,7 @@ def train_by_hand(rank: int, policy: str | None, steps: int = STEPS) -> Training
     return Training(weights_of(model), None if state is None else state.stats())
 
 
-def sent(statistics: ddp_hooks.Statistics | None) -> tuple[int, int, int, int]:
+def sent(statistics: ddp_hooks.statistics.Statistics | None) -> tuple[int, int, int, int]:
     """Return steps and dense, payload and mask bytes."""
     assert statistics is not None
     return statistics.steps, statistics.dense_bytes, statistics.payload_bytes, statistics.mask_bytes

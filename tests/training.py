@@ -83,8 +83,13 @@ class Run:
     # By step: the parameters (by index) that this rank used, and those whose gradient here was not all zero.
     used: list[set[int]] = field(default_factory=list)
     nonzero: list[set[int]] = field(default_factory=list)
-    statistics: ddp_hooks.Statistics | None = None
-    usage: dict[str, ddp_hooks.ParameterUsage] = field(default_factory=dict)
+    statistics: ddp_hooks.statistics.Statistics | None = None
+    usage: dict[str, ddp_hooks.statistics.ParameterUsage] = field(default_factory=dict)
+
+
+def with_settings(policy: ddp_hooks.Policy, **settings: Any) -> ddp_hooks.Policy:
+    """Return the policy with fields of it, or of its tuning, set differently."""
+    return ddp_hooks.policies.resolve(policy, settings)
 
 
 def register(ddp: DistributedDataParallel, policy: ddp_hooks.Policy | str, native: bool) -> ddp_hooks.SkipUnusedState:
@@ -165,7 +170,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def assert_same(ours: torch.Tensor, plain: torch.Tensor, exact: bool, tolerance: float, what: str) -> None:
     if exact:
-        # +0.0 and -0.0 are equal here: the values detector may turn a zero's sign.
+        # +0.0 and -0.0 are equal here: skip_zeros may turn a zero's sign.
         same = torch.equal(torch.isnan(ours), torch.isnan(plain)) and torch.equal(
             ours.nan_to_num(0.0, 1.0, -1.0), plain.nan_to_num(0.0, 1.0, -1.0)
         )
@@ -221,7 +226,7 @@ def compare(rank: int, scenario: Scenario, policy: ddp_hooks.Policy | str, nativ
     if world_size == 1:
         assert statistics.payload_bytes == 0
         return
-    if not policy.graph and policy.values == "off":
+    if not policy.skip_unused and policy.skip_zeros == "off":
         assert statistics.payload_bytes == statistics.dense_bytes
         return
     searched = scenario.find_unused_parameters or scenario.ddp_options.get("static_graph", False)
@@ -231,7 +236,7 @@ def compare(rank: int, scenario: Scenario, policy: ddp_hooks.Policy | str, nativ
     assert statistics.dense_bytes == sum(sizes) * statistics.steps
     used = expected_bytes(runs, sizes, "used") if graph_detects else everything
     nonzero = expected_bytes(runs, sizes, "nonzero")
-    expected = {"off": (used, used), "on": (nonzero, nonzero), "adaptive": (nonzero, used)}[policy.values]
+    expected = {"off": (used, used), "on": (nonzero, nonzero), "adaptive": (nonzero, used)}[policy.skip_zeros]
     assert expected[0] <= statistics.payload_bytes <= expected[1] * (1 + GAP_ALLOWANCE), (
         f"payload: expected {expected} bytes, handed {statistics.payload_bytes} to collectives; {statistics}"
     )

@@ -115,7 +115,7 @@ def cell(value: float | None) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows in Markdown, as they stand in docs/averages.md."""
+    """The rows in Markdown, as they stand in docs/internals/averages.md."""
     lines = [
         "| Optimizer, tasks drawn, steps | Average | Best rate | Loss there | Minus world's (deviation) "
         "| Weighed as drawn | Loss at world's best rate | At a quarter of it |",

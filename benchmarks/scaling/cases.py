@@ -99,7 +99,7 @@ def settings_of(policy: str, segment_bytes: int | None = None) -> transports.Set
     """How a preset of ddp_hooks sends."""
     import ddp_hooks
 
-    preset = ddp_hooks.PRESETS[policy]
+    preset = ddp_hooks.policies.PRESETS[policy].tuning
     return transports.Settings(
         preset.in_place_bytes,
         preset.pack_bytes,

@@ -241,7 +241,7 @@ def _with_settings(policy: str, settings: dict[str, Any]) -> Callable[[Context],
     def build(context: Context) -> Variant:
         from ddp_hooks.policies import resolve
 
-        return _ours(dataclasses.replace(resolve(policy), **settings), True)(context)
+        return _ours(resolve(policy, settings), True)(context)
 
     return build
 

@@ -102,8 +102,8 @@ void bind_engine(py::module_& m) {
 
   py::class_<Statistics>(m, "Statistics")
       .def_readonly("steps", &Statistics::steps)
-      .def_readonly("values_steps", &Statistics::values_steps)
-      .def_readonly("units_steps", &Statistics::units_steps)
+      .def_readonly("skip_zeros_steps", &Statistics::values_steps)
+      .def_readonly("skip_zero_rows_steps", &Statistics::units_steps)
       .def_readonly("units_agreed_on", &Statistics::units_agreed_on)
       .def_readonly("units_sent", &Statistics::units_sent)
       .def_property_readonly("buckets_whole", [](const Statistics& s) { return s.messages.buckets_whole; })

@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
         action="append",
         metavar="NAME=VALUE",
         default=[],
-        help="set a field of the policy differently, as in `--set rebuild_after=100`; may be given again",
+        help="set a field of the policy or of its tuning, as in `--set rebuild_after=100`; may be given again",
     )
     parser.add_argument("--quiet", action="store_true", help="print no statistics")
     parser.add_argument("--report", type=parse_new_file, metavar="FILE", help="write the statistics to FILE, as JSON")

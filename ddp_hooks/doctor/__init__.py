@@ -1,14 +1,13 @@
 """The doctor: which parameters are unused, frozen or zero, by name, and whether ``ddp_hooks`` would help."""
 
 from .diagnosis import Diagnosis, diagnose
-from .expectations import ExpectationHandle, UnexpectedUseError, expect_unused, expect_used
+from .expectations import ExpectationHandle, expect_unused, expect_used
 from .findings import Findings
 
 __all__ = [
     "Diagnosis",
     "ExpectationHandle",
     "Findings",
-    "UnexpectedUseError",
     "diagnose",
     "expect_unused",
     "expect_used",

@@ -21,6 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..agreement import settle
+from ..errors import UnexpectedUseError
 from ..parameters import ParameterIndex, Selector
 from ..registration import find_ddp, propose
 from ..wording import short_list
@@ -28,10 +29,6 @@ from .diagnosis import why_not_watched
 from .gradient_watch import GradientWatch, Silence
 from .joining import join_block_of
 from .side_channel import SideChannel
-
-
-class UnexpectedUseError(RuntimeError):
-    """A parameter that was expected to be used was not, or the other way round; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class Step:
 
     Attributes:
         received: 1 if a gradient was accumulated here.
-        sent: 1 if the graph detector would call it used here.
+        sent: 1 if `skip_unused` would call it used here.
         frozen: 1 if it requires no gradient now.
         values: NOTHING, EVERYTHING or SOMETHING.
         masks: of what holds SOMETHING, the mask of its units; long ones are compressed. See :func:`unpack`.
@@ -91,9 +91,9 @@ def slots_of(layout: Any) -> dict[int, Slot]:
     """Return by parameter where it stands in a layout (a ``_C.LayoutOfBuckets``), and its units under every preset."""
     policy = PRESETS["skip_zeros"]
     settings = _C.UnitSettings(
-        min_divided_bytes=policy.min_divided_bytes,
-        min_unit_bytes=policy.min_unit_bytes,
-        max_unit_bytes=policy.max_unit_bytes,
+        min_divided_bytes=policy.tuning.min_divided_bytes,
+        min_unit_bytes=policy.tuning.min_unit_bytes,
+        max_unit_bytes=policy.tuning.max_unit_bytes,
     )
     slots = {}
     for number, bucket in enumerate(layout.buckets):
@@ -353,7 +353,7 @@ class Recorder(Silence):
         return [moment - start for moment in ready], copied
 
     def _find_sent(self, ddp: DistributedDataParallel, received: bytes, frozen: bytes) -> bytes:
-        """Say what the graph detector would call used here: what is in the graph, whether a gradient came or not."""
+        """Say what `skip_unused` would call used here: what is in the graph, whether a gradient came or not."""
         reduced = self.watch.reduced_count
         if 0 not in received[:reduced]:
             sent = bytearray(received)

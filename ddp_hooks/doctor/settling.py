@@ -66,10 +66,10 @@ class _Probe:
         """Take what a step found, and say whether it paid."""
         pays = zero_bytes > 0 and zero_bytes >= self.least * used_bytes
         if pays:
-            self.on_until = step + 1 + self.policy.hold_steps
-            self.pause = self.policy.first_pause_steps
+            self.on_until = step + 1 + self.policy.tuning.hold_steps
+            self.pause = self.policy.tuning.first_pause_steps
         elif step >= self.on_until:
-            self.pause = min(2 * self.pause, self.policy.longest_pause_steps)
+            self.pause = min(2 * self.pause, self.policy.tuning.longest_pause_steps)
         self.next_probe = max(self.on_until, step + 1) + self.pause
         return pays
 
@@ -90,10 +90,10 @@ class _Simulation:
     def __init__(self, steps: Sequence[UnionStep], world: World) -> None:
         self._policy = policy = PRESETS["auto"]
         self._world = world
-        self._least = max(policy.min_zero_fraction, _LEAST_ZEROS_ON_DEVICE if world.is_on_device else 0.0)
+        self._least = max(policy.tuning.min_zero_fraction, _LEAST_ZEROS_ON_DEVICE if world.is_on_device else 0.0)
         self._facts = [self._find_facts(step) for step in steps]
         self._units: dict[int, _Units] = {}
-        self._probe = _Probe(policy, self._least, policy.first_pause_steps, policy.first_pause_steps)
+        self._probe = _Probe(policy, self._least, policy.tuning.first_pause_steps, policy.tuning.first_pause_steps)
         self._failed = False
 
     def run(self) -> list[list[Traffic]]:
@@ -158,10 +158,10 @@ class _Simulation:
 
     def _leave_alone(self, number: int, units: _Units) -> None:
         units.next_step = number + 1 + units.pause
-        units.pause = min(2 * units.pause, self._policy.longest_pause_steps)
+        units.pause = min(2 * units.pause, self._policy.tuning.longest_pause_steps)
 
     def _units_of(self, index: int) -> _Units:
-        return self._units.setdefault(index, _Units(0, self._policy.first_pause_steps))
+        return self._units.setdefault(index, _Units(0, self._policy.tuning.first_pause_steps))
 
     def _is_chosen(self, index: int, number: int) -> bool:
         units = self._units_of(index)
@@ -174,7 +174,7 @@ class _Simulation:
             zeros = cost.length - cost.observed(who)
             units.pays = zeros > 0 and zeros >= self._least * cost.length
             if units.pays:
-                units.pause = self._policy.first_pause_steps
+                units.pause = self._policy.tuning.first_pause_steps
                 continue
             self._failed = True
             self._leave_alone(number, units)

@@ -80,7 +80,7 @@ class UnionStep:
     """One step as all ranks together saw it.
 
     Attributes:
-        used: the parameters that some rank used, as the graph detector counts.
+        used: the parameters that some rank used, as `skip_unused` counts.
         units: of those that hold a non-zero on some rank, which of their units do, as the bits of an integer.
         layout: the bucket layout (a ``_C.LayoutOfBuckets``).
         slots: where the parameters stand in it.
@@ -187,8 +187,8 @@ def unit_cost(step: UnionStep, index: int) -> UnitCost:
 def who_matters(world: World, costs: Iterable[UnitCost], element_bytes: int) -> bool:
     """Say whether units of a bucket are broadcast: there has to be enough that one rank alone uses."""
     policy = PRESETS["skip_zeros"]
-    knows = world.is_direct and world.knows_units and policy.direct
-    return knows and sum(cost.alone for cost in costs) * element_bytes >= policy.min_direct_bytes
+    knows = world.is_direct and world.knows_units and policy.tuning.direct
+    return knows and sum(cost.alone for cost in costs) * element_bytes >= policy.tuning.min_direct_bytes
 
 
 def units_traffic(step: UnionStep, bucket: int, chosen: Sequence[int], world: World) -> Traffic:
@@ -329,15 +329,15 @@ def plan_settings(name: str, world: World) -> Any:
     """Return a preset's settings for plans, as the engine of a module of that world has them."""
     policy = PRESETS[name]
     return _C.PlanSettings(
-        in_place_bytes=policy.in_place_bytes,
-        pack_bytes=policy.pack_bytes,
-        gap_fraction=policy.gap_fraction,
+        in_place_bytes=policy.tuning.in_place_bytes,
+        pack_bytes=policy.tuning.pack_bytes,
+        gap_fraction=policy.tuning.gap_fraction,
         direct=_C.DirectSettings(
-            allowed=world.is_direct and policy.direct,
+            allowed=world.is_direct and policy.tuning.direct,
             world_size=world.ranks,
-            owners=policy.owners,
-            segment_bytes=policy.segment_bytes,
-            min_bytes=policy.min_direct_bytes,
+            owners=policy.tuning.owners,
+            segment_bytes=policy.tuning.segment_bytes,
+            min_bytes=policy.tuning.min_direct_bytes,
         ),
     )
 

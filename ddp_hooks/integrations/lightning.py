@@ -27,7 +27,7 @@ class SkipUnusedCallback(Callback):
     Args:
         policy: as for :func:`ddp_hooks.register`.
         log: log the statistics of the steps since the last time (``ddp_hooks/saved_fraction`` and others, see
-            :meth:`ddp_hooks.Statistics.to_metrics`) whenever the trainer logs (``log_every_n_steps``).
+            :meth:`ddp_hooks.statistics.Statistics.to_metrics`) whenever the trainer logs (``log_every_n_steps``).
         settings: fields of the policy to set differently, as for :func:`ddp_hooks.register`.
 
     Raises:

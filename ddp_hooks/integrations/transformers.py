@@ -28,7 +28,8 @@ class SkipUnusedCallback(TrainerCallback):
             knows the module that is wrapped around it.
         policy: as for :func:`ddp_hooks.register`.
         log: add the statistics of the steps since the last time (``ddp_hooks/saved_fraction`` and others, see
-            :meth:`ddp_hooks.Statistics.to_metrics`) to Trainer's logs whenever it logs a loss (``logging_steps``).
+            :meth:`ddp_hooks.statistics.Statistics.to_metrics`) to Trainer's logs whenever it logs a loss
+            (``logging_steps``).
         settings: fields of the policy to set differently, as for :func:`ddp_hooks.register`.
 
     Raises:

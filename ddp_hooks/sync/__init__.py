@@ -3,7 +3,7 @@
 from .averagers import PeriodicModelAverager
 from .buffers import BufferMode, BufferStatistics, BufferSync
 from .parameters import BufferTreatment, average_parameters, broadcast_parameters
-from .replicas import ReplicaReport, ReplicasDifferError, TensorDifference, verify_replicas
+from .replicas import ReplicaReport, TensorDifference, verify_replicas
 from .sharing import SharedParameters, share_parameters
 from .work import SyncReport, SyncWork
 
@@ -14,7 +14,6 @@ __all__ = [
     "BufferTreatment",
     "PeriodicModelAverager",
     "ReplicaReport",
-    "ReplicasDifferError",
     "SharedParameters",
     "SyncReport",
     "SyncWork",

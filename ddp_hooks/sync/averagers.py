@@ -53,7 +53,7 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
             params: the parameters of a model, or the parameter groups of an optimizer; at least one.
 
         Raises:
-            TypeError, ValueError: as :func:`ddp_hooks.average_parameters`.
+            TypeError, ValueError: as :func:`ddp_hooks.sync.average_parameters`.
             RanksDisagreeError: as there; also when the ranks are at different steps of their schedules.
             RanksAbsentError: as there.
         """

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from .. import _C
 from ..agreement import RECORD_BYTES, describe_differences, exchange_records, refuse
+from ..errors import ReplicasDifferError
 from ..groups import gather_tensor, resolve_group
 from ..wording import check_flag, short
 from .messages import BroadcastMessage, cut, run, split
@@ -98,18 +99,6 @@ class ReplicaReport:
             return f"all ranks hold the same {self.tensors} tensors"
         lines = [*self.layout_differences, *map(str, self.differences)]
         return f"the ranks differ in {len(lines)} tensors:\n  " + "\n  ".join(lines)
-
-
-class ReplicasDifferError(RuntimeError):
-    """The ranks do not hold the same model.
-
-    Attributes:
-        report: what differs.
-    """
-
-    def __init__(self, report: ReplicaReport) -> None:
-        super().__init__(f"{report}\nBring them in step with broadcast_parameters or average_parameters.")
-        self.report = report
 
 
 @torch.no_grad()

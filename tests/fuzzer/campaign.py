@@ -106,12 +106,14 @@ def _bytes(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
         unmanaged = set().union(*(result["unmanaged"][moment] for result in results))
         used = set().union(*(result["used"][moment] for result in results)) - unmanaged
         used_bytes = sum(sizes[name] for name in used)
-        # Only the graph detector knows for certain what was not used; zeros may be sent or not.
-        known = policy.graph and certain
+        # Only skip_unused knows for certain what was not used; zeros may be sent or not.
+        known = policy.skip_unused and certain
         nonzero = {name: _nonzero_anywhere(results, moment, name) for name in used}
-        if known and policy.units == "on":
+        if known and policy.skip_zero_rows == "on":
             used_bytes = sum(_unit_bytes(results[0], name, nonzero[name], policy) for name in used)
-        allowed = (used_bytes if known else dense) * (1 + policy.gap_fraction) + sum(sizes[name] for name in unmanaged)
+        allowed = (used_bytes if known else dense) * (1 + policy.tuning.gap_fraction) + sum(
+            sizes[name] for name in unmanaged
+        )
         needed = sum(int(nonzero[name].sum()) * _element_bytes(results[0], name) for name in used)
         if payload < needed:
             yield f"after {moment}: {payload} bytes were sent, of {needed} that are not zero on every rank"

@@ -172,7 +172,7 @@ class _Run:
         if plain is not None:
             self.state = register(self.ddp, policy_of(self.policy), self.options.native)
         self.buffer_sync = (
-            ddp_hooks.BufferSync(self.ddp, self.options.buffer_sync)  # type: ignore[arg-type]
+            ddp_hooks.sync.BufferSync(self.ddp, self.options.buffer_sync)  # type: ignore[arg-type]
             if self.options.buffer_sync and self.options.broadcast_buffers and not self.options.join
             else None
         )
@@ -363,16 +363,16 @@ class _Run:
             ddp_hooks.rebuild(self.ddp, find_unused_parameters=operation.get("search"))
 
     def _do_broadcast(self, operation: Operation, moment: str) -> None:
-        ddp_hooks.broadcast_parameters(self.ddp, operation["src"])
+        ddp_hooks.sync.broadcast_parameters(self.ddp, operation["src"])
         self._look(moment)
 
     def _do_average(self, operation: Operation, moment: str) -> None:
-        ddp_hooks.average_parameters(self.ddp, weights=operation.get("weights"), buffers=operation["buffers"])
+        ddp_hooks.sync.average_parameters(self.ddp, weights=operation.get("weights"), buffers=operation["buffers"])
         self._look(moment)
 
     def _do_verify(self, operation: Operation, moment: str) -> None:
         sparse = any(p.grad is not None and p.grad.is_sparse for p in self.model.parameters())
-        report = ddp_hooks.verify_replicas(
+        report = ddp_hooks.sync.verify_replicas(
             self.ddp, gradients=not sparse, optimizer=self.optimizer if operation["optimizer"] else None
         )
         self.trace.in_step[moment] = report.in_step
@@ -461,11 +461,15 @@ class _Run:
         numbers = unit_numbers(parameter, policy)
         if numbers is not None:
             # What one rank alone contributes is added to +0.0, also where another one has -0.0 and nothing else.
-            zeros = torch.ones_like(numbers, dtype=torch.bool) if policy.direct else zero_units(numbers, ours, theirs)
+            zeros = (
+                torch.ones_like(numbers, dtype=torch.bool)
+                if policy.tuning.direct
+                else zero_units(numbers, ours, theirs)
+            )
             self.free_signs[name] = zeros | self.free_signs.get(name, zeros)
         return self.free_signs.get(name, False)
 
-    def _statistics(self) -> ddp_hooks.Statistics:
+    def _statistics(self) -> ddp_hooks.statistics.Statistics:
         states = [*self.closed, *([] if self.state is None else [self.state])]
         return functools.reduce(operator.add, (state.stats() for state in states))
 

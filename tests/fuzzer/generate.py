@@ -6,14 +6,11 @@ import math
 import random
 from typing import Any
 
-import ddp_hooks
-
-from .program import Layer, Operation, Program, policy_of
+from .program import Layer, Operation, Program, settings_of
 
 # Only one rank's, or nobody's, gradients are special: that is where something might be skipped.
 _FACTORS = ("nan", "inf", "-inf", "0.0", "-0.0", "1e-40", "-1e-42", "1e-3", "2.0")
 _MAY_SPOIL_WEIGHTS = ("nan", "inf", "-inf")
-DEFAULTS = ddp_hooks.Policy("default")
 
 
 def generate(seed: int, ranks: int) -> Program:
@@ -35,7 +32,7 @@ class _Generator:
         self.batches = seed % 1000 * 100
         self.declares = False
         self.freezes = False
-        self.needs_graph = False
+        self.needs_skip_unused = False
         self.rebuilds_in_join = False
         self.hooks_tensors = False
         self.always: list[int] = []
@@ -141,8 +138,8 @@ class _Generator:
         options.static_graph = flavour == "static"
         self.declares = flavour == "declared"
         self.freezes = self.chance(0.5)
-        # A policy without the graph detector says of itself that it writes the .grad of what is frozen or declared.
-        self.needs_graph = (flavour != "search" and (self.declares or self.freezes)) or self.chance(0.5)
+        # A policy without skip_unused says of itself that it writes the .grad of what is frozen or declared.
+        self.needs_skip_unused = (flavour != "search" and (self.declares or self.freezes)) or self.chance(0.5)
         options.gradient_as_bucket_view = self.chance(0.4)
         options.broadcast_buffers = self.chance(0.7)
         options.bucket_cap_mb = self.random.choice([1e-5, 1e-4, 1e-3, 1e-2, 1, 25])
@@ -178,12 +175,10 @@ class _Generator:
             return
         self.options.fills_memory = self.joins.random() < 0.5
         by_itself = {"rebuild_after": self.joins.choice([0, 1, 2])}
-        if not self.needs_graph and self.joins.random() < 0.7:
-            self.options.policy = {"name": "allreduce", "graph": False, **by_itself}
+        if not self.needs_skip_unused and self.joins.random() < 0.7:
+            self.options.policy = {"name": "allreduce", "skip_unused": False, **by_itself}
         elif self.joins.random() < 0.5:
-            policy = policy_of(self.options.policy).to_dict()
-            changed = {name: value for name, value in policy.items() if value != getattr(DEFAULTS, name)}
-            self.options.policy = {**changed, **by_itself}
+            self.options.policy = {**settings_of(self.options.policy), **by_itself}
 
     def _rebuild_between_steps(self) -> None:
         updates = sum(operation["do"] == "update" for operation in self.program.operations)
@@ -212,8 +207,6 @@ class _Generator:
         policy = self._policy_but_for_transports()
         if policy == "allreduce" or self.transports.random() < 0.3:
             return policy
-        settings = policy if isinstance(policy, dict) else policy_of(policy).to_dict()
-        changed = {name: value for name, value in settings.items() if value != getattr(DEFAULTS, name)}
         # Presets all-reduce what is as small as what is trained here. A message for each number takes too long of many.
         large = any(math.prod(layer.get("shape", [0])) > 100_000 for layer in self.program.layers)
         direct = {
@@ -221,48 +214,47 @@ class _Generator:
             "segment_bytes": max(self.transports.choice([1, 40, 1000, 1 << 20]), 10_000 * large),
             "owners": self.transports.random() < 0.7,
         }
-        return {**changed, **direct}
+        return {**settings_of(policy), **direct}
 
     def _policy_but_for_transports(self) -> str | dict[str, Any]:
         policy = self._policy_but_for_units()
         # Presets divide nothing that is as small as what is trained here.
         if policy == "allreduce" or not self.chance(0.6):
             return policy
-        settings = policy if isinstance(policy, dict) else policy_of(policy).to_dict()
-        if not settings.get("graph", True):
+        settings = settings_of(policy)
+        if not settings.get("skip_unused", True):
             return policy
         units: dict[str, Any] = {
             "name": "units",
-            "units": self.random.choice(["on", "on", "adaptive"]),
+            "skip_zero_rows": self.random.choice(["on", "on", "adaptive"]),
             "min_divided_bytes": self.random.choice([0, 1, 64, 256]),
             "min_unit_bytes": self.random.choice([1, 1, 4, 8, 16, 64]),
             "max_unit_bytes": self.random.choice([8, 32, 100, 1024, 4096]),
         }
-        if units["units"] == "adaptive":
+        if units["skip_zero_rows"] == "adaptive":
             first = self.random.choice([1, 1, 2])
             units |= {"first_pause_steps": first, "longest_pause_steps": first * self.random.choice([1, 2])}
             units["min_zero_fraction"] = self.random.choice([0.0, 0.05, 0.5])
         if self.chance(0.5):
             units["in_place_bytes"] = self.random.choice([0, 16, 96, 1024])
             units["pack_bytes"] = self.random.choice([0, 1, 64, 1024])
-        changed = {name: value for name, value in settings.items() if value != getattr(DEFAULTS, name)}
-        return {**changed, **units}
+        return {**settings, **units}
 
     def _policy_but_for_units(self) -> str | dict[str, Any]:
         choice = self.random.randint(0, 9)
         if choice < 6:
             presets = ["skip_unused", "skip_unused", "skip_zeros", "auto"]
-            return self.random.choice(presets if self.needs_graph else ["allreduce", *presets])
-        eager = {"values": "adaptive", "first_pause_steps": 1, "longest_pause_steps": 2, "hold_steps": 1}
+            return self.random.choice(presets if self.needs_skip_unused else ["allreduce", *presets])
+        eager = {"skip_zeros": "adaptive", "first_pause_steps": 1, "longest_pause_steps": 2, "hold_steps": 1}
         if choice == 6:
             return {"name": "eager_auto", **eager}
         policy = {
             "name": "random",
-            "graph": self.needs_graph or self.chance(0.6),
+            "skip_unused": self.needs_skip_unused or self.chance(0.6),
             "in_place_bytes": self.random.choice([0, 64, 1024, 1 << 20]),
             "pack_bytes": self.random.choice([0, 256, 4096, 4 << 20]),
             "gap_fraction": self.random.choice([0.0, 1 / 128, 0.5, 1.0]),
-            "values": self.random.choice(["off", "on"]),
+            "skip_zeros": self.random.choice(["off", "on"]),
             # Half precision that may become unmanaged is excluded above only for what is frozen when DDP is built.
             "rebuild_after": self.random.choice([0, 0, 1, 2]),
         }
@@ -429,7 +421,7 @@ class _Generator:
         if do == "policy":
             self._add(do, policy=self._policy())
         elif do == "rebuild":
-            search = self.random.choice([None, True, False if self.needs_graph else None])
+            search = self.random.choice([None, True, False if self.needs_skip_unused else None])
             self._add(do, search=None if self.options.static_graph else search)
             # A new Reducer learns a static graph anew, and cannot under no_sync.
             self.reduced = 0

@@ -16,7 +16,7 @@ frozen right after. It gives what the program's own DDP ought to give, because
 
 The same run counts bytes. What is not zero on some rank when it goes into a pass has to be sent, whatever the policy.
 Where the policy knows for certain what was used, no more than that is: the bytes of the parameters that some rank used,
-and with units (`units="on"`) of those parts of them that are not zero on some rank.
+and with units (`skip_zero_rows="on"`) of those parts of them that are not zero on some rank.
 """
 
 from __future__ import annotations

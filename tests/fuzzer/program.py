@@ -25,7 +25,7 @@ Operations are dictionaries with `do`:
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import ddp_hooks
@@ -44,7 +44,7 @@ class Options:
     broadcast_buffers: bool = True
     bucket_cap_mb: float = 25.0
     native: bool = True
-    # The name of a preset, or the arguments of a Policy.
+    # The name of a preset, or settings of a Policy and its Tuning, with its name among them.
     policy: str | dict[str, Any] = "skip_unused"
     # Patterns of parameters that are frozen before DDP is built.
     frozen_when_wrapped: list[str] = field(default_factory=list)
@@ -99,4 +99,17 @@ def _readable(values: dict[str, Any]) -> str:
 
 def policy_of(value: str | dict[str, Any]) -> ddp_hooks.Policy:
     """Return the policy that a program names or describes."""
-    return ddp_hooks.PRESETS[value] if isinstance(value, str) else ddp_hooks.Policy(**value)
+    if isinstance(value, str):
+        return ddp_hooks.policies.PRESETS[value]
+    return ddp_hooks.policies.resolve(ddp_hooks.Policy(value["name"]), value)
+
+
+def settings_of(value: str | dict[str, Any]) -> dict[str, Any]:
+    """Return the same policy as settings: its name, and what differs from the defaults."""
+    policy, plain = policy_of(value), ddp_hooks.Policy("")
+    return {
+        setting.name: getattr(ours, setting.name)
+        for ours, defaults in ((policy, plain), (policy.tuning, plain.tuning))
+        for setting in fields(ours)
+        if setting.name != "tuning" and getattr(ours, setting.name) != getattr(defaults, setting.name)
+    }

@@ -15,12 +15,12 @@ def parts_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def unit_length(elements: int, rows: int, element_bytes: int, policy: ddp_hooks.Policy) -> int:
     """Return how many (real) elements make a unit of a parameter; 0 if it is not divided under that policy."""
-    if policy.units == "off" or rows == 0 or elements == 0:
+    if policy.skip_zero_rows == "off" or rows == 0 or elements == 0:
         return 0
     settings = _C.UnitSettings(
-        min_divided_bytes=policy.min_divided_bytes,
-        min_unit_bytes=policy.min_unit_bytes,
-        max_unit_bytes=policy.max_unit_bytes,
+        min_divided_bytes=policy.tuning.min_divided_bytes,
+        min_unit_bytes=policy.tuning.min_unit_bytes,
+        max_unit_bytes=policy.tuning.max_unit_bytes,
     )
     units = _C.units_of(_C.ParameterSlice(0, 0, elements, elements // rows), element_bytes, settings)
     return units.length if len(units) > 1 else 0

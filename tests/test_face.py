@@ -1,0 +1,53 @@
+"""The package's face: few names, each of which is there, and nothing loaded that training does not need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import ddp_hooks
+
+OF_THE_DOCTOR = ("doctor", "diagnose", "expect_used", "expect_unused")
+
+
+def in_a_fresh_process(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_there_are_few_names() -> None:
+    assert len(ddp_hooks.__all__) == len(set(ddp_hooks.__all__)) <= 16
+    assert set(ddp_hooks.__all__) <= set(dir(ddp_hooks))
+    assert {"doctor", "errors", "sync"} <= set(dir(ddp_hooks))
+
+
+def test_every_name_is_there() -> None:
+    printed = in_a_fresh_process(
+        "from ddp_hooks import *\n"
+        "import ddp_hooks\n"
+        "print(*(name for name in ddp_hooks.__all__ if globals()[name] is not getattr(ddp_hooks, name)))"
+    )
+    assert printed.split() == []
+
+
+@pytest.mark.parametrize("name", OF_THE_DOCTOR)
+def test_the_doctor_is_loaded_when_it_is_asked_for(name: str) -> None:
+    loaded = "[name for name in sys.modules if name.startswith('ddp_hooks.doctor')]"
+    printed = in_a_fresh_process(
+        "import sys\n"
+        "import ddp_hooks\n"
+        f"assert not {loaded}, {loaded}\n"
+        "assert ddp_hooks.errors.RefusedError and ddp_hooks.sync.average_parameters\n"
+        f"dir(ddp_hooks)\nassert not {loaded}, {loaded}\n"
+        f"ddp_hooks.{name}\n"
+        "print(ddp_hooks.doctor.Diagnosis.__name__)"
+    )
+    assert printed.split() == ["Diagnosis"]
+
+
+def test_another_name_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'ddp_hooks' has no attribute 'average_parameters'"):
+        _ = ddp_hooks.average_parameters  # type: ignore[attr-defined]
