@@ -379,7 +379,7 @@ def _expect_disagreement(function, before, module, *patterns):
 
 
 def _lacks_a_parameter(rank, name):
-    function = getattr(ddp_hooks, name)
+    function = getattr(ddp_hooks.sync, name)
     last = dist.get_world_size() - 1
     others = "rank 0" if last == 1 else "ranks 0, 1"
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=rank != last))
@@ -542,7 +542,7 @@ def _fail_in_the_middle(rank, function, async_op):
         return original(*args, **kwargs)
 
     def call():
-        result = getattr(ddp_hooks, function)(tensors, process_group=group, async_op=async_op)
+        result = getattr(ddp_hooks.sync, function)(tensors, process_group=group, async_op=async_op)
         if async_op:
             result.wait()
 
@@ -565,7 +565,7 @@ def _fail_in_the_middle(rank, function, async_op):
     if async_op:
         assert all(value == {float(rank)} for value in values), values
     # Where the process group works, calling again repairs everything.
-    getattr(ddp_hooks, function)(tensors)
+    getattr(ddp_hooks.sync, function)(tensors)
     assert_alike_everywhere(tensors)
 
 
