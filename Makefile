@@ -4,6 +4,7 @@
 # make fuzz   an hour of random programs, with plain DDP and with the hook; FUZZ_OPTIONS='--seeds 0:5000' or others
 # make matrix  build and test with every supported torch, each in an environment of its own; gigabytes, an hour
 # make check  the linters
+# make reference  docs/reference.md from the docstrings
 # make wheel   a source distribution and a wheel in dist/; make wheels one for each of TORCH_VERSIONS
 # make cuda-compile  compile the CUDA kernels alone, and check what calls them: no GPU and no torch with CUDA needed,
 #                    only nvcc
@@ -22,7 +23,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-asan test-tsan fuzz matrix check format build wheel wheels install-wheel cuda-compile clean
+.PHONY: demo test test-asan test-tsan fuzz matrix check format build wheel wheels install-wheel cuda-compile reference clean
 
 demo: build
 	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
@@ -48,6 +49,9 @@ fuzz: build
 # MATRIX='2.15.0 2.14.1@3.10' chooses, MATRIX='--write docs/tested-versions.md' renews that page.
 matrix: $(STAMP)
 	$(BIN)/python tests/matrix.py $(MATRIX)
+
+reference: build $(TRAINERS)
+	$(BIN)/python tests/reference.py
 
 # --inplace builds are incremental; pip is asked only once, to make the package importable from everywhere.
 build: $(STAMP)

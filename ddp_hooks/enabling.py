@@ -138,7 +138,7 @@ def enable(policy: Policy | str = "auto", **settings: Any) -> Enabling:
 
     Args:
         policy: a preset's name or a :class:`ddp_hooks.Policy`, as for :func:`ddp_hooks.register`.
-        settings: fields of the policy to set differently, likewise: ``enable("skip_unused", rebuild_after=100)``.
+        settings: fields of the policy to set differently, as in ``enable("skip_unused", rebuild_after=100)``.
 
     Returns:
         Its ``states``; and a context manager, with which it is in force in the block only. It need not be used as one.

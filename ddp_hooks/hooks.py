@@ -128,7 +128,7 @@ class SkipUnusedState:
 
         Args:
             policy: as for the class.
-            settings: likewise; what is not given is the policy's own, not that of the one before.
+            settings: as for the class; what is not given is the policy's own, not that of the one before.
 
         Raises:
             TypeError, ValueError: no such policy or setting; the other ranks raise a RuntimeError then.
@@ -284,7 +284,7 @@ def register(ddp: torch.nn.Module, policy: Policy | str = "auto", **settings: An
     Args:
         ddp: the module, or what ``torch.compile`` returned for it.
         policy: as for :class:`SkipUnusedState`.
-        settings: likewise, as in ``register(ddp, "auto", rebuild_after=100)``.
+        settings: as for :class:`SkipUnusedState`, as in ``register(ddp, "auto", rebuild_after=100)``.
 
     Returns:
         The state, for statistics and usage. It does the same as the one registered through Python.

@@ -46,8 +46,8 @@ class Statistics:
         units_agreed_on: units that were agreed on, summed over those steps.
         units_sent: how many of them some rank used.
         buckets_whole: buckets sent whole.
-        buckets_packed: buckets of which a part was sent.
-        buckets_skipped: buckets of which nothing was sent.
+        buckets_packed: buckets that were sent in part.
+        buckets_skipped: buckets that were not sent.
         messages: collectives that carried gradients.
         dense_bytes: what plain DDP would have handed to its all-reduces, with the parameters that the module's Reducer
             has at the time. Bytes.

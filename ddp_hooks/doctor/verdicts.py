@@ -43,7 +43,7 @@ class ParameterVerdict:
     Attributes:
         name: in the wrapped model.
         dense_bytes: what plain DDP hands over for it in each step. Bytes.
-        verdict: one of the keys of ``MEANING``.
+        verdict: as in the table of docs/doctor.md.
         steps_used: in how many steps some rank used it.
         ranks_used: the ranks that ever did.
         zero_rows: which part of its rows (units) was zero on every rank, the mean over the steps in which it was used;

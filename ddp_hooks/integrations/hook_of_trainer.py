@@ -17,7 +17,7 @@ class HookOfTrainer:
 
     Args:
         policy: as for :func:`ddp_hooks.register`.
-        settings: likewise, by name.
+        settings: fields of the policy to set differently.
 
     Attributes:
         state: the state of the module that was registered last; None before.

@@ -36,7 +36,7 @@ from .tensors import (
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor of which the ranks hold different versions.
+    """A tensor that is not the same on all ranks.
 
     Attributes:
         kind: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"optimizer state"`` or ``"tensor"``.
