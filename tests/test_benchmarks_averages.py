@@ -75,7 +75,7 @@ def test_the_script_runs(tmp_path: Path) -> None:
 
 
 def test_the_table_in_the_documentation_is_the_result() -> None:
-    page = (ROOT / "docs" / "averages.md").read_text()
+    page = (ROOT / "docs" / "internals" / "averages.md").read_text()
     results = json.loads((ROOT / "benchmarks" / "results" / "contributor_average.json").read_text())
     assert summary.table(results["rows"]) in page
     assert results["header"]["command"] in page

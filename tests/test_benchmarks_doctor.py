@@ -1,4 +1,4 @@
-"""The measurements of the doctor: that they run, and that docs/doctor.md shows what they came to."""
+"""The measurements of the doctor: that they run, and that docs/internals/doctor.md shows what they came to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools import doctor_tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "doctor.md"
+PAGE = ROOT / "docs" / "internals" / "doctor.md"
 
 
 def read(name: str) -> Any:

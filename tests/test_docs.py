@@ -1,37 +1,276 @@
-"""Runs the code of the documentation, block after block, on two ranks."""
+"""What the pages show is so: code runs as pasted, commands and links lead somewhere, numbers are those measured.
+
+The Python blocks of a user's page are pasted one after the other into a file, which torchrun runs on two ranks.
+"""
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
-from spawn import run_ranks
-from trainers import run_launched
+from torch.distributed.run import get_args_parser
 
-DOCS = Path(__file__).parent.parent / "docs"
+import ddp_hooks
+from ddp_hooks.commands import info, run
+from ddp_hooks.doctor import command as doctor
+
+ROOT = Path(__file__).parent.parent
+# How many blocks of Python they have: guards against a fence that the pattern does not see.
+PAGES = {
+    "README.md": 1,
+    "docs/quickstart.md": 9,
+    "docs/trainers.md": 7,
+    "docs/doctor.md": 2,
+    "docs/freezing.md": 8,
+    "docs/synchronising.md": 7,
+    "docs/troubleshooting.md": 0,
+}
+# For developers, or made by a program.
+OTHERS = ("*.md", "docs/*.md", "docs/internals/*.md", "benchmarks/*.md", "benchmarks/figures/*.md", "examples/*.md")
+ALL_PAGES = sorted(path.relative_to(ROOT).as_posix() for pattern in OTHERS for path in ROOT.glob(pattern))
+SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", ".sh", ".toml", ".yml"}
+# Not in the order of speech.
+STILTED = r"\b(?:of which|be it|likewise|bears|is rid of)\b"
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+def read(page: str) -> str:
+    return (ROOT / page).read_text()
 
 
-def run_blocks(rank: int, page: str) -> int:
-    namespace: dict[str, Any] = {"rank": rank}
-    for number, block in enumerate(blocks(page)):
-        exec(compile(block, f"{page}, block {number}", "exec", dont_inherit=True), namespace)
-    return len(blocks(page))
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", read(page), flags=re.MULTILINE | re.DOTALL)
 
 
-# The counts guard against a fence that the pattern does not see.
-@pytest.mark.parametrize(
-    ("page", "count"),
-    [("synchronising.md", 10), ("freezing.md", 9), ("anywhere.md", 4), ("doctor.md", 2), ("averages.md", 3)],
+def torchrun(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if PAGES[page]])
+def test_the_code_runs_as_pasted(page: str, tmp_path: Path) -> None:
+    code = blocks(page, "python")
+    assert len(code) == PAGES[page]
+    (tmp_path / "pasted.py").write_text("\n".join(code))
+    done = torchrun(tmp_path, "pasted.py")
+    assert done.returncode == 0, done.stderr[-6000:]
+    if page == "README.md":
+        (shown,) = blocks(page, "text")
+        assert without_numbers(done.stdout) == without_numbers(shown)
+
+
+def without_numbers(text: str) -> str:
+    """Leave out what differs from run to run, and where lines end."""
+    return " ".join(re.sub(r"\d[\d.,]*", "<n>", text).split())
+
+
+# --- what is not Python
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the words of each line of Bash."""
+    text = "".join(blocks(page, "bash")).replace("\\\n", " ")
+    return [shlex.split(line, comments=True) for line in text.splitlines() if line.strip()]
+
+
+def launchers_parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser, with an error in place of an exit."""
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    return parser
+
+
+def our_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    choices = parser.add_subparsers(dest="command", required=True)
+    for command in (info, run, doctor):
+        command.add_to(choices)
+    return parser
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_there(page: str) -> None:
+    for program, *arguments in commands(page):
+        if program == "make":
+            assert all(re.search(rf"^{target}:", read("Makefile"), re.MULTILINE) for target in arguments)
+        elif program == "pip":
+            check_pip(arguments)
+        elif program == "torchrun":
+            launched = launchers_parser().parse_args(arguments)
+            assert launched.nproc_per_node == "2"
+            if launched.module:
+                assert launched.training_script == "ddp_hooks"
+                our_parser().parse_args(launched.training_script_args)
+        elif program == "python" and arguments[0] == "-m":
+            assert arguments[1] == "ddp_hooks"
+            our_parser().parse_args(arguments[2:])
+        else:
+            assert program == "python", program
+            check_benchmark(" ".join([program, *arguments]))
+
+
+def check_pip(arguments: list[str]) -> None:
+    action, option, what = arguments
+    assert (action, option) == ("install", "--no-build-isolation")
+    found = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
+    assert found is not None
+    assert found[1] is None or re.search(rf"^{found[1]} = \[", read("pyproject.toml"), re.MULTILINE)
+
+
+def check_benchmark(command: str) -> None:
+    """A result is quoted with the command that stands in its file."""
+    results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")]
+    assert command in {result["header"]["command"] for result in results if "header" in result}
+
+
+# Where a row of the README's table comes from: the file, the workload, who is measured.
+RESULTS = (
+    ("rows_e5_1gbit", "e5", "ours:auto:native"),
+    ("rows_1gbit", "mixtral", "ours:auto:native"),
+    ("slow_link_1gbit", "frozen:0.5", "ours:auto:native"),
+    ("slow_link_1gbit", "all_used", "ours:auto:native"),
 )
-def test_the_code_on_the_page_runs(page: str, count: int) -> None:
-    assert run_ranks(2, run_blocks, page) == [count, count]
 
 
-def test_the_code_for_trainers_runs() -> None:
-    assert run_launched(run_blocks, "trainers.md") == [9, 9]
+def test_the_results_are_those_that_were_measured() -> None:
+    page = read("README.md")
+    for name, workload, ours in RESULTS:
+        rows = json.loads(read(f"benchmarks/results/{name}.json"))["rows"]
+        by_peer = {row["peer"]: row for row in rows if row["workload"] == workload}
+        plain, hook = by_peer["plain"], by_peer[ours]
+        megabytes = [f"{row['payload_bytes'] / 1e6:.1f}" for row in (plain, hook)]
+        milliseconds = [f"{row['step_seconds']['median'] * 1e3:.0f}" for row in (plain, hook)]
+        ratio = hook["ratio_to_baseline"]["median"]
+        cells = f"| {' → '.join(megabytes)} MB | {' → '.join(milliseconds)} ms | {ratio:.2f} | [{name}]"
+        assert cells in page
+    rows = json.loads(read("benchmarks/results/hook_overhead.json"))["rows"]
+    (loss,) = [row for row in rows if (row["workload"], row["peer"]) == ("layers:0", "ours:auto:native")]
+    assert f"| {loss['ratio_to_baseline']['median']:.3f} | [hook_overhead]" in page
+
+
+def test_the_readme_quotes_the_doctor() -> None:
+    (shown,) = blocks("README.md", "console")
+    whole = blocks("docs/doctor.md", "console")[0].splitlines()
+    assert all(line in whole or line == "..." for line in shown.splitlines())
+
+
+def test_the_messages_are_those_of_the_sources() -> None:
+    cells = re.findall(r"^\| `([^`]+)`(?! \(DDP\))[^|]* \| [^|]* \|$", read("docs/troubleshooting.md"), re.MULTILINE)
+    messages = [cell for cell in cells if " " in cell and "=" not in cell]
+    assert len(messages) > 12
+    text = said()
+    assert [message for message in messages if message not in text] == []
+
+
+def said() -> str:
+    """Return the sources, with literals that stand one after another as one text, and `...` for what is filled in."""
+    paths = [*(ROOT / "ddp_hooks").rglob("*.py"), ROOT / "setup.py", *(ROOT / "csrc").rglob("*.cpp")]
+    texts = [
+        re.sub(r"\{[^{}\n]*\}", "...", path.read_text()) if path.suffix == ".py" else path.read_text() for path in paths
+    ]
+    return re.sub(r'"\s*(?:<<\s*)?f?"', "", "\n".join(texts))
+
+
+# --- the pages
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    for trainer in ("lightning", "transformers"):
+        pytest.importorskip(trainer)
+    import reference
+
+    return reference
+
+
+def test_the_reference_is_current(reference: ModuleType) -> None:
+    assert reference.PAGE.read_text() == reference.make_page(), "run `make reference`"
+
+
+def test_everything_public_is_in_the_reference(reference: ModuleType) -> None:
+    shown = {thing.__name__ for section in reference.SECTIONS.values() for thing in section.objects}
+    for module in (ddp_hooks, ddp_hooks.sync, ddp_hooks.doctor):
+        things = {name: getattr(module, name) for name in module.__all__}
+        assert {name for name, thing in things.items() if inspect.isclass(thing) or inspect.isroutine(thing)} <= shown
+    assert {name for name in vars(ddp_hooks.errors) if name.endswith("Error")} <= shown
+
+
+def test_the_reference_is_all_markdown() -> None:
+    assert re.findall(r":\w+:`|``|::$|^ {4}", prose("docs/reference.md"), re.MULTILINE) == []
+
+
+def prose(page: str) -> str:
+    return re.sub(r"^```.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: str) -> set[str]:
+    """Return what links to headings are called, as GitHub makes them."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
+        found.append(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"))
+    return {name if not earlier else f"{name}-{earlier}" for name, earlier in numbered(found)}
+
+
+def numbered(names: list[str]) -> Iterator[tuple[str, int]]:
+    """Yield each name, and how often it came before."""
+    for place, name in enumerate(names):
+        yield name, names[:place].count(name)
+
+
+def broken_links(page: str) -> list[str]:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = target.partition("#")
+        if target.startswith("https://"):
+            continue
+        place = (ROOT / page).parent / path if path else ROOT / page
+        if not place.exists() or (anchor and anchor not in anchors(place.resolve().relative_to(ROOT).as_posix())):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", ALL_PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "other.md").write_text("# Twice\n\n```python\n# Not a heading\n```\n## `f(x)`\n# Twice\n")
+    good = ["other.md", "other.md#twice", "other.md#twice-1", "other.md#fx", "#here", "https://example.org/no"]
+    bad = ["another.md", "other.md#not-a-heading", "other.md#twice-2", "#there"]
+    (tmp_path / "page.md").write_text("# Here\n" + "".join(f"[a link]({target})\n" for target in good + bad))
+    assert broken_links("page.md") == bad
+
+
+def test_pages_that_sources_name_are_there() -> None:
+    sources = [ROOT / "Makefile", ROOT / "setup.py", ROOT / "pyproject.toml"]
+    for folder in ("csrc", "ddp_hooks", "tests", "benchmarks", "examples"):
+        sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    named = {name for path in sources for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text())}
+    assert len(named) > 5
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_the_pages_are_short_and_in_the_order_of_speech() -> None:
+    for page in [*PAGES, "docs/reference.md", "CHANGELOG.md"]:
+        assert re.findall(STILTED, prose(page), re.IGNORECASE) == []
+        assert [line for line in read(page).splitlines() if len(line) > 120 and not line.startswith(("|", "!"))] == []
+    assert len(read("README.md").splitlines()) <= 120
+    assert sum(len(read(page).encode()) for page in PAGES if page != "README.md") <= 50_000
+    assert len(re.findall(r"^- ", read("CHANGELOG.md"), re.MULTILINE)) <= 15

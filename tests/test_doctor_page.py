@@ -18,8 +18,6 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "doctor.md"
 BLOCK = re.compile(r"^```console\n\$ torchrun ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-QUOTE = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
 
 def run(arguments: list[str], expected_status: int | None = None) -> str:
     """Run torchrun, and return what the ranks print."""
@@ -46,12 +44,6 @@ def doctors_part(text: str) -> str:
     return "\n".join(lines[:end]).strip() + "\n"
 
 
-def questions_part(text: str) -> str:
-    """Return the answers that the last section quotes."""
-    begin, end = text.index("  Is find_unused_parameters needed?"), text.index("  Is something unused")
-    return text[begin:end]
-
-
 def without_times(text: str) -> str:
     """Leave out what differs from run to run, and where lines end."""
     text = " ".join(text.split())
@@ -73,8 +65,6 @@ def test_the_page_shows_what_is_printed(number: int, tmp_path: Path) -> None:
     printed = run(arguments, 0 if number == 0 else 1)
     assert without_times(doctors_part(printed)) == without_times(shown)
     if number == 0:
-        (quoted,) = QUOTE.findall(PAGE.read_text())
-        assert without_times(questions_part(printed)) == without_times(quoted)
         assert "trained for" not in printed, "the run went on after the last step that is watched"
         assert printed.count("Stopped your script after 12 steps; --continue lets it go on.") == 1
         found = json.loads((tmp_path / "d.json").read_text())
@@ -108,8 +98,7 @@ def write_page() -> None:
     text = PAGE.read_text()
     for command, shown in BLOCK.findall(text):
         text = text.replace(f"{command}\n{shown}```", f"{command}\n{doctors_part(run(command.split()))}```")
-    quoted = questions_part(BLOCK.findall(text)[0][1])
-    PAGE.write_text(QUOTE.sub(lambda _: f"```text\n{quoted}```", text))
+    PAGE.write_text(text)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def test_a_script_is_served_without_a_line_in_it(tmp_path: Path) -> None:
     table = served.stderr[served.stderr.index(f"ddp_hooks {ddp_hooks.__version__}") :].splitlines()
     assert table[0] == f"ddp_hooks {ddp_hooks.__version__}: policy 'skip_unused', 2 ranks; bytes of rank 0"
     assert table[1].split() == ["module", "steps", "plain", "DDP", "sent", "saved"]
-    page = (Path(__file__).parent.parent / "docs" / "anywhere.md").read_text().splitlines()
+    page = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text().splitlines()
     assert all(line in page for line in table[:4])
     assert table[2].split() == ["1", "Heads", "3", "0.20", "MB", "0.05", "MB", "74.9%"]
     assert table[3].split()[:3] == ["2", "Heads", "-"]

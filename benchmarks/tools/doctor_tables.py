@@ -1,4 +1,4 @@
-"""The tables of docs/doctor.md, made from results."""
+"""The tables of docs/internals/doctor.md, made from results."""
 
 from __future__ import annotations
 
