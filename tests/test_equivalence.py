@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from spawn import run_ranks
+from spawn import run_ranks, run_ranks_with_sparse_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -267,6 +267,7 @@ class SparseEmbedding(Scenario):
     """Sparse gradients pass through; the dense ones beside them are skipped as ever."""
 
     check_bytes = False
+    has_sparse_gradients = True
 
     def build(self) -> nn.Module:
         class Model(nn.Module):
@@ -823,7 +824,8 @@ SPLIT_ALL = ddp_hooks.Policy("split_all", tuning=ddp_hooks.Tuning(in_place_bytes
 def test_same_as_plain_ddp(
     scenario: type[Scenario], world_size: int, policy: ddp_hooks.Policy | str, native: bool
 ) -> None:
-    run_ranks(world_size, compare, scenario(), policy, native)
+    run = run_ranks_with_sparse_gradients if scenario.has_sparse_gradients else run_ranks
+    run(world_size, compare, scenario(), policy, native)
 
 
 @pytest.mark.parametrize("scenario", [StepBranches, MixedDtypes, Experts, ManyTinyParameters, Complex, Joined])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import run_ranks, run_ranks_with_sparse_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Run, Scenario, Trainer, assert_same, compare, register, train, with_settings
@@ -564,7 +564,7 @@ def nonzero_units(gradient: torch.Tensor, policy: Policy) -> list[bool]:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("part", range(4))
 def test_same_as_plain_ddp(world_size: int, part: int) -> None:
-    run_ranks(world_size, compare_all, SCENARIOS[part::4], [EVERY_ROW, ADAPTIVE])
+    run_ranks_with_sparse_gradients(world_size, compare_all, SCENARIOS[part::4], [EVERY_ROW, ADAPTIVE])
 
 
 @pytest.mark.parametrize("policy", [SMALL_MESSAGES, WITH_VALUES], ids=lambda policy: policy.name)

@@ -53,6 +53,7 @@ class Scenario:
     tolerance = 1e-5
     # The oracle counts dense gradients of one module.
     check_bytes = True
+    has_sparse_gradients = False
     # Everything is reachable from the module's outputs, which is all that a graph search looks at.
     graph_finds_all_used = False
 

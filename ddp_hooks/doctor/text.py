@@ -153,7 +153,7 @@ def _policy_lines(findings: Findings) -> Iterator[str]:
         settled = "" if one.exact else "  once it has settled"
         size = megabytes(one.payload_bytes // steps)
         yield f"  {one.policy:<12} {size:>12} {describe_part(one.saved_fraction):>7} {seconds:>13}{settled}"
-    yield from _wrap("Bytes are exact, masks not counted; times are estimated (docs/doctor.md has the formula).")
+    yield from _wrap("Bytes are exact, masks not counted; times are estimated (docs/internals/doctor.md).")
 
 
 def _wrap(text: str, indent: str = "  ") -> list[str]:
