@@ -1,5 +1,5 @@
 # make demo   train a real model with plain DDP and with ddp_hooks, side by side
-# make test   build and run every test
+# make test   build and test: every test, with pairs of its parameters; make test-all with all combinations, as CI does
 # make test-asan, make test-tsan  build with sanitizers, elsewhere, and run every test on that build
 # make fuzz   an hour of random programs, with plain DDP and with the hook; FUZZ_OPTIONS='--seeds 0:5000' or others
 # make matrix  build and test with every supported torch, each in an environment of its own; gigabytes, an hour
@@ -23,7 +23,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-asan test-tsan fuzz matrix check format build wheel wheels install-wheel cuda-compile reference clean
+.PHONY: demo test test-all test-asan test-tsan fuzz matrix check format build wheel wheels install-wheel cuda-compile reference clean
 
 demo: build
 	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
@@ -32,6 +32,9 @@ demo: build
 INSTALL ?= build
 test: $(INSTALL) $(TRAINERS)
 	cd tests && $(abspath $(BIN))/python -m pytest $(TEST_OPTIONS)
+
+test-all:
+	$(MAKE) test TEST_OPTIONS='--all $(TEST_OPTIONS)'
 
 # In folders of their own, so that nothing of it gets into the ordinary build. Not with warnings as errors: of what is
 # instrumented, gcc warns without a cause now and then.

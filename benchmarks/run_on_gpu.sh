@@ -63,7 +63,7 @@ run() {
 tests() { # NAME LIMIT_SECONDS PYTEST-ARGUMENTS...
   local name=$1 limit=$2
   shift 2
-  TAIL=25 run "$name" "$limit" "${UNDER[@]}" "$PYTHON" -m pytest -q -ra --tb=short --maxfail=25 -p no:cacheprovider "$@"
+  TAIL=25 run "$name" "$limit" "${UNDER[@]}" "$PYTHON" -m pytest -q --all -ra --tb=short --maxfail=25 -p no:cacheprovider "$@"
 }
 UNDER=()
 

@@ -1,10 +1,15 @@
-"""Makes tests/spawn.py and tests/training.py importable, also in the rank processes, and guards the tests on CUDA."""
+"""Makes tests/spawn.py and tests/training.py importable, also in the rank processes; chooses which tests run.
+
+Without ``--all``, tests that are marked ``thorough`` do not run, and of a test with several parameters only so many
+combinations that each two values meet. A test that is named with its parameters runs always.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,29 @@ _here = str(Path(__file__).parent)
 sys.path.insert(0, _here)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_here, os.environ.get("PYTHONPATH", "")]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--all``."""
+    parser.addoption("--all", action="store_true", help="every combination of parameters, and tests that take long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only ``--all`` runs."""
+    if config.getoption("--all") or any("[" in argument for argument in config.args):
+        return
+    from pairwise import pairwise
+
+    by_function: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        by_function[item.nodeid.split("[")[0]].append(item)
+    chosen: set[pytest.Item] = set()
+    for tests in by_function.values():
+        indices = [tuple(test.callspec.indices.values()) if hasattr(test, "callspec") else () for test in tests]
+        chosen.update(tests[position] for position in pairwise(indices))
+    chosen = {item for item in chosen if item.get_closest_marker("thorough") is None}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 @functools.cache

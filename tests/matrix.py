@@ -121,7 +121,7 @@ def test(entry: Entry, module: str) -> tuple[str, bool]:
     report = entry.folder / f"{module}.xml"
     report.unlink(missing_ok=True)
     # From the folder of the tests, so that the checkout does not stand in the way of what is installed.
-    command = (entry.executable, "-m", "pytest", "-q", f"{module}.py", f"--junitxml={report}")
+    command = (entry.executable, "-m", "pytest", "-q", "--all", f"{module}.py", f"--junitxml={report}")
     done = run(entry, *command, cwd=ROOT / "tests", PYTHONPATH="")
     if not report.exists():
         return "did not run", False

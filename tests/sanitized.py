@@ -269,7 +269,7 @@ def main() -> int:
     if chosen.quick:
         options += quick_tests(chosen.sanitizer)
     # pytest's own handler for signals would come before the sanitizer's; its cache would forget what failed elsewhere.
-    plain = ["-m", "pytest", "-p", "no:faulthandler", "-p", "no:cacheprovider", "--capture=sys"]
+    plain = ["-m", "pytest", "-p", "no:faulthandler", "-p", "no:cacheprovider", "--capture=sys", "--all"]
     plain += [f"--deselect=tests/{test}" for test in MEASURES_MEMORY]
     code, reports = run_sanitized(chosen.sanitizer, [*plain, *options])
     ours = list(filter(is_ours, reports))

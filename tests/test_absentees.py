@@ -193,6 +193,7 @@ def _in_turn(rank: int, calls: list[str]) -> str:
     return message
 
 
+@pytest.mark.thorough
 def test_a_rank_that_does_not_call() -> None:
     alone, silent = run_ranks(2, _in_turn, ["average", "nothing"])
     assert silent == "fine"
@@ -217,6 +218,7 @@ def test_three_ranks_in_three_places() -> None:
     assert silent == "fine"
 
 
+@pytest.mark.thorough
 def test_two_of_three_wait_for_the_same_rank() -> None:
     first, second, silent = run_ranks(3, _in_turn, ["average", "average", "nothing"])
     assert silent == "fine"

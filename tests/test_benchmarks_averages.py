@@ -57,6 +57,7 @@ def test_ways_are_compared_at_the_same_rate_too() -> None:
     assert ours["test_loss_at_quarter_of_it"] == 1.0
 
 
+@pytest.mark.thorough
 def test_the_script_runs(tmp_path: Path) -> None:
     argv = [sys.executable, str(SCRIPT), "--size", "tiny", "--hosts", "2", "--folder", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -48,6 +48,7 @@ def test_what_the_documentation_promises_is_what_was_measured() -> None:
         assert row["ratio"]["median"] <= 1.03, f"{row['label']} at {row['link']}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("script", "options"),
     [("doctor_estimate.py", ["--steps", "4", "--settling", "0"]), ("watching.py", ["--pairs", "2"])],

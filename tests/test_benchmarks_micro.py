@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 from spawn import run_ranks
 
 from micro import local, transports
 
 
+@pytest.mark.thorough
 def test_compiles_by_itself() -> None:
     """Without the extension and without torch, so that it says at once what of csrc/ it needs."""
     rows = local.run_compiled("mask", 1)

@@ -31,6 +31,7 @@ def run_chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", list(SECONDS))
 def test_rounds(kind: str) -> None:
     done = run_chaos("--kind", kind, "--seconds", str(SECONDS[kind]), "--stack", "--errors")
@@ -38,6 +39,7 @@ def test_rounds(kind: str) -> None:
     assert "rounds: 0 with problems, 0 ranks hung" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_frozen_rank_is_noticed() -> None:
     """One round, because it takes the process groups' timeout and more."""
     done = run_chaos("--kind", "freeze", "--rounds", "1", "--stack")
@@ -85,6 +87,7 @@ def fails_alone(rank: int, native: bool) -> tuple[str, bool]:
     return str(raised.value), state.stats().messages > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("native", [False, True])
 def test_a_rank_without_the_agreed_mask(native: bool) -> None:
     """Rank 0 sends what was agreed; rank 1 cannot, and must not send the Reducer's used map in its place.
@@ -136,6 +139,7 @@ def assert_same_weights(a: dict[str, Any], b: dict[str, Any]) -> None:
         assert torch.equal(tensor, b["model"][name]), f"{name}: {tensor} and {b['model'][name]}"
 
 
+@pytest.mark.thorough
 def test_started_again(tmp_path: Path) -> None:
     """A rank dies, torchrun starts all of them again, and weights become those of a run in which nobody died."""
     died, plain = tmp_path / "died", tmp_path / "plain"

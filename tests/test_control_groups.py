@@ -102,6 +102,7 @@ def opened_again(rank: int, which: tuple[int, ...], connects: bool, expected: li
     assert state.stats().exchanges > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "which", "connects", "expected"),
     [
@@ -179,6 +180,7 @@ def dies_while_groups_open(rank: int) -> None:
     raise RuntimeError("as it should be")
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_gone_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn, "GRACE_SECONDS", 30.0)  # how long rank 0 may live on
     with pytest.raises(RankFailure, match="as it should be") as caught:
@@ -262,6 +264,7 @@ def wrapped_again_and_again(rank: int, native: bool) -> None:
     assert wait_for(before) <= before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("native", [False, True])
 def test_wrapped_again_and_again(native: bool) -> None:
     run_ranks(2, wrapped_again_and_again, native)

@@ -214,6 +214,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(
     assert all(len(line) <= 80 or str(tmp_path) in line for line in complaint.splitlines())
 
 
+@pytest.mark.thorough
 def test_results_that_cannot_be_written_are_told_below_the_table(
     finished_demo: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
 ) -> None:
@@ -298,6 +299,7 @@ def test_traceback_of_a_failing_rank_comes_home() -> None:
     assert "in fail_on_rank_one" in str(failure.value)
 
 
+@pytest.mark.thorough
 def test_hang_is_killed_with_its_stack() -> None:
     messages: list[str] = []
     start = time.monotonic()
@@ -308,6 +310,7 @@ def test_hang_is_killed_with_its_stack() -> None:
     assert time.monotonic() - start < 120
 
 
+@pytest.mark.thorough
 def test_death_of_a_rank_is_told() -> None:
     with pytest.raises(ranks.RankFailure, match="rank 1 died"):
         ranks.run_ranks(die_on_rank_one, (), world_size=2, timeout_seconds=60, show_progress=lambda message: None)

@@ -131,6 +131,7 @@ def built_wheel(source_distribution: Path) -> Path:
     return wheels[0] if wheels else source_distribution
 
 
+@pytest.mark.thorough
 def test_it_runs_in_a_fresh_environment(source_distribution: Path, tmp_path: Path) -> None:
     """Fresh but for torch and what builds need, which would take minutes and gigabytes to install once more."""
     fresh = tmp_path / "fresh"

@@ -191,6 +191,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [[], ["--continue"]])
 def test_the_command_ends_with_a_rank_that_has_joined(options: list[str], tmp_path: Path) -> None:
     script = tmp_path / "joins.py"

@@ -55,6 +55,7 @@ def without_times(text: str) -> str:
     return text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(3))
 def test_the_page_shows_what_is_printed(number: int, tmp_path: Path) -> None:
     command, shown = BLOCK.findall(PAGE.read_text())[number]
@@ -87,6 +88,7 @@ def test_the_script_goes_on_if_that_is_asked_for() -> None:
     assert "Stopped your script" not in printed
 
 
+@pytest.mark.thorough
 def test_a_script_that_ends_by_itself_was_not_stopped() -> None:
     script = ["tests/doctored/multi_task.py", "3", "--search"]
     printed = run(["--nproc-per-node", "2", "-m", "ddp_hooks", "doctor", "--steps", "4", *script], 0)

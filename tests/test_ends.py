@@ -18,6 +18,7 @@ def run_ends(*arguments: str, timeout: float = 300) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("registration", ["native", "python"])
 def test_programs_end(registration: str) -> None:
     done = run_ends("--registration", registration, "--seconds", str(SECONDS), "--stack")

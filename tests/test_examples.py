@@ -33,6 +33,7 @@ def test_every_example_is_run_and_in_the_index() -> None:
         assert f"torchrun --nproc-per-node 2 examples/{script}.py" in (EXAMPLES / f"{script}.py").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RUNS)
 def test_example(name: str) -> None:
     steps, quality, least_saved = RUNS[name]

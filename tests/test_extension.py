@@ -114,6 +114,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("spoil", "complaints", "built_for"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_an_extension_that_does_not_load(
     unbuilt: Path, spoil: Callable[[Path], None], complaints: list[str], built_for: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from training import Trainer, compare, register
+from training import Trainer, compare, register, with_settings
 
 from ddp_hooks import _C
 
@@ -491,7 +490,7 @@ def check_other_ways(rank: int) -> None:
     # Units of several rows, and units that are parts of a row; and those that `auto` finds in a step before.
     for changes in ({"min_unit_bytes": 100}, {"max_unit_bytes": 8}):
         pieces = Counted()
-        compare(rank, pieces, replace(EVERY_ROW, **changes), True)
+        compare(rank, pieces, with_settings(EVERY_ROW, **changes), True)
         assert pieces.counts[LOOKED_UP] == pieces.steps - 1
     adaptive = Counted()
     compare(rank, adaptive, ADAPTIVE, True)

@@ -35,6 +35,7 @@ def test_same_as_plain_ddp(ranks: int) -> None:
     assert (tally.programs, tally.bad) == (FIXED[ranks], 0)
 
 
+@pytest.mark.thorough
 def test_more() -> None:
     until = time.monotonic() + MORE_SECONDS
     programs = (generate(seed, 2) for seed in range(FIXED[2], FIXED[2] + 1000))
@@ -145,6 +146,7 @@ def without_rebuilding(program: Program) -> Program:
     return program
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("register", [drops_a_gradient, skips_what_one_rank_uses], ids=lambda f: f.__name__)
 def test_finds_and_shrinks(register: Any) -> None:
     for seed in range(20):

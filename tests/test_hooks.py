@@ -984,6 +984,7 @@ def silent_rank(rank: int) -> None:
     raise RuntimeError("rank 0 was told")
 
 
+@pytest.mark.thorough
 def test_silent_rank() -> None:
     """The control group has the data group's timeout."""
     with pytest.raises(RankFailure, match="rank 0 was told"):

@@ -50,6 +50,7 @@ def late_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("registration", "end"),
     [("native", "alive"), ("native", "destroyed"), ("python", "alive"), ("diagnosed", "destroyed")],

@@ -163,6 +163,7 @@ def test_without_a_launcher(command: str, line: str, tmp_path: Path, monkeypatch
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("line", "environment"),
     [

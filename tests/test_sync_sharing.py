@@ -295,6 +295,7 @@ def _share_and_wait(rank, world_size, store_file, ready):
     time.sleep(60)
 
 
+@pytest.mark.thorough
 def test_shared_memory_is_removed_when_ranks_are_killed(tmp_path):
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
