@@ -36,8 +36,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         by_function[item.nodeid.split("[")[0]].append(item)
     chosen: set[pytest.Item] = set()
     for tests in by_function.values():
-        indices = [tuple(test.callspec.indices.values()) if hasattr(test, "callspec") else () for test in tests]
-        chosen.update(tests[position] for position in pairwise(indices))
+        # By identity: a parameter's values are the same objects in each of its combinations.
+        values = [tuple(map(id, test.callspec.params.values())) if hasattr(test, "callspec") else () for test in tests]
+        chosen.update(tests[position] for position in pairwise(values))
     chosen = {item for item in chosen if item.get_closest_marker("thorough") is None}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]

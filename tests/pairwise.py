@@ -18,7 +18,7 @@ def _pairs(combination: Sequence[int]) -> set[Pair]:
 
 
 def pairwise(tested: Sequence[Sequence[int]]) -> set[int]:
-    """Choose from ``tested``, which holds the index of each parameter's value by test, so that no pair is lost.
+    """Choose from ``tested``, which holds a number for each parameter's value by test, so that no pair is lost.
 
     Greedy: always the first of those tests that bring the most pairs that none has brought yet.
 
