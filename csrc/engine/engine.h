@@ -4,6 +4,32 @@
 // order, the first one opens the step and the last one closes it. Nothing waits in here except for mask exchanges, and
 // for what every rank has begun before one that is over; gradients travel as futures.
 //
+// A step, moment by moment. R is the Reducer's mutex, E the engine's; the thread is that of backward() where none is
+// named. What is queued runs at the end of backward: callbacks that are queued in a callback, after the Reducer's own.
+//
+//   entry point              called by                    locks       what happens              queues
+//   -----------------------  ---------------------------  ----------  ------------------------  ----------------------
+//   forward_done             Python, after a forward      E           watches the outputs       -
+//   outputs_reached          autograd, at an output       R, E        exchange starts, views    gradients_done
+//                                                                     are detached
+//   gradient_reported        autograd, each accumulator   none: marks what is absent ready      reduced_without_hook,
+//                                                         R, E: copies early within a step      until there is a hook
+//   run, first bucket        Reducer, which holds R       R, E        open_step: waits for the  -
+//                                                                     agreed mask, plans
+//   run, every bucket        Reducer, which holds R       R, E        take_bucket: messages     -
+//                                                                     leave
+//   run, last bucket         Reducer, which holds R       R, E        close_step; step_ is      finish_owner_reduction,
+//                                                                     null again                after_backward
+//   a message is back        the process group's thread   none        scatters; completes the   -
+//                                                                     bucket's future
+//   gradients_done           autograd, end of backward    none, E     marks what is unready     -
+//   finish_owner_reduction   autograd, end of backward    E by turns  waits without it; owners  -
+//                                                                     send their sums
+//   after_backward           autograd, after the          E by turns  unmanaged gradients are   errors that concern
+//                            Reducer's own callback                   averaged; rebuild         this rank alone
+//
+// A rank that has joined calls `run` outside of backward, without R, which the engine then takes; it queues nothing.
+//
 // Always holds: what is sent, in what order and in what shape depends on agreed masks, the bucket layout and the
 // settings only. Every bucket future handed out is completed or failed, whatever happens.
 // Thread-safety: the public functions lock; completions run in the process group's threads and touch only the step
