@@ -250,11 +250,25 @@ def wait_for(expected: tuple[int, int], seconds: float = 5.0) -> tuple[int, int]
     return found
 
 
-def wrapped_again_and_again(rank: int, native: bool) -> None:
-    # Threads that torch starts once, on the first pass, are no leak.
-    reduced(wrap(), rank)
+def resources_at_rest(quiet: float = 0.5, seconds: float = 30.0) -> tuple[int, int]:
+    """Return what is open once it has not changed for ``quiet`` seconds.
+
+    These processes ran other tests before, whose groups close by and by. And threads that torch
+    starts once, on the first pass, are no leak: so a plain pass comes first.
+    """
+    reduced(wrap(), dist.get_rank())
     gc.collect()
-    before = resources()
+    found, since = resources(), time.monotonic()
+    deadline = since + seconds
+    while time.monotonic() < min(since + quiet, deadline):
+        time.sleep(0.05)
+        if (now := resources()) != found:
+            found, since = now, time.monotonic()
+    return found
+
+
+def wrapped_again_and_again(rank: int, native: bool) -> None:
+    before = resources_at_rest()
     model = nn.Linear(4, 4)
     for _ in range(40):
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
@@ -271,9 +285,7 @@ def test_wrapped_again_and_again(native: bool) -> None:
 
 
 def closes_with_the_module(rank: int) -> None:
-    reduced(wrap(), rank)
-    gc.collect()
-    before = resources()
+    before = resources_at_rest()
     ddp = wrap()
     state = ddp_hooks.register(ddp, "skip_unused")
     reduced(ddp, rank)
@@ -293,7 +305,7 @@ def shared_by_wrappers_of_one_model(rank: int) -> None:
     model = nn.Linear(4, 4)
     first = DistributedDataParallel(model, find_unused_parameters=True)
     state = ddp_hooks.register(first)
-    open_before = resources()[0]
+    open_before = resources_at_rest()[0]
     second = DistributedDataParallel(model, find_unused_parameters=True)
     other = ddp_hooks.register(second)
     assert resources()[0] == open_before
