@@ -209,16 +209,17 @@ class ProbeSettings:
 class ValuesProbe:
     def __init__(self, arg0: ProbeSettings, /) -> None: ...
     def wants_values(self, arg0: int, /) -> bool: ...  # step
-    def observe(self, arg0: int, arg1: int, arg2: int, /) -> None: ...  # step, used_bytes, zero_bytes
+    def observe(self, arg0: int, arg1: int, arg2: int, /) -> bool: ...  # step, used_bytes, zero_bytes; not in vain
 
 # In which parameters units are agreed on, as engine.cpp asks; gradients it is shown there only.
 class UnitsDetector:
     def __init__(self, *, detector: ValuesDetector, units: UnitSettings, probe: ProbeSettings) -> None: ...
     def use_layout(self, arg0: LayoutOfBuckets, /) -> None: ...
+    def least_zero_fraction(self) -> float: ...
     def objections(self, arg0: bool, /) -> UsageMask: ...  # whether there are none
     def choose(self, arg0: UsageMask, arg1: UsageMask, arg2: int, /) -> UsageMask: ...  # used, objections, step
     def is_due(self, arg0: int, arg1: int, /) -> bool: ...  # parameter, the next step
-    def observe(self, arg0: int, arg1: int, arg2: int, arg3: int, /) -> None: ...  # parameter, step, elements, sent
+    def observe(self, arg0: int, arg1: int, arg2: int, arg3: int, /) -> bool: ...  # parameter, step, elements, sent
 
 # Takes a flat tensor; returns (any non-zero, any -0.0 if all are zero).
 def nonzero_scan(arg0: torch.Tensor, /) -> tuple[bool, bool]: ...

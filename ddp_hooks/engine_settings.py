@@ -30,18 +30,12 @@ def engine_settings(policy: Policy, description: Mapping[str, str]) -> Any:
     Returns:
         A ``_C.EngineSettings``.
     """
-    # On a GPU the answer of a scan holds the host back to one bucket behind the device, so more has to be gained.
-    least_zeros = 0.0 if description.get("device", "cpu") == "cpu" else _MIN_ZERO_FRACTION_ON_DEVICE
     digest = hashlib.blake2b(repr(sorted(description.items())).encode(), digest_size=8).digest()
     return _C.EngineSettings(
         graph_detector=policy.skip_unused,
         values_detector=_DETECTOR[policy.skip_zeros],
         units_detector=_DETECTOR[policy.skip_zero_rows],
-        units=_C.UnitSettings(
-            min_divided_bytes=policy.tuning.min_divided_bytes,
-            min_unit_bytes=policy.tuning.min_unit_bytes,
-            max_unit_bytes=policy.tuning.max_unit_bytes,
-        ),
+        units=unit_settings(policy),
         plan=_C.PlanSettings(
             in_place_bytes=policy.tuning.in_place_bytes,
             pack_bytes=policy.tuning.pack_bytes,
@@ -54,13 +48,29 @@ def engine_settings(policy: Policy, description: Mapping[str, str]) -> Any:
                 min_bytes=policy.tuning.min_direct_bytes,
             ),
         ),
-        probe=_C.ProbeSettings(
-            min_zero_fraction=max(policy.tuning.min_zero_fraction, least_zeros),
-            hold_steps=policy.tuning.hold_steps,
-            first_pause_steps=policy.tuning.first_pause_steps,
-            longest_pause_steps=policy.tuning.longest_pause_steps,
-        ),
+        probe=probe_settings(policy, is_on_device=description.get("device", "cpu") != "cpu"),
         rebuild_after_steps=policy.rebuild_after,
         averages_contributors=policy.average == "contributors",
         configuration=int.from_bytes(digest, "little"),
+    )
+
+
+def unit_settings(policy: Policy) -> Any:
+    """Return into what units gradients fall under a policy: a ``_C.UnitSettings``."""
+    return _C.UnitSettings(
+        min_divided_bytes=policy.tuning.min_divided_bytes,
+        min_unit_bytes=policy.tuning.min_unit_bytes,
+        max_unit_bytes=policy.tuning.max_unit_bytes,
+    )
+
+
+def probe_settings(policy: Policy, *, is_on_device: bool) -> Any:
+    """Return when an adaptive detector asks: a ``_C.ProbeSettings``."""
+    # On a GPU the answer of a scan holds the host back to one bucket behind the device, so more has to be gained.
+    least_zeros = _MIN_ZERO_FRACTION_ON_DEVICE if is_on_device else 0.0
+    return _C.ProbeSettings(
+        min_zero_fraction=max(policy.tuning.min_zero_fraction, least_zeros),
+        hold_steps=policy.tuning.hold_steps,
+        first_pause_steps=policy.tuning.first_pause_steps,
+        longest_pause_steps=policy.tuning.longest_pause_steps,
     )

@@ -16,9 +16,10 @@ TABLE_BYTES = ROWS * ROW * 4
 CPU, DEVICE = World(2, is_direct=False), World(2, is_direct=False, is_on_device=True)
 
 
-def steps_of(*density: float) -> list[UnionStep]:
+def steps_of(world: World, *density: float) -> list[UnionStep]:
     """Steps in which so much of the rows of one table is not zero, on both ranks."""
-    layout = _C.LayoutOfBuckets([_C.BucketLayout([_C.ParameterSlice(0, 0, ROWS * ROW, ROW)], 4)], 1)
+    kind = 6 << 32 | world.is_on_device << 16  # float32 on the CPU or the first kind of device
+    layout = _C.LayoutOfBuckets([_C.BucketLayout([_C.ParameterSlice(0, 0, ROWS * ROW, ROW)], 4, kind)], 1)
     slots = slots_of(layout)
     assert slots[0].units == ROWS
 
@@ -33,7 +34,7 @@ def steps_of(*density: float) -> list[UnionStep]:
 
 
 def sent_bytes(world: World, *density: float) -> list[int]:
-    return [sum(one.payload_bytes for one in step) for step in settle(steps_of(*density), world)]
+    return [sum(one.payload_bytes for one in step) for step in settle(steps_of(world, *density), world)]
 
 
 @pytest.mark.parametrize("world", [CPU, DEVICE])

@@ -32,6 +32,7 @@ void bind_detectors(py::module_& m) {
            }),
            py::kw_only(), py::arg("detector"), py::arg("units"), py::arg("probe"))
       .def("use_layout", &UnitsDetector::use_layout)
+      .def("least_zero_fraction", &UnitsDetector::least_zero_fraction)
       .def("objections", &UnitsDetector::objections)
       .def("choose", &UnitsDetector::choose)
       .def("is_due", &UnitsDetector::is_due)

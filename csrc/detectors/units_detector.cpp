@@ -51,10 +51,14 @@ UnitsDetector::Divided* UnitsDetector::find(size_t parameter) {
   return found != divided_.end() && found->parameter == parameter ? &*found : nullptr;
 }
 
+double UnitsDetector::least_zero_fraction() const {
+  return std::max(kLeastZeros, settings_.probe.min_zero_fraction);
+}
+
 UsageMask UnitsDetector::objections(bool none) {
   if (!is_adaptive()) return {};
   if (none) return UsageMask(divided_.size());
-  const double least = std::max(kLeastZeros, settings_.probe.min_zero_fraction);
+  const double least = least_zero_fraction();
   for (auto& [objectors, sample] : samples_) {
     const std::vector<double>& zero_fractions = sample.wait();
     for (size_t i = 0; i < objectors.size(); ++i) {
@@ -119,9 +123,9 @@ void UnitsDetector::look(const BucketLayout& bucket, const at::Tensor& flat, con
   samples_.emplace_back(std::move(objectors), start_unit_sample(gradients));
 }
 
-void UnitsDetector::observe(size_t parameter, int64_t step, int64_t elements, int64_t sent_elements) {
+bool UnitsDetector::observe(size_t parameter, int64_t step, int64_t elements, int64_t sent_elements) {
   Divided* divided = find(parameter);
-  if (divided == nullptr) return;
+  if (divided == nullptr) return false;
   const int64_t zeros = elements - sent_elements;
   divided->pays =
       zeros > 0 && static_cast<double>(zeros) >= settings_.probe.min_zero_fraction * static_cast<double>(elements);
@@ -130,6 +134,7 @@ void UnitsDetector::observe(size_t parameter, int64_t step, int64_t elements, in
   } else {
     leave_alone(*divided, step);
   }
+  return divided->pays;
 }
 
 void UnitsDetector::leave_alone(Divided& divided, int64_t step) const {

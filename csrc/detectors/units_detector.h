@@ -44,6 +44,8 @@ class UnitsDetector {
   // How a slice of the bucket falls apart.
   Units units_of(const ParameterSlice& slice, const BucketLayout& bucket) const;
 
+  // With less than this part of its sampled units zero, a rank objects.
+  double least_zero_fraction() const;
   // A bit for each parameter with more than one unit, in the order of their indices; of size 0 where nobody asks.
   // Waits for samples that are still being taken, on a device.
   UsageMask objections(bool none);
@@ -58,8 +60,8 @@ class UnitsDetector {
   // one. `flat` is the bucket.
   void look(const BucketLayout& bucket, const at::Tensor& flat, const BucketViews& views, const UsageMask& whole,
             int64_t next);
-  // What was agreed on in a parameter that was: how many of its elements are sent.
-  void observe(size_t parameter, int64_t step, int64_t elements, int64_t sent_elements);
+  // What was agreed on in a parameter that was: how many of its elements are sent. Returns whether that pays.
+  bool observe(size_t parameter, int64_t step, int64_t elements, int64_t sent_elements);
 
   // How many words the compressed masks of these parameters of a bucket may take: what they needed before, and some.
   size_t capacity_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t bits) const;

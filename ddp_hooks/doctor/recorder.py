@@ -18,6 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
+from ..engine_settings import unit_settings
 from ..policies import PRESETS
 from .gradient_watch import GradientWatch, Silence
 
@@ -89,12 +90,7 @@ class Slot:
 
 def slots_of(layout: Any) -> dict[int, Slot]:
     """Return by parameter where it stands in a layout (a ``_C.LayoutOfBuckets``), and its units under every preset."""
-    policy = PRESETS["skip_zeros"]
-    settings = _C.UnitSettings(
-        min_divided_bytes=policy.tuning.min_divided_bytes,
-        min_unit_bytes=policy.tuning.min_unit_bytes,
-        max_unit_bytes=policy.tuning.max_unit_bytes,
-    )
+    settings = unit_settings(PRESETS["skip_zeros"])
     slots = {}
     for number, bucket in enumerate(layout.buckets):
         for piece in bucket.slices:

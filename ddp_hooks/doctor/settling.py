@@ -1,23 +1,25 @@
-"""What ``auto`` sends once its detectors have settled: the same rules as the engine's, driven with what was watched.
+"""What ``auto`` sends once its detectors have settled: the engine's own detectors, driven with what was watched.
 
 The steps that were watched are repeated, over and over. Which units and which values are asked for follows from what
-the ranks wrote down, as in csrc/detectors/units_detector.cpp and csrc/detectors/values_probe.h.
+the ranks wrote down, as in csrc/engine/engine.cpp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..policies import PRESETS, Policy
+from .. import _extension
+from ..engine_settings import probe_settings, unit_settings
+from ..policies import PRESETS
 from .traffic import Traffic, UnionStep, UnitCost, World, mixed_traffic, unit_cost, units_traffic, who_matters
 
-# So many units of a gradient are sampled, and on the CPU the beginnings of so many are looked at first.
+_C = _extension.load()
+
+# csrc/kernels/unit_sample.cpp: so many units of a gradient are sampled, and on the CPU the beginnings of so many are
+# looked at first.
 _SAMPLED_UNITS, _GLANCED_UNITS = 64, 8
-# Below this part of zero units nobody asks.
-_LEAST_ZERO_UNITS = 1 / 8
-# A GPU's host waits for answers, so more has to be gained (ddp_hooks/engine_settings.py).
-_LEAST_ZEROS_ON_DEVICE = 0.25
 # So long the steps are repeated: pauses between probes in vain have grown beyond most recordings by then. And so long
 # at least, even if nothing has changed for two cycles: that takes in the first probes of everything.
 _MOST_STEPS = 640
@@ -39,48 +41,13 @@ def settle(steps: Sequence[UnionStep], world: World) -> list[list[Traffic]]:
 
 
 @dataclass(slots=True)
-class _Units:
-    """What the engine knows of one parameter with several units."""
-
-    next_step: int
-    pause: int
-    pays: bool = False
-    objected: bool = True  # until the ranks have seen a gradient
-    looked_at: bool = False  # on a device, since it was left alone
-
-
-@dataclass(slots=True)
-class _Probe:
-    """When an adaptive policy reads whole gradients: csrc/detectors/values_probe.h."""
-
-    policy: Policy
-    least: float
-    pause: int
-    next_probe: int
-    on_until: int = 0
-
-    def wants_values(self, step: int) -> bool:
-        return step < self.on_until or step >= self.next_probe
-
-    def observe(self, step: int, used_bytes: int, zero_bytes: int) -> bool:
-        """Take what a step found, and say whether it paid."""
-        pays = zero_bytes > 0 and zero_bytes >= self.least * used_bytes
-        if pays:
-            self.on_until = step + 1 + self.policy.tuning.hold_steps
-            self.pause = self.policy.tuning.first_pause_steps
-        elif step >= self.on_until:
-            self.pause = min(2 * self.pause, self.policy.tuning.longest_pause_steps)
-        self.next_probe = max(self.on_until, step + 1) + self.pause
-        return pays
-
-
-@dataclass(slots=True)
 class _Facts:
     """What is the same each time a step comes round."""
 
     step: UnionStep
     by_bucket: dict[int, list[int]]  # its parameters with several units, in the order of the bucket's slices
     costs: dict[int, UnitCost]
+    used: Any  # the parameters with several units, a ``_C.UsageMask``
     objects: dict[int, bool]  # some rank's sample has too few zeros
     units: dict[tuple[int, ...], Traffic] = field(default_factory=dict)
     traffic: dict[tuple[frozenset[int], bool], list[Traffic]] = field(default_factory=dict)
@@ -88,12 +55,16 @@ class _Facts:
 
 class _Simulation:
     def __init__(self, steps: Sequence[UnionStep], world: World) -> None:
-        self._policy = policy = PRESETS["auto"]
+        policy = PRESETS["auto"]
+        probe = probe_settings(policy, is_on_device=world.is_on_device)
         self._world = world
-        self._least = max(policy.tuning.min_zero_fraction, _LEAST_ZEROS_ON_DEVICE if world.is_on_device else 0.0)
+        self._values = _C.ValuesProbe(probe)
+        self._units = _C.UnitsDetector(detector=_C.ValuesDetector.ADAPTIVE, units=unit_settings(policy), probe=probe)
         self._facts = [self._find_facts(step) for step in steps]
-        self._units: dict[int, _Units] = {}
-        self._probe = _Probe(policy, self._least, policy.tuning.first_pause_steps, policy.tuning.first_pause_steps)
+        self._layout: Any = None
+        # Which of the detector's parameters some rank objects to; as on a rank that has not seen a gradient yet.
+        self._places: dict[int, int] = {}
+        self._objections: Any = None
         self._failed = False
 
     def run(self) -> list[list[Traffic]]:
@@ -124,7 +95,10 @@ class _Simulation:
             found = [piece.parameter for piece in bucket.slices if piece.parameter in divisible]
             if found:
                 by_bucket[number] = found
-        least = max(_LEAST_ZERO_UNITS, self._least)
+        used = _C.UsageMask(step.layout.parameter_count)
+        for index in divisible:
+            used.set(index)
+        least = self._units.least_zero_fraction()
         objects = {
             i: any(
                 _objects(mask, step.slots[i].units, least, not self._world.is_on_device)
@@ -132,52 +106,41 @@ class _Simulation:
             )
             for i in divisible
         }
-        return _Facts(step, by_bucket, {i: unit_cost(step, i) for i in divisible}, objects)
+        return _Facts(step, by_bucket, {i: unit_cost(step, i) for i in divisible}, used, objects)
+
+    def _use_layout(self, step: UnionStep) -> None:
+        if self._layout is step.layout:
+            return
+        self._layout = step.layout
+        self._units.use_layout(step.layout)
+        divisible = sorted(i for i, slot in step.slots.items() if slot.units > 1 and not slot.sparse)
+        if list(self._places) != divisible:
+            self._places = {index: place for place, index in enumerate(divisible)}
+            self._objections = _C.UsageMask(len(divisible), used=True)
 
     def _step(self, number: int, facts: _Facts) -> list[Traffic]:
-        chosen = frozenset(i for i in facts.costs if self._is_chosen(i, number))
-        values = self._probe.wants_values(number)
+        self._use_layout(facts.step)
+        chosen = frozenset(self._units.choose(facts.used, self._objections, number).indices())
+        values = self._values.wants_values(number)
         traffic = self._traffic(facts, chosen, values)
         for bucket, parameters in facts.by_bucket.items():
             self._observe_units(number, facts, bucket, [i for i in parameters if i in chosen])
         if values:
             self._observe_values(number, facts.step, chosen)
-        for index in facts.costs:
-            self._look(number, self._units_of(index), index in chosen, facts.objects[index])
+        for index in facts.costs.keys() - chosen:
+            if self._units.is_due(index, number + 1):
+                self._object(index, facts.objects[index])
         return traffic
 
-    def _look(self, number: int, units: _Units, is_chosen: bool, objects: bool) -> None:
-        if is_chosen:
-            units.looked_at = False
-            return
-        if self._world.is_on_device and units.looked_at and number >= units.next_step:
-            self._leave_alone(number, units)
-        units.looked_at = number + 1 >= units.next_step
-        if units.looked_at:
-            units.objected = objects
-
-    def _leave_alone(self, number: int, units: _Units) -> None:
-        units.next_step = number + 1 + units.pause
-        units.pause = min(2 * units.pause, self._policy.tuning.longest_pause_steps)
-
-    def _units_of(self, index: int) -> _Units:
-        return self._units.setdefault(index, _Units(0, self._policy.tuning.first_pause_steps))
-
-    def _is_chosen(self, index: int, number: int) -> bool:
-        units = self._units_of(index)
-        return units.pays or (number >= units.next_step and not units.objected)
+    def _object(self, index: int, objects: bool) -> None:
+        (self._objections.set if objects else self._objections.clear)(self._places[index])
 
     def _observe_units(self, number: int, facts: _Facts, bucket: int, chosen: Sequence[int]) -> None:
         who = who_matters(self._world, [facts.costs[i] for i in chosen], _element_bytes(facts.step, bucket))
         for index in chosen:
-            cost, units = facts.costs[index], self._units_of(index)
-            zeros = cost.length - cost.observed(who)
-            units.pays = zeros > 0 and zeros >= self._least * cost.length
-            if units.pays:
-                units.pause = self._policy.tuning.first_pause_steps
-                continue
-            self._failed = True
-            self._leave_alone(number, units)
+            cost = facts.costs[index]
+            if not self._units.observe(index, number, cost.length, cost.observed(who)):
+                self._failed = True
 
     def _observe_values(self, number: int, step: UnionStep, chosen: frozenset[int]) -> None:
         used_bytes = zero_bytes = 0
@@ -187,7 +150,7 @@ class _Simulation:
                 continue
             used_bytes += slot.length * slot.element_bytes
             zero_bytes += 0 if index in step.units else slot.length * slot.element_bytes
-        if not self._probe.observe(number, used_bytes, zero_bytes) and number >= self._probe.on_until:
+        if not self._values.observe(number, used_bytes, zero_bytes):
             self._failed = True
 
     def _traffic(self, facts: _Facts, chosen: frozenset[int], values: bool) -> list[Traffic]:
