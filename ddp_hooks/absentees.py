@@ -1,13 +1,20 @@
-"""Says which ranks did not come when a collective function waits for them in vain.
+"""Who did not come: which ranks a collective function waits for in vain, asked before it waits and after it failed.
 
-A rank that waits for another knows only that nothing arrived: gloo reports a timeout or a closed connection, a store
-that a key is missing. The reason is nearly always that a rank did not call the function, called another one, or came
-after the timeout. So a rank whose wait has failed leaves a note in the store of the default process group: where it
-waited, and for how long. It gives the others a moment to leave theirs, since they fail at about the same time, and
-reads them. All of it happens after the failure; while all goes well nothing is written, read or sent.
+Before: a rank that never comes says nothing, and a collective without it lasts until the group's timeout, or mixes with
+whatever that rank sends next. So where some ranks may not know of a place, they meet in the store of their process
+group first (:class:`Visit`): each leaves word that it is there, and one of them, the last to come or the first to lose
+patience, writes down how it ended. That is read by all, so they agree, those that come later included. Nobody has to
+lose patience where the ranks pass something together on their way, as the construction of a DDP module, which waits for
+all of them. Each leaves word before it that it will come. What lies between makes sure that the word has been left, so
+whoever has not left it by then will not come, and those that have will.
 
-The store may be gone by then, with the process that held it. So nothing here is waited for without a bound, and what
-cannot be learned is left out of the error.
+After: a rank that waits for another knows only that nothing arrived: gloo reports a timeout or a closed connection, a
+store that a key is missing. The reason is nearly always that a rank did not call the function, called another one, or
+came after the timeout. So a rank whose wait has failed (:func:`naming_absent_ranks`) leaves a note in the store of the
+default process group: where it waited, and for how long. It gives the others a moment to leave theirs, since they fail
+at about the same time, and reads them. While all goes well nothing is written, read or sent. The store may be gone by
+then, with the process that held it. So nothing here is waited for without a bound, and what cannot be learned is left
+out of the error.
 """
 
 from __future__ import annotations
@@ -22,10 +29,161 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from .errors import RanksAbsentError
+from .groups import check_in_use, store_of
+from .wording import describe_ranks, short_list
+
+# --- before anybody waits
+
+# The place where ranks meet that make a module under `enable`.
+ENABLE = "enable"
+# How long `register` waits for ranks that took another way to their module, and may have gone on with it.
+REGISTERING_SECONDS = 10.0
+
+# How often the store is asked: soon at first, since the others are nearly there, then seldom.
+_FIRST_POLL_SECONDS = 0.002
+_LONGEST_POLL_SECONDS = 0.2
+# For ranks that are on their way for sure: they may have a large model to receive first.
+SURE_SECONDS = 900.0
+# For ranks that have left word elsewhere in the program, as it seems.
+UNSURE_SECONDS = 5.0
+
+
+class Visit:
+    """A visit of this rank to a place, from the moment from which others may know of it.
+
+    Ranks meet on their first visits to a place, on their second ones, and so on.
+
+    Args:
+        group: the process group.
+        place: what the ranks come to; a part of names in the store.
+
+    Attributes:
+        group: the same.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, place: str) -> None:
+        self.group = group
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._taken_back = False
+        if self._ranks == 1:
+            return
+        self._places = _places(group, place)
+        # Counted in the store, because another group may have had this one's name before.
+        number = self._places.add(f"visits/{self._rank}", 1)
+        self._places.add("visits", 1)
+        self._store = dist.PrefixStore(str(number), self._places)  # type: ignore[attr-defined]
+        self._where = _collectives_so_far(group)
+        self._store.set(f"coming/{self._rank}", "yes")
+        self._store.add(f"coming at {self._where}", 1)
+
+    def take_back(self) -> None:
+        """Undo it: this rank does not come, because the others cannot come either."""
+        if self._ranks == 1 or self._taken_back:
+            return
+        self._taken_back = True
+        self._store.set(f"coming/{self._rank}", "no")
+        self._store.add(f"coming at {self._where}", -1)
+        self._places.add(f"visits/{self._rank}", -1)
+        self._places.add("visits", -1)
+
+    def meet(self, patience_seconds: float, *, passed_together: bool = False) -> tuple[int, ...]:
+        """Come to the place, and wait for the others.
+
+        Args:
+            patience_seconds: how long to wait for them.
+            passed_together: since this visit began, this rank has waited for every rank, somewhere where those that
+                come here had begun theirs. Then it is known who comes, and nobody else is waited for.
+
+        Returns:
+            The ranks (of the group) that did not come in time; the same on every rank that comes, also on one that
+            comes too late. Empty if all have come.
+        """
+        if self._ranks == 1:
+            return ()
+        store = self._store
+        store.set(f"here/{self._rank}", "")
+        if store.add("here", 1) == self._ranks:
+            _end(store, [])
+        elif passed_together:
+            patience_seconds = self._ask_who_comes()
+        deadline, pause = time.monotonic() + patience_seconds, _FIRST_POLL_SECONDS
+        while not store.check(["absent"]):
+            if time.monotonic() >= deadline:
+                _end(store, [other for other in range(self._ranks) if not store.check([f"here/{other}"])])
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        return tuple(int(other) for other in store.get("absent").decode().split())
+
+    def _ask_who_comes(self) -> float:
+        """End it if somebody will not come for sure; otherwise return how long to wait."""
+        store = self._store
+        if store.add(f"coming at {self._where}", 0) == self._ranks:
+            return SURE_SECONDS
+        staying_away = [other for other in range(self._ranks) if not _is_coming(store, other)]
+        if staying_away:
+            _end(store, staying_away)
+        return UNSURE_SECONDS
+
+
+def meet_to_register(group: dist.ProcessGroup, function: str) -> None:
+    """Make sure that every rank registers, where some have made modules under `enable` and others have not.
+
+    Those that have may train already, on a module that was refused there. Otherwise this costs two requests to the
+    store.
+
+    Args:
+        group: the module's process group, whose ranks have waited for each other when it was made.
+        function: what every rank should have called.
+
+    Raises:
+        ValueError: the group was destroyed.
+        RanksAbsentError: ranks did not come; on every rank that did.
+    """
+    check_in_use(group)
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return
+    places = _places(group, ENABLE)
+    visits = int(places.add(f"visits/{dist.get_rank(group)}", 0))
+    if places.add("visits", 0) == ranks * visits:
+        return
+    absent = Visit(group, "register").meet(REGISTERING_SECONDS)
+    if absent:
+        raise RanksAbsentError(
+            f"{function}: expected every rank to call it, waited {REGISTERING_SECONDS:g} s for {describe_ranks(absent)}"
+            " in vain. Some ranks have made modules under ddp_hooks.enable() and others have not: call either of the "
+            "two on every rank"
+        )
+
+
+def _places(group: dist.ProcessGroup, place: str) -> Any:
+    return dist.PrefixStore(f"ddp_hooks/{place}", store_of(group))  # type: ignore[attr-defined]
+
+
+def _collectives_so_far(group: dist.ProcessGroup) -> int:
+    # The same on every rank at the same place of a program, and another one later. Not every backend counts.
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return 0
+
+
+def _is_coming(store: Any, rank: int) -> bool:
+    word = f"coming/{rank}"
+    return bool(store.check([word])) and store.get(word) == b"yes"
+
+
+def _end(store: Any, absent: list[int]) -> None:
+    # Two may find so at the same time; the others wait for what the first one writes.
+    if store.add("ended", 1) == 1:
+        store.set("absent", " ".join(map(str, absent)))
+
+
+# --- after a wait has failed
 
 # How long the others may take to notice the same failure.
 GRACE_SECONDS = 2.0
@@ -34,7 +192,6 @@ _STORE_SECONDS = 3.0
 # The process that holds the store may end with its error; the others read the last note meanwhile.
 _LINGER_SECONDS = 0.3
 _POLL_SECONDS = 0.05
-_RANKS_SHOWN = 16
 # What gloo, torch's stores and NCCL say of a rank that does not come, and of one that goes.
 _WAITED_IN_VAIN = re.compile(
     r"time[d]?[ -]?out|connection (closed|reset|refused)|broken pipe|pair closure|socket|closed by peer", re.IGNORECASE
@@ -121,7 +278,7 @@ def describe(
         notes: of each rank that left one, its note; ``None`` if the store did not answer.
         error: what the process group said.
     """
-    everyone = f"every rank of the group ({_list(ranks)}) has to call it, in the same order"
+    everyone = f"every rank of the group ({short_list(ranks)}) has to call it, in the same order"
     cause = f"The process group said: {' '.join(error.split())[:300]}"
     waited = f"{function}: waited {seconds:.1f} s"
     if notes is None:
@@ -140,8 +297,10 @@ def describe(
         absent = sorted([*elsewhere, *silent])
         details = [_describe_elsewhere(rank, note, function) for rank, note in elsewhere.items()]
         if silent:
-            details.append(f"{_ranks(silent)} left no word: busy with something else, or ended")
-        return f"{waited} for {_ranks(absent)}, which did not call it ({'; '.join(details)}); {everyone}. {cause}"
+            details.append(f"{describe_ranks(silent)} left no word: busy with something else, or ended")
+        return (
+            f"{waited} for {describe_ranks(absent)}, which did not call it ({'; '.join(details)}); {everyone}. {cause}"
+        )
     waits = {own: seconds} | {rank: notes[rank].seconds for rank in others}
     first, last = max(waits, key=lambda rank: waits[rank]), min(waits, key=lambda rank: waits[rank])
     if waits[first] - waits[last] > 0.5 * waits[first]:
@@ -155,18 +314,8 @@ def describe(
 
 def _describe_elsewhere(rank: int, note: _Note, function: str) -> str:
     if note.function == function:
-        return f"rank {rank} waits in it for another group, of the ranks {_list(note.ranks)}"
+        return f"rank {rank} waits in it for another group, of the ranks {short_list(note.ranks)}"
     return f"rank {rank} waits in {note.function}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {_list(ranks)}"
-
-
-def _list(ranks: Sequence[int]) -> str:
-    if len(ranks) <= _RANKS_SHOWN:
-        return ", ".join(map(str, ranks))
-    return f"{', '.join(map(str, ranks[: _RANKS_SHOWN - 1]))}, ..., {ranks[-1]}"
 
 
 def _exchange_notes(own: int, note: _Note) -> dict[int, _Note] | None:
@@ -223,4 +372,4 @@ def _run_bounded(function: Callable[[], None], seconds: float) -> None:
 def _store() -> Any:
     """Return the default group's store, in which ranks that wait on different groups find each other's notes."""
     store = distributed_c10d._get_default_store()
-    return None if store is None else PrefixStore("ddp_hooks/absentees", store)
+    return None if store is None else dist.PrefixStore("ddp_hooks/absentees", store)  # type: ignore[attr-defined]

@@ -11,13 +11,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension
 from .absentees import waited_in_vain
 from .agreement import settle
 from .errors import RefusedError
+from .groups import store_of
 from .registration import propose
 
 _C = _extension.load()
@@ -212,16 +212,6 @@ def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int) 
     # What torch's own groups are told, for its flight recorder.
     group.options.group_name = name  # type: ignore[assignment]
     return group
-
-
-def store_of(group: Any) -> Any:
-    """Return the store of a process group, or the default group's if it has none of its own."""
-    try:
-        store = group.get_group_store()
-    except RuntimeError:
-        store = None
-    # A group that was written in Python may have no store of its own.
-    return distributed_c10d._get_default_store() if store is None else store
 
 
 def _timeout_of(ddp: DistributedDataParallel) -> timedelta:

@@ -13,12 +13,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .construction import Ending, watch_construction_from_its_beginning
+from .absentees import ENABLE, Visit
+from .ddp_methods import Ending, give_way_to_other_hooks, watch_construction_from_its_beginning
 from .errors import RanksDisagreeError, RefusedError
 from .hooks import SkipUnusedState, register
 from .policies import Policy, resolve
-from .precedence import give_way_to_other_hooks
-from .roll_call import ENABLE, Visit
 from .wording import describe_ranks
 
 # How long a module's first rank waits for the others to make theirs under `enable`, too, where DDP's `__init__` waits

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from .wording import short
 
@@ -57,6 +59,16 @@ def check_in_use(group: dist.ProcessGroup) -> None:
             "expected a process group that is in use, received one that was destroyed; make it anew, and wrap anew "
             "what was wrapped over it"
         ) from error
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Return the store of a process group, or the default group's if it has none of its own."""
+    try:
+        store = group.get_group_store()
+    except RuntimeError:
+        store = None
+    # A group that was written in Python may have no store of its own.
+    return distributed_c10d._get_default_store() if store is None else store
 
 
 def control_device(group: dist.ProcessGroup) -> torch.device:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension
+from .absentees import meet_to_register
+from .ddp_methods import keep_place
 from .parameters import Selector
 from .policies import PRESETS, Policy, resolve
-from .precedence import keep_place
 from .registration import find_ddp
-from .roll_call import meet_to_register
 from .service import Service, agree_to_serve, registered_service
 from .statistics import ParameterUsage, Statistics
 from .wording import check_fields, short

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import ddp_hooks
-from ddp_hooks import enabling, roll_call
-from ddp_hooks.construction import watch_construction
+from ddp_hooks import absentees, enabling
+from ddp_hooks.ddp_methods import watch_construction
 
 METHODS = ("__init__", "register_comm_hook", "_register_builtin_comm_hook")
 PLAIN = {name: getattr(DistributedDataParallel, name) for name in METHODS}
@@ -329,7 +329,7 @@ def _other_modules(rank: int) -> None:
     """Each rank enables it for another module; rank 0 is slow to see that nobody came."""
     begin()
     slow = watch_construction(lambda ddp: time.sleep(0.5)) if rank == 0 else nullcontext()
-    roll_call.UNSURE_SECONDS = 1.0
+    absentees.UNSURE_SECONDS = 1.0
     with slow:
         if rank == 0:
             ddp_hooks.enable()
@@ -339,7 +339,7 @@ def _other_modules(rank: int) -> None:
         else:
             ddp_hooks.enable()
         second, more = warned(wrapped)
-    roll_call.UNSURE_SECONDS = 5.0
+    absentees.UNSURE_SECONDS = 5.0
     ddp_hooks.disable()
     assert len(shown + more) == 1
     assert "but rank 1 did not" in (shown + more)[0]
@@ -354,13 +354,13 @@ def _by_hand_on_one_rank(rank: int) -> None:
     with ddp_hooks.enable() if rank == 0 else nullcontext():
         ddp, shown = warned(wrapped)
     assert len(shown) == (rank == 0)
-    roll_call.REGISTERING_SECONDS = 0.5
+    absentees.REGISTERING_SECONDS = 0.5
     if rank == 1:
         for make in (ddp_hooks.register, ddp_hooks.SkipUnusedState):
             with pytest.raises(RuntimeError, match=r"expected every rank to call it, .* rank 0 in vain.*"):
                 make(ddp)
     dist.barrier()
-    roll_call.REGISTERING_SECONDS = 10.0
+    absentees.REGISTERING_SECONDS = 10.0
     assert_equal(train(ddp, rank), train(wrapped(), rank))
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..commands.options import add_script_to, explain_missing_launcher, parse_new_file, parse_positive, script_of
-from ..construction import watch_construction
+from ..ddp_methods import watch_construction
 from ..groups import launched_rank
 from ..script import run_script
 from .diagnosis import Diagnosis, diagnose, is_unfinished_reduction
