@@ -64,7 +64,7 @@ class _Simulation:
         self._layout: Any = None
         # Which of the detector's parameters some rank objects to; as on a rank that has not seen a gradient yet.
         self._places: dict[int, int] = {}
-        self._objections: Any = None
+        self._objections = _C.UsageMask(0)
         self._failed = False
 
     def run(self) -> list[list[Traffic]]:
