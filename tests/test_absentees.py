@@ -210,6 +210,7 @@ def test_ranks_that_wait_in_different_functions() -> None:
     assert "for rank 0, which did not call it (rank 0 waits in average_parameters); every rank" in verify
 
 
+@pytest.mark.thorough
 def test_three_ranks_in_three_places() -> None:
     average, verify, silent = run_ranks(3, _in_turn, ["average", "verify", "nothing"])
     assert "for ranks 1, 2, which did not call it (rank 1 waits in verify_replicas; rank 2 left no word" in average
@@ -227,6 +228,7 @@ def test_two_of_three_wait_for_the_same_rank() -> None:
         assert "every rank of the group (0, 1, 2) has to call it" in message
 
 
+@pytest.mark.thorough
 def test_a_rank_that_comes_late() -> None:
     for message in run_ranks(2, _in_turn, ["average", "late"]):
         assert "Every rank called it, but rank 1 came at least" in message
@@ -242,6 +244,7 @@ def _forward_alone(rank: int) -> str:
     return message
 
 
+@pytest.mark.thorough
 def test_a_forward_that_the_others_do_not_come_to() -> None:
     alone, silent = run_ranks(2, _forward_alone)
     assert silent == "fine"

@@ -117,7 +117,7 @@ def comes_late_to_a_bucket(rank: int, native: bool) -> bool:
     return not _C.probe_reducer(ddp.reducer)["static_graph_"]
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_bucket_after_one_that_nobody_used(native: bool) -> None:
     """The first bucket did not fail, so the Reducer copies it out, and must not wait for the map that was not sent."""
     assert run_ranks(2, comes_late_to_a_bucket, native) == [True, True]

@@ -369,6 +369,7 @@ def dropped_by_its_own_worker(rank: int) -> None:
     control_groups.LARGEST_AXIS = 4
 
 
+@pytest.mark.thorough
 def test_dropped_by_its_own_worker() -> None:
     run_ranks(4, dropped_by_its_own_worker)
 
@@ -593,6 +594,7 @@ def on_one_rank_only(rank: int) -> None:
         time.sleep(6)
 
 
+@pytest.mark.thorough
 def test_on_one_rank_only() -> None:
     with pytest.raises(RankFailure) as caught:  # the barrier at the end of each test finds a broken group
         run_ranks(2, on_one_rank_only, collective_timeout=2.0)

@@ -238,6 +238,7 @@ def interrupt(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=TIMEOUT_SECONDS / 2)[1]
 
 
+@pytest.mark.thorough
 def test_an_interrupt_is_a_sentence(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, DEMO, "--steps", "1000", "--size", "64"],

@@ -171,7 +171,7 @@ def compare_everything(rank: int) -> dict[str, int]:
     return {name: sum(each[name] for each in everyone) for name in seen}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_every_byte_is_predicted(ranks: int) -> None:
     check: Callable[..., Any] = compare_everything
     seen = run_ranks(ranks, check)[0]

@@ -80,6 +80,7 @@ def test_the_page_shows_what_is_printed(number: int, tmp_path: Path) -> None:
         assert "Expected to have finished reduction" in printed
 
 
+@pytest.mark.thorough
 def test_the_script_goes_on_if_that_is_asked_for() -> None:
     script = ["tests/doctored/multi_task.py", "6", "--search"]
     printed = run(["--nproc-per-node", "2", "-m", "ddp_hooks", "doctor", "--steps", "2", "--continue", *script], 0)

@@ -32,6 +32,7 @@ def test_programs_end(registration: str) -> None:
     assert runs >= 3 or torchs_own, f"expected a run a few seconds at most, had {runs} in {SECONDS} s\n{done.stdout}"
 
 
+@pytest.mark.thorough
 def test_a_hang_is_seen() -> None:
     """What does not end within the limit is reported as such; no program ends as soon as that."""
     done = run_ends("--runs", "1", "--registration", "plain", "--limit", "0.02")

@@ -895,7 +895,14 @@ def compare_scaling(rank: int, dtype: torch.dtype, sparse: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in (torch.float64, torch.complex64)),
+    ],
+    ids=str,
 )
 def test_scaled_as_plain_ddp_scales(dtype: torch.dtype) -> None:
     """A third is no binary fraction. With zeros from all ranks but one no sum is rounded, whatever its order."""

@@ -1302,6 +1302,7 @@ def other_wrappers(rank: int) -> None:
             door(nn.Sequential(nn.Linear(4, 4)))
 
 
+@pytest.mark.thorough
 def test_other_wrappers_are_told_apart() -> None:
     run_ranks(2, other_wrappers)
 

@@ -160,6 +160,7 @@ if trainer.is_world_process_zero():
 """
 
 
+@pytest.mark.thorough
 def test_a_run_needs_no_line(tmp_path: Path) -> None:
     """Started with ``python -m ddp_hooks run`` in a process group of its own, a script trains and sends the same."""
     (tmp_path / "script.py").write_text(TRAINING)
