@@ -111,7 +111,6 @@ class Disposition:
 
 class Transport:
     ALL_REDUCE: ClassVar[Transport]
-    SPREAD: ClassVar[Transport]
     BY_OWNER: ClassVar[Transport]
     __members__: ClassVar[dict[str, Transport]]
     def __init__(self, value: int) -> None: ...
@@ -125,11 +124,20 @@ class Transport:
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
-# Takes a set of ranks, a bit each, the world size, and whether owners may sum.
+# Takes a set of ranks, a bit each, the world size, and whether what several contribute may be summed by an owner.
 def transport_for(arg0: int, arg1: int, arg2: bool, /) -> Transport: ...
 
 class DirectSettings:
-    def __init__(self, *, allowed: bool, world_size: int, owners: bool, segment_bytes: int, min_bytes: int) -> None: ...
+    def __init__(
+        self,
+        *,
+        allowed: bool,
+        world_size: int,
+        sums: bool,
+        least_saving_of_sums: float = 0.0,
+        segment_bytes: int,
+        min_bytes: int,
+    ) -> None: ...
 
 class DirectPart:
     @property
@@ -138,10 +146,10 @@ class DirectPart:
     def offset(self) -> int: ...
     @property
     def length(self) -> int: ...
+    @property
+    def contributors(self) -> int: ...  # a set of ranks, a bit each
 
 class DirectGroup:
-    @property
-    def contributors(self) -> int: ...  # a bit for each rank
     @property
     def owner(self) -> int: ...
     @property
@@ -151,7 +159,7 @@ class DirectGroup:
 
 class DirectMessage:
     @property
-    def transport(self) -> Transport: ...
+    def is_summed(self) -> bool: ...
     @property
     def numel(self) -> int: ...
     @property
@@ -179,14 +187,15 @@ def plan_bucket_by_bucket(
 ) -> list[BucketPlan]: ...
 
 # `used` is the mask of all units of all gradients, and `by_rank` what of it each rank uses. Returns for each message
-# that is all-reduced whether it travels in place, and its runs (gradient, offset, length); and the other messages.
+# that is all-reduced whether it travels in place, and its runs (gradient, offset, length); the other messages; and by
+# gradient how many elements are sent, counted at what their transports take of a ring's transfers.
 def make_unit_plan(
     gradients: Sequence[Units],
     used: UsageMask,
     element_bytes: int,
     settings: PlanSettings,
     by_rank: Sequence[UsageMask] = [],
-) -> tuple[list[tuple[bool, list[tuple[int, int, int]]]], list[DirectMessage]]: ...
+) -> tuple[list[tuple[bool, list[tuple[int, int, int]]]], list[DirectMessage], list[int]]: ...
 
 # As rank `rank` of `ranks`, to whose group `all_reduce` is handed what has to be summed in place. The gradients: each
 # parameter, and whether it has a gradient of this step. Returns the numbers of messages, and of bytes of gradients and
@@ -375,13 +384,6 @@ def compress(mask: UsageMask) -> list[int]: ...
 
 # Set union; raises ValueError, with the mask unchanged, when the words are no mask of its size.
 def merge_compressed(words: Sequence[int], into: UsageMask) -> None: ...
-
-# Take the mask of a rank, its number and how many there are; the counters of two sets of ranks, the bits of a mask and
-# how many ranks there are; and the last two again. What is read: for each bit how many ranks set it and which, a bit
-# each.
-def write_counters(arg0: UsageMask, arg1: int, arg2: int, /) -> list[int]: ...
-def merge_counters(arg0: Sequence[int], arg1: Sequence[int], arg2: int, arg3: int, /) -> list[int]: ...
-def read_counters(arg0: Sequence[int], arg1: int, arg2: int, /) -> list[tuple[int, int]]: ...
 
 class Engine:
     def __init__(

@@ -43,7 +43,8 @@ def engine_settings(policy: Policy, description: Mapping[str, str]) -> Any:
             direct=_C.DirectSettings(
                 allowed=policy.tuning.direct,
                 world_size=1,  # the engine asks the module's group
-                owners=policy.tuning.owners,
+                sums=policy.tuning.owners,
+                least_saving_of_sums=policy.tuning.min_owner_saving,
                 segment_bytes=policy.tuning.segment_bytes,
                 min_bytes=policy.tuning.min_direct_bytes,
             ),

@@ -79,9 +79,11 @@ class Tuning:
         direct: what only one rank contributes, it sends straight to the others, which takes half the bytes of an
             all-reduce (docs/internals/protocol.md, "Who contributes"). It needs ``skip_unused`` and a gloo or NCCL
             group of at most 64 ranks; without them everything is all-reduced.
-        owners: what some ranks contribute and others do not, one of them sums and sends on, which saves up to a third
-            of the bytes. Off, because sums leave only at the end of backward, which made steps slower
-            (benchmarks/results/who_4_hosts.json). It needs ``direct``.
+        owners: what some ranks contribute and others do not, one of them sums and sends on, which saves up to half of
+            the bytes. It needs ``direct``.
+        min_owner_saving: the fraction of the busiest rank's bytes that these sums have to save in a bucket's rows.
+            Whole parameters have to save twice as much, because their all-reduces hide behind backward, at whose end
+            sums start (benchmarks/results/who_4_hosts.json).
         segment_bytes: about how much each rank puts into one message of these. Bytes.
         min_direct_bytes: when a step (or the units of a bucket) has less than this to send in these ways, it is all
             all-reduced. Bytes.
@@ -108,7 +110,7 @@ class Tuning:
     pack_bytes: int = 4 << 20
     gap_fraction: float = 1 / 128
     direct: bool = True
-    owners: bool = False
+    owners: bool = True
     segment_bytes: int = 256 << 10
     min_direct_bytes: int = 256 << 10
     min_zero_fraction: float = 0.05
@@ -118,12 +120,13 @@ class Tuning:
     min_divided_bytes: int = 64 << 10
     min_unit_bytes: int = 256
     max_unit_bytes: int = 64 << 10
+    min_owner_saving: float = 0.15
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
         for name in ("direct", "owners"):
             _check_flag(self, name)
-        for name in ("gap_fraction", "min_zero_fraction"):
+        for name in ("gap_fraction", "min_zero_fraction", "min_owner_saving"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"Tuning.{name}: expected a number, received {short(value)}")

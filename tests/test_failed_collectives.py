@@ -153,7 +153,7 @@ def step_after_failure(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], 
         ),
         # Two of three ranks contribute, and one of them sums.
         (
-            ddp_hooks.Policy("owners", tuning=ddp_hooks.Tuning(min_direct_bytes=0, owners=True)),
+            ddp_hooks.Policy("owners", tuning=ddp_hooks.Tuning(min_direct_bytes=0, min_owner_saving=0)),
             [0, 0, 2],
             {"all_reduce", "all_to_all"},
         ),

@@ -194,9 +194,9 @@ def exchange_on_a_grid(rank: int) -> None:
                 torch.testing.assert_close(ours.grad, expected.grad)
                 ours.grad = expected.grad = None
         assert state.usage()[f"branches.{step % 3}.weight"].used_anywhere
-    # In each step the graph's mask and the one bucket's, six header words and one of bits, along two axes; and with the
-    # first three counters that count to 4 and two that name one of 4.
-    assert (state.stats().exchanges, state.stats().mask_bytes) == (6 * 2, 6 * (7 + 5 + 7) * 8 * 2)
+    # In each step the graph's mask and the one bucket's, six header words and one of bits, along two axes; along the
+    # second axis a rank hands on the graph's masks of two, because it is asked who.
+    assert (state.stats().exchanges, state.stats().mask_bytes) == (6 * 2, 6 * 7 * (1 + 2 + 1 + 1) * 8)
     if rank == 3:
         state._service.engine.configure(engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}))
     assert "rank 3: exchange 12" in error_of(lambda: run_step(ddp, 0))

@@ -82,9 +82,9 @@ def test_resolve_puts_what_belongs_to_the_tuning_there() -> None:
     policy = Policy("mine", tuning=Tuning(hold_steps=3))
     resolved = resolve(policy, {"pack_bytes": 1 << 20, "rebuild_after": 10})
     assert resolved == Policy("mine", rebuild_after=10, tuning=Tuning(hold_steps=3, pack_bytes=1 << 20))
-    assert resolve(policy, {"tuning": Tuning(owners=True)}) == Policy("mine", tuning=Tuning(owners=True))
-    both = resolve(policy, {"pack_bytes": 1, "tuning": Tuning(owners=True)})
-    assert both == Policy("mine", tuning=Tuning(owners=True, pack_bytes=1))
+    assert resolve(policy, {"tuning": Tuning(owners=False)}) == Policy("mine", tuning=Tuning(owners=False))
+    both = resolve(policy, {"pack_bytes": 1, "tuning": Tuning(owners=False)})
+    assert both == Policy("mine", tuning=Tuning(owners=False, pack_bytes=1))
     # Together, where one would not do without the other.
     pauses = {"longest_pause_steps": 4, "first_pause_steps": 2}
     assert resolve("auto", pauses).tuning == Tuning(**pauses)
@@ -263,8 +263,8 @@ def test_a_policy_shows_what_differs_from_the_defaults() -> None:
     assert repr(PRESETS["skip_unused"]) == "Policy(name='skip_unused')"
     assert repr(PRESETS["auto"]) == "Policy(name='auto', skip_zeros='adaptive', skip_zero_rows='adaptive')"
     assert repr(Tuning()) == "Tuning()"
-    tuned = Policy("mine", tuning=Tuning(owners=True, pack_bytes=1))
-    assert repr(tuned) == "Policy(name='mine', tuning=Tuning(pack_bytes=1, owners=True))"
+    tuned = Policy("mine", tuning=Tuning(owners=False, pack_bytes=1))
+    assert repr(tuned) == "Policy(name='mine', tuning=Tuning(pack_bytes=1, owners=False))"
 
 
 @pytest.mark.parametrize("field", [*FIELDS, *FIELDS_OF_TUNING])
@@ -275,10 +275,11 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
         "skip_zeros": "on",
         "skip_zero_rows": "on",
         "direct": False,
-        "owners": True,
+        "owners": False,
         "average": "contributors",
         "gap_fraction": 0.5,
         "min_zero_fraction": 0.5,
+        "min_owner_saving": 0.5,
         "first_pause_steps": 2,
     }
     changed = resolve(Policy("mine"), {field: other.get(field, 1 << 21)})
@@ -307,7 +308,7 @@ def test_an_older_checkpoint_is_read_with_the_default_of_a_new_field(monkeypatch
 
 def test_every_checkpoint_has_held_what_is_there_today() -> None:
     assert set(policies._FIRST_FIELDS) == {*FIELDS, "tuning"}
-    assert set(policies._FIRST_FIELDS_OF_TUNING) == set(FIELDS_OF_TUNING)
+    assert set(policies._FIRST_FIELDS_OF_TUNING) == set(FIELDS_OF_TUNING) - {"min_owner_saving"}
 
 
 def test_a_checkpoint_of_version_1_is_read() -> None:

@@ -599,8 +599,9 @@ def test_pieces() -> None:
     run_ranks(2, pieces)
 
 
-def masks_that_grow(rank: int) -> None:
+def masks_that_grow(rank: int, direct: bool = True) -> None:
     """The room for a compressed mask follows from the step before; what does not fit takes a second exchange."""
+    policy = with_settings(EVERY_ROW, direct=direct)
 
     class Growing(Rows):
         rows = 6000
@@ -612,8 +613,8 @@ def masks_that_grow(rank: int) -> None:
             return t.ddp(own).square().mean()
 
     for scenario in (Growing, type("GrowingBuckets", (Growing,), {"ddp_options": {"bucket_cap_mb": 0.001}})):
-        compare_all(rank, [scenario], [EVERY_ROW])
-        statistics = train(scenario(), rank, EVERY_ROW, True).statistics
+        compare_all(rank, [scenario], [policy])
+        statistics = train(scenario(), rank, policy, True).statistics
         assert statistics is not None
         # The mask of the parameters, that of the units, and twice more for the head; twice there was too little room.
         single = statistics.exchanges - 2
@@ -628,11 +629,15 @@ def test_masks_that_grow(world_size: int) -> None:
 
 def masks_on_a_grid(rank: int) -> None:
     compare(rank, Rows(), EVERY_ROW, True)
+    compare(rank, Rows(), with_settings(EVERY_ROW, min_direct_bytes=0, min_owner_saving=0), True)
     masks_that_grow(rank)
+    # Where nobody asks who uses what, masks are merged and compressed again on their way.
+    compare(rank, Rows(), with_settings(EVERY_ROW, direct=False), True)
+    masks_that_grow(rank, direct=False)
 
 
 def test_masks_on_a_grid() -> None:
-    """Six ranks are two axes: masks are merged and compressed again on their way."""
+    """Six ranks are two axes."""
     run_ranks(6, masks_on_a_grid, timeout=300.0)
 
 

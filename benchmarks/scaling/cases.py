@@ -106,6 +106,7 @@ def settings_of(policy: str, segment_bytes: int | None = None) -> transports.Set
         segment_bytes or preset.segment_bytes,
         preset.min_direct_bytes,
         owners=preset.owners,
+        min_owner_saving=preset.min_owner_saving,
     )
 
 

@@ -7,7 +7,6 @@ measured or read. Sizes are in bytes; `ranks` is the world size; a set of ranks 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,7 +34,8 @@ class Settings:
     min_direct_bytes: int
     element_bytes: int = 4
     direct: bool = True
-    owners: bool = False
+    owners: bool = True
+    min_owner_saving: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +120,8 @@ def _pipeline_seconds(busiest_bytes: float, messages: int, link: model.Link) -> 
 
 
 def known(contributors: int, ranks: int) -> int:
-    """The set as far as all ranks know it; 0 where they only know that somebody contributes.
-
-    Where one gather brings every rank's mask, all is known; counters tell only who is alone.
-    """
-    if ranks > MOST_RANKS or (len(axes(ranks)) > 1 and contributors.bit_count() != 1):
-        return 0
-    return contributors
+    """The set as far as all ranks know it; 0 in worlds in which nobody asks."""
+    return 0 if ranks > MOST_RANKS else contributors
 
 
 def transfers(contributors: int, ranks: int, owners: bool) -> int:
@@ -148,30 +143,49 @@ def travel(buckets: Sequence[Bucket], contributors: Sequence[int], ranks: int, s
         settings: with `direct` off, what is used by anybody is all-reduced.
     """
     found = [known(who, ranks) if settings.direct else 0 for who in contributors]
-    direct = {
-        i for i, who in enumerate(found) if who and transfers(who, ranks, settings.owners) < model.ring_hops(ranks)
-    }
-    if sum(size for bucket in buckets for i, size in bucket if i in direct) < settings.min_direct_bytes:
-        direct = set()
     used = {i for i, who in enumerate(contributors) if who}
-    balancer = _balance_load(buckets, {i: found[i] for i in direct}, ranks, settings)
-    if balancer.most_sent > MOST_OF_A_RING * model.ring_hops(ranks) / ranks * (
-        balancer.assigned(False) + balancer.assigned(True)
-    ):
-        direct = set()
-        balancer = _balance_load(buckets, {}, ranks, settings)
+    direct = _choose(buckets, found, ranks, settings)
+    ownership = _share_out(buckets, {i: found[i] for i in direct}, ranks, settings)
     runs = [[size for _, size in _stretches(bucket, dict.fromkeys(used - direct, 1))] for bucket in buckets]
-    broadcast, to_owners, sums = balancer.phases(settings.element_bytes)
+    broadcast, to_owners, sums = ownership.phases(settings.element_bytes)
     return Traffic(
         ranks,
         sum(map(sum, runs)),
         _ring_messages(runs, settings),
-        balancer.assigned(owned=False) * settings.element_bytes,
-        balancer.assigned(owned=True) * settings.element_bytes,
+        ownership.assigned(summed=False) * settings.element_bytes,
+        ownership.assigned(summed=True) * settings.element_bytes,
         broadcast,
         to_owners,
         sums,
     )
+
+
+def _choose(buckets: Sequence[Bucket], found: Sequence[int], ranks: int, settings: Settings) -> set[int]:
+    """Choose the parameters that leave the all-reduces, by what the busiest rank sends."""
+    sizes = {i: size // settings.element_bytes for bucket in buckets for i, size in bucket if size}
+    ring_hops = model.ring_hops(ranks)
+    candidates = {
+        i for i, who in enumerate(found) if i in sizes and who and transfers(who, ranks, settings.owners) < ring_hops
+    }
+    alone = {i for i in candidates if found[i].bit_count() == 1}
+
+    def ring(chosen: set[int]) -> float:
+        return ring_hops / ranks * sum(sizes[i] for i in chosen)
+
+    def busiest(chosen: set[int]) -> int:
+        return _share_out(buckets, {i: found[i] for i in chosen}, ranks, settings).most_sent
+
+    def are_enough(chosen: set[int]) -> bool:
+        return sum(sizes[i] for i in chosen) * settings.element_bytes >= settings.min_direct_bytes
+
+    direct, sent = set[int](), ring(candidates)
+    if alone and are_enough(alone) and busiest(alone) <= MOST_OF_A_RING * ring(alone):
+        direct, sent = alone, busiest(alone) + ring(candidates - alone)
+    # All-reduces of whole parameters hide behind backward, and sums do not.
+    most = (1 - 2 * settings.min_owner_saving) * sent
+    if candidates > alone and are_enough(candidates) and busiest(candidates) <= most:
+        direct = candidates
+    return direct
 
 
 def _stretches(bucket: Bucket, marks: dict[int, int]) -> list[tuple[int, int]]:
@@ -203,79 +217,59 @@ def _ring_messages(runs: Sequence[Sequence[int]], settings: Settings) -> int:
     return messages + (packed > 0)
 
 
-def _balance_load(buckets: Sequence[Bucket], found: dict[int, int], ranks: int, settings: Settings) -> LoadBalancer:
-    balancer = LoadBalancer(ranks, max(1, settings.segment_bytes // settings.element_bytes))
+def _share_out(buckets: Sequence[Bucket], found: dict[int, int], ranks: int, settings: Settings) -> Ownership:
+    ownership = Ownership(ranks, max(1, settings.segment_bytes // settings.element_bytes))
     for bucket in buckets:
         for who, size in _stretches(bucket, found):
-            balancer.add(who, size // settings.element_bytes)
-    if settings.owners:
-        balancer.balance()
-    return balancer
+            ownership.add(who, size // settings.element_bytes)
+    return ownership
 
 
-class LoadBalancer:
-    """Who sends what, in segments; sizes are in elements."""
+class Ownership:
+    """Who owns what, in segments; sizes are in elements."""
 
     def __init__(self, ranks: int, segment: int) -> None:
         self._ranks = ranks
         self._segment = segment
-        self._load = [0] * ranks
-        self._own: list[deque[tuple[int, int]]] = [deque() for _ in range(ranks)]  # (contributors, elements)
-        self._owned: list[deque[tuple[int, int]]] = [deque() for _ in range(ranks)]
+        self._sent = [0] * ranks
+        self._alone: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]  # (contributors, elements)
+        self._summed: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
 
     def add(self, contributors: int, length: int) -> None:
-        """Assign a stretch, segment by segment, to those of its contributors who have least to send."""
+        """Give a stretch, segment by segment, to those of its contributors who have least to send."""
         members = [rank for rank in range(self._ranks) if contributors >> rank & 1]
         while length > 0:
             part = min(length, self._segment)
             length -= part
-            owner = min(members, key=self._load.__getitem__)
+            owner = min(members, key=self._sent.__getitem__)
             for rank in members:
-                self._load[rank] += part * (self._ranks - 1 if rank == owner else 1)
-            (self._own if len(members) == 1 else self._owned)[owner].append((contributors, part))
-
-    def balance(self) -> None:
-        """Let others broadcast a part of what one rank alone has too much of."""
-        while self._ranks > 2:
-            most = max(range(self._ranks), key=self._load.__getitem__)
-            least = min(range(self._ranks), key=self._load.__getitem__)
-            if not self._own[most]:
-                return
-            contributors, part = self._own[most][-1]
-            moved = part * (self._ranks - 2)
-            if self._load[least] + moved >= self._load[most]:
-                return
-            self._own[most].pop()
-            self._load[most] -= moved
-            self._load[least] += moved
-            self._owned[least].appendleft((contributors, part))
+                self._sent[rank] += part * (self._ranks - 1 if rank == owner else 1)
+            (self._alone if len(members) == 1 else self._summed)[owner].append((contributors, part))
 
     @property
     def most_sent(self) -> int:
         """By the rank that sends most."""
-        return max(self._load)
+        return max(self._sent)
 
-    def assigned(self, owned: bool) -> int:
-        return sum(part for parts in (self._owned if owned else self._own) for _, part in parts)
+    def assigned(self, summed: bool) -> int:
+        return sum(part for parts in (self._summed if summed else self._alone) for _, part in parts)
 
     def phases(self, element_bytes: int) -> tuple[Phase, Phase, Phase]:
-        """What is broadcast, what goes to owners, and the sums that come from them."""
+        """What one rank alone has, what goes to owners, and the sums that come from them."""
         everyone = (1 << self._ranks) - 1
         broadcast, to_owners, sums = (_Ledger(self._ranks) for _ in range(3))
         for owner in range(self._ranks):
-            for _, part in self._own[owner]:
-                broadcast.move(1 << owner, everyone & ~(1 << owner), part)
-            for contributors, part in self._owned[owner]:
-                to_owners.move(contributors & ~(1 << owner), 1 << owner, part)
-                lacks = everyone & ~(1 << owner)
-                if contributors.bit_count() == 1:
-                    lacks &= ~contributors
-                sums.move(1 << owner, lacks, part)
-        alone, owned = (max(map(self._count, hands)) for hands in (self._own, self._owned))
+            others = everyone & ~(1 << owner)
+            for _, part in self._alone[owner]:
+                broadcast.move(1 << owner, others, part)
+            for contributors, part in self._summed[owner]:
+                to_owners.move(contributors & others, 1 << owner, part)
+                sums.move(1 << owner, others, part)
+        alone, summed = (max(map(self._count, parts)) for parts in (self._alone, self._summed))
         return (
             broadcast.close(alone, element_bytes),
-            to_owners.close(owned, element_bytes),
-            sums.close(owned, element_bytes),
+            to_owners.close(summed, element_bytes),
+            sums.close(summed, element_bytes),
         )
 
     def _count(self, parts: Sequence[tuple[int, int]]) -> int:
@@ -315,9 +309,7 @@ def random_transfers(ranks: int, density: float, owners: bool) -> tuple[float, f
     ours = 0.0
     for count in range(1, ranks + 1):
         likely = math.comb(ranks, count) * density**count * (1 - density) ** (ranks - count)
-        # Masks of units travel compressed and without counters: known is all or nothing.
-        known_set = (1 << count) - 1 if len(axes(ranks)) == 1 and ranks <= MOST_RANKS else 0
-        ours += likely * transfers(known_set, ranks, owners)
+        ours += likely * transfers(known((1 << count) - 1, ranks), ranks, owners)
     return ours, (1 - (1 - density) ** ranks) * model.ring_hops(ranks)
 
 
@@ -333,26 +325,25 @@ def axes(ranks: int) -> list[int]:
     return [divisor] if divisor == ranks else [divisor, *axes(ranks // divisor)]
 
 
-def counters(ranks: int) -> int:
-    """How many more masks travel to say who is alone: the digits of a count, and those of a rank."""
-    if len(axes(ranks)) == 1 or ranks > MOST_RANKS:
-        return 0
-    return ranks.bit_length() + (ranks - 1).bit_length()
-
-
-def mask_bytes(parameters: int, ranks: int, who: bool = True) -> int:
-    """A mask message: a bit a parameter, one for `join()` and one for gradients left over, times 1 and the counters."""
-    words = -(-(parameters + 2) // 64)
-    return model.MASK_HEADER_BYTES + 8 * words * (1 + (counters(ranks) if who else 0))
+def mask_bytes(parameters: int) -> int:
+    """A mask message: a bit a parameter, one for `join()` and one for gradients left over."""
+    return model.MASK_HEADER_BYTES + 8 * -(-(parameters + 2) // 64)
 
 
 def agree_seconds(
     parameters: int, ranks: int, gather: model.Exchange, link: model.Link, who: bool = True
 ) -> tuple[float, float]:
-    """How long agreeing takes where nothing hides it, and what each rank sends for it."""
-    message = mask_bytes(parameters, ranks, who)
-    lengths = axes(ranks)
-    return model.grid_seconds(lengths, message, gather, link), sum(n - 1 for n in lengths) * message
+    """How long agreeing takes where nothing hides it, and what each rank sends for it.
+
+    Where it is asked who, a rank hands on all messages that it has; otherwise it ORs them.
+    """
+    message, seconds, sent = mask_bytes(parameters), 0.0, 0
+    for length in axes(ranks):
+        seconds += model.grid_seconds([length], message, gather, link)
+        sent += (length - 1) * message
+        if who and ranks <= MOST_RANKS:
+            message *= length
+    return seconds, sent
 
 
 # --- steps

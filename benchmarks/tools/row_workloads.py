@@ -239,7 +239,7 @@ class OmniReduce(RowWorkload):
     name = "omnireduce"
     question = "What are zero blocks worth, by how many there are?"
     block = 256
-    sizes = {"tiny": {"blocks": 512}, "default": {"blocks": 102_400}}
+    sizes = {"tiny": {"blocks": 512}, "small": {"blocks": 25_600}, "default": {"blocks": 102_400}}
 
     def __init__(self, size: str, density: float) -> None:
         super().__init__(size)

@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "agreement/bit_sliced_counters.h"
 #include "agreement/mask_codec.h"
 #include "layout/hash.h"
 
@@ -51,42 +50,59 @@ void write_compressed(const UsageMask& mask, const at::Tensor& message) {
   std::fill_n(std::copy(compressed.begin(), compressed.end(), words + 1), capacity - compressed.size(), 0);
 }
 
-void merge_compressed_messages(MaskInTransit& transit, const uint64_t* received, const uint64_t* end) {
-  const auto words = static_cast<size_t>(transit.message.numel());
-  uint64_t* merged = words_of(transit.message);
-  const size_t capacity = words - kCompressedHeaderWords;
-  for (; received != end; received += words) {
+// The messages of those whom the last gather reached, each as long as this rank's own was.
+struct Gathered {
+  const uint64_t* first;
+  const uint64_t* end;
+};
+
+Gathered gathered_by(const MaskInTransit& transit) {
+  const auto* first = reinterpret_cast<const uint64_t*>(transit.gathered.const_data_ptr<int64_t>());
+  return {first, first + transit.gathered.numel()};
+}
+
+// Of masks in plain words: one message, the OR of all.
+at::Tensor merge_plain_messages(const MaskInTransit& transit) {
+  at::Tensor message = at::zeros({static_cast<int64_t>(transit.words)}, at::kLong);
+  uint64_t* merged = words_of(message);
+  const auto [first, end] = gathered_by(transit);
+  for (const uint64_t* received = first; received != end; received += transit.words) {
+    for (size_t i = 0; i < transit.words; ++i) merged[i] |= received[i];
+  }
+  return message;
+}
+
+// Of compressed masks: the merged header, with what the longest needs; the masks are merged into `transit.units`, and
+// one after the other in `apart`, if that is there.
+at::Tensor merge_compressed_messages(MaskInTransit& transit, std::vector<UsageMask>* apart) {
+  at::Tensor message = at::zeros({static_cast<int64_t>(transit.words)}, at::kLong);
+  uint64_t* merged = words_of(message);
+  const size_t capacity = transit.words - kCompressedHeaderWords;
+  const auto [first, end] = gathered_by(transit);
+  for (const uint64_t* received = first; received != end; received += transit.words) {
     for (size_t i = 0; i < kHeaderWords; ++i) merged[i] |= received[i];
     merged[kHeaderWords] = std::max(merged[kHeaderWords], received[kHeaderWords]);
     if (received[kHeaderWords] > capacity) continue;
     const std::span<const uint64_t> compressed(received + kCompressedHeaderWords, capacity);
-    if (transit.asks_who) {
-      merge_compressed(compressed, transit.units_by_rank.emplace_back(transit.units->size()));
-      transit.units->merge(transit.units_by_rank.back());
+    if (apart != nullptr) {
+      merge_compressed(compressed, apart->emplace_back(transit.units->size()));
+      transit.units->merge(apart->back());
     } else {
       merge_compressed(compressed, *transit.units);
     }
   }
+  return message;
 }
 
-// `more`: along another axis. What goes on has to be compressed again.
-void merge_gathered(MaskInTransit& transit, bool more) {
-  const int64_t words = transit.message.numel();
-  const auto* received = reinterpret_cast<const uint64_t*>(transit.gathered.const_data_ptr<int64_t>());
-  const auto* end = received + transit.gathered.numel();
-  if (transit.units) {
-    merge_compressed_messages(transit, received, end);
-    if (more) write_compressed(*transit.units, transit.message);
-    return;
-  }
-  uint64_t* merged = words_of(transit.message);
-  const bool has_counters = transit.counter_bits > 0;
-  const size_t ored = has_counters ? transit.words_before_counters : static_cast<size_t>(words);
-  // This rank's own message is among those that were gathered, and counters count.
-  std::fill(merged + ored, merged + words, 0);
-  for (; received != end; received += words) {
-    for (size_t i = 0; i < ored; ++i) merged[i] |= received[i];
-    if (has_counters) merge_counters(merged + ored, received + ored, transit.counter_bits, transit.ranks);
+// Between two axes: what this rank knows now is what it sends along the next one.
+void hand_on(MaskInTransit& transit) {
+  if (transit.keeps_apart) {
+    transit.message = transit.gathered.view(-1);
+  } else if (transit.units) {
+    transit.message = merge_compressed_messages(transit, nullptr);
+    write_compressed(*transit.units, transit.message);
+  } else {
+    transit.message = merge_plain_messages(transit);
   }
 }
 
@@ -116,7 +132,6 @@ class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
   void wait(MaskInTransit& transit) {
     if (is_one_gather()) {
       transit.work->wait();
-      merge_gathered(transit, false);
       return;
     }
     std::unique_lock lock(mutex_);
@@ -165,8 +180,9 @@ class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
       if (!transit->arrived || is_through(*transit) || !free) continue;
       transit->arrived = false;
       try {
-        merge_gathered(*transit, transit->axis + 1 < groups_->axis_count());
-        if (++transit->axis < groups_->axis_count()) gather(transit);
+        if (++transit->axis == groups_->axis_count()) return true;
+        hand_on(*transit);
+        gather(transit);
       } catch (...) {
         transit->error = std::current_exception();
       }
@@ -191,8 +207,8 @@ int MaskExchange::world_size() const {
   return line_->groups().world_size();
 }
 
-std::unique_ptr<PendingExchange> MaskExchange::prepare(const UsageMask& local, const ExchangeContext& context,
-                                                       size_t words) {
+std::unique_ptr<PendingExchange> MaskExchange::prepare(const UsageMask& local, size_t words, bool asks_who,
+                                                       const ExchangeContext& context) {
   auto pending = std::make_unique<PendingExchange>();
   pending->line_ = line_;
   pending->transit_ = std::make_shared<MaskInTransit>();
@@ -200,9 +216,11 @@ std::unique_ptr<PendingExchange> MaskExchange::prepare(const UsageMask& local, c
   pending->sequence_ = started_++;
   pending->context_ = context;
 
-  at::Tensor& tensor = pending->transit_->message;
-  tensor = at::zeros({static_cast<int64_t>(words)}, at::kLong);
-  uint64_t* message = words_of(tensor);
+  MaskInTransit& transit = *pending->transit_;
+  transit.words = words;
+  transit.keeps_apart = asks_who;
+  transit.message = at::zeros({static_cast<int64_t>(words)}, at::kLong);
+  uint64_t* message = words_of(transit.message);
   const uint64_t header[] = {pending->sequence_, hash_of(context), local.hash()};
   for (size_t i = 0; i < std::size(header); ++i) {
     message[2 * i] = header[i];
@@ -214,70 +232,62 @@ std::unique_ptr<PendingExchange> MaskExchange::prepare(const UsageMask& local, c
 std::unique_ptr<PendingExchange> MaskExchange::start(const UsageMask& local, const UsageMask& piggybacked,
                                                      bool asks_who, const ExchangeContext& context) {
   const std::vector<uint64_t>& mask = local.words();
-  const auto ranks = static_cast<size_t>(world_size());
-  const bool has_counters = asks_who && line_->groups().axis_count() > 1;
-  const size_t words = kHeaderWords + mask.size() + piggybacked.words().size();
-  auto pending = prepare(local, context, words + (has_counters ? words_of_counters(local.size(), ranks) : 0));
+  auto pending = prepare(local, kHeaderWords + mask.size() + piggybacked.words().size(), asks_who, context);
   pending->piggybacked_size_ = piggybacked.size();
-  MaskInTransit& transit = *pending->transit_;
-  transit.asks_who = asks_who;
-  uint64_t* message = words_of(transit.message);
+  uint64_t* message = words_of(pending->transit_->message);
   std::copy(piggybacked.words().begin(), piggybacked.words().end(),
             std::copy(mask.begin(), mask.end(), message + kHeaderWords));
-  if (has_counters) {
-    transit.words_before_counters = words;
-    transit.counter_bits = local.size();
-    transit.ranks = ranks;
-    write_counters(local, static_cast<size_t>(line_->groups().all().getRank()), ranks, message + words);
-  }
   line_->start(pending->transit_);
   return pending;
 }
 
 std::unique_ptr<PendingExchange> MaskExchange::start_compressed(UsageMask local, size_t capacity_words, bool asks_who,
                                                                 const ExchangeContext& context) {
-  auto pending = prepare(local, context, kCompressedHeaderWords + capacity_words);
+  auto pending = prepare(local, kCompressedHeaderWords + capacity_words, asks_who, context);
   write_compressed(local, pending->transit_->message);
   pending->transit_->units = std::move(local);
-  pending->transit_->asks_who = asks_who && line_->groups().axis_count() == 1;
   line_->start(pending->transit_);
   return pending;
 }
 
 int64_t PendingExchange::payload_bytes() const {
-  return static_cast<int64_t>(transit_->message.nbytes() * line_->groups().axis_count());
+  const ControlGroups& groups = line_->groups();
+  int64_t messages = 0, length = 1;  // of how many ranks' messages one consists along an axis
+  for (size_t axis = 0; axis < groups.axis_count(); ++axis) {
+    messages += length;
+    if (transit_->keeps_apart) length *= groups.axis(axis).getSize();
+  }
+  return messages * static_cast<int64_t>(transit_->words * sizeof(uint64_t));
 }
 
 UsageMask PendingExchange::wait() {
   line_->wait(*transit_);
-  const at::Tensor& merged = transit_->message;
-  const auto* message = reinterpret_cast<const uint64_t*>(merged.const_data_ptr<int64_t>());
+  std::vector<UsageMask> by_rank;
+  const bool compressed = transit_->units.has_value();
+  const at::Tensor merged = compressed
+                                ? merge_compressed_messages(*transit_, transit_->keeps_apart ? &by_rank : nullptr)
+                                : merge_plain_messages(*transit_);
+  const uint64_t* message = words_of(merged);
   TORCH_CHECK(same_everywhere(message) && same_everywhere(message + 2), describe_drift());
   identical_ = same_everywhere(message + 4);
-  if (transit_->units) {
+  if (compressed) {
     needed_words_ = message[kHeaderWords];
-    if (transit_->asks_who) contributors_ = Contributors(std::move(transit_->units_by_rank));
+    contributors_ = Contributors(std::move(by_rank));
     return std::move(*transit_->units);
   }
-  const uint64_t* mask = message + kHeaderWords;
-  const uint64_t* piggybacked = mask + UsageMask::word_count(mask_size_);
-  piggybacked_ = UsageMask(piggybacked_size_,
-                           std::vector<uint64_t>(piggybacked, piggybacked + UsageMask::word_count(piggybacked_size_)));
-  if (transit_->asks_who) contributors_ = read_contributors(UsageMask::word_count(mask_size_));
-  return UsageMask(mask_size_, std::vector<uint64_t>(mask, piggybacked));
-}
-
-Contributors PendingExchange::read_contributors(size_t mask_words) {
-  if (transit_->counter_bits > 0) {
-    return read_counters(words_of(transit_->message) + transit_->words_before_counters, mask_size_, transit_->ranks);
+  const size_t mask_words = UsageMask::word_count(mask_size_);
+  const auto read = [](size_t bits, const uint64_t* words) {
+    return UsageMask(bits, std::vector<uint64_t>(words, words + UsageMask::word_count(bits)));
+  };
+  piggybacked_ = read(piggybacked_size_, message + kHeaderWords + mask_words);
+  if (transit_->keeps_apart) {
+    const auto [first, end] = gathered_by(*transit_);
+    for (const uint64_t* received = first; received != end; received += transit_->words) {
+      by_rank.push_back(read(mask_size_, received + kHeaderWords));
+    }
+    contributors_ = Contributors(std::move(by_rank));
   }
-  std::vector<UsageMask> by_rank;
-  const auto* received = reinterpret_cast<const uint64_t*>(transit_->gathered.const_data_ptr<int64_t>());
-  for (int rank = 0; rank < line_->groups().world_size(); ++rank, received += transit_->message.numel()) {
-    const uint64_t* mask = received + kHeaderWords;
-    by_rank.emplace_back(mask_size_, std::vector<uint64_t>(mask, mask + mask_words));
-  }
-  return Contributors(std::move(by_rank));
+  return read(mask_size_, message + kHeaderWords);
 }
 
 // Every rank saw the same mismatch, so every rank comes here, and one more collective can name the difference.

@@ -7,7 +7,8 @@
 //
 // The OR is made by all-gathers. A gather of messages this small takes half the hops of a ring all-reduce, and fewer
 // turns of the threads that run it. In a large world the ranks form a grid, and one gather along each of its axes takes
-// the place of one over all: the hops are then the sum of the axes' lengths instead of their product.
+// the place of one over all: the hops are then the sum of the axes' lengths instead of their product. In between a rank
+// ORs what it has gathered; where it is asked who set a bit, it hands on all of it, and ORs in the end.
 //
 // Always holds: an exchange that every rank has started comes to its end by itself, whether or not anybody waits for
 // it: a gather along the next axis is started by the completion of the one before. Otherwise a rank that waits for the
@@ -49,21 +50,15 @@ constexpr uint64_t units_phase(uint32_t bucket) {
 
 // A message on its way along the axes, as one rank sees it.
 struct MaskInTransit {
-  at::Tensor message;  // what this rank knows so far
+  at::Tensor message;  // what this rank knows so far, which it sends along the axis
   at::Tensor gathered;
   c10::intrusive_ptr<c10d::Work> work;
   size_t axis = 0;       // of the gather under way; the number of axes when all are through
   bool arrived = false;  // that gather is back, and the next one has yet to be started
   std::exception_ptr error;
-  // Where masks travel compressed: what this rank knows so far, and of each rank, if it is one gather and asked for.
-  std::optional<UsageMask> units;
-  std::vector<UsageMask> units_by_rank;
-  bool asks_who = false;
-  // Where counters follow the masks, along the axes of a grid: how many words precede them, and how many bits they
-  // have.
-  size_t words_before_counters = 0;
-  size_t counter_bits = 0;
-  size_t ranks = 0;
+  size_t words = 0;          // of one rank's message
+  bool keeps_apart = false;  // messages go on as they came, in the order of the ranks, so that all are known in the end
+  std::optional<UsageMask> units;  // where masks travel compressed: what this rank knows so far
 };
 
 class ExchangeLine;
@@ -91,7 +86,6 @@ class PendingExchange {
  private:
   friend class MaskExchange;
   std::string describe_drift() const;
-  Contributors read_contributors(size_t mask_words);
 
   std::shared_ptr<ExchangeLine> line_;
   std::shared_ptr<MaskInTransit> transit_;
@@ -111,16 +105,16 @@ class MaskExchange {
 
   int world_size() const;
   // `piggybacked` is merged like the mask, and is no part of it. `asks_who`: the contributors are wanted, too; in one
-  // gather they cost nothing, in a grid counters travel with the mask. Every rank must agree on it.
+  // gather they cost nothing, in a grid messages grow from axis to axis. Every rank must agree on it.
   std::unique_ptr<PendingExchange> start(const UsageMask& local, const UsageMask& piggybacked, bool asks_who,
                                          const ExchangeContext& context);
-  // Every rank must agree on `capacity_words`, the room that there is for the compressed mask. In a grid nobody learns
-  // who set which bit.
+  // Every rank must agree on `capacity_words`, the room that there is for the compressed mask.
   std::unique_ptr<PendingExchange> start_compressed(UsageMask local, size_t capacity_words, bool asks_who,
                                                     const ExchangeContext& context);
 
  private:
-  std::unique_ptr<PendingExchange> prepare(const UsageMask& local, const ExchangeContext& context, size_t words);
+  std::unique_ptr<PendingExchange> prepare(const UsageMask& local, size_t words, bool asks_who,
+                                           const ExchangeContext& context);
 
   const std::shared_ptr<ExchangeLine> line_;
   uint64_t started_ = 0;

@@ -49,28 +49,29 @@ class OneOfMany : public c10d::Backend {
 void bind_transport(py::module_& m) {
   py::enum_<Transport>(m, "Transport")
       .value("ALL_REDUCE", Transport::kAllReduce)
-      .value("BROADCAST", Transport::kBroadcast)
       .value("BY_OWNER", Transport::kByOwner);
-  m.def("transport_for", [](RankSet contributors, int world_size, bool owners) {
-    return transport_for(contributors, {world_size, owners});
+  m.def("transport_for", [](RankSet contributors, int world_size, bool sums) {
+    return transport_for(contributors, {world_size, true, sums});
   });
   py::class_<DirectSettings>(m, "DirectSettings")
-      .def(py::init([](bool allowed, int world_size, bool owners, int64_t segment_bytes, int64_t min_bytes) {
-             return DirectSettings{allowed, {world_size, owners}, segment_bytes, min_bytes};
+      .def(py::init([](bool allowed, int world_size, bool sums, double least_saving_of_sums, int64_t segment_bytes,
+                       int64_t min_bytes) {
+             return DirectSettings{
+                 {world_size, allowed, allowed && sums}, segment_bytes, min_bytes, least_saving_of_sums};
            }),
-           py::kw_only(), py::arg("allowed"), py::arg("world_size"), py::arg("owners"), py::arg("segment_bytes"),
-           py::arg("min_bytes"));
+           py::kw_only(), py::arg("allowed"), py::arg("world_size"), py::arg("sums"),
+           py::arg("least_saving_of_sums") = 0.0, py::arg("segment_bytes"), py::arg("min_bytes"));
   py::class_<DirectPart>(m, "DirectPart")
       .def_readonly("place", &DirectPart::place)
       .def_readonly("offset", &DirectPart::offset)
-      .def_readonly("length", &DirectPart::length);
+      .def_readonly("length", &DirectPart::length)
+      .def_readonly("contributors", &DirectPart::contributors);
   py::class_<DirectGroup>(m, "DirectGroup")
-      .def_readonly("contributors", &DirectGroup::contributors)
       .def_readonly("owner", &DirectGroup::owner)
       .def_readonly("numel", &DirectGroup::numel)
       .def_readonly("parts", &DirectGroup::parts);
   py::class_<DirectMessage>(m, "DirectMessage")
-      .def_readonly("transport", &DirectMessage::transport)
+      .def_readonly("is_summed", &DirectMessage::is_summed)
       .def_readonly("numel", &DirectMessage::numel)
       .def_readonly("groups", &DirectMessage::groups);
 
@@ -120,7 +121,7 @@ void bind_transport(py::module_& m) {
       py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("divided") = py::none());
 
   // Of the all-reduced messages: whether each travels in place, and its runs (gradient, offset, length), in elements.
-  // And the others.
+  // And the others; and by gradient how many elements are sent, counted at their transports' costs.
   m.def(
       "make_unit_plan",
       [](const std::vector<Units>& gradients, const UsageMask& used, int64_t element_bytes,
@@ -131,7 +132,7 @@ void bind_transport(py::module_& m) {
           auto& runs = reduced.emplace_back(message.in_place, 0).second;
           for (const UnitRun& run : message.runs) runs.emplace_back(run.gradient, run.offset, run.length);
         }
-        return std::make_pair(std::move(reduced), plan.direct);
+        return std::make_tuple(std::move(reduced), plan.direct, plan.sent_elements);
       },
       py::arg("gradients"), py::arg("used"), py::arg("element_bytes"), py::arg("settings"),
       py::arg("by_rank") = std::vector<UsageMask>());

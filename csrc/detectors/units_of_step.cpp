@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "agreement/mask_codec.h"
-#include "layout/transports.h"
 
 namespace ddp_hooks {
 namespace {
@@ -134,16 +133,6 @@ void UnitsOfStep::start_exchange(Bucket& bucket, uint32_t ready, size_t capacity
       agreement_.start_exchange_of_units(std::move(here), capacity_words, layout_hash_, units_phase(bucket.index));
 }
 
-Contributors UnitsOfStep::who_matters(const Bucket& bucket, const UsageMask& anywhere) const {
-  const Contributors& who = bucket.exchange->contributors();
-  if (!who_.matters || !who.are_known()) return {};
-  int64_t elements = 0;
-  for (const DividedGradient& divided : bucket.gradients) {
-    elements += cost_of(divided.units, anywhere, who, who_.transports).direct_elements;
-  }
-  return elements * layout_.buckets[bucket.index].element_bytes >= who_.min_bytes ? who : Contributors();
-}
-
 // False if the masks did not fit; then an exchange with room for any is under way.
 bool UnitsOfStep::try_settle(Bucket& bucket, uint32_t ready, const Settled& settled) {
   const UsageMask anywhere = agreement_.wait(*bucket.exchange);
@@ -152,21 +141,20 @@ bool UnitsOfStep::try_settle(Bucket& bucket, uint32_t ready, const Settled& sett
     start_exchange(bucket, ready, most_words(bucket.bits));
     return false;
   }
-  const Contributors who = who_matters(bucket, anywhere);
   detector_.note_needed_words(bucket.index, parameters_of(bucket.gradients), needed);
+  const Contributors& who = bucket.exchange->contributors();
   for (size_t i = 0; i < bucket.gradients.size(); ++i) {
     const DividedGradient& divided = bucket.gradients[i];
     make_zeros_positive(divided, bucket.scans[i].wait().negative_zeros, anywhere);
     UnitCounts& counts = counts_.emplace_back();
     counts = {divided.parameter, divided.units.count(), bucket.used_here[i], count_in(divided.units, anywhere), {}};
-    for (const UsageMask& mask : bucket.exchange->contributors().by_rank())
-      counts.by_rank.push_back(count_in(divided.units, mask));
-    const double used = cost_of(divided.units, anywhere, who, who_.transports).elements;
-    const bool whole = travels_whole(divided.units, used);
-    detector_.observe(divided.parameter, step_number_, divided.units.slice_length,
-                      whole ? divided.units.slice_length : static_cast<int64_t>(used));
+    for (const UsageMask& mask : who.by_rank()) counts.by_rank.push_back(count_in(divided.units, mask));
   }
-  settled(bucket.index, bucket.gradients, anywhere, who);
+  const std::vector<int64_t> sent = settled(bucket.index, bucket.gradients, anywhere, who);
+  for (size_t i = 0; i < bucket.gradients.size(); ++i) {
+    const DividedGradient& divided = bucket.gradients[i];
+    detector_.observe(divided.parameter, step_number_, divided.units.slice_length, sent[i]);
+  }
   return true;
 }
 

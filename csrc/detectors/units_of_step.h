@@ -24,7 +24,7 @@
 #include "detectors/units_detector.h"
 #include "kernels/unit_scan.h"
 #include "layout/bucket_layout.h"
-#include "layout/transports.h"
+#include "layout/contributors.h"
 #include "layout/units.h"
 #include "layout/usage_mask.h"
 #include "reducer/bucket_views.h"
@@ -47,20 +47,13 @@ struct UnitCounts {
   std::vector<int64_t> by_rank;  // empty where nobody knows
 };
 
-// Whether units may travel otherwise than by all-reduces.
-struct WhoSettings {
-  bool matters = false;
-  Transports transports;
-  int64_t min_bytes = 0;  // with less in a bucket that would not be all-reduced, all of it is
-};
-
 class UnitsOfStep {
  public:
   // All references have to outlive it. `chosen`: the parameters. `answers_later`: scans run on a device, while the host
   // goes on.
   UnitsOfStep(const LayoutOfBuckets& layout, uint64_t layout_hash, UsageAgreement& agreement, BucketViews& views,
               const LookedUpRows& looked_up, UnitsDetector& detector, UsageMask chosen, int64_t step_number,
-              bool settles_last, bool answers_later, const WhoSettings& who)
+              bool settles_last, bool answers_later)
       : layout_(layout),
         layout_hash_(layout_hash),
         agreement_(agreement),
@@ -70,16 +63,16 @@ class UnitsOfStep {
         chosen_(std::move(chosen)),
         step_number_(step_number),
         settles_last_(settles_last),
-        answers_later_(answers_later),
-        who_(who) {}
+        answers_later_(answers_later) {}
 
   const UsageMask& chosen() const { return chosen_; }
   bool concerns(uint32_t bucket) const;
 
   // The next bucket is ready, `flat`; this rank uses `local`. `settled` is called with each bucket that is through,
-  // what it holds, which of their units some rank uses, and if that matters and is known, which ranks those are.
-  using Settled =
-      std::function<void(uint32_t, const std::vector<DividedGradient>&, const UsageMask&, const Contributors&)>;
+  // what it holds, which of their units some rank uses, and if that is known, which ranks those are; it returns how
+  // many elements of each gradient are sent, counted at their transports' costs.
+  using Settled = std::function<std::vector<int64_t>(uint32_t, const std::vector<DividedGradient>&, const UsageMask&,
+                                                     const Contributors&)>;
   void bucket_ready(uint32_t bucket, const at::Tensor& flat, const UsageMask& local, const Settled& settled);
 
   // Of the buckets that were settled.
@@ -100,7 +93,6 @@ class UnitsOfStep {
   PendingUnitScan start_scan(const DividedGradient& divided) const;
   UsageMask found_here(Bucket& bucket);
   void start_exchange(Bucket& bucket, uint32_t ready, size_t capacity_words);
-  Contributors who_matters(const Bucket& bucket, const UsageMask& anywhere) const;
   bool try_settle(Bucket& bucket, uint32_t ready, const Settled& settled);
 
   const LayoutOfBuckets& layout_;
@@ -113,7 +105,6 @@ class UnitsOfStep {
   const int64_t step_number_;
   const bool settles_last_;
   const bool answers_later_;
-  const WhoSettings who_;
   std::deque<Bucket> pending_;  // scanned and not settled, in order
   std::vector<UnitCounts> counts_;
 };

@@ -209,7 +209,7 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
     step_->units->bucket_ready(
         index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(), step_->local,
         [&](uint32_t settled, const std::vector<DividedGradient>& gradients, const UsageMask& used,
-            const Contributors& contributors) { send_units(settled, gradients, used, contributors); });
+            const Contributors& contributors) { return send_units(settled, gradients, used, contributors); });
   }
   if (index + 1 < layout_->buckets.size()) return;
   send_sums();
@@ -289,21 +289,23 @@ void Engine::send_bucket(uint32_t bucket, const BucketPlan& plan) {
 
 // What a group and a policy allow.
 EngineSettings Engine::fitted(EngineSettings settings) const {
-  DirectSettings& direct = settings.plan.direct;
-  direct.transports.world_size = data_group_->getSize();
-  direct.allowed = direct.allowed && settings.agreement.graph_detector &&
-                   DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
-  settings.agreement.asks_who = direct.allowed || settings.averages_contributors;
+  Transports& transports = settings.plan.direct.transports;
+  transports.world_size = data_group_->getSize();
+  transports.alone = transports.alone && settings.agreement.graph_detector &&
+                     DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
+  transports.sums = transports.sums && transports.alone;
+  settings.agreement.asks_who = transports.alone || settings.averages_contributors;
   return settings;
 }
 
-void Engine::send_units(uint32_t bucket, const std::vector<DividedGradient>& gradients, const UsageMask& used,
-                        const Contributors& contributors) {
+std::vector<int64_t> Engine::send_units(uint32_t bucket, const std::vector<DividedGradient>& gradients,
+                                        const UsageMask& used, const Contributors& contributors) {
   std::vector<Units> units;
   for (const DividedGradient& gradient : gradients) units.push_back(gradient.units);
   const int64_t element_bytes = layout_->buckets[bucket].element_bytes;
-  sender_.send_units(step_, bucket, gradients,
-                     make_unit_plan(units, used, contributors, element_bytes, settings_.plan));
+  const UnitPlan plan = make_unit_plan(units, used, contributors, element_bytes, settings_.plan);
+  sender_.send_units(step_, bucket, gradients, plan);
+  return plan.sent_elements;
 }
 
 void Engine::open_step(bool shadow) {
@@ -363,9 +365,7 @@ void Engine::open_step(bool shadow) {
       step.agreed.subtract(chosen);
       step.units.emplace(*layout_, layout_.hash(), prologue_->agreement(), views_, *looked_up_, units_,
                          std::move(chosen), step_number, !usage.same_everywhere,
-                         !step.buckets.front().buffer().is_cpu(),
-                         WhoSettings{settings_.plan.direct.allowed, settings_.plan.direct.transports,
-                                     settings_.plan.direct.min_bytes});
+                         !step.buckets.front().buffer().is_cpu());
     }
   }
   const UsageMask divided = step.units ? step.units->chosen() : prologue_->agreement().nothing();
@@ -382,7 +382,7 @@ void Engine::open_step(bool shadow) {
   // Alone there is nobody to send to, whatever is used.
   const UsageMask to_send = alone ? prologue_->agreement().nothing() : step.agreed;
   // A rank that contributes what its mask does not say would not be heard.
-  const bool direct = settings_.plan.direct.allowed && usage.nothing_left_over && step.nobody_joined;
+  const bool direct = settings_.plan.direct.transports.alone && usage.nothing_left_over && step.nobody_joined;
   const Contributors who = direct ? step.contributors : Contributors();
   step.plan = plans_.find(to_send, divided, who);
   (step.plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
@@ -628,7 +628,6 @@ void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchroni
   for (const at::Tensor& output : outputs) refuse_capture(output.device());
   std::lock_guard lock(mutex_);
   if (!prologue_) return;
-  const bool by_owner = settings_.plan.direct.allowed && settings_.plan.direct.transports.owners;
   const bool manual = reducer_.finalizes_manually();
   TORCH_CHECK(
       !manual || settings_.rebuild_after_steps == 0,
@@ -636,10 +635,11 @@ void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchroni
       "require_manual_backward_finalization its gradients are still under way: expected one of the two, received "
       "both; leave rebuild_after out of the policy, and call ddp_hooks.rebuild(ddp) on every rank after "
       "finalize_backward()");
-  TORCH_CHECK(!manual || !by_owner,
-              "ddp_hooks: owners=True finishes its sums when backward has ended, and DDP's "
-              "require_manual_backward_finalization lets finalize_backward() wait for them before: expected one of the "
-              "two, received both; leave owners=True out of the policy");
+  if (manual && settings_.plan.direct.transports.sums) {
+    // Sums start when backward has ended, and finalize_backward() may wait for them before.
+    settings_.plan.direct.transports.sums = false;
+    plans_.clear();
+  }
   const std::weak_ptr<Engine> engine = weak_from_this();
   const auto reached = [engine] {
     if (auto self = engine.lock()) self->outputs_reached();

@@ -8,10 +8,6 @@
 namespace ddp_hooks {
 namespace {
 
-bool is_alone(RankSet set, int rank) {
-  return set == RankSet{1} << rank;
-}
-
 std::vector<SliceOfTensor> slices_of(const std::vector<DirectPlace>& places) {
   std::vector<SliceOfTensor> slices;
   slices.reserve(places.size());
@@ -19,7 +15,7 @@ std::vector<SliceOfTensor> slices_of(const std::vector<DirectPlace>& places) {
   return slices;
 }
 
-// `to` = what this rank contributes to one group; neighbours that are scaled in the same way in one call.
+// `to` = the places, one after the other; neighbours that are scaled in the same way in one call.
 void gather_places(const at::Tensor& to, const std::vector<DirectPlace>& places) {
   int64_t position = 0;
   for (auto first = places.begin(); first != places.end();) {
@@ -35,34 +31,27 @@ void gather_places(const at::Tensor& to, const std::vector<DirectPlace>& places)
   }
 }
 
-// A buffer as it is filled or read, group by group.
-class Cursor {
- public:
-  explicit Cursor(at::Tensor buffer) : buffer_(std::move(buffer)) {}
-  at::Tensor next(int64_t numel) {
-    const at::Tensor stretch = buffer_.narrow(0, position_, numel);
-    position_ += numel;
-    return stretch;
+// Calls `act(offset, length, place)` for each of the group's parts to which the rank contributes: where it lies in what
+// is owned, and its number.
+template <typename Act>
+void for_each_contribution(const DirectGroup& group, int rank, const Act& act) {
+  int64_t offset = 0;
+  for (size_t i = 0; i < group.parts.size(); ++i) {
+    const DirectPart& part = group.parts[i];
+    if (contains(part.contributors, rank)) act(offset, part.length, i);
+    offset += part.length;
   }
+}
 
- private:
-  at::Tensor buffer_;
-  int64_t position_ = 0;
-};
+int64_t count_contribution(const DirectGroup& group, int rank) {
+  int64_t numel = 0;
+  for_each_contribution(group, rank, [&](int64_t, int64_t length, size_t) { numel += length; });
+  return numel;
+}
 
 void scatter_group(const at::Tensor& from, const std::vector<DirectPlace>& places) {
   RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
   scatter(from, slices_of(places));
-}
-
-// The sum with the others' zeros, which makes a -0.0 a +0.0.
-void add_zero(const at::Tensor& tensor) {
-  tensor.add_(0);
-}
-
-// Who receives the sum of a group: all but its owner, and but a rank that alone contributed it and has it.
-bool lacks(const DirectGroup& group, int rank) {
-  return rank != group.owner && !is_alone(group.contributors, rank);
 }
 
 // Torch 2.13 calls it by another name than those before.
@@ -97,77 +86,87 @@ c10::intrusive_ptr<c10d::Work> DirectSender::all_to_all(at::Tensor& received, at
   return start_all_to_all(group_, received, sent, splits.received, splits.sent);
 }
 
+DirectSender::Splits DirectSender::no_splits() const {
+  const std::vector<int64_t> nothing(static_cast<size_t>(world_size()), 0);
+  return {nothing, nothing};
+}
+
 void DirectSender::send(Launch launch, const DirectMessage& message, DirectPlaces places) {
   const int64_t bytes = message.numel * places.front().front().slice.flat.element_size();
   statistics_.payload_bytes += bytes;
-  if (message.transport == Transport::kBroadcast) {
-    statistics_.broadcast_bytes += bytes;
-    broadcast(std::move(launch), message, std::move(places));
-  } else {
+  if (message.is_summed) {
     statistics_.owner_bytes += bytes;
     collect(std::move(launch), message, std::move(places));
+    return;
   }
+  statistics_.broadcast_bytes += bytes;
+  std::vector<DirectPlace> own;
+  for (size_t i = 0; i < message.groups.size(); ++i) {
+    if (message.groups[i].owner == rank()) own = places[i];
+  }
+  spread(std::move(launch), message.groups, std::move(places), [&own](const at::Tensor& to) {
+    gather_places(to, own);
+    at::Tensor(to).add_(0);
+  });
 }
 
-void DirectSender::broadcast(Launch launch, const DirectMessage& message, DirectPlaces places) {
-  Splits splits{std::vector<int64_t>(static_cast<size_t>(world_size()), 0), {}};
-  splits.received = splits.sent;
-  int64_t here = 0;
-  for (const DirectGroup& group : message.groups) {
+void DirectSender::spread(Launch launch, std::vector<DirectGroup> groups, DirectPlaces places,
+                          const std::function<void(const at::Tensor&)>& fill) {
+  Splits splits = no_splits();
+  int64_t here = 0, elsewhere = 0;
+  for (const DirectGroup& group : groups) {
     if (group.owner == rank()) {
-      here += group.numel;
+      here = group.numel;
     } else {
-      splits.received[static_cast<size_t>(group.owner)] += group.numel;
+      splits.received[static_cast<size_t>(group.owner)] = group.numel;
+      elsewhere += group.numel;
     }
   }
-  const auto others = static_cast<int64_t>(world_size()) - 1;
+  const int64_t others = world_size() - 1;
   at::Tensor sent = staging_.take(*launch.step, here * others, options_of(places));
-  at::Tensor received = staging_.take(*launch.step, message.numel - here, options_of(places));
+  at::Tensor received = staging_.take(*launch.step, elsewhere, options_of(places));
   const at::Tensor own = sent.narrow(0, 0, here);
-  Cursor contribution(own);
-  for (size_t i = 0; i < message.groups.size(); ++i) {
-    const DirectGroup& group = message.groups[i];
-    if (group.owner == rank()) gather_places(contribution.next(group.numel), places[i]);
-  }
-  add_zero(own);
+  fill(own);
   for (int64_t copy = 1; copy < others; ++copy) sent.narrow(0, copy * here, here).copy_(own);
   for (int to = 0; to < world_size(); ++to) splits.sent[static_cast<size_t>(to)] = to == rank() ? 0 : here;
 
   const auto work = all_to_all(received, sent, std::move(splits));
   const c10::Device device = sent.device();
-  when_back(*work, device, std::move(launch),
-            [groups = message.groups, places = std::move(places), own, received, rank = rank(),
-             ranks = world_size()](c10::ivalue::Future&) {
-              Cursor arrived(received), contributed(own);
-              for (int from = 0; from < ranks; ++from) {
-                for (size_t i = 0; i < groups.size(); ++i) {
-                  if (groups[i].owner != from) continue;
-                  scatter_group((from == rank ? contributed : arrived).next(groups[i].numel), places[i]);
-                }
-              }
-              keep_for_stream(own);
-              keep_for_stream(received);
-            });
+  when_back(
+      *work, device, std::move(launch),
+      [groups = std::move(groups), places = std::move(places), own, received, rank = rank()](c10::ivalue::Future&) {
+        int64_t arrived = 0;
+        for (size_t i = 0; i < groups.size(); ++i) {
+          const DirectGroup& group = groups[i];
+          if (group.owner == rank) {
+            scatter_group(own, places[i]);
+          } else {
+            scatter_group(received.narrow(0, arrived, group.numel), places[i]);
+            arrived += group.numel;
+          }
+        }
+        keep_for_stream(own);
+        keep_for_stream(received);
+      });
 }
 
 // The first phase of what owners sum.
 void DirectSender::collect(Launch launch, const DirectMessage& message, DirectPlaces places) {
-  Splits splits{std::vector<int64_t>(static_cast<size_t>(world_size()), 0), {}};
-  splits.received = splits.sent;
+  Splits splits = no_splits();
   int64_t own = 0, sent = 0, received = 0;
   for (const DirectGroup& group : message.groups) {
+    if (group.owner != rank()) {
+      const int64_t numel = count_contribution(group, rank());
+      splits.sent[static_cast<size_t>(group.owner)] = numel;
+      sent += numel;
+      continue;
+    }
+    own = count_contribution(group, rank());
     for (int from = 0; from < world_size(); ++from) {
-      if (!contains(group.contributors, from)) continue;
-      const bool owned = group.owner == rank();
-      if (owned && from == rank()) {
-        own += group.numel;
-      } else if (owned) {
-        splits.received[static_cast<size_t>(from)] += group.numel;
-        received += group.numel;
-      } else if (from == rank()) {
-        splits.sent[static_cast<size_t>(group.owner)] += group.numel;
-        sent += group.numel;
-      }
+      if (from == rank()) continue;
+      const int64_t numel = count_contribution(group, from);
+      splits.received[static_cast<size_t>(from)] = numel;
+      received += numel;
     }
   }
   const at::TensorOptions options = options_of(places);
@@ -179,12 +178,18 @@ void DirectSender::collect(Launch launch, const DirectMessage& message, DirectPl
                   staging_.take(step, own, options),
                   staging_.take(step, received, options),
                   nullptr};
-  Cursor to_owners(waiting.sent), to_itself(waiting.own);
-  for (int owner = 0; owner < world_size(); ++owner) {
-    for (size_t i = 0; i < waiting.groups.size(); ++i) {
-      const DirectGroup& group = waiting.groups[i];
-      if (group.owner != owner || !contains(group.contributors, rank())) continue;
-      gather_places((owner == rank() ? to_itself : to_owners).next(group.numel), waiting.places[i]);
+  int64_t filled = 0;
+  for (size_t i = 0; i < waiting.groups.size(); ++i) {
+    const DirectGroup& group = waiting.groups[i];
+    std::vector<DirectPlace> from;
+    for_each_contribution(group, rank(),
+                          [&](int64_t, int64_t, size_t part) { from.push_back(waiting.places[i][part]); });
+    if (group.owner == rank()) {
+      gather_places(waiting.own, from);
+    } else {
+      const int64_t numel = splits.sent[static_cast<size_t>(group.owner)];
+      gather_places(waiting.sent.narrow(0, filled, numel), from);
+      filled += numel;
     }
   }
   waiting.work = all_to_all(waiting.received, waiting.sent, std::move(splits));
@@ -192,27 +197,32 @@ void DirectSender::collect(Launch launch, const DirectMessage& message, DirectPl
   waiting_.push_back(std::move(waiting));
 }
 
-// What this rank owns, group by group.
-at::Tensor DirectSender::sum(StepInFlight& step, const Waiting& waiting) const {
-  int64_t numel = 0;
-  for (const DirectGroup& group : waiting.groups) numel += group.owner == rank() ? group.numel : 0;
-  const at::Tensor sums = staging_.take(step, numel, options_of(waiting.places));
-  std::vector<bool> begun(waiting.groups.size(), false);
-  Cursor arrived(waiting.received), contributed(waiting.own);
+// What this rank owns. Parts of different contributors are added in one go where they lie next to each other.
+void DirectSender::sum(const Waiting& waiting, at::Tensor sums) const {
+  sums.zero_();
+  const auto group = std::find_if(waiting.groups.begin(), waiting.groups.end(),
+                                  [&](const DirectGroup& candidate) { return candidate.owner == rank(); });
+  if (group == waiting.groups.end()) return;
+  int64_t arrived = 0;
   for (int from = 0; from < world_size(); ++from) {
-    Cursor place(sums);
-    for (size_t i = 0; i < waiting.groups.size(); ++i) {
-      const DirectGroup& group = waiting.groups[i];
-      if (group.owner != rank()) continue;
-      const at::Tensor to = place.next(group.numel);
-      if (!contains(group.contributors, from)) continue;
-      const at::Tensor contribution = (from == rank() ? contributed : arrived).next(group.numel);
-      begun[i] ? to.add_(contribution) : to.copy_(contribution);
-      begun[i] = true;
-    }
+    const at::Tensor& contributed = from == rank() ? waiting.own : waiting.received;
+    int64_t position = from == rank() ? 0 : arrived;
+    int64_t begin = 0, end = 0;  // of what is added next
+    const auto add = [&] {
+      if (begin == end) return;
+      sums.narrow(0, begin, end - begin).add_(contributed.narrow(0, position, end - begin));
+      position += end - begin;
+    };
+    for_each_contribution(*group, from, [&](int64_t offset, int64_t length, size_t) {
+      if (offset != end) {
+        add();
+        begin = offset;
+      }
+      end = offset + length;
+    });
+    add();
+    if (from != rank()) arrived = position;
   }
-  add_zero(sums);
-  return sums;
 }
 
 c10::intrusive_ptr<c10d::Work> DirectSender::contributions(const std::shared_ptr<StepInFlight>& step) {
@@ -224,69 +234,10 @@ c10::intrusive_ptr<c10d::Work> DirectSender::contributions(const std::shared_ptr
 void DirectSender::send_sums(const std::shared_ptr<StepInFlight>& step) {
   // Whoever waited may have been dropped meanwhile.
   if (!contributions(step)) return;
-  Waiting waiting = std::move(waiting_.front());
+  const Waiting waiting = std::move(waiting_.front());
   waiting_.pop_front();
   *step->messages_not_back -= 1;
-  send_sums_of(std::move(waiting));
-}
-
-void DirectSender::send_sums_of(Waiting waiting) {
-  StepInFlight& step = *waiting.launch.step;
-  const at::Tensor sums = sum(step, waiting);
-  Splits splits{std::vector<int64_t>(static_cast<size_t>(world_size()), 0), {}};
-  splits.received = splits.sent;
-  int64_t sent_numel = 0, received_numel = 0;
-  for (const DirectGroup& group : waiting.groups) {
-    if (group.owner != rank()) {
-      if (!lacks(group, rank())) continue;
-      splits.received[static_cast<size_t>(group.owner)] += group.numel;
-      received_numel += group.numel;
-      continue;
-    }
-    for (int to = 0; to < world_size(); ++to) {
-      if (!lacks(group, to)) continue;
-      splits.sent[static_cast<size_t>(to)] += group.numel;
-      sent_numel += group.numel;
-    }
-  }
-  at::Tensor sent = staging_.take(step, sent_numel, sums.options());
-  at::Tensor received = staging_.take(step, received_numel, sums.options());
-  Cursor outgoing(sent);
-  for (int to = 0; to < world_size(); ++to) {
-    Cursor summed(sums);
-    for (const DirectGroup& group : waiting.groups) {
-      if (group.owner != rank()) continue;
-      const at::Tensor result = summed.next(group.numel);
-      if (lacks(group, to)) outgoing.next(group.numel).copy_(result);
-    }
-  }
-  // What this rank alone contributed and another one owns does not come back.
-  add_zero(waiting.sent);
-
-  const auto work = all_to_all(received, sent, std::move(splits));
-  const c10::Device device = sent.device();
-  Launch launch = std::move(waiting.launch);
-  when_back(*work, device, std::move(launch),
-            [waiting = std::move(waiting), sums, received, rank = rank(), ranks = world_size()](c10::ivalue::Future&) {
-              Cursor summed(sums), arrived(received), contributed(waiting.sent);
-              for (int owner = 0; owner < ranks; ++owner) {
-                for (size_t i = 0; i < waiting.groups.size(); ++i) {
-                  const DirectGroup& group = waiting.groups[i];
-                  if (group.owner != owner) continue;
-                  at::Tensor result;
-                  if (owner == rank) {
-                    result = summed.next(group.numel);
-                  } else {
-                    if (contains(group.contributors, rank)) result = contributed.next(group.numel);
-                    if (lacks(group, rank)) result = arrived.next(group.numel);
-                  }
-                  scatter_group(result, waiting.places[i]);
-                }
-              }
-              keep_for_stream(sums);
-              keep_for_stream(received);
-              keep_for_stream(waiting.sent);
-            });
+  spread(waiting.launch, waiting.groups, waiting.places, [&](const at::Tensor& sums) { sum(waiting, sums); });
 }
 
 }  // namespace ddp_hooks

@@ -1,9 +1,9 @@
-// Sends what some ranks contribute to those who lack it, over collectives in which every rank may send another amount.
+// Sends what some ranks contribute by owner, over collectives in which every rank may send another amount.
 //
-// What one rank alone contributes it sends to all others, and every rank adds the zero that the others' contributions
-// are: so -0.0 becomes +0.0, as in a sum. What several contribute goes to its owner first, who sums it in the order of
-// the ranks; the sums follow at the end of backward, because on one group every rank has to start collectives in the
-// same order, and a completion knows no order.
+// What one rank alone contributes it sends to all others. What several contribute goes to its owner first, who adds it
+// up in the order of the ranks; the sums follow at the end of backward, because on one group every rank has to start
+// collectives in the same order, and a completion knows no order. Zeros are added to all of it, as in plain DDP's sum,
+// which makes a -0.0 a +0.0.
 //
 // Always holds: what is summed is summed in one place. Thread-safety: the engine locks; completions run in the process
 // group's threads. Every rank must agree on: the messages and their order.
@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -65,11 +66,13 @@ class DirectSender {
     std::vector<int64_t> sent, received;  // elements, by rank
   };
 
-  void broadcast(Launch launch, const DirectMessage& message, DirectPlaces places);
   void collect(Launch launch, const DirectMessage& message, DirectPlaces places);
-  at::Tensor sum(StepInFlight& step, const Waiting& waiting) const;
-  void send_sums_of(Waiting waiting);
+  // To all others what this rank owns, once `fill` has written it, part after part.
+  void spread(Launch launch, std::vector<DirectGroup> groups, DirectPlaces places,
+              const std::function<void(const at::Tensor&)>& fill);
+  void sum(const Waiting& waiting, at::Tensor sums) const;
   c10::intrusive_ptr<c10d::Work> all_to_all(at::Tensor& received, at::Tensor& sent, Splits splits);
+  Splits no_splits() const;
 
   int rank() const { return group_.getRank(); }
   int world_size() const { return group_.getSize(); }

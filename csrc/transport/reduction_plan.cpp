@@ -69,22 +69,22 @@ Message in_place_message(const BucketLayout& layout, const std::vector<Slice>& r
 }
 
 // Of one kind of buckets.
-std::vector<DirectStretch> direct_stretches(const LayoutOfBuckets& layout, uint64_t kind, const UsageMask& direct,
-                                            const Contributors& contributors) {
-  std::vector<DirectStretch> stretches;
+std::vector<DirectPart> direct_stretches(const LayoutOfBuckets& layout, uint64_t kind, const UsageMask& direct,
+                                         const Contributors& contributors) {
+  std::vector<DirectPart> stretches;
   for (size_t b = 0; b < layout.buckets.size(); ++b) {
     if (layout.buckets[b].kind != kind) continue;
     for (const ParameterSlice& slice : layout.buckets[b].slices) {
       if (!direct.test(slice.parameter)) continue;
       const RankSet ranks = contributors.ranks(slice.parameter);
       if (!stretches.empty()) {
-        auto& [last, last_ranks] = stretches.back();
-        if (last.place == b && last.offset + last.length == slice.offset && last_ranks == ranks) {
+        DirectPart& last = stretches.back();
+        if (last.place == b && last.offset + last.length == slice.offset && last.contributors == ranks) {
           last.length += slice.length;
           continue;
         }
       }
-      stretches.push_back({{b, slice.offset, slice.length}, ranks});
+      stretches.push_back({b, slice.offset, slice.length, ranks});
     }
   }
   return stretches;
@@ -103,28 +103,22 @@ std::vector<std::pair<uint64_t, int64_t>> kinds_of(const LayoutOfBuckets& layout
 UsageMask choose_direct(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& divided,
                         const Contributors& contributors, const DirectSettings& settings) {
   UsageMask direct(layout.parameter_count);
-  if (!settings.allowed || !contributors.are_known()) return direct;
-  int64_t bytes = 0;
-  for (const BucketLayout& bucket : layout.buckets) {
-    for (const ParameterSlice& slice : bucket.slices) {
-      const size_t parameter = slice.parameter;
-      if (slice.length == 0 || !agreed.test(parameter) || divided.test(parameter)) continue;
-      if (transport_for(contributors.ranks(parameter), settings.transports) == Transport::kAllReduce) continue;
-      direct.set(parameter);
-      bytes += slice.length * bucket.element_bytes;
-    }
-  }
-  if (bytes < settings.min_bytes) return UsageMask(layout.parameter_count);
-  // What gains nothing stays where it can travel with no copy.
-  constexpr double kMostOfARing = 0.95;
-  for (const auto& [kind, element_bytes] : kinds_of(layout)) {
-    const std::vector<DirectStretch> stretches = direct_stretches(layout, kind, direct, contributors);
-    if (busiest_rank(stretches, element_bytes, settings) <= kMostOfARing) continue;
+  if (!settings.transports.alone || !contributors.are_known()) return direct;
+  const auto set_direct = [&](uint64_t kind, const Transports& transports, UsageMask& mask) {
     for (const BucketLayout& bucket : layout.buckets) {
+      if (bucket.kind != kind || bucket.sparse) continue;
       for (const ParameterSlice& slice : bucket.slices) {
-        if (bucket.kind == kind && !bucket.sparse) direct.clear(slice.parameter);
+        const size_t parameter = slice.parameter;
+        if (slice.length == 0 || !agreed.test(parameter) || divided.test(parameter)) continue;
+        if (transport_for(contributors.ranks(parameter), transports) != Transport::kAllReduce) mask.set(parameter);
       }
     }
+  };
+  for (const auto& [kind, element_bytes] : kinds_of(layout)) {
+    UsageMask candidates(layout.parameter_count);
+    set_direct(kind, settings.transports, candidates);
+    const std::vector<DirectPart> stretches = direct_stretches(layout, kind, candidates, contributors);
+    set_direct(kind, choose_transports(stretches, element_bytes, settings, true), direct);
   }
   return direct;
 }
@@ -132,7 +126,7 @@ UsageMask choose_direct(const LayoutOfBuckets& layout, const UsageMask& agreed, 
 void add_direct_messages(const LayoutOfBuckets& layout, const Contributors& contributors,
                          const DirectSettings& settings, ReductionPlan& plan) {
   for (const auto& [kind, element_bytes] : kinds_of(layout)) {
-    const std::vector<DirectStretch> stretches = direct_stretches(layout, kind, plan.direct, contributors);
+    const std::vector<DirectPart> stretches = direct_stretches(layout, kind, plan.direct, contributors);
     for (DirectMessage& message : make_direct_messages(stretches, element_bytes, settings)) {
       const std::vector<uint32_t> buckets = buckets_of(message);
       for (const uint32_t bucket : buckets) {

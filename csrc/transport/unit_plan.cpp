@@ -8,7 +8,7 @@ namespace {
 // The used units of a gradient, as runs that travel alike.
 struct Runs {
   std::vector<UnitRun> reduced;
-  std::vector<DirectStretch> direct;
+  std::vector<DirectPart> direct;
 };
 
 void add_reduced(Runs& runs, const UnitRun& run) {
@@ -24,24 +24,22 @@ void add_reduced(Runs& runs, const UnitRun& run) {
 
 void add_direct(Runs& runs, const UnitRun& run, RankSet ranks) {
   if (!runs.direct.empty()) {
-    auto& [last, last_ranks] = runs.direct.back();
-    if (last.offset + last.length == run.offset && last_ranks == ranks) {
+    DirectPart& last = runs.direct.back();
+    if (last.offset + last.length == run.offset && last.contributors == ranks) {
       last.length += run.length;
       return;
     }
   }
-  runs.direct.push_back({{run.gradient, run.offset, run.length}, ranks});
+  runs.direct.push_back({run.gradient, run.offset, run.length, ranks});
 }
 
 Runs runs_of(size_t index, const Units& units, const UsageMask& used, const Contributors& contributors,
              const Transports& transports) {
-  if (travels_whole(units, cost_of(units, used, contributors, transports).elements)) {
-    return {{{index, 0, units.slice_length}}, {}};
-  }
   Runs runs;
+  const bool asks = contributors.are_known() && transports.alone;
   for_each_used(units, used, [&](int64_t unit, size_t bit) {
     const UnitRun run{index, units.begin(unit), units.end(unit) - units.begin(unit)};
-    const RankSet ranks = contributors.are_known() ? contributors.ranks(bit) : 0;
+    const RankSet ranks = asks ? contributors.ranks(bit) : 0;
     if (transport_for(ranks, transports) == Transport::kAllReduce) {
       add_reduced(runs, run);
     } else {
@@ -49,6 +47,18 @@ Runs runs_of(size_t index, const Units& units, const UsageMask& used, const Cont
     }
   });
   return runs;
+}
+
+Transports transports_of_units(const std::vector<Units>& gradients, const UsageMask& used,
+                               const Contributors& contributors, int64_t element_bytes,
+                               const DirectSettings& settings) {
+  if (!contributors.are_known() || !settings.transports.alone) return {settings.transports.world_size, false, false};
+  std::vector<DirectPart> candidates;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    const Runs runs = runs_of(i, gradients[i], used, contributors, settings.transports);
+    candidates.insert(candidates.end(), runs.direct.begin(), runs.direct.end());
+  }
+  return choose_transports(candidates, element_bytes, settings, false);
 }
 
 std::vector<UnitMessage> pack(const std::vector<UnitRun>& runs, int64_t element_bytes, const PlanSettings& settings) {
@@ -76,14 +86,26 @@ std::vector<UnitMessage> pack(const std::vector<UnitRun>& runs, int64_t element_
 
 UnitPlan make_unit_plan(const std::vector<Units>& gradients, const UsageMask& used, const Contributors& contributors,
                         int64_t element_bytes, const PlanSettings& settings) {
+  const Transports transports = transports_of_units(gradients, used, contributors, element_bytes, settings.direct);
+  UnitPlan plan;
   std::vector<UnitRun> reduced;
-  std::vector<DirectStretch> direct;
+  std::vector<DirectPart> direct;
   for (size_t i = 0; i < gradients.size(); ++i) {
-    const Runs runs = runs_of(i, gradients[i], used, contributors, settings.direct.transports);
+    const Units& units = gradients[i];
+    const double cost = cost_of(units, used, contributors, transports);
+    if (travels_whole(units, cost)) {
+      plan.sent_elements.push_back(units.slice_length);
+      reduced.push_back({i, 0, units.slice_length});
+      continue;
+    }
+    plan.sent_elements.push_back(static_cast<int64_t>(cost));
+    const Runs runs = runs_of(i, units, used, contributors, transports);
     reduced.insert(reduced.end(), runs.reduced.begin(), runs.reduced.end());
     direct.insert(direct.end(), runs.direct.begin(), runs.direct.end());
   }
-  return {pack(reduced, element_bytes, settings), make_direct_messages(direct, element_bytes, settings.direct)};
+  plan.reduced = pack(reduced, element_bytes, settings);
+  plan.direct = make_direct_messages(direct, element_bytes, settings.direct);
+  return plan;
 }
 
 }  // namespace ddp_hooks

@@ -37,6 +37,8 @@ struct UnitMessage {
 struct UnitPlan {
   std::vector<UnitMessage> reduced;
   std::vector<DirectMessage> direct;  // their places are gradients
+  // By gradient: each element counted at its transport's share of a ring's transfers.
+  std::vector<int64_t> sent_elements;
 };
 
 UnitPlan make_unit_plan(const std::vector<Units>& gradients, const UsageMask& used, const Contributors& contributors,

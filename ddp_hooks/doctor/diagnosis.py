@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
-from ..control_groups import LARGEST_AXIS, grid
 from ..registration import find_ddp
 from ..service import registered_service
 from . import timing
@@ -183,7 +182,6 @@ def _describe_world(ddp: DistributedDataParallel) -> World:
     return World(
         ranks,
         _C.can_send_directly(group, torch.device(ddp.device_type)),
-        len(grid(ranks, LARGEST_AXIS)) == 1,
         ddp.device_type != "cpu",
     )
 

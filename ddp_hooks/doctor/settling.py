@@ -13,7 +13,7 @@ from typing import Any
 from .. import _extension
 from ..engine_settings import probe_settings, unit_settings
 from ..policies import PRESETS
-from .traffic import Traffic, UnionStep, UnitCost, World, mixed_traffic, unit_cost, units_traffic, who_matters
+from .traffic import Traffic, UnionStep, World, mixed_traffic, units_traffic
 
 _C = _extension.load()
 
@@ -46,10 +46,9 @@ class _Facts:
 
     step: UnionStep
     by_bucket: dict[int, list[int]]  # its parameters with several units, in the order of the bucket's slices
-    costs: dict[int, UnitCost]
     used: Any  # the parameters with several units, a ``_C.UsageMask``
     objects: dict[int, bool]  # some rank's sample has too few zeros
-    units: dict[tuple[int, ...], Traffic] = field(default_factory=dict)
+    units: dict[tuple[int, ...], tuple[Traffic, dict[int, int]]] = field(default_factory=dict)
     traffic: dict[tuple[frozenset[int], bool], list[Traffic]] = field(default_factory=dict)
 
 
@@ -106,7 +105,7 @@ class _Simulation:
             )
             for i in divisible
         }
-        return _Facts(step, by_bucket, {i: unit_cost(step, i) for i in divisible}, used, objects)
+        return _Facts(step, by_bucket, used, objects)
 
     def _use_layout(self, step: UnionStep) -> None:
         if self._layout is step.layout:
@@ -127,7 +126,7 @@ class _Simulation:
             self._observe_units(number, facts, bucket, [i for i in parameters if i in chosen])
         if values:
             self._observe_values(number, facts.step, chosen)
-        for index in facts.costs.keys() - chosen:
+        for index in facts.objects.keys() - chosen:
             if self._units.is_due(index, number + 1):
                 self._object(index, facts.objects[index])
         return traffic
@@ -136,11 +135,16 @@ class _Simulation:
         (self._objections.set if objects else self._objections.clear)(self._places[index])
 
     def _observe_units(self, number: int, facts: _Facts, bucket: int, chosen: Sequence[int]) -> None:
-        who = who_matters(self._world, [facts.costs[i] for i in chosen], _element_bytes(facts.step, bucket))
+        _, sent = self._units_traffic(facts, bucket, chosen)
         for index in chosen:
-            cost = facts.costs[index]
-            if not self._units.observe(index, number, cost.length, cost.observed(who)):
+            if not self._units.observe(index, number, facts.step.slots[index].length, sent[index]):
                 self._failed = True
+
+    def _units_traffic(self, facts: _Facts, bucket: int, chosen: Sequence[int]) -> tuple[Traffic, dict[int, int]]:
+        key = tuple(chosen)
+        if key not in facts.units:
+            facts.units[key] = units_traffic(facts.step, bucket, key, self._world)
+        return facts.units[key]
 
     def _observe_values(self, number: int, step: UnionStep, chosen: frozenset[int]) -> None:
         used_bytes = zero_bytes = 0
@@ -158,17 +162,11 @@ class _Simulation:
         if found is None:
             units = [Traffic()] * len(facts.step.layout.buckets)
             for bucket, parameters in facts.by_bucket.items():
-                some = tuple(i for i in parameters if i in chosen)
-                if some and some not in facts.units:
-                    facts.units[some] = units_traffic(facts.step, bucket, some, self._world)
+                some = [i for i in parameters if i in chosen]
                 if some:
-                    units[bucket] = facts.units[some]
+                    units[bucket], _ = self._units_traffic(facts, bucket, some)
             found = facts.traffic[chosen, values] = mixed_traffic(facts.step, chosen, values, units, self._world)
         return found
-
-
-def _element_bytes(step: UnionStep, bucket: int) -> int:
-    return int(step.layout.buckets[bucket].element_bytes)
 
 
 def _objects(mask: int, units: int, least: float, glances: bool) -> bool:

@@ -14,8 +14,6 @@ from .recorder import EVERYTHING, SOMETHING, Slot, Step, unpack
 
 _C = _extension.load()
 
-# Of a gradient of which this much is used all is sent (csrc/layout/units.cpp).
-_WHOLE = (15, 16)
 # The form of a compressed mask that holds its bits as they are (docs/internals/protocol.md).
 _BITMAP = 1
 
@@ -27,13 +25,11 @@ class World:
     Attributes:
         ranks: how many there are in the module's group.
         is_direct: what one rank alone contributes may leave the all-reduces: a group of gloo or NCCL.
-        knows_units: every rank learns which rank uses which unit: masks are gathered at once, not along a grid.
         is_on_device: gradients lie on a device, where the host waits for what is asked of them.
     """
 
     ranks: int
     is_direct: bool = True
-    knows_units: bool = True
     is_on_device: bool = False
 
     @property
@@ -151,47 +147,7 @@ def zero_units(step: UnionStep, index: int) -> float:
 # --- units
 
 
-@dataclass(frozen=True, slots=True)
-class UnitCost:
-    """What the used units of a parameter come to in a step. Elements.
-
-    Attributes:
-        used: that some rank uses.
-        alone: that one rank alone uses.
-        length: of the parameter.
-    """
-
-    used: int
-    alone: int
-    length: int
-
-    def is_whole(self, who: bool) -> bool:
-        """Say whether so much is used that all of it is sent; what one rank broadcasts counts half of a ring."""
-        return (2 * self.used - self.alone * who) * _WHOLE[1] >= 2 * self.length * _WHOLE[0]
-
-    def observed(self, who: bool) -> int:
-        """Return what the adaptive detector counts as sent."""
-        return self.length if self.is_whole(who) else (2 * self.used - self.alone * who) // 2
-
-
-def unit_cost(step: UnionStep, index: int) -> UnitCost:
-    """Return what the used units of a parameter come to."""
-    slot = step.slots[index]
-    several = anyone = 0
-    for mask in step.units_by_rank(index):
-        several |= anyone & mask
-        anyone |= mask
-    return UnitCost(_elements(slot, anyone), _elements(slot, anyone & ~several), slot.length)
-
-
-def who_matters(world: World, costs: Iterable[UnitCost], element_bytes: int) -> bool:
-    """Say whether units of a bucket are broadcast: there has to be enough that one rank alone uses."""
-    policy = PRESETS["skip_zeros"]
-    knows = world.is_direct and world.knows_units and policy.tuning.direct
-    return knows and sum(cost.alone for cost in costs) * element_bytes >= policy.tuning.min_direct_bytes
-
-
-def units_traffic(step: UnionStep, bucket: int, chosen: Sequence[int], world: World) -> Traffic:
+def units_traffic(step: UnionStep, bucket: int, chosen: Sequence[int], world: World) -> tuple[Traffic, dict[int, int]]:
     """Return what is sent of the units of some parameters of one bucket.
 
     Args:
@@ -199,34 +155,32 @@ def units_traffic(step: UnionStep, bucket: int, chosen: Sequence[int], world: Wo
         bucket: which.
         chosen: the parameters, in the order of the bucket's slices.
         world: who sends.
+
+    Returns:
+        The traffic; and for each parameter how many of its elements are sent, counted at what their transports take of
+        a ring's transfers, as the adaptive detector counts them.
     """
     element_bytes = step.layout.buckets[bucket].element_bytes
-    costs = {i: unit_cost(step, i) for i in chosen}
-    who = who_matters(world, costs.values(), element_bytes)
+    settings = plan_settings("skip_zeros", world)
+    knows = world.is_direct and PRESETS["skip_zeros"].tuning.direct
     gradients: list[Any] = []
     used: list[int] = []
-    by_rank: list[list[int]] = [[] for _ in range(world.ranks if who else 0)]
+    by_rank: list[list[int]] = [[] for _ in range(world.ranks if knows else 0)]
     for index in chosen:
         slot = step.slots[index]
-        if costs[index].is_whole(who):
-            # All of it is one run, whatever its mask says.
-            masks, unit_length, units = [1] * world.ranks, slot.length, 1
-        else:
-            masks, unit_length, units = step.units_by_rank(index), slot.unit_length, slot.units
-        gradients.append(_C.Units(unit_length, slot.length, 64 * len(used)))
+        masks = step.units_by_rank(index)
+        gradients.append(_C.Units(slot.unit_length, slot.length, 64 * len(used)))
         union = 0
         for mask in masks:
             union |= mask
-        used += _words(union, units)
+        used += _words(union, slot.units)
         for theirs, mask in zip(by_rank, masks, strict=False):
-            theirs += _words(mask, units)
+            theirs += _words(mask, slot.units)
     everyone = [_mask_of_words(words) for words in by_rank]
-    settings = plan_settings("skip_zeros", world)
-    reduced, direct = _C.make_unit_plan(gradients, _mask_of_words(used), element_bytes, settings, everyone)
+    reduced, direct, sent = _C.make_unit_plan(gradients, _mask_of_words(used), element_bytes, settings, everyone)
     sizes = [sum(length for _, _, length in runs) * element_bytes for _, runs in reduced]
-    return _sum(
-        [*(_all_reduce(size, world) for size in sizes), *(_direct(one, element_bytes, world) for one in direct)]
-    )
+    traffic = [*(_all_reduce(size, world) for size in sizes), *(_direct(one, element_bytes, world) for one in direct)]
+    return _sum(traffic), dict(zip(chosen, sent, strict=True))
 
 
 # --- whole parameters
@@ -302,16 +256,20 @@ def _all_reduce(size: int, world: World) -> Traffic:
 
 
 def _direct(message: Any, element_bytes: int, world: World) -> Traffic:
-    if message.transport != _C.Transport.BROADCAST:
-        raise AssertionError("expected what one rank has alone to be broadcast, and no owners, as in every preset")
     size = message.numel * element_bytes
-    own = [0] * world.ranks
+    sent, received = [0] * world.ranks, [size] * world.ranks
     for group in message.groups:
-        own[group.owner] += group.numel * element_bytes
-    sent = tuple((world.ranks - 1) * mine for mine in own)
+        received[group.owner] -= group.numel * element_bytes
+        sent[group.owner] += (world.ranks - 1) * group.numel * element_bytes
+        for part in group.parts:
+            for rank in range(world.ranks):
+                if rank != group.owner and part.contributors >> rank & 1:
+                    sent[rank] += part.length * element_bytes
+                    received[group.owner] += part.length * element_bytes
     # A link carries both directions at once.
-    busiest = max(max(there, size - mine) for there, mine in zip(sent, own, strict=True))
-    return Traffic(size, size, sent, busiest / world.ring, 1)
+    busiest = max(*sent, *received)
+    alone, messages = (0, 2) if message.is_summed else (size, 1)
+    return Traffic(size, alone, tuple(sent), busiest / world.ring, messages)
 
 
 def _sum(parts: Iterable[Traffic]) -> Traffic:
@@ -335,7 +293,8 @@ def plan_settings(name: str, world: World) -> Any:
         direct=_C.DirectSettings(
             allowed=world.is_direct and policy.tuning.direct,
             world_size=world.ranks,
-            owners=policy.tuning.owners,
+            sums=policy.tuning.owners,
+            least_saving_of_sums=policy.tuning.min_owner_saving,
             segment_bytes=policy.tuning.segment_bytes,
             min_bytes=policy.tuning.min_direct_bytes,
         ),
@@ -360,10 +319,3 @@ def _mask_of_words(words: list[int]) -> Any:
     mask = _C.UsageMask(64 * len(words))
     _C.merge_compressed([_BITMAP, *words], mask)
     return mask
-
-
-def _elements(slot: Slot, mask: int) -> int:
-    used = mask.bit_count() * slot.unit_length
-    if mask >> (slot.units - 1) & 1:
-        used -= slot.units * slot.unit_length - slot.length  # the last unit may be shorter
-    return used

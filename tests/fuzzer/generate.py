@@ -213,6 +213,7 @@ class _Generator:
             "min_direct_bytes": self.transports.choice([0, 0, 0, 1000]),
             "segment_bytes": max(self.transports.choice([1, 40, 1000, 1 << 20]), 10_000 * large),
             "owners": self.transports.random() < 0.7,
+            "min_owner_saving": self.transports.choice([0.0, 0.15]),
         }
         return {**settings_of(policy), **direct}
 
