@@ -49,35 +49,27 @@ void make_zeros_positive(const DividedGradient& divided, const std::vector<uint3
 }  // namespace
 
 bool UnitsOfStep::concerns(uint32_t bucket) const {
-  const std::vector<ParameterSlice>& slices = layout_.buckets[bucket].slices;
+  const std::vector<ParameterSlice>& slices = step_.layout.buckets[bucket].slices;
   return std::any_of(slices.begin(), slices.end(),
                      [&](const ParameterSlice& slice) { return chosen_.test(slice.parameter); });
 }
 
 void UnitsOfStep::bucket_ready(uint32_t bucket, const at::Tensor& flat, const UsageMask& local,
                                const Settled& settled) {
-  const bool last = bucket + 1 == layout_.buckets.size();
-  if (concerns(bucket)) scan(bucket, flat, local);
-  for (Bucket& scanned : pending_) {
-    // A device scans while the host goes on, so there the answer is asked for one bucket later.
-    const bool answered = last || !answers_later_ || scanned.index < bucket;
-    if (answered && !scanned.exchange) {
-      start_exchange(scanned, bucket,
-                     detector_.capacity_words(scanned.index, parameters_of(scanned.gradients), scanned.bits));
-    }
-  }
-  while (!pending_.empty()) {
-    Bucket& first = pending_.front();
-    const bool waits = last || (!settles_last_ && first.exchange && first.exchanged_with < bucket);
-    if (!waits) return;
-    if (try_settle(first, bucket, settled)) pending_.pop_front();
-  }
+  if (concerns(bucket)) pipeline_.add(bucket, scan(bucket, flat, local));
+  pipeline_.advance(
+      bucket, bucket + 1 == step_.layout.buckets.size(),
+      [&](Bucket& scanned) {
+        start_exchange(scanned,
+                       detector_.capacity_words(scanned.index, parameters_of(scanned.gradients), scanned.bits));
+      },
+      [&](Bucket& first) { return try_settle(first, settled); });
 }
 
-void UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, const UsageMask& local) {
+UnitsOfStep::Bucket UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, const UsageMask& local) {
   RECORD_FUNCTION("ddp_hooks::scan_units", std::vector<c10::IValue>());
-  const BucketLayout& layout = layout_.buckets[index];
-  Bucket& bucket = pending_.emplace_back();
+  const BucketLayout& layout = step_.layout.buckets[index];
+  Bucket bucket;
   bucket.index = index;
   for (const ParameterSlice& slice : layout.slices) {
     if (!chosen_.test(slice.parameter)) continue;
@@ -85,10 +77,10 @@ void UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, const UsageMask& 
     divided.units.first_bit = bucket.bits;
     // Where this rank has no gradient, the Reducer makes one of the view; in a view that it has filled there may be one
     // that .grad has lost since.
-    const bool detached = views_.is_detached(slice.parameter);
-    const bool has_gradient = views_.has_gradient(slice.parameter) || (!detached && local.test(slice.parameter));
+    const bool detached = step_.views.is_detached(slice.parameter);
+    const bool has_gradient = step_.views.has_gradient(slice.parameter) || (!detached && local.test(slice.parameter));
     if (detached) {
-      const at::Tensor gradient = views_.find_own_or_fill(slice.parameter);
+      const at::Tensor gradient = step_.views.find_own_or_fill(slice.parameter);
       if (gradient.defined()) divided.gradient = {gradient, 0, slice.length};
     }
     bucket.scans.push_back(has_gradient ? start_scan(divided) : PendingUnitScan());
@@ -96,13 +88,14 @@ void UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, const UsageMask& 
     bucket.bits += UsageMask::word_count(static_cast<size_t>(divided.units.count())) * kBitsPerWord;
     bucket.gradients.push_back(std::move(divided));
   }
+  return bucket;
 }
 
 PendingUnitScan UnitsOfStep::start_scan(const DividedGradient& divided) const {
   const int64_t length = divided.units.length;
-  if (views_.is_as_autograd_left_it(divided.parameter)) {
+  if (step_.views.is_as_autograd_left_it(divided.parameter)) {
     const std::vector<uint64_t> candidates =
-        looked_up_.units_of(views_.parameter(divided.parameter), divided.gradient.flat, length);
+        looked_up_.units_of(step_.views.parameter(divided.parameter), divided.gradient.flat, length);
     if (!candidates.empty()) {
       RECORD_FUNCTION("ddp_hooks::scan_looked_up", std::vector<c10::IValue>());
       return start_unit_scan(divided.gradient, length, candidates);
@@ -123,22 +116,21 @@ UsageMask UnitsOfStep::found_here(Bucket& bucket) {
   return {bucket.bits, std::move(words)};
 }
 
-void UnitsOfStep::start_exchange(Bucket& bucket, uint32_t ready, size_t capacity_words) {
+void UnitsOfStep::start_exchange(Bucket& bucket, size_t capacity_words) {
   UsageMask here = found_here(bucket);
   bucket.used_here.clear();
   for (const DividedGradient& gradient : bucket.gradients) bucket.used_here.push_back(count_in(gradient.units, here));
   bucket.capacity_words = capacity_words;
-  bucket.exchanged_with = ready;
-  bucket.exchange =
-      agreement_.start_exchange_of_units(std::move(here), capacity_words, layout_hash_, units_phase(bucket.index));
+  bucket.exchange = step_.agreement.start_exchange_of_units(std::move(here), capacity_words, step_.layout_hash,
+                                                            units_phase(bucket.index));
 }
 
 // False if the masks did not fit; then an exchange with room for any is under way.
-bool UnitsOfStep::try_settle(Bucket& bucket, uint32_t ready, const Settled& settled) {
-  const UsageMask anywhere = agreement_.wait(*bucket.exchange);
+bool UnitsOfStep::try_settle(Bucket& bucket, const Settled& settled) {
+  const UsageMask anywhere = step_.agreement.wait(*bucket.exchange);
   const size_t needed = bucket.exchange->needed_words();
   if (needed > bucket.capacity_words) {
-    start_exchange(bucket, ready, most_words(bucket.bits));
+    start_exchange(bucket, most_words(bucket.bits));
     return false;
   }
   detector_.note_needed_words(bucket.index, parameters_of(bucket.gradients), needed);
@@ -150,7 +142,7 @@ bool UnitsOfStep::try_settle(Bucket& bucket, uint32_t ready, const Settled& sett
     counts = {divided.parameter, divided.units.count(), bucket.used_here[i], count_in(divided.units, anywhere), {}};
     for (const UsageMask& mask : who.by_rank()) counts.by_rank.push_back(count_in(divided.units, mask));
   }
-  const std::vector<int64_t> sent = settled(bucket.index, bucket.gradients, anywhere, who);
+  const std::vector<int64_t> sent = settled({bucket.index, bucket.gradients, anywhere, who});
   for (size_t i = 0; i < bucket.gradients.size(); ++i) {
     const DividedGradient& divided = bucket.gradients[i];
     detector_.observe(divided.parameter, step_number_, divided.units.slice_length, sent[i]);

@@ -23,55 +23,53 @@ bool any_in(const UsageMask& mask, const BucketLayout& bucket) {
 
 }  // namespace
 
-void ValuesOfStep::bucket_ready(const std::optional<at::Tensor>& flat, UsageMask& local, UsageMask& agreed,
-                                const std::function<void(uint32_t)>& settled) {
-  scan(flat, local, agreed);
-  const auto count = static_cast<uint32_t>(values_.size());
-  const bool last = count == layout_.buckets.size();
-  // A device scans while the host goes on, so there the answer is asked for one bucket later.
-  const uint32_t scanned = last || !answers_later_ ? count : count - 1;
-  for (; exchanged_ < scanned; ++exchanged_) start_exchange(exchanged_, local, agreed);
-  const uint32_t ready = last ? count : settles_last_ || scanned == 0 ? 0 : scanned - 1;
-  while (settled_ < ready) {
-    const uint32_t bucket = settled_++;
-    settle(bucket, agreed);
-    settled(bucket);
-  }
+void ValuesOfStep::bucket_ready(uint32_t bucket, const std::optional<at::Tensor>& flat, UsageMask& local,
+                                UsageMask& agreed, const std::function<void(uint32_t)>& settled) {
+  pipeline_.add(bucket, scan(bucket, flat, local, agreed));
+  pipeline_.advance(
+      bucket, bucket + 1 == step_.layout.buckets.size(),
+      [&](Bucket& scanned) { start_exchange(scanned, local, agreed); },
+      [&](Bucket& first) {
+        settle(first, agreed);
+        settled(first.index);
+        return true;
+      });
 }
 
-void ValuesOfStep::scan(const std::optional<at::Tensor>& flat, const UsageMask& local, const UsageMask& agreed) {
+ValuesOfStep::Bucket ValuesOfStep::scan(uint32_t index, const std::optional<at::Tensor>& flat, const UsageMask& local,
+                                        const UsageMask& agreed) {
   RECORD_FUNCTION("ddp_hooks::scan", std::vector<c10::IValue>());
-  const BucketLayout& layout = layout_.buckets[values_.size()];
-  ValuesOfBucket& values = values_.emplace_back(Values{ValuesOfBucket(layout), nullptr}).here;
-  if (!flat) return;
+  const BucketLayout& layout = step_.layout.buckets[index];
+  Bucket bucket{index, ValuesOfBucket(layout), nullptr};
+  if (!flat) return bucket;
   for (uint32_t i = 0; i < layout.slices.size(); ++i) {
     const size_t parameter = layout.slices[i].parameter;
     // Undefined gradients are zeros, which the Reducer fills in.
-    if (agreed.test(parameter) && (local.test(parameter) || views_.has_gradient(parameter))) {
-      values.add(i, *flat, views_);
+    if (agreed.test(parameter) && (local.test(parameter) || step_.views.has_gradient(parameter))) {
+      bucket.here.add(i, *flat, step_.views);
     }
   }
-  values.start();
+  bucket.here.start();
+  return bucket;
 }
 
-void ValuesOfStep::start_exchange(uint32_t bucket, UsageMask& local, const UsageMask& agreed) {
-  const BucketLayout& layout = layout_.buckets[bucket];
+void ValuesOfStep::start_exchange(Bucket& bucket, UsageMask& local, const UsageMask& agreed) {
+  const BucketLayout& layout = step_.layout.buckets[bucket.index];
   if (layout.sparse || !any_in(agreed, layout)) return;
-  const UsageMask nonzero = values_[bucket].here.nonzero();
+  const UsageMask nonzero = bucket.here.nonzero();
   for (uint32_t i = 0; i < layout.slices.size(); ++i) {
     const size_t parameter = layout.slices[i].parameter;
     // Others have not been scanned here: what is agreed on by units, say.
     if (agreed.test(parameter) && !nonzero.test(i)) local.clear(parameter);
   }
-  values_[bucket].exchange = agreement_.start_exchange(nonzero, layout_hash_, values_phase(bucket));
+  bucket.exchange = step_.agreement.start_exchange(nonzero, step_.layout_hash, values_phase(bucket.index));
 }
 
-void ValuesOfStep::settle(uint32_t bucket, UsageMask& agreed) {
-  PendingExchange* exchange = values_[bucket].exchange.get();
-  if (exchange == nullptr) return;
-  const BucketLayout& layout = layout_.buckets[bucket];
+void ValuesOfStep::settle(Bucket& bucket, UsageMask& agreed) {
+  if (!bucket.exchange) return;
+  const BucketLayout& layout = step_.layout.buckets[bucket.index];
   const int64_t before = bytes_in(agreed, layout);
-  values_[bucket].here.settle(agreement_.wait(*exchange), agreed, views_);
+  bucket.here.settle(step_.agreement.wait(*bucket.exchange), agreed, step_.views);
   used_bytes_ += before;
   zero_bytes_ += before - bytes_in(agreed, layout);
 }

@@ -41,8 +41,8 @@ class ValuesProbe {
   bool wants_values(int64_t step) const { return step < on_until_ || step >= next_probe_; }
 
   // What a step with the values detector found: bytes that the graph detector would have sent, and how many of them
-  // belonged to gradients that were zero on every rank. False if it was asked in vain: neither did that pay, nor was the
-  // detector still on from a step in which it did.
+  // belonged to gradients that were zero on every rank. False if it was asked in vain: neither did that pay, nor was
+  // the detector still on from a step in which it did.
   bool observe(int64_t step, int64_t used_bytes, int64_t zero_bytes) {
     const bool pays = zero_bytes > 0 &&
                       static_cast<double>(zero_bytes) >= settings_.min_zero_fraction * static_cast<double>(used_bytes);

@@ -200,16 +200,14 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   if (step_->values) {
     const bool scans = !layout.sparse && !shadow;  // a joined rank's buckets are all zeros
     step_->values->bucket_ready(
-        scans ? std::make_optional(step_->buckets[index].flat()) : std::nullopt, step_->local, step_->agreed,
+        index, scans ? std::make_optional(step_->buckets[index].flat()) : std::nullopt, step_->local, step_->agreed,
         [&](uint32_t settled) { send_bucket(settled, step_->planner->add_bucket(settled, step_->agreed)); });
   } else {
     send_bucket(index, step_->plan->buckets[index]);
   }
   if (step_->units) {
-    step_->units->bucket_ready(
-        index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(), step_->local,
-        [&](uint32_t settled, const std::vector<DividedGradient>& gradients, const UsageMask& used,
-            const Contributors& contributors) { return send_units(settled, gradients, used, contributors); });
+    step_->units->bucket_ready(index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(), step_->local,
+                               [&](const SettledUnits& settled) { return send_units(settled); });
   }
   if (index + 1 < layout_->buckets.size()) return;
   send_sums();
@@ -298,13 +296,12 @@ EngineSettings Engine::fitted(EngineSettings settings) const {
   return settings;
 }
 
-std::vector<int64_t> Engine::send_units(uint32_t bucket, const std::vector<DividedGradient>& gradients,
-                                        const UsageMask& used, const Contributors& contributors) {
+std::vector<int64_t> Engine::send_units(const SettledUnits& settled) {
   std::vector<Units> units;
-  for (const DividedGradient& gradient : gradients) units.push_back(gradient.units);
-  const int64_t element_bytes = layout_->buckets[bucket].element_bytes;
-  const UnitPlan plan = make_unit_plan(units, used, contributors, element_bytes, settings_.plan);
-  sender_.send_units(step_, bucket, gradients, plan);
+  for (const DividedGradient& gradient : settled.gradients) units.push_back(gradient.units);
+  const int64_t element_bytes = layout_->buckets[settled.bucket].element_bytes;
+  const UnitPlan plan = make_unit_plan(units, settled.used, settled.contributors, element_bytes, settings_.plan);
+  sender_.send_units(step_, settled.bucket, settled.gradients, plan);
   return plan.sent_elements;
 }
 
@@ -356,6 +353,11 @@ void Engine::open_step(bool shadow) {
                 "ddp_hooks.rebuild(ddp) after freezing, or wrap with find_unused_parameters=True");
   }
 
+  const DetectedStep detected{*layout_,
+                              layout_.hash(),
+                              prologue_->agreement(),
+                              views_,
+                              {!usage.same_everywhere, !step.buckets.front().buffer().is_cpu()}};
   const bool alone = data_group_->getSize() == 1;
   // A joined rank has nothing to look into, and makes the Reducer write gradients that nobody has.
   if (!alone && !step.agreed.test(prologue_->agreement().joined_bit())) {
@@ -363,9 +365,7 @@ void Engine::open_step(bool shadow) {
     if (chosen.count() > 0) {
       statistics_.units_steps += 1;
       step.agreed.subtract(chosen);
-      step.units.emplace(*layout_, layout_.hash(), prologue_->agreement(), views_, *looked_up_, units_,
-                         std::move(chosen), step_number, !usage.same_everywhere,
-                         !step.buckets.front().buffer().is_cpu());
+      step.units.emplace(detected, *looked_up_, units_, std::move(chosen), step_number);
     }
   }
   const UsageMask divided = step.units ? step.units->chosen() : prologue_->agreement().nothing();
@@ -375,8 +375,7 @@ void Engine::open_step(bool shadow) {
   if (values && !alone) {
     statistics_.values_steps += 1;
     step.planner.emplace(*layout_, divided, settings_.plan);
-    step.values.emplace(*layout_, layout_.hash(), prologue_->agreement(), views_, !usage.same_everywhere,
-                        !step.buckets.front().buffer().is_cpu());
+    step.values.emplace(detected);
     return;
   }
   // Alone there is nobody to send to, whatever is used.

@@ -143,8 +143,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
   void open_step(bool shadow);
   void send_bucket(uint32_t bucket, const BucketPlan& plan);
-  std::vector<int64_t> send_units(uint32_t bucket, const std::vector<DividedGradient>& gradients, const UsageMask& used,
-                                  const Contributors& contributors);
+  std::vector<int64_t> send_units(const SettledUnits& settled);
   EngineSettings fitted(EngineSettings settings) const;
   void close_step();
   void leave_out_used_map();

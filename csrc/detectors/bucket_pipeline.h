@@ -1,0 +1,69 @@
+// In which order, and when, the buckets of a step are asked for what they hold: the one rule for whole gradients and
+// for units.
+//
+// A bucket goes through three moments. It is *scanned* when it is ready. The exchange of what was found *starts* then,
+// too, or where scans run on a device, when the next bucket is ready, because the host would wait for the answer. And
+// it is *settled*: the exchange is waited for, and the bucket may be sent. While the masks of one bucket are under way
+// the next is scanned, so a bucket is settled when one after its exchange is ready. Where ranks use different
+// parameters, though, all are settled with the last one: one of the ranks may reach a bucket long before another, which
+// stands in some other collective that waits for the first.
+//
+// Always holds: buckets start and are settled in order, all of them when the last one is ready.
+// Thread-safety: none; the engine locks. Every rank must agree on: the buckets, the timing.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <utility>
+
+namespace ddp_hooks {
+
+struct PipelineTiming {
+  bool settles_last = false;   // ranks use different parameters
+  bool answers_later = false;  // scans run on a device, while the host goes on
+};
+
+// `Bucket`: what is known of one.
+template <typename Bucket>
+class BucketPipeline {
+ public:
+  explicit BucketPipeline(const PipelineTiming& timing) : timing_(timing) {}
+
+  // The bucket `index` is scanned.
+  void add(uint32_t index, Bucket bucket) { waiting_.push_back({std::move(bucket), index}); }
+
+  // The bucket `ready` is ready, and was added if there is something in it to ask for. Calls `start(bucket)` and
+  // `settle(bucket)`; if that returns false, it has started another exchange, and is called again, later.
+  template <typename Start, typename Settle>
+  void advance(uint32_t ready, bool last, const Start& start, const Settle& settle) {
+    for (Waiting& waiting : waiting_) {
+      const bool answered = last || !timing_.answers_later || waiting.index < ready;
+      if (waiting.has_started || !answered) continue;
+      start(waiting.bucket);
+      waiting.has_started = true;
+      waiting.started_with = ready;
+    }
+    while (!waiting_.empty()) {
+      Waiting& first = waiting_.front();
+      const bool under_way = first.has_started && first.started_with < ready;
+      if (!last && (timing_.settles_last || !under_way)) return;
+      if (settle(first.bucket)) {
+        waiting_.pop_front();
+      } else {
+        first.started_with = ready;
+      }
+    }
+  }
+
+ private:
+  struct Waiting {
+    Bucket bucket;
+    uint32_t index = 0;
+    bool has_started = false;
+    uint32_t started_with = 0;  // the bucket that was ready then
+  };
+  const PipelineTiming timing_;
+  std::deque<Waiting> waiting_;  // in order
+};
+
+}  // namespace ddp_hooks
