@@ -162,12 +162,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
 }
 
 void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future) {
-  if (step_ && bucket.getIndex() == 0 && !reducer_.learns_static_graph()) {
-    // The pass before broke off between two buckets, and DDP was told to go on (`_update_process_group`).
-    step_->fail(std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was broken off")));
-    step_.reset();
-    sender_.drop();
-  }
+  forget_broken_pass(bucket);
   const bool first = !step_;
   if (first) step_ = std::make_shared<Step>();
   // Buckets are counted here, because in the first pass of a static graph the Reducer numbers every bucket 0.
@@ -179,39 +174,55 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
     open_step(shadow);
   }
   if (step_->error) std::rethrow_exception(step_->error);
-
-  const BucketLayout& layout = layout_->buckets[index];
-  if (!layout.sparse) {
-    const int64_t received = step_->buckets[index].flat().numel();
-    TORCH_CHECK(received == layout.numel, "ddp_hooks: bucket ", index, ": expected ", layout.numel,
-                " elements of the module that the state was made for, received ", received,
-                ". A SkipUnusedState serves one DistributedDataParallel module; make one for each");
-  }
-  if (layout.sparse) statistics_.dense_bytes += payload_bytes(bucket.getBuffer());
-  if (!shadow) {
-    fill_views(index);
-    note_unannounced(index);
-    // Before the bucket is sent, because then gradients are where autograd has left them. Alone nobody asks.
-    if (!layout.sparse && data_group_->getSize() > 1) {
-      units_.look(layout, step_->buckets[index].flat(), views_, step_->agreed, step_number_);
-    }
-  }
-  if (step_->units && step_->units->concerns(index)) step_->buckets[index].hold();
-  if (step_->values) {
-    const bool scans = !layout.sparse && !shadow;  // a joined rank's buckets are all zeros
-    step_->values->bucket_ready(
-        index, scans ? std::make_optional(step_->buckets[index].flat()) : std::nullopt, step_->local, step_->agreed,
-        [&](uint32_t settled) { send_bucket(settled, step_->planner->add_bucket(settled, step_->agreed)); });
-  } else {
-    send_bucket(index, step_->plan->buckets[index]);
-  }
+  check_bucket(index);
+  if (!shadow) prepare_gradients(index);
+  send_parameters(index);
   if (step_->units) {
-    step_->units->bucket_ready(index, layout.sparse ? at::Tensor() : step_->buckets[index].flat(), step_->local,
-                               [&](const SettledUnits& settled) { return send_units(settled); });
+    step_->units->bucket_ready(index, layout_->buckets[index].sparse ? at::Tensor() : step_->buckets[index].flat(),
+                               step_->local, [&](const SettledUnits& settled) { return send_units(settled); });
   }
   if (index + 1 < layout_->buckets.size()) return;
   send_sums();
   close_step();
+}
+
+// A pass that broke off between two buckets, where DDP was told to go on (`_update_process_group`).
+void Engine::forget_broken_pass(const c10d::GradBucket& bucket) {
+  if (!step_ || bucket.getIndex() != 0 || reducer_.learns_static_graph()) return;
+  step_->fail(std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was broken off")));
+  step_.reset();
+  sender_.drop();
+}
+
+void Engine::check_bucket(uint32_t bucket) {
+  const BucketLayout& layout = layout_->buckets[bucket];
+  if (layout.sparse) {
+    statistics_.dense_bytes += payload_bytes(step_->buckets[bucket].buffer());
+    return;
+  }
+  const int64_t received = step_->buckets[bucket].flat().numel();
+  TORCH_CHECK(received == layout.numel, "ddp_hooks: bucket ", bucket, ": expected ", layout.numel,
+              " elements of the module that the state was made for, received ", received,
+              ". A SkipUnusedState serves one DistributedDataParallel module; make one for each");
+}
+
+void Engine::prepare_gradients(uint32_t bucket) {
+  fill_views(bucket);
+  note_unannounced(bucket);
+  // Before the bucket is sent, because then gradients are where autograd has left them. Alone nobody asks.
+  const BucketLayout& layout = layout_->buckets[bucket];
+  if (layout.sparse || data_group_->getSize() == 1) return;
+  units_.look(layout, step_->buckets[bucket].flat(), views_, step_->agreed, step_number_);
+}
+
+// Whole ones: of this bucket, or of those whose values are known now.
+void Engine::send_parameters(uint32_t bucket) {
+  if (step_->units && step_->units->concerns(bucket)) step_->buckets[bucket].hold();
+  if (!step_->values) return send_bucket(bucket, step_->plan->buckets[bucket]);
+  const bool scans = !layout_->buckets[bucket].sparse && !step_->shadow;  // a joined rank's buckets are all zeros
+  step_->values->bucket_ready(
+      bucket, scans ? std::make_optional(step_->buckets[bucket].flat()) : std::nullopt, step_->local, step_->agreed,
+      [&](uint32_t settled) { send_bucket(settled, step_->planner->add_bucket(settled, step_->agreed)); });
 }
 
 // At the end of backward, since the ranks whose contributions this one waits for may still stand in some other
@@ -313,21 +324,33 @@ void Engine::open_step(bool shadow) {
       "ddp_hooks: the module's process group was replaced; wrap the module anew on every rank, and register again");
   reducer_.wait_for_used_map();
   reducer_.unmark_used_map_reduced();
-  const size_t reduced_count = reducer_.parameters().size();
   const int64_t step_number = step_number_++;
   statistics_.steps += 1;
   for (const BucketLayout& bucket : layout_->buckets) statistics_.dense_bytes += bucket.bytes();
 
+  const AgreedUsage usage = agree(shadow);
+  keep_untouched();
+  // Alone there is nobody to send to, whatever is used.
+  if (data_group_->getSize() == 1) return plan_parameters(prologue_->agreement().nothing(), Contributors());
+  choose_detectors(usage, step_number);
+  if (step_->values) return;
+  // A rank that contributes what its mask does not say would not be heard.
+  const bool direct = settings_.plan.direct.transports.alone && usage.nothing_left_over && step_->nobody_joined;
+  plan_parameters(step_->agreed, direct ? step_->contributors : Contributors());
+}
+
+// Waits for the other ranks.
+AgreedUsage Engine::agree(bool shadow) {
   Step& step = *step_;
+  const size_t reduced_count = reducer_.parameters().size();
   step.shadow = shadow;
   step.divisor = reducer_.divisor();
   step.copied_early = UsageMask(reduced_count);
   AgreedUsage usage = prologue_->first_bucket_ready(shadow);
-  step.local = std::move(usage.here);
-  step.agreed = std::move(usage.anywhere);
-  step.used = step.agreed;
+  step.local = usage.here;
+  step.agreed = step.used = usage.anywhere;
   step.nobody_joined = usage.nobody_joined;
-  step.contributors = std::move(usage.contributors);
+  step.contributors = usage.contributors;
   step.unannounced = usage.unannounced;
   // What is left of earlier passes is sent again by ranks that do not count as contributors, and was divided already.
   step.divides_by_contributors =
@@ -335,32 +358,39 @@ void Engine::open_step(bool shadow) {
   for (size_t i = 0; i < unmanaged_parameters_.size(); ++i) {
     if (step.agreed.test(reduced_count + i)) step.unmanaged.push_back(i);
   }
-  if (!shadow && !reducer_.searches_graph()) {
-    bool is_written = false;
-    for (size_t i = 0; i < reduced_count; ++i) {
-      if (!step.agreed.test(i) && !views_.is_detached(i)) {
-        const at::Tensor& parameter = reducer_.parameters()[i];
-        step.untouched.emplace_back(parameter, parameter.grad());
-        // With a static graph the Reducer itself leaves alone what was unused in the first pass.
-        is_written = is_written || !reducer_.has_static_graph() || !parameter.requires_grad();
-      }
-    }
-    TORCH_CHECK(!is_written || !reducer_.finalizes_manually(),
-                "ddp_hooks: some parameters are unused on every rank in this step, and DDP would write their .grad in "
-                "finalize_backward(), after which nothing puts it "
-                "back: with require_manual_backward_finalization and without a search of the graph expected buckets "
-                "that the engine fills; register with ddp_hooks.register(ddp), leave lazy_bucket_allocation out, call "
-                "ddp_hooks.rebuild(ddp) after freezing, or wrap with find_unused_parameters=True");
-  }
+  return usage;
+}
 
+// The gradients that no rank has used, which the Reducer is about to overwrite.
+void Engine::keep_untouched() {
+  Step& step = *step_;
+  if (step.shadow || reducer_.searches_graph()) return;
+  bool is_written = false;
+  for (size_t i = 0; i < reducer_.parameters().size(); ++i) {
+    if (step.agreed.test(i) || views_.is_detached(i)) continue;
+    const at::Tensor& parameter = reducer_.parameters()[i];
+    step.untouched.emplace_back(parameter, parameter.grad());
+    // With a static graph the Reducer itself leaves alone what was unused in the first pass.
+    is_written = is_written || !reducer_.has_static_graph() || !parameter.requires_grad();
+  }
+  TORCH_CHECK(!is_written || !reducer_.finalizes_manually(),
+              "ddp_hooks: some parameters are unused on every rank in this step, and DDP would write their .grad in "
+              "finalize_backward(), after which nothing puts it "
+              "back: with require_manual_backward_finalization and without a search of the graph expected buckets "
+              "that the engine fills; register with ddp_hooks.register(ddp), leave lazy_bucket_allocation out, call "
+              "ddp_hooks.rebuild(ddp) after freezing, or wrap with find_unused_parameters=True");
+}
+
+// What is looked into in this step: units of some parameters, and the values of the others.
+void Engine::choose_detectors(const AgreedUsage& usage, int64_t step_number) {
+  Step& step = *step_;
   const DetectedStep detected{*layout_,
                               layout_.hash(),
                               prologue_->agreement(),
                               views_,
                               {!usage.same_everywhere, !step.buckets.front().buffer().is_cpu()}};
-  const bool alone = data_group_->getSize() == 1;
   // A joined rank has nothing to look into, and makes the Reducer write gradients that nobody has.
-  if (!alone && !step.agreed.test(prologue_->agreement().joined_bit())) {
+  if (!step.agreed.test(prologue_->agreement().joined_bit())) {
     UsageMask chosen = units_.choose(step.agreed, usage.objections, step_number);
     if (chosen.count() > 0) {
       statistics_.units_steps += 1;
@@ -368,28 +398,26 @@ void Engine::open_step(bool shadow) {
       step.units.emplace(detected, *looked_up_, units_, std::move(chosen), step_number);
     }
   }
-  const UsageMask divided = step.units ? step.units->chosen() : prologue_->agreement().nothing();
   const ValuesDetector detector = settings_.values.detector;
-  const bool values =
-      detector == ValuesDetector::kOn || (detector == ValuesDetector::kAdaptive && probe_.wants_values(step_number));
-  if (values && !alone) {
-    statistics_.values_steps += 1;
-    step.planner.emplace(*layout_, divided, settings_.plan);
-    step.values.emplace(detected);
-    return;
-  }
-  // Alone there is nobody to send to, whatever is used.
-  const UsageMask to_send = alone ? prologue_->agreement().nothing() : step.agreed;
-  // A rank that contributes what its mask does not say would not be heard.
-  const bool direct = settings_.plan.direct.transports.alone && usage.nothing_left_over && step.nobody_joined;
-  const Contributors who = direct ? step.contributors : Contributors();
-  step.plan = plans_.find(to_send, divided, who);
-  (step.plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
-  if (!step.plan) {
-    RECORD_FUNCTION("ddp_hooks::plan", std::vector<c10::IValue>());
-    step.plan = std::make_shared<ReductionPlan>(make_reduction_plan(*layout_, to_send, divided, who, settings_.plan));
-    plans_.insert(to_send, divided, who, step.plan);
-  }
+  if (detector == ValuesDetector::kOff) return;
+  if (detector == ValuesDetector::kAdaptive && !probe_.wants_values(step_number)) return;
+  statistics_.values_steps += 1;
+  step.planner.emplace(*layout_, divided(), settings_.plan);
+  step.values.emplace(detected);
+}
+
+// The parameters that travel by units in this step.
+UsageMask Engine::divided() const {
+  return step_->units ? step_->units->chosen() : prologue_->agreement().nothing();
+}
+
+void Engine::plan_parameters(const UsageMask& to_send, const Contributors& who) {
+  step_->plan = plans_.find(to_send, divided(), who);
+  (step_->plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
+  if (step_->plan) return;
+  RECORD_FUNCTION("ddp_hooks::plan", std::vector<c10::IValue>());
+  step_->plan = std::make_shared<ReductionPlan>(make_reduction_plan(*layout_, to_send, divided(), who, settings_.plan));
+  plans_.insert(to_send, divided(), who, step_->plan);
 }
 
 // What a rank has not sent the others wait for, and they would take the next that comes from it for that: its

@@ -141,7 +141,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void gradient_reported(size_t parameter);
   void unmanaged_gradient_reported(size_t parameter);
   void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
+  void forget_broken_pass(const c10d::GradBucket& bucket);
+  void check_bucket(uint32_t bucket);
+  void prepare_gradients(uint32_t bucket);
+  void send_parameters(uint32_t bucket);
   void open_step(bool shadow);
+  AgreedUsage agree(bool shadow);
+  void keep_untouched();
+  void choose_detectors(const AgreedUsage& usage, int64_t step_number);
+  UsageMask divided() const;
+  void plan_parameters(const UsageMask& to_send, const Contributors& who);
   void send_bucket(uint32_t bucket, const BucketPlan& plan);
   std::vector<int64_t> send_units(const SettledUnits& settled);
   EngineSettings fitted(EngineSettings settings) const;
