@@ -20,6 +20,7 @@ def compare(rank: int, name: str) -> None:
     plain, ours, nothing = (
         peers.PEERS[peer].build(context) for peer in (peers.BASELINE, "rows_prototype", peers.NOTHING)
     )
+    others = [peers.PEERS[peer].build(context) for peer in ("rows_all_gather", "rows_sparse")]
     sent: list[torch.Tensor] = []
     all_reduce = dist.all_reduce
 
@@ -29,7 +30,7 @@ def compare(rank: int, name: str) -> None:
 
     for step in range(2 * workload.patterns):  # buckets are rebuilt after the first
         pattern = step % workload.patterns
-        for variant in (plain, ours, nothing):
+        for variant in (plain, ours, nothing, *others):
             variant.clear(pattern)
         plain.step(pattern)
         with mock.patch.object(dist, "all_reduce", count):
@@ -50,6 +51,11 @@ def compare(rank: int, name: str) -> None:
             if ranks == 2:
                 assert torch.equal(found[key], gradient), key
             else:
+                torch.testing.assert_close(found[key], gradient)
+        for other in others:
+            other.step(pattern)
+            found = other.gradients(pattern)
+            for key, gradient in expected.items():
                 torch.testing.assert_close(found[key], gradient)
 
 

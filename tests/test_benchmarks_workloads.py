@@ -6,6 +6,7 @@ Without processes: ranks are simulated, as `tools.usage` does it.
 from __future__ import annotations
 
 import importlib.metadata
+from collections import Counter
 from collections.abc import Mapping
 
 import pytest
@@ -183,3 +184,12 @@ def test_bytes_of_the_default_size(name: str, expected: float) -> None:
     with torch.device("meta"):
         model = workloads.make(name, "default").build()
     assert dense_bytes(model) == pytest.approx(expected, rel=0.005)
+
+
+def test_the_least_that_ranks_could_send_by_hand() -> None:
+    workload = workloads.make("omnireduce:0.4", "tiny")
+    for pattern, usage in enumerate(find_usage(workload, workload.build(), 3)):
+        filled = Counter(row for rank in range(3) for row in workload._rows(pattern, rank).tolist())
+        # So many contributors: all but one send theirs to that one, who sends the sum to both others.
+        transfers = sum((count - 1) + 2 for count in filled.values())
+        assert usage.least_bytes == pytest.approx(transfers * workload.block * 4 / 3)

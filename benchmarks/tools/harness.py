@@ -282,6 +282,7 @@ class _Measurement:
         turns = [turn % self._workload.patterns for turn in range(self._rounds)]
         used_bytes = statistics.fmean(context.bytes_of(usage.used) for usage in context.usage)
         row_bytes = [sum(usage.row_bytes.values()) for usage in context.usage]
+        least = statistics.fmean(usage.least_bytes for usage in context.usage)
         row_oracle = None
         if bytes_per_second is not None:
             pairs = zip(slowest[peers.NOTHING], turns, strict=True)
@@ -324,6 +325,8 @@ class _Measurement:
                 "dense_bytes": context.dense_bytes,
                 "used_bytes": used_bytes,
                 "used_row_bytes": statistics.fmean(row_bytes),
+                "least_bytes": least,
+                "ratio_to_least": wire * PAYLOAD_SHARE_OF_WIRE / least if wire is not None and least else None,
                 "row_oracle_seconds": statistics.median(row_oracle) if row_oracle else None,
                 "all_reduce_bytes_per_second": bytes_per_second,
                 "payload_bytes": payload,
@@ -483,7 +486,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
             f"\n{first['label']}, {first['size']}, {first['world_size']} hosts, {first['link']}: "
             f"{describe_gradients(first)}"
         )
-    headings = "peer,ms,q1..q3,/ DDP,/ oracle,/ row oracle,MB payload,MB wire,wire/payl,wait us,hook us,max |d|"
+    headings = "peer,ms,q1..q3,/ DDP,/ oracle,/ row oracle,MB payload,MB wire,wire/payl,x least,wait us,hook us,max |d|"
     cells = [tuple(headings.split(","))]
     for row in timed:
         step = row["step_seconds"]
@@ -498,6 +501,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
                 number(row["payload_bytes"], ".2f", 1e-6),
                 number(row["wire_bytes"], ".2f", 1e-6),
                 number(row["wire_over_payload"], ".3f"),
+                number(row["ratio_to_least"], ".2f"),
                 number(row["exchange_wait_seconds"], ".0f", 1e6),
                 number(row["hook_seconds"], ".0f", 1e6),
                 number(row["gradient_difference"], ".1e"),

@@ -342,6 +342,10 @@ def _all_peers() -> list[Peer]:
     peers.append(Peer(NOTHING, "DDP with a hook that sends nothing", _with_hook(_Silent, _attach_nothing)))
     title = "used rows only, a prototype in Python"
     peers.append(Peer("rows_prototype", title, _with_hook(_Rows, row_hook.attach)))
+    gathered = _with_hook(Variant, row_hook.attach_all_gather)
+    peers.append(Peer("rows_all_gather", "every rank's rows to all, in Python (SparCML)", gathered))
+    sparse = _with_hook(Variant, row_hook.attach_sparse)
+    peers.append(Peer("rows_sparse", "rows as sparse tensors, gloo's all-reduce", sparse))
     for policy in ("skip_unused", "skip_zeros", "auto", "allreduce"):
         for native in (True, False):
             how = "native" if native else "python"

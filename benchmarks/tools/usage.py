@@ -20,6 +20,9 @@ class Usage:
     is_alike: bool
     # Of each used parameter the bytes of the rows in which some rank has a non-zero; a vector is one row.
     row_bytes: Mapping[str, int]
+    # The least that ranks could send of those rows, without masks and headers; bytes of a rank, in the mean. What m of
+    # n ranks contribute takes m - 1 transfers to be added up, and n - 1 for everybody to know the sum.
+    least_bytes: float
 
 
 def find_usage(workload: Workload, master: nn.Module, world_size: int) -> list[Usage]:
@@ -32,17 +35,20 @@ def find_usage(workload: Workload, master: nn.Module, world_size: int) -> list[U
     found = []
     for pattern in range(workload.patterns):
         by_rank = []
-        rows: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}  # by how many ranks each is used
         for rank in range(world_size):
             model.zero_grad(set_to_none=True)
             workload.loss(model, pattern, rank).backward()
             mine = {name: rows_with_nonzero(p.grad) for name, p in model.named_parameters() if p.grad is not None}
             mine = {name: mask for name, mask in mine.items() if bool(mask.any())}
             by_rank.append(frozenset(mine))
-            rows = {name: _either(rows.get(name), mine.get(name)) for name in rows.keys() | mine.keys()}
+            for name, mask in mine.items():
+                rows[name] = rows[name] + mask if name in rows else mask.long()
         sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-        row_bytes = {name: sizes[name] // mask.numel() * int(mask.sum()) for name, mask in rows.items()}
-        found.append(Usage(frozenset(rows), len(set(by_rank)) == 1, row_bytes))
+        row_bytes = {name: sizes[name] // counts.numel() * int((counts > 0).sum()) for name, counts in rows.items()}
+        transfers = {name: (counts[counts > 0] + (world_size - 2)).sum() for name, counts in rows.items()}
+        least = sum(sizes[name] // counts.numel() * int(transfers[name]) for name, counts in rows.items()) / world_size
+        found.append(Usage(frozenset(rows), len(set(by_rank)) == 1, row_bytes, least))
     return found
 
 
@@ -50,10 +56,3 @@ def rows_with_nonzero(gradient: Tensor) -> Tensor:
     """Which slices along the first dimension hold anything but zeros, NaN included; a vector is one row."""
     rows = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(1, -1)
     return rows.ne(0).any(1)
-
-
-def _either(one: Tensor | None, other: Tensor | None) -> Tensor:
-    if one is None or other is None:
-        assert one is not None or other is not None
-        return one if one is not None else other  # type: ignore[return-value]
-    return one | other
