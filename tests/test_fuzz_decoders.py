@@ -71,7 +71,7 @@ OLD_STATE = {
         "units": "adaptive",
         "average": "world",
         "rebuild_after": 0,
-        **STATE["policy"]["tuning"],
+        **{name: value for name, value in STATE["policy"]["tuning"].items() if name != "min_owner_saving"},
     },
     "statistics": {
         {"skip_zeros_steps": "values_steps", "skip_zero_rows_steps": "units_steps"}.get(name, name): value
