@@ -226,3 +226,37 @@ def test_refuses_another_device() -> None:
         _C.gather_scaled(flat, flat, [(0, 3)], 1.0)
     with pytest.raises(RuntimeError, match=r"expected gradients on the CPU.*, received meta"):
         _C.scatter(flat, flat, [(0, 3)])
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", range(20))
+def test_scatter_add_is_torchs_addition(dtype: torch.dtype, seed: int) -> None:
+    generator = random.Random(seed)
+    torch.manual_seed(seed)
+    to = torch.randn(1000).to(dtype)
+    to[::7] = -0.0
+    ranges: Ranges = []
+    end = 0
+    while end < len(to):
+        begin = end + generator.choice([0, 0, 1, 50])
+        length = min(generator.choice([0, 1, 3, 64, 257]), max(len(to) - begin, 0))
+        end = begin + max(length, 1)
+        if begin < len(to):
+            ranges.append((begin, length))
+    message = torch.randn(sum(length for _, length in ranges)).to(dtype)
+    message[::5] = -0.0
+    expected, position = to.clone(), 0
+    for begin, length in ranges:
+        expected[begin : begin + length] += message[position : position + length]
+        position += length
+    _C.scatter_add(message, to, ranges)
+    assert_same_bits(to, expected)
+
+
+def test_scatter_add_refuses_what_does_not_fit() -> None:
+    with pytest.raises(RuntimeError, match="expected slices of 3 elements, received 4"):
+        _C.scatter_add(torch.ones(3), torch.ones(9), [(0, 2), (5, 2)])
+    with pytest.raises(RuntimeError):
+        _C.scatter_add(torch.ones(3), torch.ones(9), [(7, 3)])
+    with pytest.raises(RuntimeError, match="expected slices of"):
+        _C.scatter_add(torch.ones(3), torch.ones(9, dtype=torch.float64), [(0, 3)])

@@ -38,6 +38,13 @@ void bind_slices(py::module_& m) {
     scatter(message, to_slices(flat, ranges));
   });
 
+  m.def("scatter_add",
+        [](const at::Tensor& message, const at::Tensor& to, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+          std::vector<Range> stretches;
+          for (const auto& [offset, length] : ranges) stretches.push_back({offset, length});
+          scatter_add(message, to, stretches);
+        });
+
   // For each slice: (any non-zero, any -0.0 if all are zero).
   py::class_<PendingScan>(m, "PendingScan")
       .def(

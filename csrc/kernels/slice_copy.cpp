@@ -1,6 +1,9 @@
 #include "kernels/slice_copy.h"
 
+#include <ATen/ATen.h>
+#include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Half.h>
 
 #include "kernels/cpu/slice_copy.h"
 #include "kernels/devices.h"
@@ -33,6 +36,34 @@ void check_fit(const at::Tensor& message, const std::vector<SliceOfTensor>& slic
   check_range(message, 0, message.numel());
   TORCH_CHECK(total == message.numel(), "ddp_hooks: expected slices of ", message.numel(), " elements, received ",
               total);
+}
+
+template <typename Element>
+void add(char* to, const char* from, int64_t length) {
+  auto* sums = reinterpret_cast<Element*>(to);
+  const auto* terms = reinterpret_cast<const Element*>(from);
+  for (int64_t i = 0; i < length; ++i) sums[i] += terms[i];
+}
+
+// An operator of torch's for each range would take longer than what it adds where ranges are rows.
+void add_on_cpu(const at::Tensor& message, const at::Tensor& to, const std::vector<Range>& ranges) {
+  const auto add_elements = [type = element_type_of(message)] {
+    switch (type) {
+      case ElementType::kFloat64:
+        return add<double>;
+      case ElementType::kFloat16:
+        return add<c10::Half>;
+      case ElementType::kBFloat16:
+        return add<c10::BFloat16>;
+      default:
+        return add<float>;
+    }
+  }();
+  int64_t position = 0;
+  for (const Range& range : ranges) {
+    add_elements(address(to, range.offset), address(message, position), range.length);
+    position += range.length;
+  }
 }
 
 #ifdef DDP_HOOKS_WITH_CUDA
@@ -135,6 +166,19 @@ void scatter(const at::Tensor& message, const std::vector<SliceOfTensor>& slices
     cpu::copy(address_of(slice), address(message, position), slice.length, type);
     position += slice.length;
   }
+}
+
+void scatter_add(const at::Tensor& message, const at::Tensor& to, const std::vector<Range>& ranges) {
+  std::vector<SliceOfTensor> slices;
+  slices.reserve(ranges.size());
+  for (const Range& range : ranges) slices.push_back({to, range.offset, range.length});
+  check_fit(message, slices);
+  if (message.is_cpu()) return add_on_cpu(message, to, ranges);
+  // A device does it for all ranges in three launches.
+  const at::Tensor terms = at::zeros_like(to);
+  for (SliceOfTensor& slice : slices) slice.flat = terms;
+  scatter(message, slices);
+  at::Tensor(to).add_(terms);
 }
 
 }  // namespace ddp_hooks

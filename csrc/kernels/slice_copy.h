@@ -42,4 +42,13 @@ void gather_divided(const at::Tensor& message, const std::vector<SliceOfTensor>&
 // The slices = their stretches of the message.
 void scatter(const at::Tensor& message, const std::vector<SliceOfTensor>& slices);
 
+// A stretch of one tensor.
+struct Range {
+  int64_t offset = 0;
+  int64_t length = 0;
+};
+
+// The ranges of `to`, which do not overlap, += their stretches of the message, each sum rounded once.
+void scatter_add(const at::Tensor& message, const at::Tensor& to, const std::vector<Range>& ranges);
+
 }  // namespace ddp_hooks

@@ -197,7 +197,7 @@ void DirectSender::collect(Launch launch, const DirectMessage& message, DirectPl
   waiting_.push_back(std::move(waiting));
 }
 
-// What this rank owns. Parts of different contributors are added in one go where they lie next to each other.
+// What this rank owns.
 void DirectSender::sum(const Waiting& waiting, at::Tensor sums) const {
   sums.zero_();
   const auto group = std::find_if(waiting.groups.begin(), waiting.groups.end(),
@@ -205,23 +205,22 @@ void DirectSender::sum(const Waiting& waiting, at::Tensor sums) const {
   if (group == waiting.groups.end()) return;
   int64_t arrived = 0;
   for (int from = 0; from < world_size(); ++from) {
-    const at::Tensor& contributed = from == rank() ? waiting.own : waiting.received;
-    int64_t position = from == rank() ? 0 : arrived;
-    int64_t begin = 0, end = 0;  // of what is added next
-    const auto add = [&] {
-      if (begin == end) return;
-      sums.narrow(0, begin, end - begin).add_(contributed.narrow(0, position, end - begin));
-      position += end - begin;
-    };
+    std::vector<Range> ranges;
+    int64_t numel = 0;
     for_each_contribution(*group, from, [&](int64_t offset, int64_t length, size_t) {
-      if (offset != end) {
-        add();
-        begin = offset;
+      numel += length;
+      if (!ranges.empty() && ranges.back().offset + ranges.back().length == offset) {
+        ranges.back().length += length;
+      } else {
+        ranges.push_back({offset, length});
       }
-      end = offset + length;
     });
-    add();
-    if (from != rank()) arrived = position;
+    if (from == rank()) {
+      scatter_add(waiting.own, sums, ranges);
+    } else {
+      scatter_add(waiting.received.narrow(0, arrived, numel), sums, ranges);
+      arrived += numel;
+    }
   }
 }
 
