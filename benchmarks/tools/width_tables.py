@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tools.tables import number
+
 UNITS = "units"
 # A heading, whose gradients, of which kind, and in which stretches.
 _COLUMNS = (
@@ -33,4 +35,30 @@ def shares_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"width_shares": shares_table}
+def break_even_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Both lines of each peer, the ratios they come from, and up to which rate the peer is faster."""
+    headings = ["Gradients", "Hosts", "Peer", "Plain, ms + MB sent (ring)", "Peer, ms + MB sent (ring)", "/ plain"]
+    headings += ["Faster than plain", "Largest error of the lines in between"]
+    lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
+    for row in rows:
+        ratios = (f"{link['ratio_to_plain']:.3f} at {link['link']}" for link in row["links"])
+        cells = [row["label"], str(row["world_size"]), f"`{row['peer']}`", _line(row["plain"]), _line(row["this"])]
+        cells += [", ".join(ratios), where(row), number(row["largest_error_between"], ".1%")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _line(line: dict[str, Any]) -> str:
+    text = f"{line['fixed_seconds'] * 1e3:.0f} + {line['sent_bytes'] / 1e6:.1f}"
+    return text if line["ring_bytes"] is None else f"{text} ({line['ring_bytes'] / 1e6:.1f})"
+
+
+def where(row: dict[str, Any]) -> str:
+    """At which rates, of an all-reduce, a peer is faster."""
+    rate = row["break_even_bytes_per_second"]
+    if rate is None:
+        return f"at {row['faster']}"
+    return f"{row['faster']} {rate * 8e-9:.3g} Gbit/s" + (" (extrapolated)" if row["is_extrapolated"] else "")
+
+
+TABLES = {"width_shares": shares_table, "width_break_even": break_even_table}
