@@ -143,7 +143,7 @@ class UnderAutocast(Workload):
         self.passes = passes
         self.name = model + ENDING
         self.question = inner.question
-        self._scale = LOSS_SCALES.get(model, DEFAULT_LOSS_SCALE) if dtype == "float16" else None
+        self.loss_scale = LOSS_SCALES.get(model, DEFAULT_LOSS_SCALE) if dtype == "float16" else 1.0
         # static_graph wants its first pass to be a synchronised one.
         self.is_static = inner.is_static and passes == 1
         self.patterns = inner.patterns
@@ -163,7 +163,7 @@ class UnderAutocast(Workload):
         dtype = DTYPES[self.dtype]
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             loss = self._inner.loss(model, pattern, rank)
-        return loss if self._scale is None else loss * self._scale
+        return loss if self.loss_scale == 1.0 else loss * self.loss_scale
 
     def backward(self, model: nn.Module, pattern: int, rank: int) -> None:
         """All passes, each with inputs of its own; DDP exchanges the sum with the last one."""

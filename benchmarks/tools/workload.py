@@ -47,6 +47,8 @@ class Workload:
     # skip_all_reduce_unused_params are legal.
     is_static = False
     patterns = 4
+    # What gradients are multiplied with, as GradScaler does; differences are told without it.
+    loss_scale = 1.0
 
     def __init__(self, size: Any) -> None:
         self.size = size
