@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fuzzer.campaign import Verdict, judge, run_many
-from fuzzer.generate import generate
+from fuzzer.generate import HAS_NARROW, generate
 from fuzzer.odd import KINDS, odd_gradient
 from fuzzer.program import Program
 from fuzzer.shrink import shrink
@@ -89,6 +89,8 @@ def test_everything_is_generated() -> None:
         *('"autocast":"bfloat16"', '"autocast":"float16"', '"via":"function"', '"via":"hook"', '"where":"used"'),
         *('"declare":"once"', '"declare":"block"', '"how":"package"', '"kind":"tensor"', '"kind":"accumulate"'),
     ):
+        assert value in text, value
+    for value in ('"narrow":"on"', '"narrow":"off"', '"narrow":"adaptive"') if HAS_NARROW else ():
         assert value in text, value
     joins = [program for program in programs if program.options.join is not None]
     assert any(operation["do"] == "rebuild" for program in joins for operation in program.operations)

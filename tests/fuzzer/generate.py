@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import fields
 from typing import Any
+
+import ddp_hooks
 
 from .odd import KINDS, SPOIL_WEIGHTS
 from .program import Layer, Operation, Program, settings_of
 
 # Only one rank's, or nobody's, gradients are special: that is where something might be skipped.
 _FACTORS = ("nan", "inf", "-inf", "0.0", "-0.0", "1e-40", "-1e-42", "1e-3", "2.0")
+# Whether policies say how narrow gradients travel.
+HAS_NARROW = "narrow" in {setting.name for setting in fields(ddp_hooks.Policy)}
 _MAY_SPOIL_WEIGHTS = ("nan", "inf", "-inf")
 
 
@@ -28,6 +33,7 @@ class _Generator:
         self.lookups = random.Random(f"lookups of {seed} on {ranks}")
         self.joins = random.Random(f"joins of {seed} on {ranks}")
         self.widths = random.Random(f"widths of {seed} on {ranks}")
+        self.narrows = random.Random(f"narrows of {seed} on {ranks}")
         self.ranks = ranks
         self.program = Program(seed, ranks)
         self.options = self.program.options
@@ -211,6 +217,23 @@ class _Generator:
         self.program.operations = kept
 
     def _policy(self) -> str | dict[str, Any]:
+        policy = self._policy_but_for_widths()
+        if not HAS_NARROW or policy == "allreduce" or self.narrows.random() < 0.4:
+            return policy
+        settings = {**settings_of(policy), "narrow": self.narrows.choice(["on", "on", "on", "adaptive", "off"])}
+        # Presets divide nothing that is as small as what is trained here, and wait long before they try.
+        if settings["narrow"] == "adaptive":
+            settings = {"first_pause_steps": 1, "longest_pause_steps": self.narrows.choice([1, 2]), **settings}
+        if self.narrows.random() < 0.6:
+            lengths = {
+                "min_divided_bytes": 0,
+                "min_unit_bytes": self.narrows.choice([1, 16, 64]),
+                "max_unit_bytes": 100,
+            }
+            settings = {**lengths, **settings}
+        return settings
+
+    def _policy_but_for_widths(self) -> str | dict[str, Any]:
         policy = self._policy_but_for_transports()
         if policy == "allreduce" or self.transports.random() < 0.3:
             return policy
