@@ -60,9 +60,9 @@ UsageMask UnitsDetector::objections(bool none) {
   if (none) return UsageMask(divided_.size());
   const double least = least_zero_fraction();
   for (auto& [objectors, sample] : samples_) {
-    const std::vector<double>& zero_fractions = sample.wait();
+    const std::vector<SampledUnits>& fractions = sample.wait();
     for (size_t i = 0; i < objectors.size(); ++i) {
-      if (zero_fractions[i] >= least) objections_.clear(objectors[i]);
+      if (fractions[i].zero_fraction >= least) objections_.clear(objectors[i]);
     }
   }
   samples_.clear();
