@@ -174,7 +174,7 @@ def slow_pack(flat: torch.Tensor, slices: Sequence[tuple[int, int, _C.Width]]) -
             held = bits if width == FULL else narrow(bits, flat.dtype, width)
             assert held is not None
             part += held.to_bytes(each, "little")
-        packed_numbers += part + [0] * (-len(part) % 8)
+        packed_numbers += part + [0] * (-len(part) % flat.element_size())
     return packed_numbers
 
 
@@ -259,10 +259,10 @@ def test_widths_of_a_type() -> None:
 
 def test_packed_bytes() -> None:
     for numel in (0, 1, 2, 3, 4, 5, 1000, 1 << 40):
-        for width, each in ((BFLOAT16, 2), (FLOAT16, 2), (FLOAT32, 4)):
-            assert _C.packed_bytes(numel, width, 8) == -(-numel * each // 8) * 8
+        for width, each in ((BFLOAT16, 4), (FLOAT16, 4), (FLOAT32, 8)):
+            assert _C.packed_bytes(numel, width, each) == -(-numel // 2) * each
         for each in (2, 4, 8):
-            assert _C.packed_bytes(numel, FULL, each) == -(-numel * each // 8) * 8
+            assert _C.packed_bytes(numel, FULL, each) == numel * each
 
 
 # --- pack
@@ -306,7 +306,7 @@ def test_packs_memory_that_is_not_aligned(dtype: torch.dtype, width: _C.Width) -
 
 def test_refuses_to_pack_what_does_not_fit() -> None:
     flat, buffer = torch.zeros(9), torch.zeros(15, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="expected a buffer of 24 bytes at least, received 15"):
+    with pytest.raises(RuntimeError, match="expected a buffer of 20 bytes at least, received 15"):
         _C.pack(buffer, flat, [(0, 9, BFLOAT16)])
     with pytest.raises(RuntimeError, match="expected a range within 9 elements"):
         _C.pack(buffer, flat, [(7, 3, BFLOAT16)])
