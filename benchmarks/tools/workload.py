@@ -64,6 +64,10 @@ class Workload:
     def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
         raise NotImplementedError
 
+    def backward(self, model: nn.Module, pattern: int, rank: int) -> None:
+        """One step's backward passes; `model` is the module or DDP around it."""
+        self.loss(model, pattern, rank).backward()
+
     def _generator(self, pattern: int, rank: int) -> torch.Generator:
         return torch.Generator().manual_seed(1000 * pattern + rank + 1)
 
