@@ -199,7 +199,8 @@ def extension() -> setuptools.Extension:
     # Who installs this can do nothing about warnings, and looking for them takes a tenth of the time: Python's own
     # flags ask for them, and -w alone only keeps them from being shown.
     warnings = ["-Wall", "-Wextra", "-Werror"] if warnings_are_errors else ["-w", "-Wno-all"]
-    cxx = ["-std=c++20", "-O3", "-fvisibility=hidden", *warnings]
+    # A product is rounded before it is added, as torch does, also where the processor could do both at once.
+    cxx = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", *warnings]
     nvcc = ["-std=c++20", "-O3", "-Xcompiler", "-fvisibility=hidden,-Wall,-Wextra"]
     # Nothing reads it, but with it in the command everything is compiled anew for another torch, whose headers the
     # compiler leaves out of the dependencies because they are system headers.

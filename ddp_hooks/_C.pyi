@@ -248,14 +248,68 @@ def start_scan(arg0: torch.Tensor, arg1: Sequence[tuple[int, int]], /) -> Pendin
 # are zero and hold a -0.0.
 class PendingUnitScan:
     def wait(self) -> tuple[list[int], list[int]]: ...
+    # The words of two bitmaps: of the units that narrow_widths[k] does not hold. Empty where widths were not asked for.
+    def inexact(self) -> list[list[int]]: ...
 
 # Candidates: the words of a bitmap; all other units are known to be +0.0, and are not read. On the CPU only.
 def start_unit_scan(
-    flat: torch.Tensor, offset: int, length: int, unit_length: int, candidates: Sequence[int] | None = None
+    flat: torch.Tensor,
+    offset: int,
+    length: int,
+    unit_length: int,
+    candidates: Sequence[int] | None = None,
+    widths: bool = False,
 ) -> PendingUnitScan: ...
 
-# Slices: (offset, length, unit length). Returns which part of a sample of its units is zero, of each.
-def sample_units(arg0: torch.Tensor, arg1: Sequence[tuple[int, int, int]], /) -> list[float]: ...
+# Slices: (offset, length, unit length). Returns which part of a sample of its units is zero, of each, and which part of
+# the others a narrow form holds.
+def sample_units(
+    flat: torch.Tensor, slices: Sequence[tuple[int, int, int]], widths: bool = False
+) -> list[tuple[float, float]]: ...
+
+# --- numbers in fewer bits ---
+
+class Width:
+    FULL: ClassVar[Width]
+    BFLOAT16: ClassVar[Width]
+    FLOAT16: ClassVar[Width]
+    FLOAT32: ClassVar[Width]
+    __members__: ClassVar[dict[str, Width]]
+    def __init__(self, value: int) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+
+def narrow_widths(arg0: torch.Tensor, /) -> list[Width]: ...  # of its dtype
+def packed_bytes(numel: int, width: Width, element_bytes: int) -> int: ...
+
+# Take the buffer (uint8), the flat tensor and slices of it: (offset, length, width).
+def pack(arg0: torch.Tensor, arg1: torch.Tensor, arg2: Sequence[tuple[int, int, Width]], /) -> None: ...
+
+class Contribution:
+    def __init__(self, offset: int = 0, width: Width = ..., own: bool = False) -> None: ...  # bytes into the buffer
+
+class SliceSum:
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        offset: int,
+        length: int,
+        contributions: Sequence[Contribution],
+        divisor: float = 1,
+        divides: bool = False,
+        adds_zero: bool = False,
+    ) -> None: ...
+
+def sum_contributions(arg0: torch.Tensor | None, arg1: Sequence[SliceSum], /) -> None: ...  # the buffer
+
+# So that tests run what processors without AVX2 run; for the whole process.
+def leave_out_avx2(arg0: bool, /) -> None: ...
 
 # Whether the CUDA kernels are in this build, and whether the current stream of a tensor's device is being captured.
 def has_cuda() -> bool: ...

@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get("DDP_HOOKS_REQUIRE_CUDA") == "1":
         pytest.fail(f"DDP_HOOKS_REQUIRE_CUDA=1, but {_why_no_cuda()}", pytrace=False)
     pytest.skip(str(_why_no_cuda()))
+
+
+@pytest.fixture(params=[False, True], ids=["avx2", "baseline"])
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the test with what processors without AVX2 run, too."""
+    from ddp_hooks import _C
+
+    _C.leave_out_avx2(request.param)
+    yield
+    _C.leave_out_avx2(False)

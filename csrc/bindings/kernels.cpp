@@ -10,9 +10,11 @@
 #include <vector>
 
 #include "bindings/rooms.h"
+#include "kernels/cpu/instructions.h"
 #include "kernels/cuda/emulation.h"
 #include "kernels/devices.h"
 #include "kernels/nonzero_scan.h"
+#include "kernels/packing.h"
 #include "kernels/slice_copy.h"
 #include "kernels/staging_copy.h"
 #include "kernels/tensor_hash.h"
@@ -65,7 +67,8 @@ void bind_slices(py::module_& m) {
     return std::make_pair(result.any_nonzero, result.any_negative_zero);
   });
 
-  // The words of the bitmap of non-zero units, and the units that are zero and hold a -0.0.
+  // The words of the bitmap of non-zero units, and the units that are zero and hold a -0.0; inexact() returns the words
+  // of the bitmaps of what narrow forms do not hold.
   py::class_<PendingUnitScan>(m, "PendingUnitScan")
       .def(
           "wait",
@@ -73,29 +76,76 @@ void bind_slices(py::module_& m) {
             const UnitScanResult& result = scan.wait();
             return std::make_tuple(result.nonzero, result.negative_zeros);
           },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "inexact", [](PendingUnitScan& scan) { return scan.wait().inexact; },
           py::call_guard<py::gil_scoped_release>());
   m.def(
       "start_unit_scan",
       [](const at::Tensor& flat, int64_t offset, int64_t length, int64_t unit_length,
-         const std::optional<std::vector<uint64_t>>& candidates) {
+         const std::optional<std::vector<uint64_t>>& candidates, bool widths) {
         const SliceOfTensor slice{flat, offset, length};
-        return candidates ? start_unit_scan(slice, unit_length, *candidates) : start_unit_scan(slice, unit_length);
+        return candidates ? start_unit_scan(slice, unit_length, *candidates, widths)
+                          : start_unit_scan(slice, unit_length, widths);
       },
       py::arg("flat"), py::arg("offset"), py::arg("length"), py::arg("unit_length"), py::arg("candidates") = py::none(),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("widths") = false, py::call_guard<py::gil_scoped_release>());
 
-  // Which part of a sample of its units is zero, of each slice: (offset, length, unit length).
+  // Of each slice (offset, length, unit length): which part of a sample of its units is zero, and which part of the
+  // rest is narrow.
   m.def(
       "sample_units",
-      [](const at::Tensor& flat, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& slices) {
+      [](const at::Tensor& flat, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& slices, bool widths) {
         std::vector<UnitsOfSlice> units;
         for (const auto& [offset, length, unit_length] : slices) units.push_back({{flat, offset, length}, unit_length});
-        return start_unit_sample(units).wait();
+        PendingUnitSample sample = start_unit_sample(units, widths);
+        std::vector<std::pair<double, double>> fractions;
+        for (const SampledUnits& each : sample.wait()) {
+          fractions.emplace_back(each.zero_fraction, each.narrow_fraction);
+        }
+        return fractions;
       },
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("flat"), py::arg("slices"), py::arg("widths") = false, py::call_guard<py::gil_scoped_release>());
 
   m.def("has_cuda", &has_cuda);
   m.def("is_capturing", [](const at::Tensor& tensor) { return is_capturing(tensor.device()); });
+}
+
+void bind_packing(py::module_& m) {
+  py::enum_<Width>(m, "Width")
+      .value("FULL", Width::kFull)
+      .value("BFLOAT16", Width::kBFloat16)
+      .value("FLOAT16", Width::kFloat16)
+      .value("FLOAT32", Width::kFloat32);
+  m.def("narrow_widths", [](const at::Tensor& flat) { return narrow_widths(element_type_of(flat)); });
+  m.def("packed_bytes", &packed_bytes, py::arg("numel"), py::arg("width"), py::arg("element_bytes"));
+
+  m.def(
+      "pack",
+      [](const at::Tensor& to, const at::Tensor& flat, const std::vector<std::tuple<int64_t, int64_t, Width>>& slices) {
+        std::vector<PackedSlice> packed;
+        for (const auto& [offset, length, width] : slices) packed.push_back({{flat, offset, length}, width});
+        pack(to, packed);
+      },
+      py::call_guard<py::gil_scoped_release>());
+
+  py::class_<Contribution>(m, "Contribution")
+      .def(py::init([](int64_t offset, Width width, bool own) { return Contribution{offset, width, own}; }),
+           py::arg("offset") = 0, py::arg("width") = Width::kFull, py::arg("own") = false);
+  py::class_<SliceSum>(m, "SliceSum")
+      .def(py::init([](const at::Tensor& flat, int64_t offset, int64_t length, std::vector<Contribution> contributions,
+                       double divisor, bool divides, bool adds_zero) {
+             return SliceSum{{flat, offset, length}, std::move(contributions), divisor, divides, adds_zero};
+           }),
+           py::arg("flat"), py::arg("offset"), py::arg("length"), py::arg("contributions"), py::arg("divisor") = 1,
+           py::arg("divides") = false, py::arg("adds_zero") = false);
+  m.def(
+      "sum_contributions",
+      [](const std::optional<at::Tensor>& packed, const std::vector<SliceSum>& sums) {
+        sum_contributions(packed.value_or(at::Tensor()), sums);
+      },
+      py::call_guard<py::gil_scoped_release>());
+  m.def("leave_out_avx2", &cpu::leave_out_avx2);
 }
 
 // The CUDA kernels' indexing on CPU tensors. Each function returns (launches, chunks, bytes of the widest access), the
@@ -215,6 +265,7 @@ void bind_staging_copy(py::module_& m) {
 
 void bind_kernels(py::module_& m) {
   bind_slices(m);
+  bind_packing(m);
   bind_emulation(m);
   bind_tensor_hash(m);
   bind_staging_copy(m);

@@ -49,10 +49,14 @@ class OneOfMany : public c10d::Backend {
 void bind_transport(py::module_& m) {
   py::enum_<Transport>(m, "Transport")
       .value("ALL_REDUCE", Transport::kAllReduce)
+      .value("BROADCAST", Transport::kBroadcast)
       .value("BY_OWNER", Transport::kByOwner);
-  m.def("transport_for", [](RankSet contributors, int world_size, bool sums) {
-    return transport_for(contributors, {world_size, true, sums});
-  });
+  m.def(
+      "transport_for",
+      [](RankSet contributors, int world_size, bool sums, Width width) {
+        return transport_for(contributors, width, {world_size, true, sums});
+      },
+      py::arg("contributors"), py::arg("world_size"), py::arg("sums"), py::arg("width") = Width::kFull);
   py::class_<DirectSettings>(m, "DirectSettings")
       .def(py::init([](bool allowed, int world_size, bool sums, double least_saving_of_sums, int64_t segment_bytes,
                        int64_t min_bytes) {
@@ -65,7 +69,8 @@ void bind_transport(py::module_& m) {
       .def_readonly("place", &DirectPart::place)
       .def_readonly("offset", &DirectPart::offset)
       .def_readonly("length", &DirectPart::length)
-      .def_readonly("contributors", &DirectPart::contributors);
+      .def_readonly("contributors", &DirectPart::contributors)
+      .def_readonly("width", &DirectPart::width);
   py::class_<DirectGroup>(m, "DirectGroup")
       .def_readonly("owner", &DirectGroup::owner)
       .def_readonly("numel", &DirectGroup::numel)
@@ -74,6 +79,13 @@ void bind_transport(py::module_& m) {
       .def_readonly("is_summed", &DirectMessage::is_summed)
       .def_readonly("numel", &DirectMessage::numel)
       .def_readonly("groups", &DirectMessage::groups);
+
+  // Of a message, of elements of so many bytes: its payload, and what of that is narrow.
+  m.def("bytes_of_direct_message", [](const DirectMessage& message, int64_t element_bytes) {
+    const MessageBytes bytes = bytes_of(message, element_bytes);
+    return std::make_pair(bytes.payload, bytes.narrow);
+  });
+  m.def("contribution_bytes", &contribution_bytes);
 
   py::class_<PlanSettings>(m, "PlanSettings")
       .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction, const DirectSettings& direct) {
@@ -121,7 +133,8 @@ void bind_transport(py::module_& m) {
       py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("divided") = py::none());
 
   // Of the all-reduced messages: whether each travels in place, and its runs (gradient, offset, length), in elements.
-  // And the others; and by gradient how many elements are sent, counted at their transports' costs.
+  // And the others; and by gradient how many elements are sent, counted at their transports' costs, and how many these
+  // would be if none could travel narrow.
   m.def(
       "make_unit_plan",
       [](const std::vector<Units>& gradients, const UsageMask& used, int64_t element_bytes,
@@ -132,7 +145,9 @@ void bind_transport(py::module_& m) {
           auto& runs = reduced.emplace_back(message.in_place, 0).second;
           for (const UnitRun& run : message.runs) runs.emplace_back(run.gradient, run.offset, run.length);
         }
-        return std::make_tuple(std::move(reduced), plan.direct, plan.sent_elements);
+        std::vector<std::pair<double, double>> sent;
+        for (const SentElements& one : plan.sent) sent.emplace_back(one.elements, one.at_full_width);
+        return std::make_tuple(std::move(reduced), plan.direct, std::move(sent));
       },
       py::arg("gradients"), py::arg("used"), py::arg("element_bytes"), py::arg("settings"),
       py::arg("by_rank") = std::vector<UsageMask>());

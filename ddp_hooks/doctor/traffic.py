@@ -147,7 +147,9 @@ def zero_units(step: UnionStep, index: int) -> float:
 # --- units
 
 
-def units_traffic(step: UnionStep, bucket: int, chosen: Sequence[int], world: World) -> tuple[Traffic, dict[int, int]]:
+def units_traffic(
+    step: UnionStep, bucket: int, chosen: Sequence[int], world: World
+) -> tuple[Traffic, dict[int, tuple[float, float]]]:
     """Return what is sent of the units of some parameters of one bucket.
 
     Args:
@@ -158,7 +160,7 @@ def units_traffic(step: UnionStep, bucket: int, chosen: Sequence[int], world: Wo
 
     Returns:
         The traffic; and for each parameter how many of its elements are sent, counted at what their transports take of
-        a ring's transfers, as the adaptive detector counts them.
+        a ring's transfers, and how many these would be at full width, as the adaptive detector counts them.
     """
     element_bytes = step.layout.buckets[bucket].element_bytes
     settings = plan_settings("skip_zeros", world)
