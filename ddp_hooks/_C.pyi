@@ -44,15 +44,29 @@ class UnitSettings:
     def __init__(self, *, min_divided_bytes: int, min_unit_bytes: int, max_unit_bytes: int) -> None: ...
 
 class Units:
-    def __init__(self, length: int, slice_length: int, first_bit: int = 0) -> None: ...
+    def __init__(
+        self,
+        length: int,
+        slice_length: int,
+        first_bit: int = 0,
+        forms: Sequence[Width] = ...,
+        first_inexact_bits: Sequence[int] = ...,
+    ) -> None: ...
     @property
     def length(self) -> int: ...
+    @property
+    def slice_length(self) -> int: ...
+    @property
+    def forms(self) -> list[Width]: ...
+    @property
+    def first_inexact_bits(self) -> list[int]: ...
     def __len__(self) -> int: ...
     def begin(self, arg0: int, /) -> int: ...
     def end(self, arg0: int, /) -> int: ...
 
 def units_of(arg0: ParameterSlice, arg1: int, arg2: UnitSettings, /) -> Units: ...  # element_bytes
 def elements_in_units(arg0: Units, arg1: UsageMask, /) -> int: ...
+def count_narrow_units(arg0: Units, arg1: UsageMask, /) -> int: ...
 
 class BucketLayout:
     def __init__(self, slices: Sequence[ParameterSlice], element_bytes: int, kind: int = 0) -> None: ...
@@ -64,6 +78,7 @@ class BucketLayout:
     def element_bytes(self) -> int: ...
     @property
     def sparse(self) -> bool: ...
+    def narrow_forms(self) -> list[Width]: ...
 
 class LayoutOfBuckets:
     def __init__(self, arg0: Sequence[BucketLayout], arg1: int, /) -> None: ...  # buckets, parameter_count
@@ -111,6 +126,7 @@ class Disposition:
 
 class Transport:
     ALL_REDUCE: ClassVar[Transport]
+    BROADCAST: ClassVar[Transport]
     BY_OWNER: ClassVar[Transport]
     __members__: ClassVar[dict[str, Transport]]
     def __init__(self, value: int) -> None: ...
@@ -125,7 +141,11 @@ class Transport:
     def __ne__(self, other: object, /) -> bool: ...
 
 # Takes a set of ranks, a bit each, the world size, and whether what several contribute may be summed by an owner.
-def transport_for(arg0: int, arg1: int, arg2: bool, /) -> Transport: ...
+def transport_for(contributors: int, world_size: int, sums: bool, width: Width = ...) -> Transport: ...
+
+# Of a message and the bytes of an element: its payload, and how much of that is narrow.
+def bytes_of_direct_message(arg0: DirectMessage, arg1: int, /) -> tuple[int, int]: ...
+def contribution_bytes(arg0: DirectGroup, arg1: int, arg2: int, /) -> int: ...  # rank, bytes of an element
 
 class DirectSettings:
     def __init__(
@@ -148,6 +168,8 @@ class DirectPart:
     def length(self) -> int: ...
     @property
     def contributors(self) -> int: ...  # a set of ranks, a bit each
+    @property
+    def width(self) -> Width: ...
 
 class DirectGroup:
     @property
@@ -188,14 +210,15 @@ def plan_bucket_by_bucket(
 
 # `used` is the mask of all units of all gradients, and `by_rank` what of it each rank uses. Returns for each message
 # that is all-reduced whether it travels in place, and its runs (gradient, offset, length); the other messages; and by
-# gradient how many elements are sent, counted at what their transports take of a ring's transfers.
+# gradient how many elements are sent, counted at what their transports take of a ring's transfers, and how many these
+# would be if none could travel narrow.
 def make_unit_plan(
     gradients: Sequence[Units],
     used: UsageMask,
     element_bytes: int,
     settings: PlanSettings,
     by_rank: Sequence[UsageMask] = [],
-) -> tuple[list[tuple[bool, list[tuple[int, int, int]]]], list[DirectMessage], list[int]]: ...
+) -> tuple[list[tuple[bool, list[tuple[int, int, int]]]], list[DirectMessage], list[tuple[float, float]]]: ...
 
 # As rank `rank` of `ranks`, to whose group `all_reduce` is handed what has to be summed in place. The gradients: each
 # parameter, and whether it has a gradient of this step. Returns the numbers of messages, and of bytes of gradients and
@@ -222,13 +245,18 @@ class ValuesProbe:
 
 # In which parameters units are agreed on, as engine.cpp asks; gradients it is shown there only.
 class UnitsDetector:
-    def __init__(self, *, detector: ValuesDetector, units: UnitSettings, probe: ProbeSettings) -> None: ...
+    def __init__(
+        self, *, rows: ValuesDetector, widths: ValuesDetector, units: UnitSettings, probe: ProbeSettings
+    ) -> None: ...
     def use_layout(self, arg0: LayoutOfBuckets, /) -> None: ...
     def least_zero_fraction(self) -> float: ...
+    def least_narrow_fraction(self) -> float: ...
     def objections(self, arg0: bool, /) -> UsageMask: ...  # whether there are none
-    def choose(self, arg0: UsageMask, arg1: UsageMask, arg2: int, /) -> UsageMask: ...  # used, objections, step
+    # Of what is used, of objections, in a step: the parameters, and those of them that are asked for their widths.
+    def choose(self, arg0: UsageMask, arg1: UsageMask, arg2: int, /) -> tuple[UsageMask, UsageMask]: ...
     def is_due(self, arg0: int, arg1: int, /) -> bool: ...  # parameter, the next step
-    def observe(self, arg0: int, arg1: int, arg2: int, arg3: int, /) -> bool: ...  # parameter, step, elements, sent
+    # Parameter, step, elements; how many are sent, counted at their costs, and how many these are at full width.
+    def observe(self, arg0: int, arg1: int, arg2: int, arg3: float, arg4: float, /) -> bool: ...
 
 # Takes a flat tensor; returns (any non-zero, any -0.0 if all are zero).
 def nonzero_scan(arg0: torch.Tensor, /) -> tuple[bool, bool]: ...
@@ -373,7 +401,8 @@ class EngineSettings:
         *,
         graph_detector: bool,
         values_detector: ValuesDetector,
-        units_detector: ValuesDetector,
+        rows_detector: ValuesDetector,
+        widths_detector: ValuesDetector,
         units: UnitSettings,
         plan: PlanSettings,
         probe: ProbeSettings,
@@ -394,6 +423,12 @@ class Statistics:
     def units_agreed_on(self) -> int: ...
     @property
     def units_sent(self) -> int: ...
+    @property
+    def narrow_steps(self) -> int: ...
+    @property
+    def units_narrow(self) -> int: ...
+    @property
+    def narrow_bytes(self) -> int: ...
     @property
     def buckets_whole(self) -> int: ...
     @property
