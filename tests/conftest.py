@@ -16,6 +16,8 @@ import pytest
 
 _here = str(Path(__file__).parent)
 sys.path.insert(0, _here)
+# For ddp_hooks_testing. Last, so that what is tested is the ddp_hooks that is installed, if one is.
+sys.path.append(str(Path(__file__).parent.parent))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_here, os.environ.get("PYTHONPATH", "")]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

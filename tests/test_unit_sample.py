@@ -10,7 +10,7 @@ import torch
 from test_nonzero_scan import DTYPES, WORDS, oracle
 from test_unit_scan import random_slice
 
-from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
 
 SAMPLED, GLANCED, GLANCED_ELEMENTS = 64, 8, 8
 Slices = Sequence[tuple[int, int, int]]
@@ -60,27 +60,27 @@ def random_slices(dtype: torch.dtype, rng: random.Random) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("seed", range(12))
 def test_against_every_element(dtype: torch.dtype, seed: int) -> None:
     flat, slices = random_slices(dtype, random.Random(seed))
-    assert _C.sample_units(flat, slices) == slow_sample(flat, slices)
+    assert testing.sample_units(flat, slices) == slow_sample(flat, slices)
     rng = random.Random(seed)
     rng.shuffle(slices)
-    assert _C.sample_units(flat, slices) == slow_sample(flat, slices)
+    assert testing.sample_units(flat, slices) == slow_sample(flat, slices)
 
 
 def test_of_nothing() -> None:
-    assert _C.sample_units(torch.zeros(3), []) == []
+    assert testing.sample_units(torch.zeros(3), []) == []
     for bad in ((0, 0, 1), (0, 3, 0)):
         with pytest.raises(RuntimeError, match="expected a unit of an element at least"):
-            _C.sample_units(torch.zeros(3), [bad])
+            testing.sample_units(torch.zeros(3), [bad])
     with pytest.raises(RuntimeError, match="expected a range within 3 elements"):
-        _C.sample_units(torch.zeros(3), [(0, 2, 1), (2, 2, 1)])
+        testing.sample_units(torch.zeros(3), [(0, 2, 1), (2, 2, 1)])
 
 
 def test_a_glance_tells_dense_gradients_apart() -> None:
     # Every unit begins with a non-zero, so it does not matter what follows; and a negative zero is a zero.
     flat = torch.zeros(100, 32)
     flat[:, 0] = 1e-45
-    assert _C.sample_units(flat.flatten(), [(0, 3200, 32)]) == [0.0]
+    assert testing.sample_units(flat.flatten(), [(0, 3200, 32)]) == [0.0]
     flat[:, 0] = -0.0
-    assert _C.sample_units(flat.flatten(), [(0, 3200, 32)]) == [1.0]
+    assert testing.sample_units(flat.flatten(), [(0, 3200, 32)]) == [1.0]
     flat[:, 9] = torch.tensor([1], dtype=WORDS[torch.float32]).view(torch.float32)
-    assert _C.sample_units(flat.flatten(), [(0, 3200, 32)]) == [0.0]
+    assert testing.sample_units(flat.flatten(), [(0, 3200, 32)]) == [0.0]
