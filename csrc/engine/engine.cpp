@@ -177,7 +177,7 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   check_bucket(index);
   if (!shadow) prepare_gradients(index);
   const auto settled = [&](const SettledUnits& units) { return send_units(units); };
-  if (step_->units) step_->units->settle_under_way(index, settled);
+  if (sends_units_first()) step_->units->settle_under_way(index, settled);
   send_parameters(index);
   if (step_->units) {
     step_->units->bucket_ready(index, layout_->buckets[index].sparse ? at::Tensor() : step_->buckets[index].flat(),
@@ -588,9 +588,15 @@ void Engine::gradient_reported(size_t index) {
   statistics_.hook_seconds += stopwatch.seconds();
 }
 
+// A bucket completes when its units are back, so its whole parameters have to have left before: with the values
+// detector they leave when the next bucket is ready.
+bool Engine::sends_units_first() const {
+  return step_->units && !step_->values;
+}
+
 // Rather than with the next bucket, whose gradients may take long.
 void Engine::settle_units_early() {
-  if (!step_->units) return;
+  if (!sends_units_first()) return;
   try {
     step_->units->settle_early([&](const SettledUnits& units) { return send_units(units); });
   } catch (...) {

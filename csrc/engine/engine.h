@@ -146,6 +146,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void check_bucket(uint32_t bucket);
   void prepare_gradients(uint32_t bucket);
   void send_parameters(uint32_t bucket);
+  bool sends_units_first() const;
   void settle_units_early();
   void open_step(bool shadow);
   AgreedUsage agree(bool shadow);
