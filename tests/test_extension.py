@@ -223,4 +223,4 @@ def test_the_extension_holds_nothing_for_tests() -> None:
     text = "\n".join(path.read_text() for path in Path(ddp_hooks.__file__).parent.rglob("*.py"))
     names = {name for name in dir(_C) if not name.startswith("__")}
     assert {name for name in names if not re.search(rf"\b_C\.{name}\b", text)} == RETURNED | SWITCHES
-    assert SWITCHES == names & {name for name in dir(testing) if not name.startswith("__")}
+    assert names & {name for name in dir(testing) if not name.startswith("__")} == SWITCHES
