@@ -244,7 +244,7 @@ class Statistics:
                 f"skip_zero_rows: on in {self.skip_zero_rows_steps} of {self.steps} steps, {self.units_sent:,} of "
                 f"{self.units_agreed_on:,} units (rows, say) sent"
             )
-        if self.narrow_steps:
+        if self.narrow_bytes:
             lines.append(
                 f"narrow: on in {self.narrow_steps} of {self.steps} steps, {describe_bytes(self.narrow_bytes)} sent in "
                 "place of twice as much"
@@ -280,8 +280,8 @@ class ParameterUsage:
         used_anywhere: some rank did; if not, nothing of it was sent.
         frozen: it does not require a gradient now, on this rank.
         units: how many of its units were used, if the ranks agreed on them; None where it was sent or left as a whole.
-        ranks: those that used it, as ``skip_unused`` sees it; None where nobody knows: without that setting, and in a
-            world of more than 4 ranks where more than one did.
+        ranks: those that used it, as ``skip_unused`` sees it; None where nobody knows: without that setting, and on
+            more than 64 ranks.
     """
 
     name: str

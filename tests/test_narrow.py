@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Scenario, Trainer, compare, register, with_settings
 
 from ddp_hooks import _C, Policy, Tuning
+from ddp_hooks_testing import _C as testing
 
 NARROW = Policy("narrow", narrow="on", tuning=Tuning(min_divided_bytes=0, min_unit_bytes=1, min_direct_bytes=0))
 SMALL_SEGMENTS = with_settings(NARROW, name="small segments", segment_bytes=300, min_owner_saving=0.0)
@@ -105,7 +106,7 @@ def test_every_used_element_travels_once_in_its_width(seed: int) -> None:
                 for unit in {(part.offset + i) // units.length for i in range(part.length)}:
                     assert case.expected[part.place, unit] == (part.contributors, part.width)
                 assert message.is_summed == (
-                    _C.transport_for(part.contributors, case.ranks, True, part.width) == _C.Transport.BY_OWNER
+                    testing.transport_for(part.contributors, case.ranks, True, part.width) == testing.Transport.BY_OWNER
                 )
     assert set(elements.values()) <= {1}
     for (gradient, unit), _ in case.expected.items():
@@ -132,11 +133,11 @@ def test_a_message_is_counted_as_what_a_ring_of_the_same_bytes_would_carry() -> 
         assert not reduced
         part = {2: 0.5, 3: 0.75, 4: 0.75}[ranks]
         assert (sent, full) == (640 * part, 640)
-        payload, narrow = map(sum, zip(*(_C.bytes_of_direct_message(one, 4) for one in messages), strict=True))
+        payload, narrow = map(sum, zip(*(testing.bytes_of_direct_message(one, 4) for one in messages), strict=True))
         assert payload == 4 * 640 * part
         assert 0 < narrow <= payload
         busiest = max(
-            sum(_C.contribution_bytes(group, rank, 4) for message in messages for group in message.groups)
+            sum(testing.contribution_bytes(group, rank, 4) for message in messages for group in message.groups)
             for rank in range(ranks)
         )
         assert busiest == 2 * 640  # everybody contributes everything, in half of its bytes
@@ -270,6 +271,11 @@ def odd_numbers(count: int, draw: random.Random) -> torch.Tensor:
     return numbers
 
 
+def odd_gradient(shape: tuple[int, ...], draw: random.Random) -> torch.Tensor:
+    rows, numbers = shape[0], torch.Size(shape).numel()
+    return torch.stack([odd_numbers(numbers // rows, draw) for _ in range(rows)]).reshape(shape)
+
+
 def odd(rank: int, seed: int, dtype: torch.dtype, policy: Policy, native: bool) -> None:
     ranks = dist.get_world_size()
     shapes = [(40, 24), (3, 5, 7), (64, 64), (1,), (130, 9)]
@@ -279,13 +285,13 @@ def odd(rank: int, seed: int, dtype: torch.dtype, policy: Policy, native: bool) 
         everybody = []
         for other in range(ranks):
             draw = random.Random(f"{seed} {step} {other}")
-            everybody.append([torch.stack([odd_numbers(max(1, torch.Size(s).numel() // s[0]), draw) for _ in range(s[0])])
-                              .reshape(s).to(dtype) for s in shapes])  # fmt: skip
+            everybody.append([odd_gradient(shape, draw).to(dtype) for shape in shapes])
         for model in models:
             model.zero_grad()
             model([gradient.clone() for gradient in everybody[rank]]).backward()
         for index, (plain, ours) in enumerate(zip(*(m.parameters() for m in models), strict=True)):
-            assert plain.grad is not None and ours.grad is not None
+            assert plain.grad is not None
+            assert ours.grad is not None
             what = f"parameter {index} in step {step}"
             if ranks > 2:
                 torch.testing.assert_close(
@@ -314,7 +320,7 @@ def test_odd_numbers(seed: int, world_size: int, dtype: torch.dtype, native: boo
 
 
 def count_bytes(rank: int, dtype: torch.dtype, exact: Any) -> None:
-    """A table of which some rows are looked up, and a dense layer: half of what some rank uses, where that is narrow."""
+    """A table of which some rows are looked up, and a dense layer: half of what is used, where that is narrow."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(100, 64), nn.Flatten(), nn.Linear(4 * 64, 32))
     ddp = DistributedDataParallel(model)

@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,6 +29,7 @@ size_t checked(const UsageMask& mask, size_t index) {
 void bind_layout(py::module_& m) {
   py::class_<UsageMask>(m, "UsageMask")
       .def(py::init<size_t, bool>(), py::arg("size"), py::arg("used") = false)
+      .def(py::init<size_t, std::vector<uint64_t>>(), py::arg("size"), py::arg("words"))
       .def("__len__", &UsageMask::size)
       .def("test", [](const UsageMask& mask, size_t index) { return mask.test(checked(mask, index)); })
       .def("set", [](UsageMask& mask, size_t index) { mask.set(checked(mask, index)); })
@@ -75,8 +77,6 @@ void bind_layout(py::module_& m) {
       .def("begin", &Units::begin)
       .def("end", &Units::end);
   m.def("units_of", &units_of);
-  m.def("elements_in_units", &elements_in);
-  m.def("count_narrow_units", &count_narrow);
 
   py::class_<BucketLayout>(m, "BucketLayout")
       .def(py::init([](std::vector<ParameterSlice> slices, int64_t element_bytes, uint64_t kind) {

@@ -1,11 +1,6 @@
-#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <chrono>
-#include <functional>
 #include <optional>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -15,48 +10,13 @@
 #include "layout/units.h"
 #include "layout/usage_mask.h"
 #include "transport/direct_sender.h"
-#include "transport/launch.h"
 #include "transport/reduction_plan.h"
 #include "transport/unit_plan.h"
-#include "transport/unmanaged_gradients.h"
 
 namespace py = pybind11;
 
 namespace ddp_hooks {
-namespace {
-
-class Done : public c10d::Work {
- public:
-  bool wait(std::chrono::milliseconds) override { return true; }
-};
-
-// A rank of a group as large as a test likes, which sums what the ranks hand over.
-class OneOfMany : public c10d::Backend {
- public:
-  using AllReduce = std::function<void(at::Tensor)>;
-  OneOfMany(int rank, int size, AllReduce all_reduce) : Backend(rank, size), all_reduce_(std::move(all_reduce)) {}
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions&) override {
-    all_reduce_(tensors.front());
-    return c10::make_intrusive<Done>();
-  }
-
- private:
-  AllReduce all_reduce_;
-};
-
-}  // namespace
-
 void bind_transport(py::module_& m) {
-  py::enum_<Transport>(m, "Transport")
-      .value("ALL_REDUCE", Transport::kAllReduce)
-      .value("BROADCAST", Transport::kBroadcast)
-      .value("BY_OWNER", Transport::kByOwner);
-  m.def(
-      "transport_for",
-      [](RankSet contributors, int world_size, bool sums, Width width) {
-        return transport_for(contributors, width, {world_size, true, sums});
-      },
-      py::arg("contributors"), py::arg("world_size"), py::arg("sums"), py::arg("width") = Width::kFull);
   py::class_<DirectSettings>(m, "DirectSettings")
       .def(py::init([](bool allowed, int world_size, bool sums, double least_saving_of_sums, int64_t segment_bytes,
                        int64_t min_bytes) {
@@ -79,13 +39,6 @@ void bind_transport(py::module_& m) {
       .def_readonly("is_summed", &DirectMessage::is_summed)
       .def_readonly("numel", &DirectMessage::numel)
       .def_readonly("groups", &DirectMessage::groups);
-
-  // Of a message, of elements of so many bytes: its payload, and what of that is narrow.
-  m.def("bytes_of_direct_message", [](const DirectMessage& message, int64_t element_bytes) {
-    const MessageBytes bytes = bytes_of(message, element_bytes);
-    return std::make_pair(bytes.payload, bytes.narrow);
-  });
-  m.def("contribution_bytes", &contribution_bytes);
 
   py::class_<PlanSettings>(m, "PlanSettings")
       .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction, const DirectSettings& direct) {
@@ -152,22 +105,9 @@ void bind_transport(py::module_& m) {
       py::arg("gradients"), py::arg("used"), py::arg("element_bytes"), py::arg("settings"),
       py::arg("by_rank") = std::vector<UsageMask>());
 
-  m.def("backend_name", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
-    return backend_name(*group, device.type());
-  });
-  m.def("is_nccl", &is_nccl);
   m.def("can_send_directly", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
     return DirectSender::is_possible(*group, device);
   });
-  m.def("average_unmanaged_gradients",
-        [](OneOfMany::AllReduce all_reduce, int rank, int ranks,
-           const std::vector<std::pair<at::Tensor, bool>>& gradients, double factor, bool wait) {
-          std::vector<UnmanagedGradient> unmanaged;
-          for (const auto& [parameter, used] : gradients) unmanaged.push_back({parameter, used});
-          const auto group = c10::make_intrusive<OneOfMany>(rank, ranks, std::move(all_reduce));
-          const UnmanagedMessages sent = average_unmanaged_gradients(*group, unmanaged, factor, wait);
-          return std::make_tuple(sent.messages, sent.gradient_bytes, sent.flag_bytes);
-        });
 }
 
 }  // namespace ddp_hooks

@@ -176,10 +176,12 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   if (step_->error) std::rethrow_exception(step_->error);
   check_bucket(index);
   if (!shadow) prepare_gradients(index);
+  const auto settled = [&](const SettledUnits& units) { return send_units(units); };
+  if (step_->units) step_->units->settle_under_way(index, settled);
   send_parameters(index);
   if (step_->units) {
     step_->units->bucket_ready(index, layout_->buckets[index].sparse ? at::Tensor() : step_->buckets[index].flat(),
-                               step_->local, [&](const SettledUnits& settled) { return send_units(settled); });
+                               step_->local, settled);
   }
   if (index + 1 < layout_->buckets.size()) return;
   send_sums();
@@ -303,7 +305,8 @@ EngineSettings Engine::fitted(EngineSettings settings) const {
   transports.broadcasts = transports.broadcasts && settings.agreement.graph_detector &&
                           DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
   transports.sums = transports.sums && transports.broadcasts;
-  if (!transports.broadcasts) settings.units.widths = ValuesDetector::kOff;
+  // On a device nothing reads how wide units are yet.
+  if (!transports.broadcasts || !reducer_.parameters().front().is_cpu()) settings.units.widths = ValuesDetector::kOff;
   settings.agreement.asks_who = transports.broadcasts || settings.averages_contributors;
   return settings;
 }
@@ -577,11 +580,24 @@ void Engine::gradient_reported(size_t index) {
   if (!reducer_.expects_backward()) return prologue_->gradient_accumulated(index);
   if (!copies_early) return;
   // Before the step opens, nobody knows how a gradient will travel.
-  if (!step_ || step_->error || !reducer_.is_final(index)) return;
+  if (!step_ || step_->error) return;
   const Stopwatch stopwatch;
   const at::NoGradGuard no_grad;
-  sender_.copy_into_bucket_early(*step_, index);
+  settle_units_early();
+  if (reducer_.is_final(index)) sender_.copy_into_bucket_early(*step_, index);
   statistics_.hook_seconds += stopwatch.seconds();
+}
+
+// Rather than with the next bucket, whose gradients may take long.
+void Engine::settle_units_early() {
+  if (!step_->units) return;
+  try {
+    step_->units->settle_early([&](const SettledUnits& units) { return send_units(units); });
+  } catch (...) {
+    // As in run(): the buckets' futures tell.
+    step_->fail(std::current_exception());
+    sender_.drop();
+  }
 }
 
 // A state that is never registered would leave its module to plain DDP in silence. What counts is that the Reducer has

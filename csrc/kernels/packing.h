@@ -41,8 +41,8 @@ struct SliceSum {
 };
 
 // Each slice = its contributions, scaled one by one and added in their order, with each product and each sum rounded to
-// the slice's type. `packed` (uint8, flat) is what was received, and may be undefined if all contributions are `own`.
-// The slices do not overlap.
+// the slice's type. A sum of several that is no number is the same NaN wherever it is added up. `packed` (uint8, flat)
+// is what was received, and may be undefined if all contributions are `own`. The slices do not overlap.
 void sum_contributions(const at::Tensor& packed, const std::vector<SliceSum>& sums);
 
 }  // namespace ddp_hooks
