@@ -1,4 +1,4 @@
-"""The package's face: few names, each of which is there, and nothing loaded that training does not need."""
+"""The package's face: few names that are all there, and nothing loaded that training does not need."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 // The form in which a mask of units travels: words of 64 bits, a header and then the smaller of two forms.
 //
-// A table of ten million rows has 1.25 MB of bits of which ten thousand are set. What is sent instead are runs of set
+// A table of ten million rows has 1.25 MB of bits, and ten thousand are set. What is sent instead are runs of set
 // bits: the distances between them and their lengths, each in about as many bits as it needs (Golomb-Rice codes); or
 // else the bits as they are. The format is specified to the bit in docs/internals/protocol.md.
 //

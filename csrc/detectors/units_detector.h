@@ -1,12 +1,12 @@
 // In which parameters it pays to agree on units, and how much room their masks need.
 //
-// Each rank looks at a sample of the units of its own gradients, and objects to a parameter of which too few are zero;
+// Each rank looks at a sample of the units of its own gradients, and objects to a parameter if too few are zero;
 // objections travel with the next step's usage masks. To what no rank objects, all of them agree on units. What they
 // then find tells exactly what that saves, and decides whether they go on: if it is too little, they leave it for a
 // while, which doubles each time.
 //
 // A look at a dense gradient costs the CPU a glance, so it looks in every step. A device it costs a launch, and its
-// host more than that, so there they leave for a while, likewise, what they have looked at and some rank objects to.
+// host more than that, so there they leave for a while, too, what they have looked at and some rank objects to.
 //
 // Thread-safety: none; the engine locks. Ranks differ in their samples, and so in what they object to. Every rank must
 // agree on everything else: the layout, the settings, the agreed masks, the step number.
@@ -51,7 +51,7 @@ class UnitsDetector {
   UsageMask objections(bool none);
   // Whether units of some parameter may be agreed on in the next step.
   bool may_choose() const;
-  // In which of the `used` parameters units are agreed on in this step, of which `objections` are every rank's.
+  // In which of the `used` parameters units are agreed on in this step; `objections` are every rank's.
   UsageMask choose(const UsageMask& used, const UsageMask& objections, int64_t step);
 
   // Whether a parameter may be chosen in the step `next` if nobody objects. The same on every rank.
@@ -87,7 +87,7 @@ class UnitsDetector {
   UnitsSettings settings_;
   std::vector<Divided> divided_;                                            // by the parameters' indices
   UsageMask objections_;                                                    // a bit for each of them
-  std::vector<std::pair<std::vector<size_t>, PendingUnitSample>> samples_;  // of which objections
+  std::vector<std::pair<std::vector<size_t>, PendingUnitSample>> samples_;  // whose objections
   std::vector<Needed> needed_;                                              // by bucket
 };
 

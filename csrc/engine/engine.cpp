@@ -261,7 +261,7 @@ c10::intrusive_ptr<c10d::Work> Engine::contributions_to_sums(const std::shared_p
   return sender_.contributions(step);
 }
 
-// What travels from those who contribute, by what was agreed, would leave out a gradient of which nothing was said.
+// What travels from those who contribute, by what was agreed, would leave out a gradient that nobody announced.
 void Engine::note_unannounced(uint32_t bucket) {
   Step& step = *step_;
   if (!step.plan || step.plan->direct.count() == 0) return;
@@ -455,7 +455,7 @@ void Engine::close_step() {
   looked_up_->forget();
   // A new Reducer would learn a static graph anew, in whatever pass comes next; under no_sync() torch cannot.
   if (settings_.rebuild_after_steps > 0 && !reducer_.has_static_graph()) {
-    // A joined rank runs no backward pass at the end of which it could rebuild.
+    // A joined rank runs no backward pass, so there is no end at which it could rebuild.
     const bool pays = uses_others_than_reduced(step, reducer_.parameters().size()) &&
                       !step.used.test(prologue_->agreement().joined_bit());
     step.rebuild = rebuild_timer_.step_closed(step.used.hash(), pays, settings_.rebuild_after_steps);

@@ -54,7 +54,7 @@ struct DirectMessage {
 Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t element_bytes,
                              const DirectSettings& settings, bool hidden);
 
-// For stretches of elements of one size, none of which is to be all-reduced. What leaves at once comes first.
+// For stretches of elements of one size; none of them is to be all-reduced. What leaves at once comes first.
 std::vector<DirectMessage> make_direct_messages(const std::vector<DirectPart>& stretches, int64_t element_bytes,
                                                 const DirectSettings& settings);
 
