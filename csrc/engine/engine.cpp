@@ -77,9 +77,9 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
   const size_t parameters = reducer_.parameters().size() + unmanaged_parameters_.size();
   TORCH_CHECK(names_.size() == parameters, "ddp_hooks: expected a name for each of the module's ", parameters,
               " parameters, received ", names_.size());
-  prologue_ = std::make_unique<BackwardPrologue>(
-      reducer_, views_, layout_, unmanaged_parameters_, names_, pending, control_groups_, settings_.agreement,
-      [this](bool none) { return units_.objections(none); }, statistics_.exchanges);
+  const PartsOfPrologue parts{reducer_, views_, layout_, unmanaged_parameters_, names_, statistics_.exchanges};
+  prologue_ = std::make_unique<BackwardPrologue>(parts, pending, control_groups_, settings_.agreement,
+                                                 [this](bool none) { return units_.objections(none); });
   for (size_t i : pending) {
     if (i < reducer_.parameters().size()) reducer_.note_used(i);
   }
