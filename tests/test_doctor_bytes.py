@@ -22,7 +22,7 @@ Mode = dict[str, Any]
 
 
 class Branches(nn.Module):
-    """A table and branches, of which a step uses some, and of their rows some."""
+    """A table and branches; a step uses some of them, and some of the rows."""
 
     def __init__(self) -> None:
         super().__init__()

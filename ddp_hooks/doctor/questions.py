@@ -39,7 +39,7 @@ class Facts:
         ranks: how many.
         steps: how many were watched.
         find_unused_parameters: DDP's setting.
-        static_graph: likewise.
+        static_graph: DDP's setting, too.
         has_hook: a hook of this package is registered.
         parameters: what became of each.
         modules: the same by module.

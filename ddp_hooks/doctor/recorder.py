@@ -46,8 +46,8 @@ class Step:
         order: the parameters in the order in which gradients came, as 32-bit integers.
         ready: when each bucket was complete here, in seconds since the step before ended.
         copied: how much DDP had copied into its buckets by then; zeros, which it only writes, count half. Bytes.
-        gradients_seconds: when all gradients were there, likewise.
-        seconds: when DDP had finalised, likewise: what the step took.
+        gradients_seconds: when all gradients were there, since the step before ended.
+        seconds: when DDP had finalised, since the step before ended: what the step took.
         search_seconds: how long DDP took after the model's forward pass; it is then that it searches the graph.
         looked: whether the values were looked at; not any more when the memory for it is full.
         left_over: a gradient of an earlier pass was there of a parameter that this one leaves out, and would be sent
