@@ -225,8 +225,8 @@ def compare_narrow(rank: int, cycles: int) -> None:
         assert diagnosis.findings.narrow_fraction is not None
         narrow_fractions.append(diagnosis.findings.narrow_fraction)
         text = " ".join(str(diagnosis).split())
-        answers = [one.verdict for one in diagnosis.findings.answers if "bits" in one.question or "bytes" in one.question]
-        assert answers == ["yes"] * passes, text
+        asked = [one for one in diagnosis.findings.answers if "bits" in one.question or "bytes" in one.question]
+        assert [one.verdict for one in asked] == ["yes"] * passes, text
         assert ("Does accumulation cost bytes?" in text) == (passes == 2)
         if passes == 1:
             assert found.narrow_bytes > 0

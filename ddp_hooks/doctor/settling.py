@@ -48,7 +48,7 @@ class _Objections(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """Which parameters are agreed on by units, and of which of them it is asked how wide these are."""
+    """Which parameters are agreed on by units, and which of them are asked for the width of each unit."""
 
     parameters: frozenset[int]
     widths: frozenset[int]

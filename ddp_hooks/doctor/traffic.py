@@ -179,7 +179,7 @@ def units_traffic(
         step: the step.
         bucket: which.
         chosen: the parameters, in the order of the bucket's slices.
-        widths: of which of them it is asked how wide each unit is.
+        widths: which of them are asked for the width of each unit.
         world: who sends.
 
     Returns:
