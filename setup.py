@@ -200,6 +200,20 @@ def planted_defects() -> list[setuptools.Extension]:
     ]
 
 
+def pretended_device() -> setuptools.Extension:
+    """Describe the device that only tests know: tests/pretend/queues.h."""
+    paths = cpp_extension.include_paths()
+    return setuptools.Extension(
+        "ddp_hooks_testing._pretend",
+        sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "pretend").glob("*.cpp")),
+        include_dirs=paths,
+        library_dirs=cpp_extension.library_paths("cpu"),
+        libraries=["c10", "torch", "torch_cpu", "torch_python"],
+        extra_compile_args={"cxx": ["-std=c++20", "-O1", "-g0", "-fvisibility=hidden", "-w"]},
+        language="c++",
+    )
+
+
 def extension(name: str) -> setuptools.Extension:
     """Describe `ddp_hooks._C` or `ddp_hooks_testing._C`.
 
@@ -265,6 +279,6 @@ else:
     setuptools.setup(
         version=built_version(),
         install_requires=[f"torch=={torch.__version__.split('+')[0]}"],
-        ext_modules=[*map(extension, extensions), *planted_defects()],
+        ext_modules=[*map(extension, extensions), *planted_defects(), *([pretended_device()] if len(extensions) > 1 else [])],
         cmdclass={"build_ext": Build},
     )

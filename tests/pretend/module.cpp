@@ -1,0 +1,22 @@
+#include <torch/csrc/utils/pybind.h>
+
+#include "memory.h"
+#include "process_group.h"
+#include "queues.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "A device that is pretended: see queues.h.";
+  using pretend::Queues;
+  m.def(
+      "seed", [](uint64_t seed, double lateness) { Queues::get().seed(seed, lateness); }, py::arg("seed"),
+      py::arg("lateness") = 0.3);
+  m.def(
+      "synchronize", [] { Queues::get().synchronize_all(); }, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "stop", [] { Queues::get().stop(); }, py::call_guard<py::gil_scoped_release>());
+  m.def("counts", [] { return std::make_pair(Queues::get().works(), pretend::allocations()); });
+  m.def("make_group", &pretend::make_group, py::call_guard<py::gil_scoped_release>());
+  m.def("exchange_stream", &pretend::exchange_stream);
+}

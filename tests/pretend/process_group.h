@@ -1,0 +1,10 @@
+// See process_group.cpp.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace pretend {
+
+c10::intrusive_ptr<c10d::Backend> make_group(const c10::intrusive_ptr<c10d::Backend>& gloo);
+
+}  // namespace pretend

@@ -1,0 +1,118 @@
+#include "queues.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+#include <vector>
+
+namespace pretend {
+
+Queues& Queues::get() {
+  static auto* const queues = new Queues();  // never destroyed: tensors may outlive everything
+  return *queues;
+}
+
+Queues::Queues() : thread_([this] { run(); }) {}
+
+void Queues::seed(uint64_t seed, double lateness) {
+  std::lock_guard lock(mutex_);
+  random_.seed(seed);
+  lateness_ = lateness;
+}
+
+void Queues::put(StreamId stream, Work work) {
+  std::lock_guard lock(mutex_);
+  streams_[stream].waiting.push_back(std::move(work));
+  ++streams_[stream].put;
+  ++works_;
+  put_.notify_all();
+}
+
+Ticket Queues::ticket(StreamId stream) {
+  std::lock_guard lock(mutex_);
+  return {stream, streams_[stream].put};
+}
+
+void Queues::wait(StreamId stream, Ticket ticket) {
+  if (ticket.stream == stream || is_through(ticket)) return;
+  put(stream, [this, ticket] { return is_through(ticket); });
+}
+
+bool Queues::is_through(Ticket ticket) {
+  std::lock_guard lock(mutex_);
+  return streams_[ticket.stream].through >= ticket.count;
+}
+
+void Queues::synchronize(Ticket ticket) {
+  std::unique_lock lock(mutex_);
+  through_.wait(lock, [&] { return streams_[ticket.stream].through >= ticket.count; });
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void Queues::synchronize_all() {
+  std::vector<Ticket> tickets;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, stream] : streams_) tickets.push_back({id, stream.put});
+  }
+  for (const Ticket& ticket : tickets) synchronize(ticket);
+}
+
+void Queues::stop() {
+  synchronize_all();
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(stopped_, true)) return;
+    put_.notify_all();
+  }
+  thread_.join();
+}
+
+uint64_t Queues::works() const {
+  std::lock_guard lock(mutex_);
+  return works_;
+}
+
+void Queues::run() {
+  constexpr std::chrono::microseconds kPause(20);
+  std::unique_lock lock(mutex_);
+  while (!stopped_) {
+    const bool idle = std::all_of(streams_.begin(), streams_.end(), [](const auto& s) { return s.second.waiting.empty(); });
+    if (idle) {
+      put_.wait(lock);
+    } else if (!advance(lock)) {
+      put_.wait_for(lock, kPause);
+    }
+  }
+}
+
+// Whether some stream has gone on.
+bool Queues::advance(std::unique_lock<std::mutex>& lock) {
+  std::vector<Stream*> streams;  // a map's nodes stay where they are
+  for (auto& [id, stream] : streams_) {
+    if (!stream.waiting.empty()) streams.push_back(&stream);
+  }
+  std::shuffle(streams.begin(), streams.end(), random_);
+  for (Stream* stream : streams) {
+    if (std::uniform_real_distribution<>()(random_) < lateness_) continue;
+    Work& work = stream->waiting.front();  // as a deque's elements do while others are put behind them
+    bool done = true;
+    lock.unlock();
+    try {
+      done = work();
+    } catch (...) {
+      const std::lock_guard guard(mutex_);
+      if (!error_) error_ = std::current_exception();
+    }
+    if (done) work = nullptr;  // what it holds goes without the lock
+    lock.lock();
+    if (!done) continue;
+    stream->waiting.pop_front();
+    ++stream->through;
+    through_.notify_all();
+    return true;
+  }
+  return false;
+}
+
+}  // namespace pretend

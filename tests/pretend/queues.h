@@ -1,0 +1,75 @@
+// A device that is pretended: streams are queues, and a thread runs what is on them in any legal order.
+//
+// What is put on one stream runs in order; between streams only what waits for a ticket is ordered. Which stream goes on
+// next, and how long it is left alone, a generator with a seed draws: so a missing wait shows sooner or later, in a
+// round that the seed gives again, as far as the host is as fast again.
+//
+// A piece of work is called until it says that it is done, so that one that waits for other processes, a collective,
+// does not keep the other streams.
+//
+// Always holds: what was put on a stream runs in the end. Thread-safety: all functions may be called from any thread;
+// work runs in the device's own thread, without the GIL, and may call them, too, but for synchronize.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <random>
+#include <thread>
+
+namespace pretend {
+
+using StreamId = int64_t;
+using Work = std::function<bool()>;  // whether it is done
+
+// A place on a stream: everything that was put there before.
+struct Ticket {
+  StreamId stream = 0;
+  uint64_t count = 0;
+};
+
+class Queues {
+ public:
+  static Queues& get();
+
+  // From now on a stream that could go on is left alone with that probability, each time.
+  void seed(uint64_t seed, double lateness);
+
+  void put(StreamId stream, Work work);
+  Ticket ticket(StreamId stream);
+  void wait(StreamId stream, Ticket ticket);  // what is put on the stream from now on runs after the ticket
+  bool is_through(Ticket ticket);
+  // Blocks the calling thread, which must not hold the GIL; throws what some work threw.
+  void synchronize(Ticket ticket);
+  void synchronize_all();
+  void stop();  // everything has run, nothing may be put any more
+
+  uint64_t works() const;  // how many were put, for counting
+
+ private:
+  struct Stream {
+    std::deque<Work> waiting;
+    uint64_t put = 0;
+    uint64_t through = 0;
+  };
+
+  Queues();
+  void run();
+  bool advance(std::unique_lock<std::mutex>& lock);
+
+  mutable std::mutex mutex_;
+  std::condition_variable put_, through_;
+  std::map<StreamId, Stream> streams_;
+  std::mt19937_64 random_;
+  double lateness_ = 0.3;
+  uint64_t works_ = 0;
+  bool stopped_ = false;
+  std::exception_ptr error_;
+  std::thread thread_;
+};
+
+}  // namespace pretend
