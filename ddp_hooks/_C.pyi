@@ -330,10 +330,11 @@ def emulate_nonzero_scan(
     arg0: torch.Tensor, arg1: Sequence[tuple[int, int]], /
 ) -> tuple[tuple[int, int, int], list[int]]: ...
 
-# Returns (launches, portions, bytes of the widest access, sectors of 32 bytes loaded), and what the scan answers.
+# Returns (launches, portions, bytes of the widest access, sectors of 32 bytes loaded), what the scan answers, and which
+# units narrow forms do not hold.
 def emulate_unit_scan(
-    arg0: torch.Tensor, arg1: int, arg2: int, arg3: int, /
-) -> tuple[tuple[int, int, int, int], tuple[list[int], list[int]]]: ...
+    flat: torch.Tensor, offset: int, length: int, unit_length: int, widths: bool = False
+) -> tuple[tuple[int, int, int, int], tuple[list[int], list[int]], list[list[int]]]: ...
 
 # --- what a group has; empty where it has no backend for the device ---
 
@@ -342,12 +343,22 @@ def is_nccl(arg0: str, /) -> bool: ...
 def can_send_directly(arg0: ProcessGroup, arg1: torch.device, /) -> bool: ...
 
 # Slices: (offset, length, unit length). Returns (launches, warps, bytes of the widest access, sectors of 32 bytes
-# loaded), and of each slice how many of its sampled units are zero.
+# loaded), and of each slice how many of its sampled units are zero, and how many of the others each form holds.
 def emulate_unit_sample(
-    arg0: torch.Tensor, arg1: Sequence[tuple[int, int, int]], /
-) -> tuple[tuple[int, int, int, int], list[int]]: ...
+    flat: torch.Tensor, slices: Sequence[tuple[int, int, int]], widths: bool = False
+) -> tuple[tuple[int, int, int, int], list[int], list[list[int]]]: ...
 
 SAMPLES_PER_LAUNCH: int
+
+# As pack and sum_contributions; the sums are of one dtype, divisor and adds_zero. Return (launches, chunks, bytes of
+# the widest access).
+def emulate_pack(
+    arg0: torch.Tensor, arg1: torch.Tensor, arg2: Sequence[tuple[int, int, Width]], /
+) -> tuple[int, int, int]: ...
+def emulate_sum_contributions(arg0: torch.Tensor, arg1: Sequence[SliceSum], /) -> tuple[int, int, int]: ...
+
+PACKED_PER_LAUNCH: int
+SUMS_PER_LAUNCH: tuple[int, int]  # slices, contributions
 
 # --- the engine ---
 

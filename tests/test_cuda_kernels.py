@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from test_nonzero_scan import nonzero_words
+from test_packing import FULL, WIDTHS, make_case, some_of
 from test_slice_copy import (
     DTYPES,
     FACTORS,
@@ -19,8 +20,8 @@ from test_slice_copy import (
     random_ranges,
     total,
 )
-from test_unit_sample import random_slices, sampled_zeros
-from test_unit_scan import FLOAT_UNITS, random_slice
+from test_unit_sample import random_slices, random_slices_of_widths, sampled_fractions, sampled_zeros
+from test_unit_scan import FLOAT_UNITS, random_slice, random_widths
 
 from ddp_hooks import _C
 
@@ -251,7 +252,7 @@ def test_units_of_more_elements_than_an_int_counts() -> None:
 def test_samples_of_units(dtype: torch.dtype, seed: int, stream: torch.cuda.Stream) -> None:
     flat, slices = random_slices(dtype, random.Random(seed))
     expected = [zeros / taken for zeros, taken in (sampled_zeros(flat, *one) for one in slices)]
-    assert _C.sample_units(flat.cuda(), slices) == expected
+    assert _C.sample_units(flat.cuda(), slices) == [(fraction, 0.0) for fraction in expected]
 
 
 def test_samples_of_more_gradients_than_a_launch_holds() -> None:
@@ -259,7 +260,121 @@ def test_samples_of_more_gradients_than_a_launch_holds() -> None:
     flat = torch.zeros(100 * count, device="cuda")
     flat[3::200] = 1.0
     slices = [(100 * i, 100, 10) for i in range(count)]
-    assert _C.sample_units(flat, slices) == [0.9 if i % 2 == 0 else 1.0 for i in range(count)]
+    assert _C.sample_units(flat, slices) == [(0.9 if i % 2 == 0 else 1.0, 0.0) for i in range(count)]
+
+
+def check_widths(flat: torch.Tensor, offset: int, length: int, unit_length: int) -> None:
+    expected = _C.start_unit_scan(flat.cpu(), offset, length, unit_length, widths=True)
+    received = _C.start_unit_scan(flat, offset, length, unit_length, widths=True)
+    assert received.wait() == expected.wait()
+    assert received.inexact() == expected.inexact()
+
+
+@DTYPES
+@pytest.mark.parametrize("unit_length", [*FLOAT_UNITS, 4, 7, 8, 9, 1024, 1025, 5000, 100_000, 1 << 62])
+def test_widths_of_units_of_every_length(dtype: torch.dtype, unit_length: int, stream: torch.cuda.Stream) -> None:
+    rng = random.Random(unit_length)
+    torch.manual_seed(unit_length)
+    for _ in range(6):
+        length, offset = rng.randrange(1, 8 * min(unit_length, 20_000)), rng.randrange(40)
+        check_widths(random_widths(dtype, rng, length, unit_length, offset).cuda(), offset, length, unit_length)
+
+
+@pytest.mark.parametrize("row", [1, 7, 64, 384, 16_384, 1_000_001])
+def test_widths_of_a_large_table(row: int) -> None:
+    for megabytes in (4, 16, 150):
+        rows = max(3, megabytes * 1_000_000 // 4 // row)
+        flat = torch.randn(rows * row, device="cuda").mul_(1e-6).bfloat16().float()
+        check_widths(flat, 0, flat.numel(), row)
+        table = flat.view(rows, row)
+        chosen = torch.randperm(rows, device="cuda")
+        table[chosen[: rows // 3]] = table[chosen[: rows // 3]].half().float()
+        table[chosen[rows // 4 : rows // 2], row - 1] = 1.0 + 2.0**-20
+        table[chosen[rows // 2 : rows // 2 + rows // 4]] = -0.0
+        check_widths(flat, 0, flat.numel(), row)
+        check_widths(torch.randn(rows * row, device="cuda"), 0, flat.numel(), row)
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", range(6))
+def test_samples_of_widths(dtype: torch.dtype, seed: int, stream: torch.cuda.Stream) -> None:
+    torch.manual_seed(seed)
+    flat, slices = random_slices_of_widths(dtype, random.Random(seed))
+    expected = [sampled_fractions(flat, *one) for one in slices]
+    assert _C.sample_units(flat.cuda(), slices, widths=True) == expected
+
+
+@DTYPES
+@pytest.mark.parametrize("longest", [3, 100, 5000])
+def test_packs_random_slices(dtype: torch.dtype, longest: int, stream: torch.cuda.Stream) -> None:
+    rng = random.Random(longest)
+    for width in (FULL, *WIDTHS.get(dtype, ())):
+        for flat_offset in range(16 // dtype.itemsize):
+            numbers_of_width = some_of(width, dtype, 20_000 + flat_offset, 1)
+            slices = [(offset, length, width) for offset, length in random_ranges(rng, 20_000, longest)]
+            rng.shuffle(slices)
+            size = sum(_C.packed_bytes(length, width, dtype.itemsize) for _, length, _ in slices)
+            expected = torch.full((size + 8,), 0xA5, dtype=torch.uint8)
+            received = expected.cuda()
+            _C.pack(expected, numbers_of_width[flat_offset:], slices)
+            _C.pack(received, numbers_of_width.cuda()[flat_offset:], slices)
+            assert torch.equal(received.cpu(), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("count", [0, 1, 160, 161, 1300, 1301, 4000])
+def test_packs_many_slices(dtype: torch.dtype, count: int) -> None:
+    choices = [FULL, *WIDTHS.get(dtype, ())]
+    flat = (torch.arange(7 * count) % 64).to(dtype)  # which every form holds
+    slices = [(7 * i, i % 7, choices[i % len(choices)]) for i in range(count)]
+    expected = torch.zeros(56 * count, dtype=torch.uint8)
+    received = expected.cuda()
+    _C.pack(expected, flat, slices)
+    _C.pack(received, flat.cuda(), slices)
+    assert torch.equal(received.cpu(), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 7.0])
+@pytest.mark.parametrize("terms", [1, 2, 3, 8])
+def test_sums_of_contributions(dtype: torch.dtype, divisor: float, terms: int, stream: torch.cuda.Stream) -> None:
+    rng = random.Random(terms)
+    for offset in range(16 // dtype.itemsize):
+        plan = []
+        for _ in range(rng.choice([1, 5, 900])):
+            kinds = [rng.randrange(3) for _ in range(terms)]
+            kinds[rng.randrange(terms)] = rng.choice([-1, 1])
+            plan.append((rng.choice([0, 1, 3, 64, 257, rng.randrange(3000)]), kinds))
+        case = make_case(dtype, plan, divisor, False, offset % 2 == 0, offset, offset, 8)
+        flat = torch.zeros(case.flat.numel() + offset, dtype=dtype, device="cuda")[offset:]
+        flat.view(WORDS[dtype]).copy_(case.flat.view(WORDS[dtype]))
+        _C.sum_contributions(case.buffer.cuda(), case.sums_on(flat))
+        assert_same_numbers(flat.cpu(), case.expected)
+
+
+def test_sums_wait_for_nothing(no_waiting: None) -> None:
+    flat, buffer = torch.ones(1000, device="cuda"), torch.zeros(2000, dtype=torch.uint8, device="cuda")
+    width = WIDTHS[torch.float32][0]
+    for _ in range(2):  # the first launch of a kernel loads it, which may wait
+        torch.cuda._sleep(LONG_SLEEP_CYCLES)
+        _C.pack(buffer, flat, [(0, 1000, width)])
+        contributions = [_C.Contribution(own=True), _C.Contribution(0, width)]
+        _C.sum_contributions(buffer, [_C.SliceSum(flat, 0, 1000, contributions, 4.0)])
+        done = torch.cuda.Event()
+        done.record()
+        was_ahead = not done.query()
+    assert was_ahead, "the host waited for the stream"
+    torch.cuda.set_sync_debug_mode("default")
+    assert bool((flat == 0.25).all())
+
+
+def test_refuses_what_is_not_aligned_to_eight_bytes() -> None:
+    flat, buffer = torch.ones(8, device="cuda"), torch.zeros(64, dtype=torch.uint8, device="cuda")
+    width = WIDTHS[torch.float32][0]
+    with pytest.raises(RuntimeError, match="expected a buffer at a multiple of 8 bytes"):
+        _C.pack(buffer[4:], flat, [(0, 8, width)])
+    with pytest.raises(RuntimeError, match="expected contributions at multiples of 8 bytes, received offset 4"):
+        _C.sum_contributions(buffer, [_C.SliceSum(flat, 0, 8, [_C.Contribution(4, width)])])
 
 
 def test_a_unit_scan_is_like_any_other(no_waiting: None) -> None:

@@ -332,8 +332,16 @@ class Case:
 
     flat: torch.Tensor
     buffer: torch.Tensor
-    sums: list[_C.SliceSum] = field(default_factory=list)
+    slices: list[tuple[int, int, list[_C.Contribution], float, bool, bool]] = field(default_factory=list)
     expected: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    received: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # what the buffer held, and has to hold
+
+    def sums_on(self, flat: torch.Tensor) -> list[_C.SliceSum]:
+        return [_C.SliceSum(flat, *each) for each in self.slices]
+
+    @property
+    def sums(self) -> list[_C.SliceSum]:
+        return self.sums_on(self.flat)
 
 
 def scaled(numbers: torch.Tensor, divisor: float, divides: bool) -> torch.Tensor:
@@ -356,15 +364,17 @@ def make_case(
     adds_zero: bool,
     seed: int,
     offset: int = 0,
+    alignment: int = 1,
 ) -> Case:
-    """Make slices of the lengths in `plan`, each of the contributions beside it: -1 is its own, others are widths."""
+    """Make slices of the lengths in `plan`, each of the contributions next to it: -1 is its own, others are widths."""
     rng = random.Random(seed)
     choices = [FULL, *WIDTHS.get(dtype, ())]
     total = sum(length for length, _ in plan)
     storage = all_kinds_of_numbers(dtype, total + 5 * len(plan) + offset)
     case = Case(storage[offset:], torch.empty(0, dtype=torch.uint8))
     case.expected = case.flat.clone()
-    parts, bytes_before, position = [torch.full((3,), 0x5A, dtype=torch.uint8)], 3, 0
+    bytes_before = 3 if alignment == 1 else 8
+    parts, position = [torch.full((bytes_before,), 0x5A, dtype=torch.uint8)], 0
     for length, kinds in plan:
         position += rng.randrange(5)
         terms, contributions = [], []
@@ -379,18 +389,25 @@ def make_case(
             parts.append(packed(numbers, [(0, length, width)]))
             bytes_before += parts[-1].numel()
             terms.append(numbers)
-        case.sums.append(_C.SliceSum(case.flat, position, length, contributions, divisor, divides, adds_zero))
+        case.slices.append((position, length, contributions, divisor, divides, adds_zero))
         case.expected[position : position + length] = slow_sum(terms, divisor, divides, adds_zero)
         position += length
-    case.buffer = torch.cat(parts)
+    storage = torch.empty(bytes_before + alignment, dtype=torch.uint8)
+    skip = -storage.data_ptr() % alignment
+    case.buffer = storage[skip : skip + bytes_before]
+    torch.cat(parts, out=case.buffer)
+    case.received = case.buffer.clone()
     return case
 
 
-def check_sum(case: Case) -> None:
-    before = case.buffer.clone()
-    _C.sum_contributions(case.buffer, case.sums)
+def assert_sum(case: Case) -> None:
     assert_same_numbers(case.flat, case.expected)
-    assert torch.equal(case.buffer, before)
+    assert torch.equal(case.buffer, case.received)
+
+
+def check_sum(case: Case) -> None:
+    _C.sum_contributions(case.buffer, case.sums)
+    assert_sum(case)
 
 
 DIVISORS = pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 4.0, 7.0])

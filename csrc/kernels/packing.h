@@ -3,7 +3,7 @@
 //
 // What travels is undivided: each contribution is scaled when it is added, as plain DDP scales before it adds. On the
 // CPU the calls return when all is done. On CUDA they put it on the current stream of the tensors' device and return;
-// memory that is freed meanwhile is safe as slice_copy.h says.
+// memory that is freed meanwhile is safe as slice_copy.h says. There, buffers and offsets into them are multiples of 8.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,7 +36,7 @@ struct SliceSum {
   SliceOfTensor to;
   std::vector<Contribution> contributions;  // one at least, of which at most one is `own`
   double divisor = 1;
-  bool divides = false;    // scaled as gather_divided does; otherwise as gather_scaled does by 1 / divisor
+  bool divides = false;    // scaled as gather_divided does; otherwise as gather_scaled does with 1 / divisor
   bool adds_zero = false;  // +0.0 is added at the end, so that -0.0 becomes +0.0
 };
 
