@@ -89,10 +89,12 @@ uint64_t bits_of_line(const char* unit) {
 uint64_t bits_of_block(const char* unit, int64_t begin, int64_t end, int64_t expected_end) {
   Line line;
   int64_t at = begin;
-  for (; at + kLineBytes <= end; at += kLineBytes) {
-    if (at + kBytesAhead < expected_end) __builtin_prefetch(unit + at + kBytesAhead);
+  const int64_t foreseen = std::min(end, expected_end - kBytesAhead);
+  for (; at + kLineBytes <= foreseen; at += kLineBytes) {
+    __builtin_prefetch(unit + at + kBytesAhead);
     line.merge(unit + at);
   }
+  for (; at + kLineBytes <= end; at += kLineBytes) line.merge(unit + at);
   if (at < end) line.merge(unit + end - kLineBytes);
   return line.bits();
 }
