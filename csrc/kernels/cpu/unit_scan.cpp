@@ -231,7 +231,8 @@ UnitFindings scan_unit(const void* data, int64_t numel, ElementType type, bool w
   const Question question = question_of(type, widths);
   const int64_t bytes = numel * question.element_bytes;
   const Answer answer = ask(static_cast<const char*>(data), bytes, bytes, question);
-  return {(answer.bits & question.magnitude) != 0, answer.bits != 0, answer.inexact};
+  const bool any_nonzero = (answer.bits & question.magnitude) != 0;
+  return {any_nonzero, !any_nonzero && answer.bits != 0, answer.inexact};
 }
 
 }  // namespace ddp_hooks::cpu
