@@ -1,17 +1,19 @@
 # What csrc/bindings/ shows to Python. Offsets, lengths and numels are in elements.
 
 from collections.abc import Callable, Sequence
-from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, overload
 
 import torch
 from torch._C._distributed_c10d import Backend, GradBucket, ProcessGroup, Reducer
 
-# --- parts of the engine, for tests and microbenchmarks ---
+# --- parts of the engine ---
 
 class UsageMask:
     __hash__: ClassVar[None]  # type: ignore[assignment]
+    @overload
     def __init__(self, size: int, used: bool = False) -> None: ...
+    @overload
+    def __init__(self, size: int, words: Sequence[int]) -> None: ...
     def __len__(self) -> int: ...
     def __eq__(self, arg0: UsageMask, /) -> bool: ...  # type: ignore[override]
     def test(self, arg0: int, /) -> bool: ...
@@ -44,15 +46,27 @@ class UnitSettings:
     def __init__(self, *, min_divided_bytes: int, min_unit_bytes: int, max_unit_bytes: int) -> None: ...
 
 class Units:
-    def __init__(self, length: int, slice_length: int, first_bit: int = 0) -> None: ...
+    def __init__(
+        self,
+        length: int,
+        slice_length: int,
+        first_bit: int = 0,
+        forms: Sequence[Width] = ...,
+        first_inexact_bits: Sequence[int] = ...,
+    ) -> None: ...
     @property
     def length(self) -> int: ...
+    @property
+    def slice_length(self) -> int: ...
+    @property
+    def forms(self) -> list[Width]: ...
+    @property
+    def first_inexact_bits(self) -> list[int]: ...
     def __len__(self) -> int: ...
     def begin(self, arg0: int, /) -> int: ...
     def end(self, arg0: int, /) -> int: ...
 
 def units_of(arg0: ParameterSlice, arg1: int, arg2: UnitSettings, /) -> Units: ...  # element_bytes
-def elements_in_units(arg0: Units, arg1: UsageMask, /) -> int: ...
 
 class BucketLayout:
     def __init__(self, slices: Sequence[ParameterSlice], element_bytes: int, kind: int = 0) -> None: ...
@@ -64,6 +78,7 @@ class BucketLayout:
     def element_bytes(self) -> int: ...
     @property
     def sparse(self) -> bool: ...
+    def narrow_forms(self) -> list[Width]: ...
 
 class LayoutOfBuckets:
     def __init__(self, arg0: Sequence[BucketLayout], arg1: int, /) -> None: ...  # buckets, parameter_count
@@ -109,24 +124,6 @@ class Disposition:
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
-class Transport:
-    ALL_REDUCE: ClassVar[Transport]
-    BY_OWNER: ClassVar[Transport]
-    __members__: ClassVar[dict[str, Transport]]
-    def __init__(self, value: int) -> None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
-    def __int__(self) -> int: ...
-    def __index__(self) -> int: ...
-    def __hash__(self) -> int: ...
-    def __eq__(self, other: object, /) -> bool: ...
-    def __ne__(self, other: object, /) -> bool: ...
-
-# Takes a set of ranks, a bit each, the world size, and whether what several contribute may be summed by an owner.
-def transport_for(arg0: int, arg1: int, arg2: bool, /) -> Transport: ...
-
 class DirectSettings:
     def __init__(
         self,
@@ -148,6 +145,8 @@ class DirectPart:
     def length(self) -> int: ...
     @property
     def contributors(self) -> int: ...  # a set of ranks, a bit each
+    @property
+    def width(self) -> Width: ...
 
 class DirectGroup:
     @property
@@ -188,27 +187,15 @@ def plan_bucket_by_bucket(
 
 # `used` is the mask of all units of all gradients, and `by_rank` what of it each rank uses. Returns for each message
 # that is all-reduced whether it travels in place, and its runs (gradient, offset, length); the other messages; and by
-# gradient how many elements are sent, counted at what their transports take of a ring's transfers.
+# gradient how many elements are sent, counted at what their transports take of a ring's transfers, and how many these
+# would be if none could travel narrow.
 def make_unit_plan(
     gradients: Sequence[Units],
     used: UsageMask,
     element_bytes: int,
     settings: PlanSettings,
     by_rank: Sequence[UsageMask] = [],
-) -> tuple[list[tuple[bool, list[tuple[int, int, int]]]], list[DirectMessage], list[int]]: ...
-
-# As rank `rank` of `ranks`, to whose group `all_reduce` is handed what has to be summed in place. The gradients: each
-# parameter, and whether it has a gradient of this step. Returns the numbers of messages, and of bytes of gradients and
-# flags.
-def average_unmanaged_gradients(
-    all_reduce: Callable[[torch.Tensor], None],
-    rank: int,
-    ranks: int,
-    gradients: Sequence[tuple[torch.Tensor, bool]],
-    factor: float,
-    wait: bool,
-    /,
-) -> tuple[int, int, int]: ...
+) -> tuple[list[tuple[bool, list[tuple[int, int, int]]]], list[DirectMessage], list[tuple[float, float]]]: ...
 
 class ProbeSettings:
     def __init__(
@@ -222,27 +209,18 @@ class ValuesProbe:
 
 # In which parameters units are agreed on, as engine.cpp asks; gradients it is shown there only.
 class UnitsDetector:
-    def __init__(self, *, detector: ValuesDetector, units: UnitSettings, probe: ProbeSettings) -> None: ...
+    def __init__(
+        self, *, rows: ValuesDetector, widths: ValuesDetector, units: UnitSettings, probe: ProbeSettings
+    ) -> None: ...
     def use_layout(self, arg0: LayoutOfBuckets, /) -> None: ...
     def least_zero_fraction(self) -> float: ...
+    def least_narrow_fraction(self) -> float: ...
     def objections(self, arg0: bool, /) -> UsageMask: ...  # whether there are none
-    def choose(self, arg0: UsageMask, arg1: UsageMask, arg2: int, /) -> UsageMask: ...  # used, objections, step
+    # Of what is used, of objections, in a step: the parameters, and those of them that are asked for their widths.
+    def choose(self, arg0: UsageMask, arg1: UsageMask, arg2: int, /) -> tuple[UsageMask, UsageMask]: ...
     def is_due(self, arg0: int, arg1: int, /) -> bool: ...  # parameter, the next step
-    def observe(self, arg0: int, arg1: int, arg2: int, arg3: int, /) -> bool: ...  # parameter, step, elements, sent
-
-# Takes a flat tensor; returns (any non-zero, any -0.0 if all are zero).
-def nonzero_scan(arg0: torch.Tensor, /) -> tuple[bool, bool]: ...
-
-# Take the message, the flat tensor, the ranges (offset, length) in it, and for a gather the factor.
-def gather_scaled(arg0: torch.Tensor, arg1: torch.Tensor, arg2: Sequence[tuple[int, int]], arg3: float, /) -> None: ...
-def scatter(arg0: torch.Tensor, arg1: torch.Tensor, arg2: Sequence[tuple[int, int]], /) -> None: ...
-def scatter_add(arg0: torch.Tensor, arg1: torch.Tensor, arg2: Sequence[tuple[int, int]], /) -> None: ...
-
-# Takes a flat tensor and ranges (offset, length) in it; the answer is for each range what nonzero_scan returns.
-class PendingScan:
-    def wait(self) -> list[tuple[bool, bool]]: ...
-
-def start_scan(arg0: torch.Tensor, arg1: Sequence[tuple[int, int]], /) -> PendingScan: ...
+    # Parameter, step, elements; how many are sent, counted at their costs, and how many these are at full width.
+    def observe(self, arg0: int, arg1: int, arg2: int, arg3: float, arg4: float, /) -> bool: ...
 
 # For a slice of a flat tensor: the words of the bitmap of units that hold a non-zero, and the units, ascending, which
 # are zero and hold a -0.0.
@@ -261,14 +239,7 @@ def start_unit_scan(
     widths: bool = False,
 ) -> PendingUnitScan: ...
 
-# Slices: (offset, length, unit length). Returns which part of a sample of its units is zero, of each, and which part of
-# the others a narrow form holds.
-def sample_units(
-    flat: torch.Tensor, slices: Sequence[tuple[int, int, int]], widths: bool = False
-) -> list[tuple[float, float]]: ...
-
-# --- numbers in fewer bits ---
-
+# How wide numbers are.
 class Width:
     FULL: ClassVar[Width]
     BFLOAT16: ClassVar[Width]
@@ -285,80 +256,15 @@ class Width:
     def __hash__(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
 
-def narrow_widths(arg0: torch.Tensor, /) -> list[Width]: ...  # of its dtype
-def packed_bytes(numel: int, width: Width, element_bytes: int) -> int: ...
-
-# Take the buffer (uint8), the flat tensor and slices of it: (offset, length, width).
-def pack(arg0: torch.Tensor, arg1: torch.Tensor, arg2: Sequence[tuple[int, int, Width]], /) -> None: ...
-
-class Contribution:
-    def __init__(self, offset: int = 0, width: Width = ..., own: bool = False) -> None: ...  # bytes into the buffer
-
-class SliceSum:
-    def __init__(
-        self,
-        flat: torch.Tensor,
-        offset: int,
-        length: int,
-        contributions: Sequence[Contribution],
-        divisor: float = 1,
-        divides: bool = False,
-        adds_zero: bool = False,
-    ) -> None: ...
-
-def sum_contributions(arg0: torch.Tensor | None, arg1: Sequence[SliceSum], /) -> None: ...  # the buffer
-
 # So that tests run what processors without AVX2 run; for the whole process.
 def leave_out_avx2(arg0: bool, /) -> None: ...
 
-# Whether the CUDA kernels are in this build, and whether the current stream of a tensor's device is being captured.
+# Whether the CUDA kernels are in this build.
 def has_cuda() -> bool: ...
-def is_capturing(arg0: torch.Tensor, /) -> bool: ...
 
-# --- the CUDA kernels' indexing, played on CPU tensors ---
+# --- what a group can do ---
 
-SLICES_PER_LAUNCH: int
-
-# Arguments as for the real ones; return (launches, chunks, bytes of the widest access), the scan its flags besides.
-def emulate_gather_scaled(
-    arg0: torch.Tensor, arg1: torch.Tensor, arg2: Sequence[tuple[int, int]], arg3: float, /
-) -> tuple[int, int, int]: ...
-def emulate_scatter(
-    arg0: torch.Tensor, arg1: torch.Tensor, arg2: Sequence[tuple[int, int]], /
-) -> tuple[int, int, int]: ...
-def emulate_nonzero_scan(
-    arg0: torch.Tensor, arg1: Sequence[tuple[int, int]], /
-) -> tuple[tuple[int, int, int], list[int]]: ...
-
-# Returns (launches, portions, bytes of the widest access, sectors of 32 bytes loaded), what the scan answers, and which
-# units narrow forms do not hold.
-def emulate_unit_scan(
-    flat: torch.Tensor, offset: int, length: int, unit_length: int, widths: bool = False
-) -> tuple[tuple[int, int, int, int], tuple[list[int], list[int]], list[list[int]]]: ...
-
-# --- what a group has; empty where it has no backend for the device ---
-
-def backend_name(arg0: ProcessGroup, arg1: torch.device, /) -> str: ...
-def is_nccl(arg0: str, /) -> bool: ...
 def can_send_directly(arg0: ProcessGroup, arg1: torch.device, /) -> bool: ...
-
-# Slices: (offset, length, unit length). Returns (launches, warps, bytes of the widest access, sectors of 32 bytes
-# loaded), and of each slice how many of its sampled units are zero, and how many of the others each form holds.
-def emulate_unit_sample(
-    flat: torch.Tensor, slices: Sequence[tuple[int, int, int]], widths: bool = False
-) -> tuple[tuple[int, int, int, int], list[int], list[list[int]]]: ...
-
-SAMPLES_PER_LAUNCH: int
-
-# As pack and sum_contributions; the sums are of one dtype, divisor and adds_zero. Return (launches, chunks, bytes of
-# the widest access).
-def emulate_pack(
-    arg0: torch.Tensor, arg1: torch.Tensor, arg2: Sequence[tuple[int, int, Width]], /
-) -> tuple[int, int, int]: ...
-def emulate_sum_contributions(arg0: torch.Tensor, arg1: Sequence[SliceSum], /) -> tuple[int, int, int]: ...
-
-PACKED_PER_LAUNCH: int
-SUMS_PER_LAUNCH: tuple[int, int]  # slices, contributions
 
 # --- the engine ---
 
@@ -384,7 +290,8 @@ class EngineSettings:
         *,
         graph_detector: bool,
         values_detector: ValuesDetector,
-        units_detector: ValuesDetector,
+        rows_detector: ValuesDetector,
+        widths_detector: ValuesDetector,
         units: UnitSettings,
         plan: PlanSettings,
         probe: ProbeSettings,
@@ -405,6 +312,12 @@ class Statistics:
     def units_agreed_on(self) -> int: ...
     @property
     def units_sent(self) -> int: ...
+    @property
+    def narrow_steps(self) -> int: ...
+    @property
+    def units_narrow(self) -> int: ...
+    @property
+    def narrow_bytes(self) -> int: ...
     @property
     def buckets_whole(self) -> int: ...
     @property
@@ -444,12 +357,6 @@ class ControlGroups:
 # Whether every group that was let go of is gone within so many seconds.
 def wait_until_groups_are_gone(arg0: float, /) -> bool: ...
 def keep_groups_from_now_on() -> None: ...
-
-# The smallest form of a mask, in words of 64 bits, as docs/internals/protocol.md specifies it.
-def compress(mask: UsageMask) -> list[int]: ...
-
-# Set union; raises ValueError, with the mask unchanged, when the words are no mask of its size.
-def merge_compressed(words: Sequence[int], into: UsageMask) -> None: ...
 
 class Engine:
     def __init__(
@@ -497,21 +404,15 @@ def reducer_is_in_backward(arg0: Reducer, /) -> bool: ...
 
 # Those in grad mode that are to be followed by a synchronised backward pass.
 def reducer_forward_passes(arg0: Reducer, /) -> int: ...
+
+# Those that DDP's last search of the graph did not reach.
+def reducer_unreached(arg0: Reducer, /) -> list[int]: ...
 def reducer_has_hook(arg0: Reducer, /) -> bool: ...
-def probe_reducer(arg0: Reducer, /) -> dict[str, object]: ...
 def initialize_reducer_used_map(arg0: Reducer, /) -> None: ...
 def reducer_skips_unused_by_local_list(arg0: Reducer, /) -> bool: ...
 
 # --- hashes of tensors ---
 
-class HashKernel(Enum):
-    FASTEST = ...
-    PORTABLE = ...
-    SSE2 = ...
-    AVX2 = ...
-
-def hash_kernel_is_supported(kernel: HashKernel) -> bool: ...
-def hash_bytes(data: bytes, kernel: HashKernel = HashKernel.FASTEST) -> tuple[int, int]: ...
 def hash_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
 # --- between tensors and a staging buffer ---

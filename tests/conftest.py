@@ -17,6 +17,8 @@ import pytest
 
 _here = str(Path(__file__).parent)
 sys.path.insert(0, _here)
+# For ddp_hooks_testing. Last, so that what is tested is the ddp_hooks that is installed, if one is.
+sys.path.append(str(Path(__file__).parent.parent))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_here, os.environ.get("PYTHONPATH", "")]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -71,7 +73,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run the test with what processors without AVX2 run, too."""
     from ddp_hooks import _C
+    from ddp_hooks_testing import _C as testing
 
-    _C.leave_out_avx2(request.param)
+    for extension in (_C, testing):
+        extension.leave_out_avx2(request.param)
     yield
-    _C.leave_out_avx2(False)
+    for extension in (_C, testing):
+        extension.leave_out_avx2(False)

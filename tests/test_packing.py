@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from test_slice_copy import DTYPES, WORDS, all_kinds_of_numbers, assert_same_bits, assert_same_numbers
 
 from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
+from ddp_hooks_testing._C import Contribution, SliceSum, sum_contributions
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
@@ -156,9 +158,9 @@ def is_held(flat: torch.Tensor, width: _C.Width) -> bool:
 
 def packed(flat: torch.Tensor, slices: Sequence[tuple[int, int, _C.Width]], offset: int = 0) -> torch.Tensor:
     """Pack at an offset of a buffer; what surrounds it must not change."""
-    size = sum(_C.packed_bytes(length, width, flat.element_size()) for _, length, width in slices)
+    size = sum(testing.packed_bytes(length, width, flat.element_size()) for _, length, width in slices)
     buffer = torch.full((offset + size + 5,), 0xA5, dtype=torch.uint8)
-    _C.pack(buffer[offset:], flat, slices)
+    testing.pack(buffer[offset:], flat, slices)
     assert buffer[:offset].tolist() == [0xA5] * offset
     assert buffer[offset + size :].tolist() == [0xA5] * 5
     return buffer[offset : offset + size]
@@ -174,7 +176,7 @@ def slow_pack(flat: torch.Tensor, slices: Sequence[tuple[int, int, _C.Width]]) -
             held = bits if width == FULL else narrow(bits, flat.dtype, width)
             assert held is not None
             part += held.to_bytes(each, "little")
-        packed_numbers += part + [0] * (-len(part) % 8)
+        packed_numbers += part + [0] * (-len(part) % flat.element_size())
     return packed_numbers
 
 
@@ -205,7 +207,7 @@ def test_every_number_of_a_form_comes_back(dtype: torch.dtype, width: _C.Width, 
     assert_same_bits(buffer.view(FORMS[width]), numbers)
     # Unpacked as a sum of one, which quiets signalling NaNs and flushes denormals, as a product does.
     result = torch.empty_like(wide)
-    _C.sum_contributions(buffer, [_C.SliceSum(result, 0, wide.numel(), [_C.Contribution(0, width)])])
+    sum_contributions(buffer, [SliceSum(result, 0, wide.numel(), [Contribution(0, width)])])
     quiet = wide * 1.0
     assert torch.equal(result.view(WORDS[dtype]), quiet.view(WORDS[dtype]))
 
@@ -251,18 +253,18 @@ def test_what_a_form_holds(dtype: torch.dtype, width: _C.Width, floating_point_m
 
 
 def test_widths_of_a_type() -> None:
-    assert list(_C.narrow_widths(torch.zeros(1))) == [BFLOAT16, FLOAT16]
-    assert list(_C.narrow_widths(torch.zeros(1, dtype=torch.float64))) == [FLOAT32, FULL]
+    assert list(testing.narrow_widths(torch.zeros(1))) == [BFLOAT16, FLOAT16]
+    assert list(testing.narrow_widths(torch.zeros(1, dtype=torch.float64))) == [FLOAT32, FULL]
     for dtype in (torch.float16, torch.bfloat16):
-        assert list(_C.narrow_widths(torch.zeros(1, dtype=dtype))) == [FULL, FULL]
+        assert list(testing.narrow_widths(torch.zeros(1, dtype=dtype))) == [FULL, FULL]
 
 
 def test_packed_bytes() -> None:
     for numel in (0, 1, 2, 3, 4, 5, 1000, 1 << 40):
-        for width, each in ((BFLOAT16, 2), (FLOAT16, 2), (FLOAT32, 4)):
-            assert _C.packed_bytes(numel, width, 8) == -(-numel * each // 8) * 8
+        for width, each in ((BFLOAT16, 4), (FLOAT16, 4), (FLOAT32, 8)):
+            assert testing.packed_bytes(numel, width, each) == -(-numel // 2) * each
         for each in (2, 4, 8):
-            assert _C.packed_bytes(numel, FULL, each) == -(-numel * each // 8) * 8
+            assert testing.packed_bytes(numel, FULL, each) == numel * each
 
 
 # --- pack
@@ -306,21 +308,21 @@ def test_packs_memory_that_is_not_aligned(dtype: torch.dtype, width: _C.Width) -
 
 def test_refuses_to_pack_what_does_not_fit() -> None:
     flat, buffer = torch.zeros(9), torch.zeros(15, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="expected a buffer of 24 bytes at least, received 15"):
-        _C.pack(buffer, flat, [(0, 9, BFLOAT16)])
+    with pytest.raises(RuntimeError, match="expected a buffer of 20 bytes at least, received 15"):
+        testing.pack(buffer, flat, [(0, 9, BFLOAT16)])
     with pytest.raises(RuntimeError, match="expected a range within 9 elements"):
-        _C.pack(buffer, flat, [(7, 3, BFLOAT16)])
+        testing.pack(buffer, flat, [(7, 3, BFLOAT16)])
     with pytest.raises(RuntimeError, match="expected a buffer of uint8, received"):
-        _C.pack(flat, flat, [(0, 1, FULL)])
+        testing.pack(flat, flat, [(0, 1, FULL)])
     with pytest.raises(RuntimeError, match="expected a width for elements of 4 bytes, received form 3"):
-        _C.pack(buffer, flat, [(0, 2, FLOAT32)])
+        testing.pack(buffer, flat, [(0, 2, FLOAT32)])
     with pytest.raises(RuntimeError, match="expected a width for elements of 2 bytes, received form 1"):
-        _C.pack(buffer, flat.half(), [(0, 2, BFLOAT16)])
+        testing.pack(buffer, flat.half(), [(0, 2, BFLOAT16)])
     with pytest.raises(RuntimeError, match=r"expected gradients on the CPU.*, received meta"):
-        _C.pack(buffer.to("meta"), flat, [(0, 1, FULL)])
+        testing.pack(buffer.to("meta"), flat, [(0, 1, FULL)])
     with pytest.raises(RuntimeError, match="expected gradients of float32"):
-        _C.pack(buffer, flat.int(), [(0, 1, FULL)])
-    _C.pack(buffer[:0], flat, [])
+        testing.pack(buffer, flat.int(), [(0, 1, FULL)])
+    testing.pack(buffer[:0], flat, [])
 
 
 # --- sums
@@ -332,15 +334,15 @@ class Case:
 
     flat: torch.Tensor
     buffer: torch.Tensor
-    slices: list[tuple[int, int, list[_C.Contribution], float, bool, bool]] = field(default_factory=list)
+    slices: list[tuple[int, int, list[Contribution], float, bool, bool]] = field(default_factory=list)
     expected: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     received: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # what the buffer held, and has to hold
 
-    def sums_on(self, flat: torch.Tensor) -> list[_C.SliceSum]:
-        return [_C.SliceSum(flat, *each) for each in self.slices]
+    def sums_on(self, flat: torch.Tensor) -> list[SliceSum]:
+        return [SliceSum(flat, *each) for each in self.slices]
 
     @property
-    def sums(self) -> list[_C.SliceSum]:
+    def sums(self) -> list[SliceSum]:
         return self.sums_on(self.flat)
 
 
@@ -349,10 +351,11 @@ def scaled(numbers: torch.Tensor, divisor: float, divides: bool) -> torch.Tensor
 
 
 def slow_sum(contributions: Sequence[torch.Tensor], divisor: float, divides: bool, adds_zero: bool) -> torch.Tensor:
-    """The twin: torch's own operations, one after the other."""
+    """The twin: torch's own operations, one after the other; a sum that is no number is always the same NaN."""
     result = scaled(contributions[0], divisor, divides)
     for numbers in contributions[1:]:
         result = result + scaled(numbers, divisor, divides)
+        result = torch.where(result.isnan(), torch.tensor(torch.nan, dtype=result.dtype), result)
     return result + 0.0 if adds_zero else result
 
 
@@ -381,11 +384,11 @@ def make_case(
         for kind in kinds:
             if kind < 0:
                 terms.append(case.flat[position : position + length].clone())
-                contributions.append(_C.Contribution(own=True))
+                contributions.append(Contribution(own=True))
                 continue
             width = choices[kind % len(choices)]
             numbers = some_of(width, dtype, length, rng.randrange(1 << 30))
-            contributions.append(_C.Contribution(bytes_before, width))
+            contributions.append(Contribution(bytes_before, width))
             parts.append(packed(numbers, [(0, length, width)]))
             bytes_before += parts[-1].numel()
             terms.append(numbers)
@@ -406,7 +409,7 @@ def assert_sum(case: Case) -> None:
 
 
 def check_sum(case: Case) -> None:
-    _C.sum_contributions(case.buffer, case.sums)
+    sum_contributions(case.buffer, case.sums)
     assert_sum(case)
 
 
@@ -469,9 +472,7 @@ def test_the_order_of_ranks_decides(count: int) -> None:
         values = [torch.full((1500,), [1.0, 1e8, -1e8, 3.0, 5.0, 2.0**24, 1e-8, 7.0, -3.0][i]) for i in order]
         buffer = packed(torch.cat(values), [(0, 1500 * count, FULL)])
         result = torch.empty(1500)
-        _C.sum_contributions(
-            buffer, [_C.SliceSum(result, 0, 1500, [_C.Contribution(6000 * i, FULL) for i in range(count)])]
-        )
+        sum_contributions(buffer, [SliceSum(result, 0, 1500, [Contribution(6000 * i, FULL) for i in range(count)])])
         assert_same_bits(result, slow_sum(values, 1.0, False, False))
         received.add(float(result[0]))
     assert len(received) > 1 or count < 3
@@ -487,8 +488,8 @@ def test_zeros_of_either_sign(dtype: torch.dtype) -> None:
             for adds_zero in (False, True):
                 for count in (1, 2):
                     result = numbers[0].clone()
-                    contributions = [_C.Contribution(own=True), _C.Contribution(0, width)][:count]
-                    _C.sum_contributions(buffer, [_C.SliceSum(result, 0, 21, contributions, 2.0, adds_zero=adds_zero)])
+                    contributions = [Contribution(own=True), Contribution(0, width)][:count]
+                    sum_contributions(buffer, [SliceSum(result, 0, 21, contributions, 2.0, adds_zero=adds_zero)])
                     negative = all(sign == 0.0 and str(sign) == "-0.0" for sign in signs[:count]) and not adds_zero
                     assert_same_bits(result, torch.full((21,), -0.0 if negative else 0.0, dtype=dtype))
 
@@ -499,17 +500,13 @@ def test_flushes_what_torch_flushes(floating_point_mode: None) -> None:
         numbers = torch.tensor([tiny, tiny / 2, 3 * tiny, -tiny], dtype=dtype)
         buffer = packed(numbers, [(0, 4, FULL)])
         result = numbers.clone()
-        _C.sum_contributions(
-            buffer, [_C.SliceSum(result, 0, 4, [_C.Contribution(own=True), _C.Contribution(0, FULL)], 3.0)]
-        )
+        sum_contributions(buffer, [SliceSum(result, 0, 4, [Contribution(own=True), Contribution(0, FULL)], 3.0)])
         assert_same_bits(result, slow_sum([numbers, numbers], 3.0, False, False))
         for width in widths:
             numbers = some_of(width, dtype, 500, 3)
             buffer = packed(numbers, [(0, 500, width)])
             result = numbers.clone()
-            _C.sum_contributions(
-                buffer, [_C.SliceSum(result, 0, 500, [_C.Contribution(0, width), _C.Contribution(own=True)], 2.0)]
-            )
+            sum_contributions(buffer, [SliceSum(result, 0, 500, [Contribution(0, width), Contribution(own=True)], 2.0)])
             assert_same_numbers(result, slow_sum([numbers, numbers], 2.0, False, False))
 
 
@@ -520,39 +517,39 @@ def test_both_ranks_of_two_make_the_same() -> None:
     for rank in (0, 1):
         result = numbers[rank].clone()
         buffer = packed(numbers[1 - rank], [(0, 5000, BFLOAT16)])
-        contributions = [_C.Contribution(own=i == rank, width=FULL if i == rank else BFLOAT16) for i in (0, 1)]
-        _C.sum_contributions(buffer, [_C.SliceSum(result, 0, 5000, contributions, 2.0)])
+        contributions = [Contribution(own=i == rank, width=FULL if i == rank else BFLOAT16) for i in (0, 1)]
+        sum_contributions(buffer, [SliceSum(result, 0, 5000, contributions, 2.0)])
         results.append(result)
     assert_same_numbers(results[0], results[1])
 
 
 def test_own_contributions_need_nothing_received() -> None:
     flat = torch.tensor([2.0, -0.0, 6.0])
-    _C.sum_contributions(None, [_C.SliceSum(flat, 0, 3, [_C.Contribution(own=True)], 2.0, adds_zero=True)])
+    sum_contributions(None, [SliceSum(flat, 0, 3, [Contribution(own=True)], 2.0, adds_zero=True)])
     assert_same_bits(flat, torch.tensor([1.0, 0.0, 3.0]))
-    _C.sum_contributions(None, [])
+    sum_contributions(None, [])
 
 
 def test_refuses_sums_that_do_not_fit() -> None:
     flat, buffer = torch.zeros(9), torch.zeros(16, dtype=torch.uint8)
 
-    def add(length: int, contributions: Sequence[_C.Contribution], received: torch.Tensor | None = buffer) -> None:
-        _C.sum_contributions(received, [_C.SliceSum(flat, 0, length, contributions)])
+    def add(length: int, contributions: Sequence[Contribution], received: torch.Tensor | None = buffer) -> None:
+        sum_contributions(received, [SliceSum(flat, 0, length, contributions)])
 
-    add(8, [_C.Contribution(0, BFLOAT16)])
+    add(8, [Contribution(0, BFLOAT16)])
     with pytest.raises(RuntimeError, match="expected contributions within 16 bytes, received offset 2 and 16 bytes"):
-        add(8, [_C.Contribution(2, BFLOAT16)])
+        add(8, [Contribution(2, BFLOAT16)])
     with pytest.raises(RuntimeError, match="expected contributions within 16 bytes, received offset -2 and 2 bytes"):
-        add(1, [_C.Contribution(-2, BFLOAT16)])
+        add(1, [Contribution(-2, BFLOAT16)])
     with pytest.raises(RuntimeError, match="expected contributions within 0 bytes"):
-        add(1, [_C.Contribution(0, BFLOAT16)], None)
+        add(1, [Contribution(0, BFLOAT16)], None)
     with pytest.raises(RuntimeError, match="expected a contribution at least, received none"):
         add(1, [])
     with pytest.raises(RuntimeError, match="expected one contribution that lies in the slice itself, received 2"):
-        add(1, [_C.Contribution(own=True), _C.Contribution(own=True)])
+        add(1, [Contribution(own=True), Contribution(own=True)])
     with pytest.raises(RuntimeError, match="expected a width for elements of 4 bytes, received form 3"):
-        add(1, [_C.Contribution(0, FLOAT32)])
+        add(1, [Contribution(0, FLOAT32)])
     with pytest.raises(RuntimeError, match="expected a range within 9 elements"):
-        add(10, [_C.Contribution(own=True)])
+        add(10, [Contribution(own=True)])
     with pytest.raises(RuntimeError, match="expected what was received of uint8, received"):
-        add(1, [_C.Contribution(own=True)], flat)
+        add(1, [Contribution(own=True)], flat)

@@ -11,7 +11,7 @@ from test_nonzero_scan import DTYPES, WORDS, oracle
 from test_packing import WIDTHS
 from test_unit_scan import random_slice, random_widths, slow_inexact
 
-from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
 
 SAMPLED, GLANCED, GLANCED_ELEMENTS, WIDTH_ELEMENTS = 64, 8, 8, 1024
 Slices = Sequence[tuple[int, int, int]]
@@ -93,11 +93,11 @@ def random_slices(dtype: torch.dtype, rng: random.Random) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("seed", range(12))
 def test_against_every_element(dtype: torch.dtype, seed: int) -> None:
     flat, slices = random_slices(dtype, random.Random(seed))
-    assert _C.sample_units(flat, slices) == [(zeros, 0.0) for zeros in slow_sample(flat, slices)]
+    assert testing.sample_units(flat, slices) == [(zeros, 0.0) for zeros in slow_sample(flat, slices)]
     rng = random.Random(seed)
     rng.shuffle(slices)
-    assert _C.sample_units(flat, slices) == [(zeros, 0.0) for zeros in slow_sample(flat, slices)]
-    assert _C.sample_units(flat, slices, widths=True) == slow_sample_of_widths(flat, slices)
+    assert testing.sample_units(flat, slices) == [(zeros, 0.0) for zeros in slow_sample(flat, slices)]
+    assert testing.sample_units(flat, slices, widths=True) == slow_sample_of_widths(flat, slices)
 
 
 def random_slices_of_widths(dtype: torch.dtype, rng: random.Random) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
@@ -118,27 +118,27 @@ def random_slices_of_widths(dtype: torch.dtype, rng: random.Random) -> tuple[tor
 def test_widths_against_every_element(dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
     flat, slices = random_slices_of_widths(dtype, random.Random(seed))
-    assert _C.sample_units(flat, slices, widths=True) == slow_sample_of_widths(flat, slices)
+    assert testing.sample_units(flat, slices, widths=True) == slow_sample_of_widths(flat, slices)
 
 
 def test_of_nothing() -> None:
-    assert _C.sample_units(torch.zeros(3), []) == []
+    assert testing.sample_units(torch.zeros(3), []) == []
     for bad in ((0, 0, 1), (0, 3, 0)):
         with pytest.raises(RuntimeError, match="expected a unit of an element at least"):
-            _C.sample_units(torch.zeros(3), [bad])
+            testing.sample_units(torch.zeros(3), [bad])
     with pytest.raises(RuntimeError, match="expected a range within 3 elements"):
-        _C.sample_units(torch.zeros(3), [(0, 2, 1), (2, 2, 1)])
+        testing.sample_units(torch.zeros(3), [(0, 2, 1), (2, 2, 1)])
 
 
 def test_a_glance_tells_dense_gradients_apart() -> None:
     # Every unit begins with a non-zero, so it does not matter what follows; and a negative zero is a zero.
     flat = torch.zeros(100, 32)
     flat[:, 0] = 1e-45
-    assert _C.sample_units(flat.flatten(), [(0, 3200, 32)]) == [(0.0, 0.0)]
+    assert testing.sample_units(flat.flatten(), [(0, 3200, 32)]) == [(0.0, 0.0)]
     flat[:, 0] = -0.0
-    assert _C.sample_units(flat.flatten(), [(0, 3200, 32)]) == [(1.0, 0.0)]
+    assert testing.sample_units(flat.flatten(), [(0, 3200, 32)]) == [(1.0, 0.0)]
     flat[:, 9] = torch.tensor([1], dtype=WORDS[torch.float32]).view(torch.float32)
-    assert _C.sample_units(flat.flatten(), [(0, 3200, 32)]) == [(0.0, 0.0)]
+    assert testing.sample_units(flat.flatten(), [(0, 3200, 32)]) == [(0.0, 0.0)]
 
 
 def test_widths_are_those_of_the_better_form() -> None:
@@ -146,16 +146,16 @@ def test_widths_are_those_of_the_better_form() -> None:
     table[:32, 5] = 1.0 + 2.0**-10  # float16 only
     table[32:52, 0] = 2.0**100  # bfloat16 only
     table[52:56, 0] = 1.0  # both
-    assert _C.sample_units(table.flatten(), [(0, 128_000, 2000)], widths=True) == [(8 / 64, 36 / 56)]
+    assert testing.sample_units(table.flatten(), [(0, 128_000, 2000)], widths=True) == [(8 / 64, 36 / 56)]
     table[:32, 1024] = 1.0 + 2.0**-20  # no longer looked at
-    assert _C.sample_units(table.flatten(), [(0, 128_000, 2000)], widths=True) == [(8 / 64, 36 / 56)]
+    assert testing.sample_units(table.flatten(), [(0, 128_000, 2000)], widths=True) == [(8 / 64, 36 / 56)]
     table[:32, 1023] = 1.0 + 2.0**-20
-    assert _C.sample_units(table.flatten(), [(0, 128_000, 2000)], widths=True) == [(8 / 64, 24 / 56)]
+    assert testing.sample_units(table.flatten(), [(0, 128_000, 2000)], widths=True) == [(8 / 64, 24 / 56)]
 
 
 def test_a_glance_tells_wide_numbers_apart() -> None:
     table = torch.full((64, 2000), 1.0 + 2.0**-20)
     table[1] = 1.0  # narrow, but not among those glanced at
-    assert _C.sample_units(table.flatten(), [(0, 128_000, 2000)], widths=True) == [(0.0, 0.0)]
+    assert testing.sample_units(table.flatten(), [(0, 128_000, 2000)], widths=True) == [(0.0, 0.0)]
     table[0, :8] = 1.0  # what is glanced at is narrow, and no more
-    assert _C.sample_units(table.flatten(), [(0, 128_000, 2000)], widths=True) == [(0.0, 1 / 64)]
+    assert testing.sample_units(table.flatten(), [(0, 128_000, 2000)], widths=True) == [(0.0, 1 / 64)]

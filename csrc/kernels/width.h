@@ -40,10 +40,11 @@ constexpr int64_t bytes_of_number(Width width, int64_t element_bytes) {
   }
 }
 
-// Bytes of `numel` numbers of `element_bytes` each in this form, rounded up to a multiple of 8, so that what follows is
-// aligned.
+// Bytes of `numel` numbers of `element_bytes` each in this form, rounded up to a multiple of `element_bytes`, so that
+// what follows is aligned.
 constexpr int64_t packed_bytes(int64_t numel, Width width, int64_t element_bytes) {
-  return (numel * bytes_of_number(width, element_bytes) + 7) / 8 * 8;
+  const int64_t bytes = numel * bytes_of_number(width, element_bytes);
+  return (bytes + element_bytes - 1) / element_bytes * element_bytes;
 }
 
 }  // namespace ddp_hooks

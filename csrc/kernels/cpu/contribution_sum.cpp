@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <type_traits>
 
 #include "kernels/cpu/elements.h"
@@ -31,6 +32,14 @@ template <typename T>
 DDP_HOOKS_ALWAYS_INLINE T add(T a, T b) {
   using Wide = typename Arithmetic<T>::Wide;
   return static_cast<T>(static_cast<Wide>(a) + static_cast<Wide>(b));
+}
+
+// Of two NaN a processor keeps the first, and which that is compilers choose; every rank has to get the same bits.
+template <typename T>
+DDP_HOOKS_ALWAYS_INLINE T add_terms(T a, T b) {
+  using Wide = typename Arithmetic<T>::Wide;
+  const Wide sum = static_cast<Wide>(a) + static_cast<Wide>(b);
+  return static_cast<T>(sum == sum ? sum : std::numeric_limits<Wide>::quiet_NaN());
 }
 
 // What one term is, element by element; by its form.
@@ -121,7 +130,8 @@ void add_two(char* to, const Term& first, const Term& second, int64_t numel, con
   with_scale<T>(scaling, [&](auto scale) {
     with_term<T>(first, [&](auto a) {
       with_term<T>(second, [&](auto b) {
-        fill<T>(to, numel, [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(add(scale(a[i]), scale(b[i])), last); });
+        fill<T>(to, numel,
+                [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(add_terms(scale(a[i]), scale(b[i])), last); });
       });
     });
   });
@@ -133,7 +143,7 @@ void add_one_more(char* to, const char* sums, const Term& term, int64_t numel, c
   with_scale<T>(scaling, [&](auto scale) {
     with_term<T>(term, [&](auto numbers) {
       fill<T>(to, numel,
-              [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(add(before[i], scale(numbers[i])), last); });
+              [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(add_terms(before[i], scale(numbers[i])), last); });
     });
   });
 }

@@ -6,14 +6,24 @@
 namespace ddp_hooks::cuda {
 namespace {
 
-template <int kCapacity>
-__global__ void __launch_bounds__(kBlockThreads) pack_kernel(const __grid_constant__ PackTable<kCapacity> table) {
+template <int kCapacity, typename Number>
+__global__ void __launch_bounds__(kBlockThreads)
+    pack_kernel(const __grid_constant__ PackTable<kCapacity> table, Scaling<Number> scaling) {
   const int lane = lane_of_thread();
   DeviceMemory memory;
   visit_stretches(table, chunk_of_warp(), [&](int slice, int64_t offset, int64_t position, int bytes) {
-    pack_stretch(table.to + position, table.address[slice], table.width[slice], table.filled_bytes[slice], offset,
-                 bytes, lane, memory);
+    pack_stretch(table, slice, offset, position, bytes, lane, memory, scaling);
   });
+}
+
+template <typename Number>
+const char* pack_numbers(char* to, const SliceToPack* slices, size_t count, cudaStream_t stream) {
+  return for_each_pack_table(
+      slices, count, sizeof(typename Number::Bits), to, [&]<int kCapacity>(PackTable<kCapacity>& table) -> const char* {
+        Scaling<Number> scaling = scaling_of<Number>(table);
+        void* arguments[] = {&table, &scaling};
+        return launch_warps(&pack_kernel<kCapacity, Number>, chunk_count(table), arguments, stream);
+      });
 }
 
 template <typename Table, typename Number>
@@ -40,11 +50,19 @@ const char* sum(const char* packed, const SliceToSum* slices, size_t count, doub
 
 }  // namespace
 
-const char* pack(char* to, const SliceToPack* slices, size_t count, Stream stream) {
-  return for_each_pack_table(slices, count, to, [&]<int kCapacity>(PackTable<kCapacity>& table) -> const char* {
-    void* arguments[] = {&table};
-    return launch_warps(&pack_kernel<kCapacity>, chunk_count(table), arguments, static_cast<cudaStream_t>(stream));
-  });
+const char* pack(char* to, const SliceToPack* slices, size_t count, ElementType type, Stream stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  switch (type) {
+    case ElementType::kFloat32:
+      return pack_numbers<Float32>(to, slices, count, cuda_stream);
+    case ElementType::kFloat64:
+      return pack_numbers<Float64>(to, slices, count, cuda_stream);
+    case ElementType::kFloat16:
+      return pack_numbers<Float16>(to, slices, count, cuda_stream);
+    case ElementType::kBFloat16:
+      return pack_numbers<BFloat16>(to, slices, count, cuda_stream);
+  }
+  return "unknown element type";
 }
 
 const char* sum_terms(const char* packed, const SliceToSum* slices, size_t count, ElementType type, double factor,

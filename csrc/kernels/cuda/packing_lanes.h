@@ -1,13 +1,14 @@
 // What one lane of a warp does to pack a stretch, and to add up a stretch of contributions.
 //
-// A lane stores words: kPackedAlignment bytes of the buffer, where every slice begins at a multiple of that, and 16
-// bytes of a sum, whose head and tail are elements. What it loads for a word is aligned to its elements only, and is
-// loaded in as wide pieces as its address allows, which is the same for all words of a stretch.
+// A lane stores words: 8 bytes of the buffer, 16 bytes of a sum; head and tail of a stretch are numbers. What it loads
+// for a word is aligned to its numbers only, and is loaded in as wide pieces as its address allows, which is the same
+// for all words of a stretch.
 //
 // `Memory` as in lanes.h. Lanes do not communicate.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/lanes.h"
 #include "kernels/cuda/packing_tables.h"
@@ -46,6 +47,8 @@ DDP_HOOKS_HOST_DEVICE Word<kBytes> load_word(const char* from, Memory& memory) {
   return load_in_pieces<kBytes, 2>(from, memory);
 }
 
+constexpr int kPackedWordBytes = 8;
+
 // Numbers that are left as they are.
 template <typename BitsOfNumber>
 struct FullForm {
@@ -55,22 +58,34 @@ struct FullForm {
   static DDP_HOOKS_HOST_DEVICE Wide widen(Narrow bits) { return bits; }
 };
 
+// Numbers that are scaled. `Number` has the unsigned integer that holds one (Bits), the type of the factor (Wide),
+// widen(bits), scale(bits, factor), add(bits, bits) and the NaN of sums (kNan).
+template <typename Number>
+struct ScaledForm {
+  using Wide = typename Number::Bits;
+  using Narrow = typename Number::Bits;
+  typename Number::Wide factor;
+  DDP_HOOKS_HOST_DEVICE Narrow narrow(Wide bits) const { return Number::scale(bits, factor); }
+};
+
 template <typename Form>
 constexpr int kTimesAsWide = sizeof(typename Form::Wide) / sizeof(typename Form::Narrow);
 
 template <typename Form>
-DDP_HOOKS_HOST_DEVICE Word<kPackedAlignment> narrow_word(const Word<kPackedAlignment * kTimesAsWide<Form>>& word) {
-  Word<kPackedAlignment> packed = {};
+DDP_HOOKS_HOST_DEVICE Word<kPackedWordBytes> narrow_word(const Form& form,
+                                                         const Word<kPackedWordBytes * kTimesAsWide<Form>>& word) {
+  Word<kPackedWordBytes> packed = {};
   DDP_HOOKS_UNROLL
-  for (int i = 0; i < kPackedAlignment / static_cast<int>(sizeof(typename Form::Narrow)); ++i) {
-    put_number<typename Form::Narrow>(packed, i, Form::narrow(get_number<typename Form::Wide>(word, i)));
+  for (int i = 0; i < kPackedWordBytes / static_cast<int>(sizeof(typename Form::Narrow)); ++i) {
+    put_number<typename Form::Narrow>(packed, i, form.narrow(get_number<typename Form::Wide>(word, i)));
   }
   return packed;
 }
 
-template <typename Form, int kPieceBytes, typename Memory>
-DDP_HOOKS_HOST_DEVICE void pack_words(char* to, const char* from, int words, int lane, Memory& memory) {
-  constexpr int kFromBytes = kPackedAlignment * kTimesAsWide<Form>;
+template <int kPieceBytes, typename Form, typename Memory>
+DDP_HOOKS_HOST_DEVICE void pack_words(const Form& form, char* to, const char* from, int words, int lane,
+                                      Memory& memory) {
+  constexpr int kFromBytes = kPackedWordBytes * kTimesAsWide<Form>;
   for (int base = lane; base < words; base += kLoadsInFlight * kWarpLanes) {
     Word<kFromBytes> loaded[kLoadsInFlight] = {};
     DDP_HOOKS_UNROLL
@@ -81,61 +96,74 @@ DDP_HOOKS_HOST_DEVICE void pack_words(char* to, const char* from, int words, int
     DDP_HOOKS_UNROLL
     for (int i = 0; i < kLoadsInFlight; ++i) {
       const int index = base + i * kWarpLanes;
-      if (index < words) memory.store(to + index * kPackedAlignment, narrow_word<Form>(loaded[i]));
+      if (index < words) memory.store(to + index * kPackedWordBytes, narrow_word(form, loaded[i]));
     }
   }
 }
 
-// to = the numbers that begin at `offset` bytes of a packed slice. `to`, `offset` and `bytes` are multiples of
-// kPackedAlignment.
+// to = the numbers that begin at `from`: `filled` bytes of them, and zeros up to `bytes`, which are a number at most.
 template <typename Form, typename Memory>
-DDP_HOOKS_HOST_DEVICE void pack_stretch_as(char* to, const char* slice, int64_t filled_bytes, int64_t offset, int bytes,
+DDP_HOOKS_HOST_DEVICE void pack_numbers_as(const Form& form, char* to, const char* from, int filled, int bytes,
                                            int lane, Memory& memory) {
   using Wide = typename Form::Wide;
-  constexpr int kFromBytes = kPackedAlignment * kTimesAsWide<Form>;
-  const char* const from = slice + offset * kTimesAsWide<Form>;
-  const int filled = filled_bytes - offset < bytes ? static_cast<int>(filled_bytes - offset) : bytes;
-  const int words = filled / kPackedAlignment;
-  const auto place = reinterpret_cast<uintptr_t>(from);
-  if (place % kFromBytes == 0) {
-    pack_words<Form, kFromBytes>(to, from, words, lane, memory);
-  } else if (sizeof(Wide) < 8 && place % 8 == 0) {
-    pack_words<Form, 8>(to, from, words, lane, memory);
-  } else if (sizeof(Wide) < 4 && place % 4 == 0) {
-    pack_words<Form, 4>(to, from, words, lane, memory);
-  } else {
-    pack_words<Form, sizeof(Wide)>(to, from, words, lane, memory);
+  using Narrow = typename Form::Narrow;
+  constexpr int kTimes = kTimesAsWide<Form>;
+  constexpr int kFromBytes = kPackedWordBytes * kTimes;
+  const Split split = split_stretch(reinterpret_cast<uintptr_t>(to), filled, kPackedWordBytes);
+  const int edge_at = edge_of_lane(split, lane, sizeof(Narrow));
+  if (edge_at >= 0) {
+    const Wide number = memory.template load<Word<sizeof(Wide)>>(from + edge_at * kTimes).units[0];
+    memory.store(to + edge_at, Word<sizeof(Narrow)>{{form.narrow(number)}});
   }
-  if (lane != 0 || words * kPackedAlignment == bytes) return;
-  // The last word of a slice, of which what is not a number is zero in every form.
-  Word<kFromBytes> last = {};
-  const int numbers = (filled - words * kPackedAlignment) / static_cast<int>(sizeof(typename Form::Narrow));
-  DDP_HOOKS_UNROLL
-  for (int i = 0; i < kFromBytes / static_cast<int>(sizeof(Wide)); ++i) {
-    const char* const number = from + words * kFromBytes + i * static_cast<int>(sizeof(Wide));
-    if (i < numbers) put_number<Wide>(last, i, memory.template load<Word<sizeof(Wide)>>(number).units[0]);
+  if (lane == 0 && filled != bytes) memory.store(to + filled, Word<sizeof(Narrow)>{});
+  char* const to_words = to + split.head_bytes;
+  const char* const from_words = from + split.head_bytes * kTimes;
+  const auto place = reinterpret_cast<uintptr_t>(from_words);
+  if (place % kFromBytes == 0) return pack_words<kFromBytes>(form, to_words, from_words, split.words, lane, memory);
+  if constexpr (sizeof(Wide) < 8 && kFromBytes > 8) {
+    if (place % 8 == 0) return pack_words<8>(form, to_words, from_words, split.words, lane, memory);
   }
-  memory.store(to + words * kPackedAlignment, narrow_word<Form>(last));
+  if constexpr (sizeof(Wide) < 4) {
+    if (place % 4 == 0) return pack_words<4>(form, to_words, from_words, split.words, lane, memory);
+  }
+  pack_words<sizeof(Wide)>(form, to_words, from_words, split.words, lane, memory);
 }
 
-template <typename Memory>
-DDP_HOOKS_HOST_DEVICE void pack_stretch(char* to, const char* slice, Width width, int64_t filled_bytes, int64_t offset,
-                                        int bytes, int lane, Memory& memory) {
-  switch (width) {
-    case Width::kBFloat16:
-      return pack_stretch_as<BFloat16Form>(to, slice, filled_bytes, offset, bytes, lane, memory);
-    case Width::kFloat16:
-      return pack_stretch_as<Float16Form>(to, slice, filled_bytes, offset, bytes, lane, memory);
-    case Width::kFloat32:
-      return pack_stretch_as<Float32Form>(to, slice, filled_bytes, offset, bytes, lane, memory);
-    case Width::kFull:
-      // As the narrowest numbers, whatever they are.
-      return pack_stretch_as<FullForm<uint16_t>>(to, slice, filled_bytes, offset, bytes, lane, memory);
-  }
+// How slices at full width are scaled.
+template <typename Number>
+struct Scaling {
+  typename Number::Wide factor;
+  bool is_one;  // then they are copied, whatever they are
+};
+
+template <typename Number, int kCapacity>
+Scaling<Number> scaling_of(const PackTable<kCapacity>& table) {
+  return {static_cast<typename Number::Wide>(table.factor), table.factor == 1};
 }
 
-// What is done with each contribution. `Number` has the unsigned integer that holds one (Bits), the type of the factor
-// (Wide), scale(bits, factor) and add(bits, bits).
+// The stretch of the buffer that begins at `position`, `offset` bytes into a packed slice.
+template <typename Number, int kCapacity, typename Memory>
+DDP_HOOKS_HOST_DEVICE void pack_stretch(const PackTable<kCapacity>& table, int slice, int64_t offset, int64_t position,
+                                        int bytes, int lane, Memory& memory, const Scaling<Number>& scaling) {
+  using Bits = typename Number::Bits;
+  const int64_t left = table.filled_bytes[slice] - offset;
+  const int filled = left < bytes ? static_cast<int>(left) : bytes;
+  const auto pack_as = [&](const auto& form) {
+    using Form = std::decay_t<decltype(form)>;
+    const char* const from = table.address[slice] + offset * kTimesAsWide<Form>;
+    pack_numbers_as(form, table.to + position, from, filled, bytes, lane, memory);
+  };
+  const Width width = table.width[slice];
+  if constexpr (sizeof(Bits) == 4) {
+    if (width == Width::kBFloat16) return pack_as(BFloat16Form{});
+    if (width == Width::kFloat16) return pack_as(Float16Form{});
+  } else if constexpr (sizeof(Bits) == 8) {
+    if (width == Width::kFloat32) return pack_as(Float32Form{});
+  }
+  scaling.is_one ? pack_as(FullForm<Bits>{}) : pack_as(ScaledForm<Number>{scaling.factor});
+}
+
+// What is done with each contribution.
 template <typename Number>
 struct Addition {
   typename Number::Wide factor;
@@ -189,7 +217,12 @@ DDP_HOOKS_HOST_DEVICE Word<kNumbers * sizeof(typename Number::Bits)> sum_of_term
   }
   Sum result = {};
   DDP_HOOKS_UNROLL
-  for (int i = 0; i < kNumbers; ++i) put_number<Bits>(result, i, Number::add(get_number<Bits>(sum, i), addition.last));
+  for (int i = 0; i < kNumbers; ++i) {
+    const Bits total = Number::add(get_number<Bits>(sum, i), addition.last);
+    // Of several terms the NaN is always the same, wherever they are added up.
+    const bool is_nan = Number::widen(total) != Number::widen(total);
+    put_number<Bits>(result, i, is_nan && end - first > 1 ? Number::kNan : total);
+  }
   return result;
 }
 

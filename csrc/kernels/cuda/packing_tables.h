@@ -4,7 +4,8 @@
 // and each warp takes one, and tables travel by value. Packed slices fill the buffer; sums fill as many bytes as their
 // slices have. How many contributions a slice has may differ, so they stand in a list of their own.
 //
-// Always holds: a packed slice begins at a multiple of kPackedAlignment; `begin` and `first_term` do not decrease.
+// Always holds: what is packed lies at multiples of its element's size, terms at multiples of their numbers' sizes;
+// `begin` and `first_term` do not decrease.
 // Thread-safety: pure functions of a table that nobody writes.
 #pragma once
 
@@ -16,17 +17,15 @@
 
 namespace ddp_hooks::cuda {
 
-constexpr int kPackedAlignment = 8;
-
-// A slice that is to be packed. The address is a multiple of the element's size.
+// A slice that is to be packed.
 struct SliceToPack {
   const char* address = nullptr;
   int64_t numel = 0;
-  int64_t element_bytes = 0;
   Width width = Width::kFull;
+  double factor = 1;  // at full width
 };
 
-constexpr int kSmallPackTable = 160;
+constexpr int kSmallPackTable = 156;
 constexpr int kLargePackTable = 1300;
 
 template <int kCapacity>
@@ -35,6 +34,7 @@ struct PackTable {
   const char* address[kCapacity];
   int64_t filled_bytes[kCapacity];  // what is left of a slice's bytes in the buffer is padding
   Width width[kCapacity];
+  double factor;  // of slices at full width
   char* to;
   int64_t chunk_bytes;
   int32_t count;
@@ -43,13 +43,25 @@ struct PackTable {
 static_assert(sizeof(PackTable<kSmallPackTable>) + 64 <= 4096);
 static_assert(sizeof(PackTable<kLargePackTable>) + 64 <= 32764);
 
-// Fills a table with the first slices that it has room for; returns how many these are.
-template <int kCapacity>
-size_t fill_table(PackTable<kCapacity>& table, const SliceToPack* slices, size_t count, char* to) {
-  if (count > kCapacity) count = kCapacity;
-  int64_t position = 0;
+// How many of the first slices one table can hold: those at full width are scaled alike.
+inline size_t count_alike(const SliceToPack* slices, size_t count) {
+  if (count > kLargePackTable) count = kLargePackTable;
+  const SliceToPack* full = nullptr;
   for (size_t i = 0; i < count; ++i) {
-    const auto& [address, numel, element_bytes, width] = slices[i];
+    if (slices[i].width != Width::kFull) continue;
+    if (full != nullptr && full->factor != slices[i].factor) return i;
+    full = &slices[i];
+  }
+  return count;
+}
+
+template <int kCapacity>
+void fill_table(PackTable<kCapacity>& table, const SliceToPack* slices, size_t count, int64_t element_bytes, char* to) {
+  int64_t position = 0;
+  table.factor = 1;
+  for (size_t i = 0; i < count; ++i) {
+    const auto& [address, numel, width, factor] = slices[i];
+    if (width == Width::kFull) table.factor = factor;
     table.begin[i] = position;
     table.address[i] = address;
     table.filled_bytes[i] = numel * bytes_of_number(width, element_bytes);
@@ -60,12 +72,11 @@ size_t fill_table(PackTable<kCapacity>& table, const SliceToPack* slices, size_t
   table.to = to;
   table.chunk_bytes = choose_chunk_bytes(position, static_cast<int64_t>(count));
   table.count = static_cast<int32_t>(count);
-  return count;
 }
 
 // One contribution: where it lies in what was received, and its width; or what lies in the slice itself.
 struct TermToAdd {
-  int64_t offset = 0;  // a multiple of kPackedAlignment
+  int64_t offset = 0;  // bytes
   Width width = Width::kFull;
   bool own = false;
 };
@@ -84,7 +95,7 @@ struct SumTable {
   static constexpr int kTerms = kMostTerms;
   int64_t begin[kSlices + 1];  // bytes of this launch's slices, one after the other
   char* address[kSlices];
-  uint64_t terms[kTerms];  // offsets, with the width in the bits that alignment leaves, or kOwnTerm
+  uint64_t terms[kTerms];  // offsets, with the width in the highest bits, or kOwnTerm
   int32_t first_term[kSlices + 1];
   const char* packed;
   int64_t chunk_bytes;
@@ -98,12 +109,13 @@ static_assert(sizeof(SmallSumTable) + 64 <= 4096);
 static_assert(sizeof(LargeSumTable) + 64 <= 32764);
 
 constexpr uint64_t kOwnTerm = ~uint64_t{0};
+constexpr int kOffsetBits = 62;
 
 DDP_HOOKS_HOST_DEVICE int64_t offset_of_term(uint64_t term) {
-  return static_cast<int64_t>(term & ~uint64_t{kPackedAlignment - 1});
+  return static_cast<int64_t>(term & ((uint64_t{1} << kOffsetBits) - 1));
 }
 DDP_HOOKS_HOST_DEVICE Width width_of_term(uint64_t term) {
-  return static_cast<Width>(term & uint64_t{kPackedAlignment - 1});
+  return static_cast<Width>(term >> kOffsetBits);
 }
 
 // How many of the first slices a table has room for.
@@ -128,7 +140,7 @@ void fill_table(SumTable<kSlices, kTerms>& table, const SliceToSum* slices, size
     for (size_t j = 0; j < slices[i].count; ++j) {
       const TermToAdd& term = slices[i].terms[j];
       table.terms[terms++] =
-          term.own ? kOwnTerm : static_cast<uint64_t>(term.offset) | static_cast<uint64_t>(term.width);
+          term.own ? kOwnTerm : static_cast<uint64_t>(term.offset) | static_cast<uint64_t>(term.width) << kOffsetBits;
     }
     position += slices[i].bytes;
   }
@@ -142,9 +154,10 @@ void fill_table(SumTable<kSlices, kTerms>& table, const SliceToSum* slices, size
 // Calls launch(table) for one table after another, until one returns an error (not null); returns that. Tables without
 // a byte are left out.
 template <typename Launch>
-const char* for_each_pack_table(const SliceToPack* slices, size_t count, char* to, const Launch& launch) {
-  const auto run = [&](auto& table) -> const char* {
-    const size_t taken = fill_table(table, slices, count, to);
+const char* for_each_pack_table(const SliceToPack* slices, size_t count, int64_t element_bytes, char* to,
+                                const Launch& launch) {
+  const auto run = [&](auto& table, size_t taken) -> const char* {
+    fill_table(table, slices, taken, element_bytes, to);
     const int64_t bytes = table.begin[taken];
     slices += taken;
     count -= taken;
@@ -153,13 +166,14 @@ const char* for_each_pack_table(const SliceToPack* slices, size_t count, char* t
   };
   while (count != 0) {
     const char* error = nullptr;
+    const size_t taken = count_alike(slices, count);
     // Left as they are: only the first entries are read.
-    if (count <= kSmallPackTable) {
+    if (taken <= kSmallPackTable) {
       PackTable<kSmallPackTable> table;
-      error = run(table);
+      error = run(table, taken);
     } else {
       PackTable<kLargePackTable> table;
-      error = run(table);
+      error = run(table, taken);
     }
     if (error != nullptr) return error;
   }

@@ -40,7 +40,7 @@ EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, El
                               cpu::UnitScanResult& result);
 EmulatedRun emulate_unit_sample(const std::vector<UnitsOfMemory>& slices, ElementType type, bool widths,
                                 std::vector<SampleCounts>& counts);
-EmulatedRun emulate_pack(char* to, const std::vector<SliceToPack>& slices);
+EmulatedRun emulate_pack(char* to, const std::vector<SliceToPack>& slices, ElementType type);
 EmulatedRun emulate_sum_terms(const char* packed, int64_t packed_bytes, const std::vector<SliceToSum>& slices,
                               ElementType type, double factor, bool adds_zero);
 

@@ -1,4 +1,4 @@
-#include "kernels/cuda/emulation.h"
+#include "testing/emulation.h"
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -109,10 +109,11 @@ struct PlayedWarp {
 };
 
 // What the device's kernels call Float32 and so on, with the CPU's arithmetic.
-template <typename Number, typename BitsOfNumber, typename WideNumber>
+template <typename Number, typename BitsOfNumber, typename WideNumber, BitsOfNumber kNanOfSums>
 struct HostNumber {
   using Bits = BitsOfNumber;
   using Wide = WideNumber;
+  static constexpr Bits kNan = kNanOfSums;
   static Wide widen(Bits bits) {
     Number number;
     std::memcpy(&number, &bits, sizeof(Bits));
@@ -133,13 +134,13 @@ template <typename Act>
 auto with_number(ElementType type, const Act& act) {
   switch (type) {
     case ElementType::kFloat32:
-      return act(HostNumber<float, uint32_t, float>{});
+      return act(HostNumber<float, uint32_t, float, 0x7fc00000>{});
     case ElementType::kFloat64:
-      return act(HostNumber<double, uint64_t, double>{});
+      return act(HostNumber<double, uint64_t, double, 0x7ff8000000000000>{});
     case ElementType::kFloat16:
-      return act(HostNumber<c10::Half, uint16_t, float>{});
+      return act(HostNumber<c10::Half, uint16_t, float, 0x7e00>{});
     default:
-      return act(HostNumber<c10::BFloat16, uint16_t, float>{});
+      return act(HostNumber<c10::BFloat16, uint16_t, float, 0x7fc0>{});
   }
 }
 
@@ -316,28 +317,35 @@ EmulatedRun emulate_unit_sample(const std::vector<UnitsOfMemory>& slices, Elemen
   return run;
 }
 
-EmulatedRun emulate_pack(char* to, const std::vector<SliceToPack>& slices) {
+EmulatedRun emulate_pack(char* to, const std::vector<SliceToPack>& slices, ElementType type) {
   CheckedMemory memory;
+  const int64_t element_size = element_bytes(type);
   int64_t total = 0;
   for (const SliceToPack& slice : slices) {
-    memory.allow(slice.address, slice.numel * slice.element_bytes);
-    total += packed_bytes(slice.numel, slice.width, slice.element_bytes);
+    memory.allow(slice.address, slice.numel * element_size);
+    total += packed_bytes(slice.numel, slice.width, element_size);
   }
   memory.allow(to, total);
   memory.seal();
   EmulatedRun run;
-  for_each_pack_table(slices.data(), slices.size(), to, [&](const auto& table) -> const char* {
-    run.launches += 1;
-    run.chunks += chunk_count(table);
-    for (int64_t warp = 0; warp < launched_warps(chunk_count(table)); ++warp) {
-      visit_stretches(table, warp, [&](int slice, int64_t offset, int64_t position, int bytes) {
-        for (int lane = 0; lane < kWarpLanes; ++lane) {
-          pack_stretch(table.to + position, table.address[slice], table.width[slice], table.filled_bytes[slice], offset,
-                       bytes, lane, memory);
-        }
-      });
-    }
-    return nullptr;
+  with_number(type, [&](auto number) {
+    using Number = decltype(number);
+    const char* end_of_previous = to;
+    for_each_pack_table(slices.data(), slices.size(), element_size, to, [&](const auto& table) -> const char* {
+      if (table.to != end_of_previous) throw std::logic_error("a launch does not go on where the last one ended");
+      end_of_previous = table.to + table.begin[table.count];
+      run.launches += 1;
+      run.chunks += chunk_count(table);
+      const auto scaling = scaling_of<Number>(table);
+      for (int64_t warp = 0; warp < launched_warps(chunk_count(table)); ++warp) {
+        visit_stretches(table, warp, [&](int slice, int64_t offset, int64_t position, int bytes) {
+          for (int lane = 0; lane < kWarpLanes; ++lane) {
+            pack_stretch(table, slice, offset, position, bytes, lane, memory, scaling);
+          }
+        });
+      }
+      return nullptr;
+    });
   });
   if (memory.bytes_written() != static_cast<size_t>(total)) throw std::logic_error("some bytes were not written");
   run.widest_word_bytes = memory.widest();
