@@ -65,14 +65,14 @@ class Case:
     def packed_slices(self) -> list[tuple[int, int, Any]]:
         from ddp_hooks import _C
 
-        width = _C.narrow_widths(self.flats[0])[0]
+        width = testing.narrow_widths(self.flats[0])[0]
         return [(offset, length, width) for offset, length in self.ranges]
 
     def packed_size(self) -> int:
         from ddp_hooks import _C
 
         _, length, width = self.packed_slices()[0]
-        return self.slices * _C.packed_bytes(length, width, self.dtype.itemsize)
+        return self.slices * testing.packed_bytes(length, width, self.dtype.itemsize)
 
     def used(self, flat: torch.Tensor) -> torch.Tensor:
         """The slices of a flat tensor, by torch's own means."""
@@ -166,18 +166,18 @@ def calls_of_widths(case: Case) -> dict[str, Callable[[int], Any]]:
     slices, each = case.packed_slices(), case.packed_size() // case.slices
     packed = [torch.empty(case.packed_size(), device="cuda", dtype=torch.uint8) for _ in range(case.buffers)]
     for buffer, flat in zip(packed, case.flats, strict=True):
-        _C.pack(buffer, flat, slices)
+        testing.pack(buffer, flat, slices)
     sums = [
         [
-            _C.SliceSum(flat, offset, length, [_C.Contribution(own=True), _C.Contribution(i * each, width)], 2.0)
+            testing.SliceSum(flat, offset, length, [testing.Contribution(own=True), testing.Contribution(i * each, width)], 2.0)
             for i, (offset, length, width) in enumerate(slices)
         ]
         for flat in case.flats
     ]
     return {
         "scan_widths": lambda i: _C.start_unit_scan(case.flats[i], 0, case.flats[i].numel(), case.length, widths=True),
-        "pack": lambda i: (_C.pack(packed[i], case.flats[i], slices), packed[i])[1],
-        "sum": lambda i: _C.sum_contributions(packed[i], sums[i]),  # of twice the same, halved
+        "pack": lambda i: (testing.pack(packed[i], case.flats[i], slices), packed[i])[1],
+        "sum": lambda i: testing.sum_contributions(packed[i], sums[i]),  # of twice the same, halved
     }
 
 
@@ -199,7 +199,7 @@ def is_correct(case: Case, kernel: str, call: Callable[[int], Any]) -> bool:
         return bool(scan.wait() == on_cpu.wait() and scan.inexact() == on_cpu.inexact())
     if kernel == "pack":
         on_cpu = torch.empty(case.packed_size(), dtype=torch.uint8)
-        _C.pack(on_cpu, flat.cpu(), case.packed_slices())
+        testing.pack(on_cpu, flat.cpu(), case.packed_slices())
         return torch.equal(call(0).cpu(), on_cpu)
     if kernel == "sum":
         before = flat.clone()

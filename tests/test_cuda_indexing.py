@@ -449,9 +449,10 @@ def test_samples_of_widths(dtype: torch.dtype, seed: int) -> None:
 
 
 def bytes_at(place: int, size: int) -> torch.Tensor:
-    """Return memory that begins so many bytes behind a multiple of 16."""
+    """Return memory that begins so many bytes behind a multiple of 16; at most 16."""
     storage = torch.full((size + 32,), 0xA5, dtype=torch.uint8)
     skip = -storage.data_ptr() % 16 + place
+    assert skip < 32
     return storage[skip : skip + size]
 
 
@@ -485,7 +486,7 @@ def test_packs_slices_of_any_length_and_alignment(
         position += length + gap
     random.Random(seed).shuffle(slices)
     size = sum(testing.packed_bytes(length, width, dtype.itemsize) for _, length, width in slices)
-    buffer = bytes_at(place * dtype.itemsize, size)
+    buffer = bytes_at(place * dtype.itemsize % 16, size)
     testing.emulate_pack(buffer, flat, slices)
     assert buffer.tolist() == slow_pack(flat, slices)
     on_cpu = torch.empty_like(buffer)

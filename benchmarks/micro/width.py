@@ -90,14 +90,14 @@ def _long_slices(rounds: int) -> list[dict[str, Any]]:
         name = str(form).removeprefix("torch.")
         flat, other = _numbers(dtype, form), torch.empty(BYTES // dtype.itemsize, dtype=dtype)
         numel = flat.numel()
-        size = _C.packed_bytes(numel, width, flat.element_size())
+        size = testing.packed_bytes(numel, width, flat.element_size())
         buffer = torch.empty(4 * size, dtype=torch.uint8)
 
         def copy(to: Any = other, of: Any = flat) -> None:
             to.copy_(of)
 
         def pack(to: Any = buffer, of: Any = flat, as_width: Any = width) -> None:
-            _C.pack(to, of, [(0, of.numel(), as_width)])
+            testing.pack(to, of, [(0, of.numel(), as_width)])
 
         pack()
         correct = torch.equal(buffer[:size].view(form), flat.to(form))
@@ -107,14 +107,14 @@ def _long_slices(rounds: int) -> list[dict[str, Any]]:
         )
         for i in range(1, 4):
             buffer[i * size : (i + 1) * size].copy_(buffer[:size])
-        own, received = _C.Contribution(own=True), [_C.Contribution(i * size, width) for i in range(4)]
+        own, received = testing.Contribution(own=True), [testing.Contribution(i * size, width) for i in range(4)]
         cases = {"own + packed": [own, received[0]], "packed + own": [received[0], own], "4 packed": received}
         for kinds, contributions in cases.items():
             result = flat.clone()
-            sums = [_C.SliceSum(result, 0, numel, contributions, 2.0)]
+            sums = [testing.SliceSum(result, 0, numel, contributions, 2.0)]
 
             def add(of: Any = buffer, what: Any = sums) -> None:
-                _C.sum_contributions(of, what)
+                testing.sum_contributions(of, what)
 
             add()
             correct = torch.equal(result, flat if len(contributions) == 2 else 2 * flat)
@@ -134,7 +134,7 @@ def _rows(rounds: int) -> list[dict[str, Any]]:
     used = table[::2].clone()
     flat, other = table.view(-1), torch.empty_like(used)
     width = _C.Width.BFLOAT16
-    size = _C.packed_bytes(ROW, width, 4)
+    size = testing.packed_bytes(ROW, width, 4)
     buffer = torch.empty(ROWS * size, dtype=torch.uint8)
     begins = [2 * i * ROW for i in range(ROWS)]
 
@@ -143,14 +143,14 @@ def _rows(rounds: int) -> list[dict[str, Any]]:
 
     def pack(length: int) -> Call:
         slices = [(begin, length, width) for begin in begins]
-        return lambda: _C.pack(buffer, flat, slices)
+        return lambda: testing.pack(buffer, flat, slices)
 
     def add(length: int) -> Call:
         sums = [
-            _C.SliceSum(flat, begin, length, [_C.Contribution(own=True), _C.Contribution(i * size, width)], 2.0)
+            testing.SliceSum(flat, begin, length, [testing.Contribution(own=True), testing.Contribution(i * size, width)], 2.0)
             for i, begin in enumerate(begins)
         ]
-        return lambda: _C.sum_contributions(buffer, sums)
+        return lambda: testing.sum_contributions(buffer, sums)
 
     pack(ROW)()
     packed = torch.equal(buffer.view(torch.bfloat16), used.bfloat16().view(-1))
