@@ -63,13 +63,13 @@ class Case:
         self.others = [torch.empty_like(message) for message in self.messages]
 
     def packed_slices(self) -> list[tuple[int, int, Any]]:
-        from ddp_hooks import _C
+        from ddp_hooks_testing import _C as testing
 
         width = testing.narrow_widths(self.flats[0])[0]
         return [(offset, length, width) for offset, length in self.ranges]
 
     def packed_size(self) -> int:
-        from ddp_hooks import _C
+        from ddp_hooks_testing import _C as testing
 
         _, length, width = self.packed_slices()[0]
         return self.slices * testing.packed_bytes(length, width, self.dtype.itemsize)
@@ -162,6 +162,7 @@ def measure(case: Case, kernel: str, rounds: int) -> dict[str, Any]:
 
 def calls_of_widths(case: Case) -> dict[str, Callable[[int], Any]]:
     from ddp_hooks import _C
+    from ddp_hooks_testing import _C as testing
 
     slices, each = case.packed_slices(), case.packed_size() // case.slices
     packed = [torch.empty(case.packed_size(), device="cuda", dtype=torch.uint8) for _ in range(case.buffers)]
@@ -169,7 +170,9 @@ def calls_of_widths(case: Case) -> dict[str, Callable[[int], Any]]:
         testing.pack(buffer, flat, slices)
     sums = [
         [
-            testing.SliceSum(flat, offset, length, [testing.Contribution(own=True), testing.Contribution(i * each, width)], 2.0)
+            testing.SliceSum(
+                flat, offset, length, [testing.Contribution(own=True), testing.Contribution(i * each, width)], 2.0
+            )
             for i, (offset, length, width) in enumerate(slices)
         ]
         for flat in case.flats
@@ -191,6 +194,7 @@ def moved_bytes(case: Case, kernel: str) -> int:
 
 def is_correct(case: Case, kernel: str, call: Callable[[int], Any]) -> bool:
     from ddp_hooks import _C
+    from ddp_hooks_testing import _C as testing
 
     flat, message = case.flats[0], case.messages[0]
     if kernel == "scan_widths":

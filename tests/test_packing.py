@@ -306,6 +306,30 @@ def test_packs_memory_that_is_not_aligned(dtype: torch.dtype, width: _C.Width) -
     assert packed(flat, [(3, 98, width)], 3).tolist() == slow_pack(numbers, [(3, 98, width)])
 
 
+@DTYPES
+@pytest.mark.parametrize("divides", [False, True], ids=["times", "over"])
+def test_full_width_is_scaled_on_the_way(dtype: torch.dtype, divides: bool) -> None:
+    flat = all_kinds_of_numbers(dtype, 300)
+    narrow = WIDTHS.get(dtype, (FULL,))[0]
+    flat[100:107] = 1.5
+    slices = [(7, 93, FULL), (100, 7, narrow), (107, 50, FULL), (200, 0, FULL), (201, 99, FULL)]
+    divisors = [3.0, 1.0, 2.0, 5.0, 1.0]
+    parts = [
+        packed(flat if divisor == 1 else scaled(flat, divisor, divides), [one])
+        for one, divisor in zip(slices, divisors, strict=True)
+    ]
+    buffer = torch.full((sum(part.numel() for part in parts),), 0xA5, dtype=torch.uint8)
+    testing.pack(buffer, flat, slices, divisors, divides)
+    position = 0
+    for (_, _, width), part in zip(slices, parts, strict=True):
+        received = buffer[position : position + part.numel()]
+        position += part.numel()
+        if width == FULL:
+            assert_same_numbers(received.clone().view(dtype), part.clone().view(dtype))
+        else:
+            assert torch.equal(received, part)
+
+
 def test_refuses_to_pack_what_does_not_fit() -> None:
     flat, buffer = torch.zeros(9), torch.zeros(15, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="expected a buffer of 20 bytes at least, received 15"):
@@ -322,6 +346,8 @@ def test_refuses_to_pack_what_does_not_fit() -> None:
         testing.pack(buffer.to("meta"), flat, [(0, 1, FULL)])
     with pytest.raises(RuntimeError, match="expected gradients of float32"):
         testing.pack(buffer, flat.int(), [(0, 1, FULL)])
+    with pytest.raises(RuntimeError, match="expected narrow numbers undivided, received divisor 2"):
+        testing.pack(buffer, flat, [(0, 2, BFLOAT16)], [2.0])
     testing.pack(buffer[:0], flat, [])
 
 

@@ -80,6 +80,7 @@ def _long_slices(rounds: int) -> list[dict[str, Any]]:
     import torch
 
     from ddp_hooks import _C
+    from ddp_hooks_testing import _C as testing
 
     rows = []
     for dtype, form, width in (
@@ -129,6 +130,7 @@ def _rows(rounds: int) -> list[dict[str, Any]]:
     import torch
 
     from ddp_hooks import _C
+    from ddp_hooks_testing import _C as testing
 
     table = torch.randn(2 * ROWS, ROW).bfloat16().float()
     used = table[::2].clone()
@@ -147,7 +149,9 @@ def _rows(rounds: int) -> list[dict[str, Any]]:
 
     def add(length: int) -> Call:
         sums = [
-            testing.SliceSum(flat, begin, length, [testing.Contribution(own=True), testing.Contribution(i * size, width)], 2.0)
+            testing.SliceSum(
+                flat, begin, length, [testing.Contribution(own=True), testing.Contribution(i * size, width)], 2.0
+            )
             for i, begin in enumerate(begins)
         ]
         return lambda: testing.sum_contributions(buffer, sums)
