@@ -11,6 +11,7 @@
 | plan | making a reduction plan, and finding it in the cache; compiled without Python | a walk over the slices |
 | copy | nonzero_scan, gather_scaled, scatter; through the binding, whose own cost is beside it | `copy_` |
 | unit_scan | start_unit_scan over a table of zeros and a dense one | reading all of it (`amax`) |
+| width | scan for widths, pack, sum_contributions, of long slices and of rows | `copy_` |
 | exchange | an OR over all ranks by all-reduce, all_gather, grids of small all_gathers; not hidden | all-reduce |
 | transports | bringing everybody what one rank alone has, or two: all_to_alls, broadcasts, all_gather | all-reduce |
 | registration | backward over 200 tiny buckets, with `register` and with `ddp.register_comm_hook` | plain DDP |
@@ -28,11 +29,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from micro import local, ranks, transports, units
+from micro import local, ranks, transports, units, width
 from tools import harness, testbed
 from tools.tables import plain_cell
 
-PARTS = ("mask", "mask_codec", "plan", "copy", "unit_scan", "exchange", "transports", "registration")
+PARTS = ("mask", "mask_codec", "plan", "copy", "unit_scan", "width", "exchange", "transports", "registration")
 COMPILED = {"mask": local.describe_mask, "mask_codec": local.describe_mask_codec, "plan": local.describe_plan}
 CROWD = 8  # from this many ranks on, fewer rounds
 
@@ -69,6 +70,9 @@ def run_part(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any
     if part == "unit_scan":
         rows = units.run_unit_scan(options.rounds or 15)
         return rows, units.describe_unit_scan(rows)
+    if part == "width":
+        rows = width.run_width(options.rounds or 9)
+        return rows, width.describe_width(rows)
     if part == "registration":
         rows = launch(part, 2, testbed.LOOPBACK, options.rounds or 100, options.timeout)
         return rows, ranks.describe_registration(rows)

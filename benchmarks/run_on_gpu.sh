@@ -104,6 +104,7 @@ stage_sanitize() {
   # A few tests of each kernel: under the tool each takes many times as long. Without torch's cache of memory every
   # tensor is an allocation of its own, so that an access past its end is one past an allocation.
   local some='test_every_alignment or (test_many_slices and 249) or test_empty_slices or test_scan_of_random'
+  some+=' or (test_packs_random_slices and 100) or (test_sums_of_contributions and 3-3.0) or test_samples_of_widths'
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1
   # racecheck watches shared memory, which no kernel here uses so far; it is run so that one that does is checked.
   # Errors of CUDA's functions are left out, because torch provokes and handles some when it starts.

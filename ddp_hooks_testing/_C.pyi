@@ -36,8 +36,15 @@ def sample_units(
 def narrow_widths(arg0: torch.Tensor, /) -> list[Width]: ...  # of its dtype
 def packed_bytes(numel: int, width: Width, element_bytes: int) -> int: ...
 
-# Take the buffer (uint8), the flat tensor and slices of it: (offset, length, width).
-def pack(arg0: torch.Tensor, arg1: torch.Tensor, arg2: Sequence[tuple[int, int, Width]], /) -> None: ...
+# Takes the buffer (uint8), the flat tensor, slices of it: (offset, length, width), and of each a divisor, which counts
+# at full width, or of none.
+def pack(
+    to: torch.Tensor,
+    flat: torch.Tensor,
+    slices: Sequence[tuple[int, int, Width]],
+    divisors: Sequence[float] = (),
+    divides: bool = False,
+) -> None: ...
 
 class Contribution:
     def __init__(self, offset: int = 0, width: Width = ..., own: bool = False) -> None: ...  # bytes into the buffer
@@ -94,18 +101,32 @@ def emulate_nonzero_scan(
     arg0: torch.Tensor, arg1: Sequence[tuple[int, int]], /
 ) -> tuple[tuple[int, int, int], list[int]]: ...
 
-# Returns (launches, portions, bytes of the widest access, sectors of 32 bytes loaded), and what the scan answers.
+# Returns (launches, portions, bytes of the widest access, sectors of 32 bytes loaded), what the scan answers, and which
+# units narrow forms do not hold.
 def emulate_unit_scan(
-    arg0: torch.Tensor, arg1: int, arg2: int, arg3: int, /
-) -> tuple[tuple[int, int, int, int], tuple[list[int], list[int]]]: ...
+    flat: torch.Tensor, offset: int, length: int, unit_length: int, widths: bool = False
+) -> tuple[tuple[int, int, int, int], tuple[list[int], list[int]], list[list[int]]]: ...
 
 # Slices: (offset, length, unit length). Returns (launches, warps, bytes of the widest access, sectors of 32 bytes
-# loaded), and of each slice how many of its sampled units are zero.
+# loaded), and of each slice how many of its sampled units are zero, and how many of the others each form holds.
 def emulate_unit_sample(
-    arg0: torch.Tensor, arg1: Sequence[tuple[int, int, int]], /
-) -> tuple[tuple[int, int, int, int], list[int]]: ...
+    flat: torch.Tensor, slices: Sequence[tuple[int, int, int]], widths: bool = False
+) -> tuple[tuple[int, int, int, int], list[int], list[list[int]]]: ...
 
 SAMPLES_PER_LAUNCH: int
+
+# As pack and sum_contributions; the sums are of one dtype, divisor and adds_zero. Return (launches, chunks, bytes of
+# the widest access).
+def emulate_pack(
+    to: torch.Tensor,
+    flat: torch.Tensor,
+    slices: Sequence[tuple[int, int, Width]],
+    divisors: Sequence[float] = (),
+) -> tuple[int, int, int]: ...
+def emulate_sum_contributions(arg0: torch.Tensor, arg1: Sequence[SliceSum], /) -> tuple[int, int, int]: ...
+
+PACKED_PER_LAUNCH: int
+SUMS_PER_LAUNCH: tuple[int, int]  # slices, contributions
 
 # --- DDP's Reducer ---
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import test_equivalence as on_cpu
+import test_narrow
 import torch
 import torch.distributed as dist
 from spawn import RankFailure, run_ranks
@@ -135,6 +136,32 @@ def test_same_as_plain_ddp_on_nccl(
 @pytest.mark.parametrize("policy", [PACK_ALL, SPLIT_ALL, "allreduce"], ids=["pack", "split", "allreduce"])
 def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | str, world: tuple[int, str]) -> None:
     run_on_gpu(*world, compare, on_cuda(scenario()), policy, True)
+
+
+# --- numbers in fewer bits
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [test_narrow.Autocast, test_narrow.Float16Autocast, test_narrow.Accumulated, test_narrow.AutocastBucketViews],
+    ids=lambda s: s.__name__,
+)
+@pytest.mark.parametrize(
+    "policy", [test_narrow.NARROW, test_narrow.SMALL_SEGMENTS, test_narrow.ADAPTIVE], ids=lambda p: p.name
+)
+def test_narrow_under_autocast(scenario: type[Scenario], policy: ddp_hooks.Policy, world: tuple[int, str]) -> None:
+    run_on_gpu(*world, compare, on_cuda(scenario()), policy, True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_odd_numbers(ranks: int, dtype: torch.dtype) -> None:
+    run_on_gpu(ranks, "gloo", test_narrow.odd, 0, dtype, test_narrow.SMALL_SEGMENTS, True, "cuda")
+
+
+@pytest.mark.parametrize("world", ["gloo", "nccl"], indirect=True)
+def test_half_of_the_bytes(world: tuple[int, str]) -> None:
+    run_on_gpu(*world, test_narrow.count_bytes, torch.bfloat16, test_narrow.is_bfloat16, "cuda")
 
 
 # --- streams, loss scaling, mixed groups

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from test_nonzero_scan import nonzero_words
+from test_packing import FULL, WIDTHS, make_case, some_of
 from test_slice_copy import (
     DTYPES,
     FACTORS,
@@ -19,8 +20,8 @@ from test_slice_copy import (
     random_ranges,
     total,
 )
-from test_unit_sample import random_slices, sampled_zeros
-from test_unit_scan import FLOAT_UNITS, random_slice
+from test_unit_sample import random_slices, random_slices_of_widths, sampled_fractions, sampled_zeros
+from test_unit_scan import FLOAT_UNITS, random_slice, random_widths
 
 from ddp_hooks import _C
 from ddp_hooks_testing import _C as testing
@@ -252,7 +253,7 @@ def test_units_of_more_elements_than_an_int_counts() -> None:
 def test_samples_of_units(dtype: torch.dtype, seed: int, stream: torch.cuda.Stream) -> None:
     flat, slices = random_slices(dtype, random.Random(seed))
     expected = [zeros / taken for zeros, taken in (sampled_zeros(flat, *one) for one in slices)]
-    assert testing.sample_units(flat.cuda(), slices) == expected
+    assert testing.sample_units(flat.cuda(), slices) == [(fraction, 0.0) for fraction in expected]
 
 
 def test_samples_of_more_gradients_than_a_launch_holds() -> None:
@@ -260,7 +261,130 @@ def test_samples_of_more_gradients_than_a_launch_holds() -> None:
     flat = torch.zeros(100 * count, device="cuda")
     flat[3::200] = 1.0
     slices = [(100 * i, 100, 10) for i in range(count)]
-    assert testing.sample_units(flat, slices) == [0.9 if i % 2 == 0 else 1.0 for i in range(count)]
+    assert testing.sample_units(flat, slices) == [(0.9 if i % 2 == 0 else 1.0, 0.0) for i in range(count)]
+
+
+def check_widths(flat: torch.Tensor, offset: int, length: int, unit_length: int) -> None:
+    expected = _C.start_unit_scan(flat.cpu(), offset, length, unit_length, widths=True)
+    received = _C.start_unit_scan(flat, offset, length, unit_length, widths=True)
+    assert received.wait() == expected.wait()
+    assert received.inexact() == expected.inexact()
+
+
+@DTYPES
+@pytest.mark.parametrize("unit_length", [*FLOAT_UNITS, 4, 7, 8, 9, 1024, 1025, 5000, 100_000, 1 << 62])
+def test_widths_of_units_of_every_length(dtype: torch.dtype, unit_length: int, stream: torch.cuda.Stream) -> None:
+    rng = random.Random(unit_length)
+    torch.manual_seed(unit_length)
+    for _ in range(6):
+        length, offset = rng.randrange(1, 8 * min(unit_length, 20_000)), rng.randrange(40)
+        check_widths(random_widths(dtype, rng, length, unit_length, offset).cuda(), offset, length, unit_length)
+
+
+@pytest.mark.parametrize("row", [1, 7, 64, 384, 16_384, 1_000_001])
+def test_widths_of_a_large_table(row: int) -> None:
+    for megabytes in (4, 16, 150):
+        rows = max(3, megabytes * 1_000_000 // 4 // row)
+        flat = torch.randn(rows * row, device="cuda").mul_(1e-6).bfloat16().float()
+        check_widths(flat, 0, flat.numel(), row)
+        table = flat.view(rows, row)
+        chosen = torch.randperm(rows, device="cuda")
+        table[chosen[: rows // 3]] = table[chosen[: rows // 3]].half().float()
+        table[chosen[rows // 4 : rows // 2], row - 1] = 1.0 + 2.0**-20
+        table[chosen[rows // 2 : rows // 2 + rows // 4]] = -0.0
+        check_widths(flat, 0, flat.numel(), row)
+        check_widths(torch.randn(rows * row, device="cuda"), 0, flat.numel(), row)
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", range(6))
+def test_samples_of_widths(dtype: torch.dtype, seed: int, stream: torch.cuda.Stream) -> None:
+    torch.manual_seed(seed)
+    flat, slices = random_slices_of_widths(dtype, random.Random(seed))
+    expected = [sampled_fractions(flat, *one) for one in slices]
+    assert testing.sample_units(flat.cuda(), slices, widths=True) == expected
+
+
+@DTYPES
+@pytest.mark.parametrize("longest", [3, 100, 5000])
+def test_packs_random_slices(dtype: torch.dtype, longest: int, stream: torch.cuda.Stream) -> None:
+    rng = random.Random(longest)
+    for width in (FULL, *WIDTHS.get(dtype, ())):
+        for flat_offset in range(16 // dtype.itemsize):
+            numbers_of_width = some_of(width, dtype, 20_000 + flat_offset, 1)
+            slices = [(offset, length, width) for offset, length in random_ranges(rng, 20_000, longest)]
+            rng.shuffle(slices)
+            size = sum(testing.packed_bytes(length, width, dtype.itemsize) for _, length, _ in slices)
+            skip = flat_offset * dtype.itemsize * 3 % 16  # what the buffer begins at
+            expected = torch.full((size + 32,), 0xA5, dtype=torch.uint8)
+            received = expected.cuda()
+            for divisors in ([], [3.0 if width == FULL else 1.0] * len(slices)):
+                testing.pack(expected[skip:], numbers_of_width[flat_offset:], slices, divisors)
+                testing.pack(received[skip:], numbers_of_width.cuda()[flat_offset:], slices, divisors)
+                if not divisors or width != FULL:
+                    assert torch.equal(received.cpu(), expected)
+                else:
+                    end = skip + size
+                    assert_same_numbers(received.cpu()[skip:end].view(dtype), expected[skip:end].view(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("count", [0, 1, 156, 157, 1300, 1301, 4000])
+def test_packs_many_slices(dtype: torch.dtype, count: int) -> None:
+    choices = [FULL, *WIDTHS.get(dtype, ())]
+    flat = (torch.arange(7 * count) % 64).to(dtype)  # which every form holds
+    slices = [(7 * i, i % 7, choices[i % len(choices)]) for i in range(count)]
+    expected = torch.zeros(56 * count, dtype=torch.uint8)
+    received = expected.cuda()
+    testing.pack(expected, flat, slices)
+    testing.pack(received, flat.cuda(), slices)
+    assert torch.equal(received.cpu(), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 7.0])
+@pytest.mark.parametrize("terms", [1, 2, 3, 8])
+def test_sums_of_contributions(dtype: torch.dtype, divisor: float, terms: int, stream: torch.cuda.Stream) -> None:
+    rng = random.Random(terms)
+    for offset in range(16 // dtype.itemsize):
+        plan = []
+        for _ in range(rng.choice([1, 5, 900])):
+            kinds = [rng.randrange(3) for _ in range(terms)]
+            kinds[rng.randrange(terms)] = rng.choice([-1, 1])
+            plan.append((rng.choice([0, 1, 3, 64, 257, rng.randrange(3000)]), kinds))
+        case = make_case(dtype, plan, divisor, False, offset % 2 == 0, offset, offset, 8)
+        flat = torch.zeros(case.flat.numel() + offset, dtype=dtype, device="cuda")[offset:]
+        flat.view(WORDS[dtype]).copy_(case.flat.view(WORDS[dtype]))
+        testing.sum_contributions(case.buffer.cuda(), case.sums_on(flat))
+        testing.sum_contributions(case.buffer, case.sums)
+        # Of several terms the NaN is the same everywhere, too.
+        (assert_same_numbers if terms == 1 else assert_same_bits)(flat.cpu(), case.flat)
+
+
+def test_sums_wait_for_nothing(no_waiting: None) -> None:
+    flat, buffer = torch.ones(1000, device="cuda"), torch.zeros(2000, dtype=torch.uint8, device="cuda")
+    width = WIDTHS[torch.float32][0]
+    for _ in range(2):  # the first launch of a kernel loads it, which may wait
+        torch.cuda._sleep(LONG_SLEEP_CYCLES)
+        testing.pack(buffer, flat, [(0, 1000, width)])
+        contributions = [testing.Contribution(own=True), testing.Contribution(0, width)]
+        testing.sum_contributions(buffer, [testing.SliceSum(flat, 0, 1000, contributions, 4.0)])
+        done = torch.cuda.Event()
+        done.record()
+        was_ahead = not done.query()
+    assert was_ahead, "the host waited for the stream"
+    torch.cuda.set_sync_debug_mode("default")
+    assert bool((flat == 0.25).all())
+
+
+def test_refuses_packed_numbers_that_are_not_aligned() -> None:
+    flat, buffer = torch.ones(8, device="cuda"), torch.zeros(64, dtype=torch.uint8, device="cuda")
+    width = WIDTHS[torch.float32][0]
+    with pytest.raises(RuntimeError, match=r"expected packed numbers of \d bytes at multiples of that"):
+        testing.pack(buffer[2:], flat, [(0, 8, width)])
+    for place, each in ((1, width), (2, FULL)):
+        with pytest.raises(RuntimeError, match=r"expected packed numbers of \d bytes at multiples of that"):
+            testing.sum_contributions(buffer, [testing.SliceSum(flat, 0, 8, [testing.Contribution(place, each)])])
 
 
 def test_a_unit_scan_is_like_any_other(no_waiting: None) -> None:

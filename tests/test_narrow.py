@@ -181,7 +181,7 @@ class Autocast(Scenario):
         )
 
     def wrap(self, model: nn.Module) -> DistributedDataParallel:
-        return super().wrap(_Forward(model, self.dtype))
+        return super().wrap(_Forward(model, self.dtype, self.device))
 
     def step(self, t: Trainer, i: int) -> None:
         words = torch.randint(200, (6, 3), generator=t.generator)
@@ -189,12 +189,12 @@ class Autocast(Scenario):
 
 
 class _Forward(nn.Module):
-    def __init__(self, parts: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, parts: nn.Module, dtype: torch.dtype, device: str) -> None:
         super().__init__()
-        self.parts, self.dtype = parts, dtype
+        self.parts, self.dtype, self.device = parts, dtype, device
 
     def forward(self, words: torch.Tensor, branch: int) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=self.dtype):
+        with torch.autocast(self.device, dtype=self.dtype):
             parts: Any = self.parts
             hidden = parts["norm"](torch.relu(parts["first"](parts["words"](words).mean(1))))
             return parts["head"](parts["branches"][branch](hidden))
@@ -278,16 +278,16 @@ def odd_gradient(shape: tuple[int, ...], draw: random.Random) -> torch.Tensor:
     return torch.stack([odd_numbers(numbers // rows, draw) for _ in range(rows)]).reshape(shape)
 
 
-def odd(rank: int, seed: int, dtype: torch.dtype, policy: Policy, native: bool) -> None:
+def odd(rank: int, seed: int, dtype: torch.dtype, policy: Policy, native: bool, device: str = "cpu") -> None:
     ranks = dist.get_world_size()
     shapes = [(40, 24), (3, 5, 7), (64, 64), (1,), (130, 9)]
-    models = [DistributedDataParallel(Injected(shapes, dtype), bucket_cap_mb=0.01) for _ in range(2)]
+    models = [DistributedDataParallel(Injected(shapes, dtype).to(device), bucket_cap_mb=0.01) for _ in range(2)]
     register(models[1], policy, native)
     for step in range(4):
         everybody = []
         for other in range(ranks):
             draw = random.Random(f"{seed} {step} {other}")
-            everybody.append([odd_gradient(shape, draw).to(dtype) for shape in shapes])
+            everybody.append([odd_gradient(shape, draw).to(device, dtype) for shape in shapes])
         for model in models:
             model.zero_grad()
             model([gradient.clone() for gradient in everybody[rank]]).backward()
@@ -306,7 +306,7 @@ def odd(rank: int, seed: int, dtype: torch.dtype, policy: Policy, native: bool) 
             same |= plain.grad.isnan() & ours.grad.isnan()  # infinity less infinity
             assert bool((same | (zero & (ours.grad == 0))).all()), what
         everywhere: list[Any] = [None] * ranks
-        dist.all_gather_object(everywhere, [p.grad.numpy().tobytes() for p in models[1].parameters()])  # type: ignore[union-attr]
+        dist.all_gather_object(everywhere, [p.grad.cpu().numpy().tobytes() for p in models[1].parameters()])  # type: ignore[union-attr]
         assert all(one == everywhere[0] for one in everywhere), f"ranks differ in step {step}"
 
 
@@ -321,17 +321,17 @@ def test_odd_numbers(seed: int, world_size: int, dtype: torch.dtype, native: boo
 # --- how much is sent
 
 
-def count_bytes(rank: int, dtype: torch.dtype, exact: Any) -> None:
+def count_bytes(rank: int, dtype: torch.dtype, exact: Any, device: str = "cpu") -> None:
     """A table with some rows looked up, and a dense layer: half of what is used, where that is narrow."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(100, 64), nn.Flatten(), nn.Linear(4 * 64, 32))
+    model = nn.Sequential(nn.Embedding(100, 64), nn.Flatten(), nn.Linear(4 * 64, 32)).to(device)
     ddp = DistributedDataParallel(model)
     state = register(ddp, NARROW, True)
     found: list[torch.Tensor] = []
     for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: found.append(gradient.clone()))
-    words = torch.randint(100, (3, 4), generator=torch.Generator().manual_seed(rank))
-    with torch.autocast("cpu", dtype=dtype):
+        parameter.register_hook(lambda gradient: found.append(gradient.cpu().clone()))
+    words = torch.randint(100, (3, 4), generator=torch.Generator().manual_seed(rank)).to(device)
+    with torch.autocast(device, dtype=dtype):
         (ddp(words).float().square().sum() * 16).backward()
     others: list[Any] = [None] * 2
     dist.all_gather_object(others, {tuple(g.shape): g for g in found})

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ddp_hooks_testing import _C as testing
 
-BLOCK = 1024  # elements between two tests in the CPU kernel
+BLOCK = 1024  # elements: a few blocks of the CPU kernel, whose own borders test_unit_scan.py looks at
 SIZES = (0, 1, 2, 7, 8, 9, 31, 64, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 5)
 WORDS = {
     torch.float32: torch.int32,

@@ -306,6 +306,30 @@ def test_packs_memory_that_is_not_aligned(dtype: torch.dtype, width: _C.Width) -
     assert packed(flat, [(3, 98, width)], 3).tolist() == slow_pack(numbers, [(3, 98, width)])
 
 
+@DTYPES
+@pytest.mark.parametrize("divides", [False, True], ids=["times", "over"])
+def test_full_width_is_scaled_on_the_way(dtype: torch.dtype, divides: bool) -> None:
+    flat = all_kinds_of_numbers(dtype, 300)
+    narrow = WIDTHS.get(dtype, (FULL,))[0]
+    flat[100:107] = 1.5
+    slices = [(7, 93, FULL), (100, 7, narrow), (107, 50, FULL), (200, 0, FULL), (201, 99, FULL)]
+    divisors = [3.0, 1.0, 2.0, 5.0, 1.0]
+    parts = [
+        packed(flat if divisor == 1 else scaled(flat, divisor, divides), [one])
+        for one, divisor in zip(slices, divisors, strict=True)
+    ]
+    buffer = torch.full((sum(part.numel() for part in parts),), 0xA5, dtype=torch.uint8)
+    testing.pack(buffer, flat, slices, divisors, divides)
+    position = 0
+    for (_, _, width), part in zip(slices, parts, strict=True):
+        received = buffer[position : position + part.numel()]
+        position += part.numel()
+        if width == FULL:
+            assert_same_numbers(received.clone().view(dtype), part.clone().view(dtype))
+        else:
+            assert torch.equal(received, part)
+
+
 def test_refuses_to_pack_what_does_not_fit() -> None:
     flat, buffer = torch.zeros(9), torch.zeros(15, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="expected a buffer of 20 bytes at least, received 15"):
@@ -322,6 +346,8 @@ def test_refuses_to_pack_what_does_not_fit() -> None:
         testing.pack(buffer.to("meta"), flat, [(0, 1, FULL)])
     with pytest.raises(RuntimeError, match="expected gradients of float32"):
         testing.pack(buffer, flat.int(), [(0, 1, FULL)])
+    with pytest.raises(RuntimeError, match="expected narrow numbers undivided, received divisor 2"):
+        testing.pack(buffer, flat, [(0, 2, BFLOAT16)], [2.0])
     testing.pack(buffer[:0], flat, [])
 
 
@@ -334,8 +360,16 @@ class Case:
 
     flat: torch.Tensor
     buffer: torch.Tensor
-    sums: list[SliceSum] = field(default_factory=list)
+    slices: list[tuple[int, int, list[Contribution], float, bool, bool]] = field(default_factory=list)
     expected: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    received: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # what the buffer held, and has to hold
+
+    def sums_on(self, flat: torch.Tensor) -> list[SliceSum]:
+        return [SliceSum(flat, *each) for each in self.slices]
+
+    @property
+    def sums(self) -> list[SliceSum]:
+        return self.sums_on(self.flat)
 
 
 def scaled(numbers: torch.Tensor, divisor: float, divides: bool) -> torch.Tensor:
@@ -359,15 +393,17 @@ def make_case(
     adds_zero: bool,
     seed: int,
     offset: int = 0,
+    alignment: int = 1,
 ) -> Case:
-    """Make slices of the lengths in `plan`, each of the contributions beside it: -1 is its own, others are widths."""
+    """Make slices of the lengths in `plan`, each of the contributions next to it: -1 is its own, others are widths."""
     rng = random.Random(seed)
     choices = [FULL, *WIDTHS.get(dtype, ())]
     total = sum(length for length, _ in plan)
     storage = all_kinds_of_numbers(dtype, total + 5 * len(plan) + offset)
     case = Case(storage[offset:], torch.empty(0, dtype=torch.uint8))
     case.expected = case.flat.clone()
-    parts, bytes_before, position = [torch.full((3,), 0x5A, dtype=torch.uint8)], 3, 0
+    bytes_before = 3 if alignment == 1 else 8
+    parts, position = [torch.full((bytes_before,), 0x5A, dtype=torch.uint8)], 0
     for length, kinds in plan:
         position += rng.randrange(5)
         terms, contributions = [], []
@@ -382,18 +418,25 @@ def make_case(
             parts.append(packed(numbers, [(0, length, width)]))
             bytes_before += parts[-1].numel()
             terms.append(numbers)
-        case.sums.append(SliceSum(case.flat, position, length, contributions, divisor, divides, adds_zero))
+        case.slices.append((position, length, contributions, divisor, divides, adds_zero))
         case.expected[position : position + length] = slow_sum(terms, divisor, divides, adds_zero)
         position += length
-    case.buffer = torch.cat(parts)
+    storage = torch.empty(bytes_before + alignment, dtype=torch.uint8)
+    skip = -storage.data_ptr() % alignment
+    case.buffer = storage[skip : skip + bytes_before]
+    torch.cat(parts, out=case.buffer)
+    case.received = case.buffer.clone()
     return case
 
 
-def check_sum(case: Case) -> None:
-    before = case.buffer.clone()
-    sum_contributions(case.buffer, case.sums)
+def assert_sum(case: Case) -> None:
     assert_same_numbers(case.flat, case.expected)
-    assert torch.equal(case.buffer, before)
+    assert torch.equal(case.buffer, case.received)
+
+
+def check_sum(case: Case) -> None:
+    sum_contributions(case.buffer, case.sums)
+    assert_sum(case)
 
 
 DIVISORS = pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 4.0, 7.0])

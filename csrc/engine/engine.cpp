@@ -303,8 +303,7 @@ EngineSettings Engine::fitted(EngineSettings settings) const {
   transports.broadcasts = transports.broadcasts && settings.agreement.graph_detector &&
                           DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
   transports.sums = transports.sums && transports.broadcasts;
-  // On a device nothing reads how wide units are yet.
-  if (!transports.broadcasts || !reducer_.parameters().front().is_cpu()) settings.units.widths = ValuesDetector::kOff;
+  if (!transports.broadcasts) settings.units.widths = ValuesDetector::kOff;
   settings.agreement.asks_who = transports.broadcasts || settings.averages_contributors;
   return settings;
 }

@@ -56,7 +56,7 @@ const std::vector<ScanResult>& PendingScan::wait() {
     for (size_t i = 0; i < results_.size(); ++i) {
       const uint32_t found = flags[i];
       const bool nonzero = (found & cuda::kFoundNonzero) != 0;
-      results_[i] = {nonzero, !nonzero && (found & cuda::kFoundNegativeZero) != 0};
+      results_[i] = {nonzero, !nonzero && (found & cuda::kFoundNegativeZero) != 0, {}};
     }
     on_device_.reset();
   }
@@ -92,7 +92,7 @@ PendingScan start_scan(const std::vector<SliceOfTensor>& slices) {
 #endif
   scan.results_.reserve(slices.size());
   for (const SliceOfTensor& slice : slices) {
-    scan.results_.push_back(cpu::nonzero_scan(address_of(slice), slice.length, type));
+    scan.results_.push_back(cpu::scan_unit(address_of(slice), slice.length, type));
   }
   return scan;
 }

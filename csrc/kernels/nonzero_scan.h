@@ -10,12 +10,12 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/cpu/nonzero_scan.h"
+#include "kernels/cpu/unit_scan.h"
 #include "kernels/slice_copy.h"
 
 namespace ddp_hooks {
 
-using cpu::ScanResult;
+using ScanResult = cpu::UnitFindings;  // each slice is a unit
 
 // A scan that may be under way. Keeps nothing of what is scanned alive. Thread-safety: none.
 class PendingScan {

@@ -3,11 +3,21 @@
 #include <c10/util/Exception.h>
 
 #include <array>
-#include <cstring>
 
 #include "kernels/cpu/contribution_sum.h"
 #include "kernels/cpu/narrowing.h"
+#include "kernels/cpu/slice_copy.h"
 #include "kernels/devices.h"
+
+#ifdef DDP_HOOKS_WITH_CUDA
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "kernels/cuda/packing.h"
+#endif
 
 namespace ddp_hooks {
 namespace {
@@ -31,8 +41,7 @@ void check_width(Width width, ElementType type) {
               static_cast<int>(width));
 }
 
-// Returns the element type.
-ElementType check_sum(const SliceSum& sum, c10::Device device, int64_t received_bytes) {
+void check_sum(const SliceSum& sum, c10::Device device, int64_t received_bytes) {
   check_slice(sum.to, device);
   const ElementType type = element_type_of(sum.to.flat);
   TORCH_CHECK(!sum.contributions.empty(), "ddp_hooks: expected a contribution at least, received none");
@@ -48,8 +57,99 @@ ElementType check_sum(const SliceSum& sum, c10::Device device, int64_t received_
                 received_bytes, " bytes, received offset ", each.offset, " and ", bytes, " bytes");
   }
   TORCH_CHECK(own <= 1, "ddp_hooks: expected one contribution that lies in the slice itself, received ", own);
-  return type;
 }
+
+void check_to_pack(const PackedSlice& packed, c10::Device device) {
+  check_slice(packed.slice, device);
+  check_width(packed.width, element_type_of(packed.slice.flat));
+  TORCH_CHECK(packed.width == Width::kFull || packed.divisor == 1,
+              "ddp_hooks: expected narrow numbers undivided, received divisor ", packed.divisor);
+}
+
+void pack_on_cpu(char* to, const PackedSlice& packed) {
+  const auto& [slice, width, divisor, divides] = packed;
+  const ElementType type = element_type_of(slice.flat);
+  const char* const from = address_of(slice);
+  if (width != Width::kFull || divisor == 1) {
+    cpu::narrow(to, from, slice.length, type, width);
+  } else if (divides) {
+    cpu::copy_divided(to, from, slice.length, type, divisor);
+  } else {
+    cpu::copy_scaled(to, from, slice.length, type, 1 / divisor);
+  }
+}
+
+#ifdef DDP_HOOKS_WITH_CUDA
+
+void check_place(const char* address, int64_t number_bytes) {
+  TORCH_CHECK(reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(number_bytes) == 0,
+              "ddp_hooks: expected packed numbers of ", number_bytes, " bytes at multiples of that, received address ",
+              static_cast<const void*>(address));
+}
+
+void pack_on_cuda(const at::Tensor& to, const std::vector<PackedSlice>& from) {
+  if (from.empty()) return;
+  const c10::DeviceGuard guard(to.device());
+  const ElementType type = element_type_of(from.front().slice.flat);
+  char* const buffer = static_cast<char*>(to.data_ptr());
+  check_place(buffer, element_bytes(type));
+  std::vector<cuda::SliceToPack> slices;
+  slices.reserve(from.size());
+  for (const auto& [slice, width, divisor, divides] : from) {
+    TORCH_CHECK(element_type_of(slice.flat) == type, "ddp_hooks: expected slices of one type, received one of ",
+                slice.flat.scalar_type());
+    check_aligned(slice.flat);
+    slices.push_back({address_of(slice), slice.length, width, 1 / divisor});
+  }
+  const char* error = cuda::pack(buffer, slices.data(), slices.size(), type, current_stream_handle(to.device()));
+  TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not pack gradients: ", error);
+}
+
+// What the sums of a launch have in common.
+struct KindOfSum {
+  ElementType type;
+  double divisor;
+  bool adds_zero;
+  bool operator==(const KindOfSum&) const = default;
+};
+
+void sum_alike_on_cuda(const char* packed, const std::vector<const SliceSum*>& sums, const KindOfSum& kind,
+                       c10::Device device) {
+  size_t count = 0;
+  for (const SliceSum* sum : sums) count += sum->contributions.size();
+  std::vector<cuda::TermToAdd> terms;
+  terms.reserve(count);  // what points into them stays
+  std::vector<cuda::SliceToSum> slices;
+  slices.reserve(sums.size());
+  const int64_t element_size = element_bytes(kind.type);
+  for (const SliceSum* sum : sums) {
+    check_aligned(sum->to.flat);
+    slices.push_back(
+        {address_of(sum->to), sum->to.length * element_size, terms.data() + terms.size(), sum->contributions.size()});
+    for (const Contribution& each : sum->contributions) {
+      if (!each.own) check_place(packed + each.offset, bytes_of_number(each.width, element_size));
+      terms.push_back({each.offset, each.width, each.own});
+    }
+  }
+  const char* error = cuda::sum_terms(packed, slices.data(), slices.size(), kind.type, 1 / kind.divisor, kind.adds_zero,
+                                      current_stream_handle(device));
+  TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not add gradients: ", error);
+}
+
+void sum_on_cuda(const char* packed, const std::vector<SliceSum>& sums, c10::Device device) {
+  const c10::DeviceGuard guard(device);
+  // Narrow and wide slices alternate, so that one kind after the other takes fewer launches. There are few kinds.
+  std::vector<std::pair<KindOfSum, std::vector<const SliceSum*>>> kinds;
+  for (const SliceSum& sum : sums) {
+    const KindOfSum kind{element_type_of(sum.to.flat), sum.divisor, sum.adds_zero};
+    auto found = std::find_if(kinds.begin(), kinds.end(), [&](const auto& each) { return each.first == kind; });
+    if (found == kinds.end()) found = kinds.insert(found, {kind, {}});
+    found->second.push_back(&sum);
+  }
+  for (const auto& [kind, alike] : kinds) sum_alike_on_cuda(packed, alike, kind, device);
+}
+
+#endif
 
 }  // namespace
 
@@ -57,18 +157,20 @@ void pack(const at::Tensor& to, const std::vector<PackedSlice>& from) {
   check_device(to.device());
   check_buffer(to, "a buffer");
   int64_t total = 0;
-  for (const auto& [slice, width] : from) {
-    check_slice(slice, to.device());
-    check_width(width, element_type_of(slice.flat));
-    total += packed_bytes(slice.length, width, slice.flat.element_size());
+  for (const PackedSlice& each : from) {
+    check_to_pack(each, to.device());
+    total += packed_bytes(each.slice.length, each.width, each.slice.flat.element_size());
   }
   TORCH_CHECK(total <= to.numel(), "ddp_hooks: expected a buffer of ", total, " bytes at least, received ", to.numel());
+#ifdef DDP_HOOKS_WITH_CUDA
+  if (to.is_cuda()) return pack_on_cuda(to, from);
+#endif
   char* position = static_cast<char*>(to.data_ptr());
-  for (const auto& [slice, width] : from) {
-    const int64_t element_size = slice.flat.element_size();
-    cpu::narrow(position, address_of(slice), slice.length, element_type_of(slice.flat), width);
-    char* const end = position + slice.length * bytes_of_number(width, element_size);
-    position += packed_bytes(slice.length, width, element_size);
+  for (const PackedSlice& each : from) {
+    const int64_t element_size = each.slice.flat.element_size();
+    pack_on_cpu(position, each);
+    char* const end = position + each.slice.length * bytes_of_number(each.width, element_size);
+    position += packed_bytes(each.slice.length, each.width, element_size);
     for (char* padding = end; padding != position; ++padding) *padding = 0;
   }
 }
@@ -77,24 +179,26 @@ void sum_contributions(const at::Tensor& packed, const std::vector<SliceSum>& su
   if (sums.empty()) return;
   const c10::Device device = sums.front().to.flat.device();
   check_device(device);
-  const char* received = nullptr;
-  int64_t received_bytes = 0;
   if (packed.defined()) {
     check_buffer(packed, "what was received");
     TORCH_CHECK(packed.device() == device, "ddp_hooks: expected what was received on ", device, ", received ",
                 packed.device());
-    received = static_cast<const char*>(packed.data_ptr());
-    received_bytes = packed.numel();
   }
+  const int64_t received_bytes = packed.defined() ? packed.numel() : 0;
+  for (const SliceSum& sum : sums) check_sum(sum, device, received_bytes);
+  const char* received = packed.defined() ? static_cast<const char*>(packed.data_ptr()) : nullptr;
+#ifdef DDP_HOOKS_WITH_CUDA
+  if (device.is_cuda()) return sum_on_cuda(received, sums, device);
+#endif
   std::vector<cpu::Term> terms;
   for (const SliceSum& sum : sums) {
-    const ElementType type = check_sum(sum, device, received_bytes);
     char* const to = address_of(sum.to);
     terms.clear();
     for (const Contribution& each : sum.contributions) {
       terms.push_back(each.own ? cpu::Term{to, Width::kFull} : cpu::Term{received + each.offset, each.width});
     }
-    cpu::sum_terms(to, terms.data(), terms.size(), sum.to.length, type, {sum.divisor, sum.divides}, sum.adds_zero);
+    cpu::sum_terms(to, terms.data(), terms.size(), sum.to.length, element_type_of(sum.to.flat),
+                   {sum.divisor, sum.divides}, sum.adds_zero);
   }
 }
 

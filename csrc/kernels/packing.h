@@ -1,9 +1,10 @@
 // Numbers that travel in fewer bits: packed before they are sent, unpacked, scaled and added up where they arrive. The
 // only dispatch point by device.
 //
-// What travels is undivided: each contribution is scaled when it is added, as plain DDP scales before it adds. On the
-// CPU the calls return when all is done. On CUDA they put it on the current stream of the tensors' device and return;
-// memory that is freed meanwhile is safe as slice_copy.h says.
+// What is narrow travels undivided, because a quotient may need more bits: each contribution is scaled when it is
+// added, as plain DDP scales before it adds. On the CPU the calls return when all is done. On CUDA they put it on the
+// current stream of the tensors' device and return; memory that is freed meanwhile is safe as slice_copy.h says. There,
+// numbers lie at multiples of their size in buffers as well.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,10 +20,14 @@ namespace ddp_hooks {
 struct PackedSlice {
   SliceOfTensor slice;
   Width width = Width::kFull;  // or one of narrow_widths(its type), which holds all of it
+  // At full width what it is scaled by: divided where it `divides`, otherwise times 1 / divisor, as slice_copy.h does.
+  double divisor = 1;
+  bool divides = false;
 };
 
 // `to` (uint8, flat, with room for the sum of packed_bytes) = the slices one after the other, each in its width, bit by
-// bit; padding bytes are zeroed, and what lies behind is left alone.
+// bit unless it is scaled; padding bytes are zeroed, and what lies behind is left alone. On CUDA the slices are of one
+// type.
 void pack(const at::Tensor& to, const std::vector<PackedSlice>& from);
 
 struct Contribution {
@@ -36,7 +41,7 @@ struct SliceSum {
   SliceOfTensor to;
   std::vector<Contribution> contributions;  // one at least, and at most one is `own`
   double divisor = 1;
-  bool divides = false;    // scaled as gather_divided does; otherwise as gather_scaled does by 1 / divisor
+  bool divides = false;    // each is divided; otherwise, and always on CUDA, it is multiplied with 1 / divisor
   bool adds_zero = false;  // +0.0 is added at the end, so that -0.0 becomes +0.0
 };
 

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "kernels/cpu/unit_scan.h"
-#include "kernels/cuda/samples.h"  // which units are sampled is the same on every device
+#include "kernels/cuda/widths.h"  // which units are sampled is the same on every device
 #include "kernels/devices.h"
 
 #ifdef DDP_HOOKS_WITH_CUDA
@@ -42,26 +42,18 @@ void check_alike(const std::vector<UnitsOfSlice>& slices) {
   }
 }
 
-// What was found in some units of a slice.
-struct Counts {
-  int64_t taken = 0;
-  int64_t zeros = 0;
-  std::array<int64_t, 2> narrow{};  // not zero, and held by the form
-
-  bool any() const { return zeros != 0 || narrow[0] != 0 || narrow[1] != 0; }
-
-  SampledUnits fractions() const {
-    const int64_t others = taken - zeros;
-    const int64_t most = std::max(narrow[0], narrow[1]);
-    return {static_cast<double>(zeros) / static_cast<double>(taken),
-            others == 0 ? 0 : static_cast<double>(most) / static_cast<double>(others)};
-  }
-};
+SampledUnits fractions_of(const cuda::SampleCounts& counts) {
+  const int64_t others = counts.taken - counts.zeros;
+  const int64_t narrow = std::max(counts.narrow[0], counts.narrow[1]);
+  return {static_cast<double>(counts.zeros) / static_cast<double>(counts.taken),
+          others == 0 ? 0 : static_cast<double>(narrow) / static_cast<double>(others)};
+}
 
 // Looks at the first elements of `taken` units.
-Counts count_in(const UnitsOfSlice& units, int64_t taken, int64_t most_elements, ElementType type, bool widths) {
+cuda::SampleCounts count_in(const UnitsOfSlice& units, int64_t taken, int64_t most_elements, ElementType type,
+                            bool widths) {
   const int64_t count = count_units(units);
-  Counts counts{.taken = taken};
+  cuda::SampleCounts counts{taken, 0, {}};
   for (int64_t i = 0; i < taken; ++i) {
     const int64_t begin = i * count / taken * units.unit_length;
     const int64_t length = std::min({units.slice.length - begin, units.unit_length, most_elements});
@@ -81,8 +73,9 @@ Counts count_in(const UnitsOfSlice& units, int64_t taken, int64_t most_elements,
 
 SampledUnits sample(const UnitsOfSlice& units, ElementType type, bool widths) {
   const int64_t count = count_units(units);
-  if (!count_in(units, std::min(kGlancedUnits, count), kGlancedElements, type, widths).any()) return {};
-  return count_in(units, cuda::sampled_count(count), units.unit_length, type, widths).fractions();
+  const cuda::SampleCounts glance = count_in(units, std::min(kGlancedUnits, count), kGlancedElements, type, widths);
+  if (glance.zeros == 0 && glance.narrow[0] == 0 && glance.narrow[1] == 0) return {};
+  return fractions_of(count_in(units, cuda::sampled_count(count), units.unit_length, type, widths));
 }
 
 }  // namespace
@@ -91,6 +84,8 @@ SampledUnits sample(const UnitsOfSlice& units, ElementType type, bool widths) {
 
 struct PendingUnitSample::OnDevice {
   std::vector<int64_t> units;  // of each slice
+  ElementType type;
+  bool widths;
   DeviceAnswer answer;
 };
 
@@ -108,11 +103,11 @@ PendingUnitSample& PendingUnitSample::operator=(PendingUnitSample&&) noexcept = 
 const std::vector<SampledUnits>& PendingUnitSample::wait() {
 #ifdef DDP_HOOKS_WITH_CUDA
   if (on_device_) {
-    const uint32_t* words = on_device_->answer.wait();
-    for (const int64_t units : on_device_->units) {
-      const auto zeros = static_cast<double>(cuda::count_zeros(words, units));
-      samples_.push_back({zeros / static_cast<double>(cuda::sampled_count(units)), 0});
-      words += cuda::kWordsPerSample;
+    auto& [units_of_slices, type, widths, answer] = *on_device_;
+    const uint32_t* words = answer.wait();
+    for (const int64_t units : units_of_slices) {
+      samples_.push_back(fractions_of(cuda::count_sample(words, units, type, widths)));
+      words += cuda::words_of_sample(type, widths);
     }
     on_device_.reset();
   }
@@ -141,10 +136,10 @@ PendingUnitSample start_unit_sample(const std::vector<UnitsOfSlice>& slices, boo
           {address_of(slice), slice.length * element_size, std::min(unit_length, slice.length) * element_size});
       units.push_back(cuda::count_units(memory.back()));
     }
-    const auto words = static_cast<int64_t>(memory.size()) * cuda::kWordsPerSample;
-    sample.on_device_.reset(new PendingUnitSample::OnDevice{std::move(units), {device, words}});
+    const auto words = static_cast<int64_t>(memory.size()) * cuda::words_of_sample(type, widths);
+    sample.on_device_.reset(new PendingUnitSample::OnDevice{std::move(units), type, widths, {device, words}});
     DeviceAnswer& answer = sample.on_device_->answer;
-    const char* error = cuda::unit_sample(memory.data(), memory.size(), type, answer.device_words(),
+    const char* error = cuda::unit_sample(memory.data(), memory.size(), type, widths, answer.device_words(),
                                           answer.host_words(), current_stream_handle(device));
     answer.started_on(stream);
     TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not sample gradients: ", error);

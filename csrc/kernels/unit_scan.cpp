@@ -13,6 +13,7 @@
 
 #include "kernels/cuda/unit_scan.h"
 #include "kernels/cuda/units.h"
+#include "kernels/cuda/widths.h"
 #include "kernels/device_answer.h"
 #endif
 
@@ -35,6 +36,8 @@ int64_t count_units(const SliceOfTensor& slice, int64_t unit_length) {
 
 struct PendingUnitScan::OnDevice {
   int64_t units;
+  ElementType type;
+  bool widths;
   DeviceAnswer answer;
 };
 
@@ -52,7 +55,9 @@ PendingUnitScan& PendingUnitScan::operator=(PendingUnitScan&&) noexcept = defaul
 const UnitScanResult& PendingUnitScan::wait() {
 #ifdef DDP_HOOKS_WITH_CUDA
   if (on_device_) {
-    result_ = cuda::read_bitmaps(on_device_->answer.wait(), on_device_->units);
+    auto& [units, type, widths, answer] = *on_device_;
+    const uint32_t* bitmaps = answer.wait();
+    result_ = widths ? cuda::read_bitmaps_of_widths(bitmaps, units, type) : cuda::read_bitmaps(bitmaps, units);
     on_device_.reset();
   }
 #endif
@@ -73,12 +78,13 @@ PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length,
     const int64_t element_size = slice.flat.element_size();
     const c10::Stream stream = current_stream(device);
     slice.flat.record_stream(stream);
-    scan.on_device_.reset(new PendingUnitScan::OnDevice{units, {device, 2 * cuda::words_of_bitmap(units)}});
+    const int64_t words = cuda::bitmap_count(type, widths) * cuda::words_of_bitmap(units);
+    scan.on_device_.reset(new PendingUnitScan::OnDevice{units, type, widths, {device, words}});
     DeviceAnswer& answer = scan.on_device_->answer;
     // A unit may be said to be longer than the slice, in as many bytes as no number counts.
     const char* error = cuda::unit_scan({address_of(slice), slice.length * element_size},
-                                        std::min(unit_length, slice.length) * element_size, type, answer.device_words(),
-                                        answer.host_words(), current_stream_handle(device));
+                                        std::min(unit_length, slice.length) * element_size, type, widths,
+                                        answer.device_words(), answer.host_words(), current_stream_handle(device));
     answer.started_on(stream);
     TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not scan gradients: ", error);
     return scan;

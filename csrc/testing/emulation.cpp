@@ -11,8 +11,10 @@
 #include <unordered_set>
 
 #include "kernels/cuda/lanes.h"
+#include "kernels/cuda/packing_lanes.h"
 #include "kernels/cuda/samples.h"
 #include "kernels/cuda/units.h"
+#include "kernels/cuda/widths.h"
 
 namespace ddp_hooks::cuda {
 namespace {
@@ -96,22 +98,56 @@ struct PlayedWarp {
     return votes;
   }
 
+  template <typename FoundByLane>
+  FoundInUnits combine(const FoundByLane& found_by_lane) const {
+    FoundInUnits found;
+    for (int lane = 0; lane < kWarpLanes; ++lane) found.merge(found_by_lane(lane));
+    return found;
+  }
+
   void merge(uint32_t* word, uint32_t bits) const { *word |= bits; }
 };
 
 // What the device's kernels call Float32 and so on, with the CPU's arithmetic.
-template <typename Number, typename BitsOfNumber, typename WideNumber>
+template <typename Number, typename BitsOfNumber, typename WideNumber, BitsOfNumber kNanOfSums>
 struct HostNumber {
   using Bits = BitsOfNumber;
   using Wide = WideNumber;
-  static Bits scale(Bits bits, Wide factor) {
+  static constexpr Bits kNan = kNanOfSums;
+  static Wide widen(Bits bits) {
     Number number;
     std::memcpy(&number, &bits, sizeof(Bits));
-    number = static_cast<Number>(static_cast<Wide>(number) * factor);
+    return static_cast<Wide>(number);
+  }
+  static Bits round(Wide wide) {
+    const auto number = static_cast<Number>(wide);
+    Bits bits;
     std::memcpy(&bits, &number, sizeof(Bits));
     return bits;
   }
+  static Bits scale(Bits bits, Wide factor) { return round(widen(bits) * factor); }
+  static Bits add(Bits a, Bits b) { return round(widen(a) + widen(b)); }
 };
+
+// Calls act(a number type) for an element type.
+template <typename Act>
+auto with_number(ElementType type, const Act& act) {
+  switch (type) {
+    case ElementType::kFloat32:
+      return act(HostNumber<float, uint32_t, float, 0x7fc00000>{});
+    case ElementType::kFloat64:
+      return act(HostNumber<double, uint64_t, double, 0x7ff8000000000000>{});
+    case ElementType::kFloat16:
+      return act(HostNumber<c10::Half, uint16_t, float, 0x7e00>{});
+    default:
+      return act(HostNumber<c10::BFloat16, uint16_t, float, 0x7fc0>{});
+  }
+}
+
+// How many warps a launch has for so many chunks: blocks are launched whole, so some find nothing left to do.
+int64_t launched_warps(int64_t chunks) {
+  return (chunks + kWarpsPerBlock - 1) / kWarpsPerBlock * kWarpsPerBlock;
+}
 
 // Runs `lane_of_stretch(address in the slice, position in the message, bytes, lane)` for every lane of every launch.
 template <typename LaneOfStretch>
@@ -124,9 +160,7 @@ EmulatedRun run_lanes(char* message, const std::vector<SliceOfMemory>& slices, c
     run.launches += 1;
     const int64_t chunks = chunk_count(table);
     run.chunks += chunks;
-    // Blocks are launched whole, so some warps find nothing left to do.
-    const int64_t warps = (chunks + kWarpsPerBlock - 1) / kWarpsPerBlock * kWarpsPerBlock;
-    for (int64_t warp = 0; warp < warps; ++warp) {
+    for (int64_t warp = 0; warp < launched_warps(chunks); ++warp) {
       visit_chunk(table, warp, [&](int, char* address, int64_t position, int bytes) {
         if (bytes <= 0 || bytes > kLargestChunkBytes) throw std::logic_error("a stretch of the wrong size");
         for (int lane = 0; lane < kWarpLanes; ++lane) lane_of_stretch(address, table.message + position, bytes, lane);
@@ -167,16 +201,7 @@ EmulatedRun scale(char* message, const std::vector<SliceOfMemory>& slices, doubl
 EmulatedRun emulate_gather_scaled(char* message, const std::vector<SliceOfMemory>& slices, ElementType type,
                                   double factor) {
   if (factor == 1) return move<1>(message, slices, true, Keep{});
-  switch (type) {
-    case ElementType::kFloat32:
-      return scale<HostNumber<float, uint32_t, float>>(message, slices, factor);
-    case ElementType::kFloat64:
-      return scale<HostNumber<double, uint64_t, double>>(message, slices, factor);
-    case ElementType::kFloat16:
-      return scale<HostNumber<c10::Half, uint16_t, float>>(message, slices, factor);
-    default:
-      return scale<HostNumber<c10::BFloat16, uint16_t, float>>(message, slices, factor);
-  }
+  return with_number(type, [&](auto number) { return scale<decltype(number)>(message, slices, factor); });
 }
 
 EmulatedRun emulate_scatter(char* message, const std::vector<SliceOfMemory>& slices) {
@@ -211,63 +236,155 @@ EmulatedRun emulate_nonzero_scan(const std::vector<SliceOfMemory>& slices, Eleme
   return run;
 }
 
-EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type,
+EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type, bool widths,
                               cpu::UnitScanResult& result) {
   CheckedMemory memory;
   memory.allow(slice.address, slice.bytes);
   memory.seal();
   const Units units = divide_units(slice.address, slice.bytes, unit_bytes);
   const int64_t words = words_of_bitmap(units.count);
-  // Behind each bitmap a word that nobody may touch.
-  std::vector<uint32_t> nonzero_units(static_cast<size_t>(words + 1)), negative_zero_units(nonzero_units);
+  const int count = bitmap_count(type, widths);
+  // Behind the bitmaps a word that nobody may touch.
+  std::vector<uint32_t> bitmaps(static_cast<size_t>(count * words + 1));
   EmulatedRun run;
   run.launches = 1;
   run.chunks = portion_count(units);
-  const int64_t warps = (run.chunks + kWarpsPerBlock - 1) / kWarpsPerBlock * kWarpsPerBlock;
-  for (int64_t warp = 0; warp < warps; ++warp) {
+  for (int64_t warp = 0; warp < launched_warps(run.chunks); ++warp) {
     const Portion portion = portion_of_warp(units, warp);
     if (portion.bytes > kLargestPortionBytes || portion.units > kUnitsPerWord ||
         portion.first_unit % kUnitsPerWord + portion.units > kUnitsPerWord) {
       throw std::logic_error("a portion of the wrong size");
     }
-    scan_portion(portion, scan_masks(element_bytes(type)), PlayedWarp{}, memory, nonzero_units.data(),
-                 negative_zero_units.data());
+    if (count != kBitmapsOfWidths) {
+      scan_portion(portion, scan_masks(element_bytes(type)), PlayedWarp{}, memory, bitmaps.data(),
+                   bitmaps.data() + words);
+    } else if (type == ElementType::kFloat32) {
+      scan_widths_of_portion<WidthsOfFloat32>(portion, PlayedWarp{}, memory, bitmaps.data(), words);
+    } else {
+      scan_widths_of_portion<WidthsOfFloat64>(portion, PlayedWarp{}, memory, bitmaps.data(), words);
+    }
   }
-  if ((nonzero_units.back() | negative_zero_units.back()) != 0) throw std::logic_error("a bit past the bitmap");
-  nonzero_units.pop_back();
-  nonzero_units.insert(nonzero_units.end(), negative_zero_units.begin(), negative_zero_units.end() - 1);
-  result = read_bitmaps(nonzero_units.data(), units.count);
+  if (bitmaps.back() != 0) throw std::logic_error("a bit past the bitmaps");
+  for (int i = 0; i < count; ++i) {
+    const auto end = bitmaps.begin() + (i + 1) * words;
+    const int64_t unused = words * kUnitsPerWord - units.count;
+    for (int64_t bit = 0; bit < unused; ++bit) {
+      if ((*(end - 1 - bit / kUnitsPerWord) >> (kUnitsPerWord - 1 - bit % kUnitsPerWord) & 1) != 0) {
+        throw std::logic_error("a bit past the last unit");
+      }
+    }
+  }
+  result =
+      widths ? read_bitmaps_of_widths(bitmaps.data(), units.count, type) : read_bitmaps(bitmaps.data(), units.count);
   run.widest_word_bytes = memory.widest();
   run.sectors_loaded = memory.sectors_loaded();
   return run;
 }
 
-EmulatedRun emulate_unit_sample(const std::vector<UnitsOfMemory>& slices, ElementType type,
-                                std::vector<int64_t>& zeros) {
+EmulatedRun emulate_unit_sample(const std::vector<UnitsOfMemory>& slices, ElementType type, bool widths,
+                                std::vector<SampleCounts>& counts) {
   CheckedMemory memory;
   for (const UnitsOfMemory& slice : slices) memory.allow(slice.address, slice.bytes);
   memory.seal();
-  zeros.clear();
+  counts.clear();
+  const int words_per_slice = words_of_sample(type, widths);
   EmulatedRun run;
   for_each_sample_table(slices.data(), slices.size(), [&](const auto& table, size_t first) -> const char* {
-    if (first != zeros.size()) throw std::logic_error("a launch does not go on where the last one ended");
+    if (first != counts.size()) throw std::logic_error("a launch does not go on where the last one ended");
     run.launches += 1;
     run.chunks += warp_count(table);
     // Behind the words one that nobody may touch.
-    std::vector<uint32_t> words(static_cast<size_t>(table.count) * kWordsPerSample + 1);
+    std::vector<uint32_t> words(static_cast<size_t>(table.count * words_per_slice + 1));
     // More warps than the table has, as in blocks that are launched whole.
     for (int64_t warp = 0; warp < warp_count(table) + kWarpsPerBlock; ++warp) {
-      look_at_unit(sampled_unit_of_warp(table, warp), scan_masks(element_bytes(type)), PlayedWarp{}, memory,
-                   words.data());
+      const SampledUnit unit = sampled_unit_of_warp(table, warp);
+      if (words_per_slice == kWordsPerSample) {
+        look_at_unit(unit, scan_masks(element_bytes(type)), PlayedWarp{}, memory, words.data());
+      } else if (type == ElementType::kFloat32) {
+        look_at_widths_of_unit<WidthsOfFloat32>(unit, PlayedWarp{}, memory, words.data());
+      } else {
+        look_at_widths_of_unit<WidthsOfFloat64>(unit, PlayedWarp{}, memory, words.data());
+      }
     }
     if (words.back() != 0) throw std::logic_error("a bit past the words");
     for (int32_t i = 0; i < table.count; ++i) {
-      zeros.push_back(count_zeros(words.data() + i * kWordsPerSample, count_units(table.slices[i])));
+      counts.push_back(count_sample(words.data() + i * words_per_slice, count_units(table.slices[i]), type, widths));
     }
     return nullptr;
   });
   run.widest_word_bytes = memory.widest();
   run.sectors_loaded = memory.sectors_loaded();
+  return run;
+}
+
+EmulatedRun emulate_pack(char* to, const std::vector<SliceToPack>& slices, ElementType type) {
+  CheckedMemory memory;
+  const int64_t element_size = element_bytes(type);
+  int64_t total = 0;
+  for (const SliceToPack& slice : slices) {
+    memory.allow(slice.address, slice.numel * element_size);
+    total += packed_bytes(slice.numel, slice.width, element_size);
+  }
+  memory.allow(to, total);
+  memory.seal();
+  EmulatedRun run;
+  with_number(type, [&](auto number) {
+    using Number = decltype(number);
+    const char* end_of_previous = to;
+    for_each_pack_table(slices.data(), slices.size(), element_size, to, [&](const auto& table) -> const char* {
+      if (table.to != end_of_previous) throw std::logic_error("a launch does not go on where the last one ended");
+      end_of_previous = table.to + table.begin[table.count];
+      run.launches += 1;
+      run.chunks += chunk_count(table);
+      const auto scaling = scaling_of<Number>(table);
+      for (int64_t warp = 0; warp < launched_warps(chunk_count(table)); ++warp) {
+        visit_stretches(table, warp, [&](int slice, int64_t offset, int64_t position, int bytes) {
+          for (int lane = 0; lane < kWarpLanes; ++lane) {
+            pack_stretch(table, slice, offset, position, bytes, lane, memory, scaling);
+          }
+        });
+      }
+      return nullptr;
+    });
+  });
+  if (memory.bytes_written() != static_cast<size_t>(total)) throw std::logic_error("some bytes were not written");
+  run.widest_word_bytes = memory.widest();
+  return run;
+}
+
+EmulatedRun emulate_sum_terms(const char* packed, int64_t packed_bytes, const std::vector<SliceToSum>& slices,
+                              ElementType type, double factor, bool adds_zero) {
+  CheckedMemory memory;
+  int64_t total = 0;
+  for (const SliceToSum& slice : slices) {
+    memory.allow(slice.address, slice.bytes);
+    total += slice.bytes;
+  }
+  memory.allow(packed, packed_bytes);
+  memory.seal();
+  EmulatedRun run;
+  with_number(type, [&](auto number) {
+    using Number = decltype(number);
+    const Addition<Number> addition{static_cast<typename Number::Wide>(factor),
+                                    Number::round(adds_zero ? 0.0f : -0.0f)};
+    const auto launch = [&](const auto& table) -> const char* {
+      run.launches += 1;
+      run.chunks += chunk_count(table);
+      for (int64_t warp = 0; warp < launched_warps(chunk_count(table)); ++warp) {
+        visit_stretches(table, warp, [&](int slice, int64_t offset, int64_t, int bytes) {
+          for (int lane = 0; lane < kWarpLanes; ++lane) {
+            sum_stretch<Number>(table, slice, offset, bytes, lane, memory, addition);
+          }
+        });
+      }
+      return nullptr;
+    };
+    if (const char* error = for_each_sum_table(slices.data(), slices.size(), packed, launch); error != nullptr) {
+      throw std::logic_error(error);
+    }
+  });
+  if (memory.bytes_written() != static_cast<size_t>(total)) throw std::logic_error("some bytes were not written");
+  run.widest_word_bytes = memory.widest();
   return run;
 }
 

@@ -1,9 +1,9 @@
 // The kernels' own indexing code, run on the host over CPU memory, for tests where there is no GPU.
 //
-// Tables, chunks, portions, samples and lanes are those of slice_table.h, units.h, samples.h and lanes.h; only
-// launches, arithmetic on numbers and votes of a warp are played. Each access is checked: it must be aligned to its
-// width, as a GPU demands, lie within a slice or the message, and no byte may be written twice. The first violation
-// throws std::logic_error. Slow.
+// Tables, chunks, portions, samples and lanes are those of slice_table.h, units.h, samples.h, widths.h,
+// packing_tables.h, lanes.h and packing_lanes.h; only launches, arithmetic on numbers and votes of a warp are played.
+// Each access is checked: it must be aligned to its width, as a GPU demands, lie within a slice or the message, and no
+// byte may be written twice. The first violation throws std::logic_error. Slow.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,10 @@
 #include <vector>
 
 #include "kernels/cpu/unit_scan.h"
+#include "kernels/cuda/packing_tables.h"
 #include "kernels/cuda/samples.h"
 #include "kernels/cuda/slice_table.h"
+#include "kernels/cuda/widths.h"
 #include "kernels/element_type.h"
 
 namespace ddp_hooks::cuda {
@@ -27,16 +29,19 @@ struct EmulatedRun {
   int64_t sectors_loaded = 0;     // of kSectorBytes; of units
 };
 
-// These do what the functions of the same names in slice_copy.h, nonzero_scan.h, unit_scan.h and unit_sample.h do.
+// These do what the functions of the same names in slice_copy.h, nonzero_scan.h, unit_scan.h, unit_sample.h and
+// packing.h do.
 EmulatedRun emulate_gather_scaled(char* message, const std::vector<SliceOfMemory>& slices, ElementType type,
                                   double factor);
 EmulatedRun emulate_scatter(char* message, const std::vector<SliceOfMemory>& slices);
 EmulatedRun emulate_nonzero_scan(const std::vector<SliceOfMemory>& slices, ElementType type,
                                  std::vector<uint32_t>& flags);
-EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type,
+EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type, bool widths,
                               cpu::UnitScanResult& result);
-// `zeros`: how many of the sampled units are zero, by slice.
-EmulatedRun emulate_unit_sample(const std::vector<UnitsOfMemory>& slices, ElementType type,
-                                std::vector<int64_t>& zeros);
+EmulatedRun emulate_unit_sample(const std::vector<UnitsOfMemory>& slices, ElementType type, bool widths,
+                                std::vector<SampleCounts>& counts);
+EmulatedRun emulate_pack(char* to, const std::vector<SliceToPack>& slices, ElementType type);
+EmulatedRun emulate_sum_terms(const char* packed, int64_t packed_bytes, const std::vector<SliceToSum>& slices,
+                              ElementType type, double factor, bool adds_zero);
 
 }  // namespace ddp_hooks::cuda

@@ -1,12 +1,14 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "kernels/devices.h"
+#include "kernels/packing.h"
 #include "kernels/slice_copy.h"
 #include "kernels/unit_scan.h"
 #include "testing/emulation.h"
@@ -47,36 +49,77 @@ void bind_emulation(py::module_& m) {
     return std::make_pair(summary(run), flags);
   });
   // (launches, portions, bytes of the widest access, sectors of 32 bytes loaded), and the scan's answer.
-  m.def("emulate_unit_scan", [](const at::Tensor& flat, int64_t offset, int64_t length, int64_t unit_length) {
-    check_range(flat, offset, length);
-    TORCH_CHECK(length > 0 && unit_length > 0, "emulate_unit_scan: expected a unit at least, received ", length,
-                " elements in units of ", unit_length);
-    const int64_t element_size = flat.element_size();
-    UnitScanResult result;
-    const auto run =
-        cuda::emulate_unit_scan({static_cast<char*>(flat.data_ptr()) + offset * element_size, length * element_size},
-                                std::min(unit_length, length) * element_size, element_type_of(flat), result);
-    return std::make_tuple(std::make_tuple(run.launches, run.chunks, run.widest_word_bytes, run.sectors_loaded),
-                           std::make_tuple(result.nonzero, result.negative_zeros));
-  });
-  // (launches, warps, bytes of the widest access, sectors of 32 bytes loaded), and how many sampled units are zero.
-  m.def("emulate_unit_sample", [](const at::Tensor& flat,
-                                  const std::vector<std::tuple<int64_t, int64_t, int64_t>>& slices) {
-    std::vector<cuda::UnitsOfMemory> memory;
-    const int64_t element_size = flat.element_size();
-    for (const auto& [offset, length, unit_length] : slices) {
-      check_range(flat, offset, length);
-      TORCH_CHECK(length > 0 && unit_length > 0, "emulate_unit_sample: expected a unit at least, received ", length,
-                  " elements in units of ", unit_length);
-      memory.push_back({static_cast<char*>(flat.data_ptr()) + offset * element_size, length * element_size,
-                        std::min(unit_length, length) * element_size});
+  m.def(
+      "emulate_unit_scan",
+      [](const at::Tensor& flat, int64_t offset, int64_t length, int64_t unit_length, bool widths) {
+        check_range(flat, offset, length);
+        TORCH_CHECK(length > 0 && unit_length > 0, "emulate_unit_scan: expected a unit at least, received ", length,
+                    " elements in units of ", unit_length);
+        const int64_t element_size = flat.element_size();
+        UnitScanResult result;
+        const auto run = cuda::emulate_unit_scan(
+            {static_cast<char*>(flat.data_ptr()) + offset * element_size, length * element_size},
+            std::min(unit_length, length) * element_size, element_type_of(flat), widths, result);
+        return std::make_tuple(std::make_tuple(run.launches, run.chunks, run.widest_word_bytes, run.sectors_loaded),
+                               std::make_tuple(result.nonzero, result.negative_zeros), result.inexact);
+      },
+      py::arg("flat"), py::arg("offset"), py::arg("length"), py::arg("unit_length"), py::arg("widths") = false);
+  // (launches, warps, bytes of the widest access, sectors of 32 bytes loaded), how many sampled units are zero, and how
+  // many of the others each form holds.
+  m.def(
+      "emulate_unit_sample",
+      [](const at::Tensor& flat, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& slices, bool widths) {
+        std::vector<cuda::UnitsOfMemory> memory;
+        const int64_t element_size = flat.element_size();
+        for (const auto& [offset, length, unit_length] : slices) {
+          check_range(flat, offset, length);
+          TORCH_CHECK(length > 0 && unit_length > 0, "emulate_unit_sample: expected a unit at least, received ", length,
+                      " elements in units of ", unit_length);
+          memory.push_back({static_cast<char*>(flat.data_ptr()) + offset * element_size, length * element_size,
+                            std::min(unit_length, length) * element_size});
+        }
+        std::vector<cuda::SampleCounts> counts;
+        const auto run = cuda::emulate_unit_sample(memory, element_type_of(flat), widths, counts);
+        std::vector<int64_t> zeros;
+        std::vector<std::array<int64_t, 2>> narrow;
+        for (const cuda::SampleCounts& each : counts) {
+          zeros.push_back(each.zeros);
+          narrow.push_back(each.narrow);
+        }
+        return std::make_tuple(std::make_tuple(run.launches, run.chunks, run.widest_word_bytes, run.sectors_loaded),
+                               zeros, narrow);
+      },
+      py::arg("flat"), py::arg("slices"), py::arg("widths") = false);
+  m.def(
+      "emulate_pack",
+      [summary](const at::Tensor& to, const at::Tensor& flat, const WidthOfSlices& slices,
+                const std::vector<double>& divisors) {
+        std::vector<cuda::SliceToPack> memory;
+        for (const auto& [slice, width, divisor, divides] : slices_to_pack(flat, slices, divisors, false)) {
+          check_range(flat, slice.offset, slice.length);
+          memory.push_back({address_of(slice), slice.length, width, 1 / divisor});
+        }
+        return summary(cuda::emulate_pack(static_cast<char*>(to.data_ptr()), memory, element_type_of(flat)));
+      },
+      py::arg("to"), py::arg("flat"), py::arg("slices"), py::arg("divisors") = std::vector<double>());
+  // Of sums of one type, divisor and way to end.
+  m.def("emulate_sum_contributions", [summary](const at::Tensor& packed, const std::vector<SliceSum>& sums) {
+    std::vector<std::vector<cuda::TermToAdd>> terms(sums.size());
+    std::vector<cuda::SliceToSum> memory;
+    for (size_t i = 0; i < sums.size(); ++i) {
+      const SliceOfTensor& to = sums[i].to;
+      check_range(to.flat, to.offset, to.length);
+      for (const auto& [offset, width, own] : sums[i].contributions) terms[i].push_back({offset, width, own});
+      memory.push_back({address_of(to), to.length * to.flat.element_size(), terms[i].data(), terms[i].size()});
     }
-    std::vector<int64_t> zeros;
-    const auto run = cuda::emulate_unit_sample(memory, element_type_of(flat), zeros);
-    return std::make_tuple(std::make_tuple(run.launches, run.chunks, run.widest_word_bytes, run.sectors_loaded), zeros);
+    const SliceSum& first = sums.at(0);
+    return summary(cuda::emulate_sum_terms(static_cast<const char*>(packed.data_ptr()), packed.numel(), memory,
+                                           element_type_of(first.to.flat), 1 / first.divisor, first.adds_zero));
   });
   m.attr("SLICES_PER_LAUNCH") = cuda::kLargeTable;
   m.attr("SAMPLES_PER_LAUNCH") = cuda::kLargeSamples;
+  m.attr("PACKED_PER_LAUNCH") = cuda::kLargePackTable;
+  m.attr("SUMS_PER_LAUNCH") = std::make_pair(cuda::LargeSumTable::kSlices, cuda::LargeSumTable::kTerms);
 }
 
 }  // namespace ddp_hooks

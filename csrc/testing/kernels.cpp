@@ -20,18 +20,27 @@ namespace py = pybind11;
 
 namespace ddp_hooks {
 
+std::vector<PackedSlice> slices_to_pack(const at::Tensor& flat, const WidthOfSlices& slices,
+                                        const std::vector<double>& divisors, bool divides) {
+  TORCH_CHECK(divisors.empty() || divisors.size() == slices.size(), "expected a divisor for each of ", slices.size(),
+              " slices, received ", divisors.size());
+  std::vector<PackedSlice> packed;
+  for (const auto& [offset, length, width] : slices) {
+    packed.push_back({{flat, offset, length}, width, divisors.empty() ? 1 : divisors[packed.size()], divides});
+  }
+  return packed;
+}
+
 void bind_packing(py::module_& m) {
   m.def("narrow_widths", [](const at::Tensor& flat) { return narrow_widths(element_type_of(flat)); });
   m.def("packed_bytes", &packed_bytes, py::arg("numel"), py::arg("width"), py::arg("element_bytes"));
 
   m.def(
       "pack",
-      [](const at::Tensor& to, const at::Tensor& flat, const std::vector<std::tuple<int64_t, int64_t, Width>>& slices) {
-        std::vector<PackedSlice> packed;
-        for (const auto& [offset, length, width] : slices) packed.push_back({{flat, offset, length}, width});
-        pack(to, packed);
-      },
-      py::call_guard<py::gil_scoped_release>());
+      [](const at::Tensor& to, const at::Tensor& flat, const WidthOfSlices& slices, const std::vector<double>& divisors,
+         bool divides) { pack(to, slices_to_pack(flat, slices, divisors, divides)); },
+      py::arg("to"), py::arg("flat"), py::arg("slices"), py::arg("divisors") = std::vector<double>(),
+      py::arg("divides") = false, py::call_guard<py::gil_scoped_release>());
 
   py::class_<Contribution>(m, "Contribution")
       .def(py::init([](int64_t offset, Width width, bool own) { return Contribution{offset, width, own}; }),

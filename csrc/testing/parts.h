@@ -7,7 +7,19 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include "kernels/packing.h"
+
 namespace ddp_hooks {
+
+// Slices of one tensor as tests write them: (offset, length, width), and apart from that what each is divided by, if
+// anything is.
+using WidthOfSlices = std::vector<std::tuple<int64_t, int64_t, Width>>;
+std::vector<PackedSlice> slices_to_pack(const at::Tensor& flat, const WidthOfSlices& slices,
+                                        const std::vector<double>& divisors, bool divides);
 
 // Kernels that the package runs within a step only.
 void bind_single_kernels(pybind11::module_& m);

@@ -16,54 +16,21 @@ class Packer {
 
   void add(const DirectPart& part, const DirectPlace& place) {
     if (part.width != Width::kFull) {
-      add_scaled();
-      narrow_.push_back({place.slice, part.width});
+      parts_.push_back({place.slice, part.width});
     } else {
-      pack_narrow();
-      const bool is_alike = place.divisor == divisor_ && place.divides == divides_;
-      if (!is_alike || is_padded_) add_scaled();
-      scaled_.push_back(place.slice);
-      divisor_ = place.divisor;
-      divides_ = place.divides;
+      parts_.push_back({place.slice, part.width, place.divisor, place.divides});
     }
-    const int64_t element_bytes = place.slice.flat.element_size();
-    const int64_t bytes = packed_bytes(part.length, part.width, element_bytes);
-    is_padded_ = bytes != part.length * element_bytes;
-    end_ += bytes;
   }
 
-  // After the last one.
+  // After the last one. In one call, because on a device each takes a launch.
   void finish() {
-    pack_narrow();
-    add_scaled();
+    RECORD_FUNCTION("ddp_hooks::pack", std::vector<c10::IValue>());
+    pack(to_, parts_);
   }
 
  private:
-  void pack_narrow() {
-    if (narrow_.empty()) return;
-    pack(to_.narrow(0, begin_, end_ - begin_), narrow_);
-    narrow_.clear();
-    begin_ = end_;
-  }
-
-  void add_scaled() {
-    if (scaled_.empty()) return;
-    int64_t numel = 0;
-    for (const SliceOfTensor& slice : scaled_) numel += slice.length;
-    const at::Tensor typed = to_.narrow(0, begin_, end_ - begin_).view(scaled_.front().flat.scalar_type());
-    gather(typed.narrow(0, 0, numel), scaled_, divisor_, divides_);
-    scaled_.clear();
-    begin_ = end_;
-  }
-
   const at::Tensor to_;
-  int64_t begin_ = 0, end_ = 0;  // of what is waiting to be copied, bytes
-  // One of them is empty.
-  std::vector<PackedSlice> narrow_;
-  std::vector<SliceOfTensor> scaled_;  // those that are scaled alike, in one call
-  double divisor_ = 1;
-  bool divides_ = false;
-  bool is_padded_ = false;  // after what is waiting
+  std::vector<PackedSlice> parts_;
 };
 
 // Where the parts of a group are to be summed, of contributions that lie in `positions` by rank, which are moved past

@@ -1,8 +1,8 @@
 // Which units of a stretch of CPU memory hold a non-zero? Leaves each unit at the first block with one, so that of a
 // dense gradient about a cache line a unit is read, and only zeros are read in full.
 //
-// A unit is `unit_length` consecutive elements; the last one may be shorter. Zero means what it means to
-// nonzero_scan.h: +0.0 or -0.0, decided on bit patterns.
+// A unit is `unit_length` consecutive elements; the last one may be shorter. Zero means +0.0 or -0.0. NaN, Inf and
+// denormals are non-zero. Decided on bit patterns: no arithmetic whose result depends on the floating-point mode.
 //
 // Asked for widths, too, it also says which narrow forms hold a unit to the bit. It then leaves a unit when none of
 // them does any more, so that numbers of full width are found out as soon; others are read in full, once from memory.
@@ -37,7 +37,7 @@ UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, E
 // What a single unit holds.
 struct UnitFindings {
   bool any_nonzero = false;
-  bool any_negative_zero = false;  // means something only when any_nonzero is false
+  bool any_negative_zero = false;  // and no non-zero
   std::array<bool, 2> inexact{};   // by narrow_widths(type), where widths were asked for
 };
 

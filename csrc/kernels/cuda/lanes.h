@@ -28,6 +28,20 @@ struct alignas(kBytes) Word {
   Unit units[kBytes / sizeof(Unit)];
 };
 
+// A word as numbers.
+template <typename Bits, int kBytes>
+DDP_HOOKS_HOST_DEVICE Bits get_number(const Word<kBytes>& word, int index) {
+  using Unit = typename Word<kBytes>::Unit;
+  constexpr int kPerUnit = sizeof(Unit) / sizeof(Bits);
+  return static_cast<Bits>(word.units[index / kPerUnit] >> (index % kPerUnit * 8 * static_cast<int>(sizeof(Bits))));
+}
+template <typename Bits, int kBytes>
+DDP_HOOKS_HOST_DEVICE void put_number(Word<kBytes>& word, int index, Bits bits) {  // where there is none yet
+  using Unit = typename Word<kBytes>::Unit;
+  constexpr int kPerUnit = sizeof(Unit) / sizeof(Bits);
+  word.units[index / kPerUnit] |= Unit{bits} << (index % kPerUnit * 8 * static_cast<int>(sizeof(Bits)));
+}
+
 // How a stretch falls apart into words of some width.
 struct Split {
   int head_bytes;

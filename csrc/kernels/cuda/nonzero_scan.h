@@ -1,4 +1,5 @@
-// Which of many slices of CUDA memory hold a non-zero? What cpu/nonzero_scan.h decides, in one pass, on a stream.
+// Which of many slices of CUDA memory hold a non-zero? What cpu/unit_scan.h decides of one unit, in one pass, on a
+// stream.
 //
 // Decided on bit patterns, so NaN, Inf and denormals are non-zero. A warp whose slice is known to hold a non-zero reads
 // no more of it, so a dense gradient costs little more than the launch. One launch for each 2,000 slices, between a

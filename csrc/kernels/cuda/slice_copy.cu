@@ -1,46 +1,10 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "kernels/cuda/lanes.h"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/slice_copy.h"
 
 namespace ddp_hooks::cuda {
 namespace {
-
-// How a number of each type is multiplied: in the type that ATen computes in, and rounded once.
-struct Float32 {
-  using Bits = uint32_t;
-  using Wide = float;
-  static __device__ __forceinline__ Bits scale(Bits bits, Wide factor) {
-    return __float_as_uint(__fmul_rn(__uint_as_float(bits), factor));
-  }
-};
-
-struct Float64 {
-  using Bits = uint64_t;
-  using Wide = double;
-  static __device__ __forceinline__ Bits scale(Bits bits, Wide factor) {
-    return static_cast<Bits>(
-        __double_as_longlong(__dmul_rn(__longlong_as_double(static_cast<long long>(bits)), factor)));
-  }
-};
-
-struct Float16 {
-  using Bits = uint16_t;
-  using Wide = float;
-  static __device__ __forceinline__ Bits scale(Bits bits, Wide factor) {
-    return __half_as_ushort(__float2half_rn(__fmul_rn(__half2float(__ushort_as_half(bits)), factor)));
-  }
-};
-
-struct BFloat16 {
-  using Bits = uint16_t;
-  using Wide = float;
-  static __device__ __forceinline__ Bits scale(Bits bits, Wide factor) {
-    return __bfloat16_as_ushort(__float2bfloat16_rn(__fmul_rn(__bfloat162float(__ushort_as_bfloat16(bits)), factor)));
-  }
-};
 
 // The table is read where it lies, in the constant bank; __grid_constant__ keeps it from being copied to each thread.
 template <int kCapacity, typename Number>

@@ -59,8 +59,8 @@ inline int64_t choose_chunk_bytes(int64_t message_bytes, int64_t slices) {
   return chunk_bytes;
 }
 
-template <int kCapacity>
-int64_t chunk_count(const SliceTable<kCapacity>& table) {
+template <typename Table>
+int64_t chunk_count(const Table& table) {
   return (table.begin[table.count] + table.chunk_bytes - 1) / table.chunk_bytes;
 }
 
@@ -107,8 +107,8 @@ const char* for_each_table(const SliceOfMemory* slices, size_t count, char* mess
 }
 
 // The last slice that begins at or before `position`: the one that holds this byte, because empty ones come first.
-template <int kCapacity>
-DDP_HOOKS_HOST_DEVICE int find_slice(const SliceTable<kCapacity>& table, int64_t position) {
+template <typename Table>
+DDP_HOOKS_HOST_DEVICE int find_slice(const Table& table, int64_t position) {
   int low = 0;
   int high = table.count - 1;
   while (low < high) {
@@ -122,9 +122,10 @@ DDP_HOOKS_HOST_DEVICE int find_slice(const SliceTable<kCapacity>& table, int64_t
   return low;
 }
 
-// Calls visit(slice, address in it, position in the message, bytes) for each stretch of a chunk.
-template <int kCapacity, typename Visit>
-DDP_HOOKS_HOST_DEVICE void visit_chunk(const SliceTable<kCapacity>& table, int64_t chunk, const Visit& visit) {
+// Calls visit(slice, bytes into it, position in the message, bytes) for each stretch of a chunk. Of any table with
+// `begin`, `count` and `chunk_bytes` as above.
+template <typename Table, typename Visit>
+DDP_HOOKS_HOST_DEVICE void visit_stretches(const Table& table, int64_t chunk, const Visit& visit) {
   int64_t position = chunk * table.chunk_bytes;
   const int64_t total = table.begin[table.count];
   const int64_t end = position + table.chunk_bytes < total ? position + table.chunk_bytes : total;
@@ -133,9 +134,17 @@ DDP_HOOKS_HOST_DEVICE void visit_chunk(const SliceTable<kCapacity>& table, int64
     const int64_t slice_end = table.begin[slice + 1] < end ? table.begin[slice + 1] : end;
     const int bytes = static_cast<int>(slice_end - position);
     if (bytes == 0) continue;
-    visit(slice, table.address[slice] + (position - table.begin[slice]), position, bytes);
+    visit(slice, position - table.begin[slice], position, bytes);
     position = slice_end;
   }
+}
+
+// Calls visit(slice, address in it, position in the message, bytes) for each stretch of a chunk.
+template <int kCapacity, typename Visit>
+DDP_HOOKS_HOST_DEVICE void visit_chunk(const SliceTable<kCapacity>& table, int64_t chunk, const Visit& visit) {
+  visit_stretches(table, chunk, [&](int slice, int64_t offset, int64_t position, int bytes) {
+    visit(slice, table.address[slice] + offset, position, bytes);
+  });
 }
 
 }  // namespace ddp_hooks::cuda
