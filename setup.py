@@ -205,8 +205,11 @@ def pretended_device() -> setuptools.Extension:
     paths = cpp_extension.include_paths()
     return setuptools.Extension(
         "ddp_hooks_testing._pretend",
-        sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "pretend").glob("*.cpp")),
-        include_dirs=paths,
+        [
+            *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "pretend").glob("*.cpp")),
+            "csrc/testing/emulation.cpp",
+        ],
+        include_dirs=[str(ROOT / "csrc"), str(ROOT / "tests" / "pretend"), *paths],
         library_dirs=cpp_extension.library_paths("cpu"),
         libraries=["c10", "torch", "torch_cpu", "torch_python"],
         extra_compile_args={"cxx": ["-std=c++20", "-O1", "-g0", "-fvisibility=hidden", "-w"]},

@@ -69,7 +69,7 @@ UNDER=()
 
 stage_build() {
   TAIL=40 run build 240 "$PYTHON" setup.py --quiet build_ext --inplace || exit $FAILED
-  "$PYTHON" -c 'from ddp_hooks import _C; assert _C.has_cuda()' || exit 1
+  "$PYTHON" -c 'import torch; from ddp_hooks import _C; assert _C.can_serve(torch.device("cuda"))' || exit 1
 }
 
 stage_kernels() {

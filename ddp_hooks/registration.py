@@ -43,13 +43,13 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
             # It may have come with ddp_hooks.enable, so that its state is in nobody's hands; or with a detached state.
             way_out = "; ddp_hooks.states() has its state, which close() ends; if it serves no module, wrap it again"
         return f"a communication hook is registered already ({registered}), and DDP takes one{way_out}"
-    if ddp.device_type not in ("cpu", "cuda"):
+    if not _C.can_serve(torch.device(ddp.device_type)):
+        if ddp.device_type == "cuda":
+            return (
+                "expected a build with CUDA kernels for parameters on CUDA, received one without; build ddp_hooks "
+                "again with DDP_HOOKS_CUDA=1 where torch has CUDA, which says what is missing"
+            )
         return f"expected parameters on the CPU or on CUDA, received some on {ddp.device_type}, without kernels for it"
-    if ddp.device_type == "cuda" and not _C.has_cuda():
-        return (
-            "expected a build with CUDA kernels for parameters on CUDA, received one without; build ddp_hooks again "
-            "with DDP_HOOKS_CUDA=1 where torch has CUDA, which says what is missing"
-        )
     if _C.reducer_skips_unused_by_local_list(ddp.reducer):
         return (
             "DDP(skip_all_reduce_unused_params=True) decides from each rank's own list, keeps buckets from the hook "
@@ -144,5 +144,5 @@ def propose(
 ) -> list[Proposal]:
     """Exchange proposals with every rank of a module; as :func:`agreement.exchange_proposals` otherwise."""
     # Objects travel through the current device, which need not be the module's; two ranks may share it.
-    with torch.cuda.device(ddp.device) if ddp.device_type == "cuda" else nullcontext():
+    with torch.accelerator.device_index(ddp.device.index) if ddp.device_type != "cpu" else nullcontext():
         return exchange_proposals(ddp.process_group, function, description, problem, own)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import signal
@@ -49,6 +50,8 @@ def _worker(rank: int, world_size: int, stack_file: str, environment: dict[str, 
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        if module := environment.get("DDP_HOOKS_IMPORT_FIRST"):
+            importlib.import_module(module)
         while True:
             task = pipe.recv()
             if task is None:
@@ -184,7 +187,8 @@ def run_ranks(
     """Run ``function(rank, *args)`` on ``world_size`` ranks; see :meth:`RankPool.run`.
 
     ``function`` and ``args`` are pickled, so ``function`` stands at the top level of its module. ``environment(rank)``
-    are variables that are set before the rank imports anything.
+    are variables that are set before the rank imports anything; ``DDP_HOOKS_IMPORT_FIRST`` names a module
+    that is imported before there is a process group.
     """
     environments = [environment(rank) for rank in range(world_size)]
     key = repr(environments)

@@ -73,7 +73,7 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
       probe_(settings.values.probe),
       units_(settings_.units),
       plans_(kCachedPlans),
-      sender_(*data_group_, views_, statistics_.messages) {
+      sender_(*data_group_, reducer_.parameters().front().device().type(), views_, statistics_.messages) {
   const size_t parameters = reducer_.parameters().size() + unmanaged_parameters_.size();
   TORCH_CHECK(names_.size() == parameters, "ddp_hooks: expected a name for each of the module's ", parameters,
               " parameters, received ", names_.size());

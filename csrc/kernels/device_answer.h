@@ -1,6 +1,6 @@
 // What a scan on a device answers: words of the device, and what the host reads of them once they have been copied.
 //
-// Only in builds with the CUDA kernels. Keeps nothing of what was scanned: whoever starts the scan records the scanned
+// Keeps nothing of what was scanned: whoever starts the scan records the scanned
 // memory on the scan's stream. Thread-safety: none.
 #pragma once
 

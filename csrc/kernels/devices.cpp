@@ -3,48 +3,93 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <array>
+#include <optional>
+
 #ifdef DDP_HOOKS_WITH_CUDA
+#include "kernels/cuda/nonzero_scan.h"
+#include "kernels/cuda/packing.h"
+#include "kernels/cuda/slice_copy.h"
 #include "kernels/cuda/stream.h"
+#include "kernels/cuda/unit_sample.h"
+#include "kernels/cuda/unit_scan.h"
 #endif
 
 namespace ddp_hooks {
+namespace {
 
-bool has_cuda() {
+using Tables = std::array<std::optional<DeviceKernels>, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)>;
+
+Tables& tables() {
+  static Tables all = [] {
+    Tables known;
 #ifdef DDP_HOOKS_WITH_CUDA
-  return true;
-#else
-  return false;
+    known[static_cast<size_t>(c10::kCUDA)] =
+        // From torch 2.15 on there are several, and what a user calls "nccl" calls itself "nccl2" unless
+        // TORCH_DIST_USE_NCCL2=0.
+        DeviceKernels{.backends = {"nccl", "nccl2", "nccl-lazy"},
+                      .gather_scaled = cuda::gather_scaled,
+                      .scatter = cuda::scatter,
+                      .nonzero_scan = cuda::nonzero_scan,
+                      .unit_scan = cuda::unit_scan,
+                      .unit_sample = cuda::unit_sample,
+                      .pack = cuda::pack,
+                      .sum_terms = cuda::sum_terms,
+                      .is_capturing = cuda::is_capturing};
 #endif
+    return known;
+  }();
+  return all;
+}
+
+}  // namespace
+
+const DeviceKernels* find_device_kernels(c10::DeviceType type) {
+  const std::optional<DeviceKernels>& kernels = tables()[static_cast<size_t>(type)];
+  return kernels ? &*kernels : nullptr;
+}
+
+void register_device_kernels(c10::DeviceType type, const DeviceKernels& kernels) {
+  TORCH_CHECK(type != c10::kCPU && find_device_kernels(type) == nullptr,
+              "ddp_hooks: expected a device type without kernels, received ", type);
+  tables()[static_cast<size_t>(type)] = kernels;
+}
+
+bool can_serve(c10::DeviceType type) {
+  return type == c10::kCPU || find_device_kernels(type) != nullptr;
 }
 
 void check_device(c10::Device device) {
-  if (device.is_cpu()) return;
-  if (has_cuda()) {
-    TORCH_CHECK(device.is_cuda(), "ddp_hooks: expected gradients on the CPU or on CUDA, received ", device,
-                "; there are no kernels for that device");
-    return;
-  }
-  TORCH_CHECK(
-      !device.is_cuda(), "ddp_hooks: expected gradients on the CPU, received ", device,
-      "; this build has no CUDA path: build ddp_hooks again with DDP_HOOKS_CUDA=1, which needs a torch with CUDA "
-      "and its nvcc and says if either is missing");
-  TORCH_CHECK(false, "ddp_hooks: expected gradients on the CPU, received ", device,
-              "; this build has no path for that device");
+  if (can_serve(device.type())) return;
+  TORCH_CHECK(!device.is_cuda(), "ddp_hooks: expected gradients on the CPU, received ", device,
+              "; this build has no CUDA path: build ddp_hooks again with DDP_HOOKS_CUDA=1, which needs a torch with "
+              "CUDA and its nvcc and says if either is missing");
+  TORCH_CHECK(false, "ddp_hooks: expected gradients on the CPU", can_serve(c10::kCUDA) ? " or on CUDA" : "",
+              ", received ", device, "; there are no kernels for that device");
+}
+
+const DeviceKernels& kernels_of(c10::Device device) {
+  check_device(device);
+  const DeviceKernels* const kernels = find_device_kernels(device.type());
+  TORCH_CHECK(kernels != nullptr, "ddp_hooks: expected a device with kernels, received ", device);
+  return *kernels;
+}
+
+void check_launch(const char* error, c10::Device device, const char* what) {
+  TORCH_CHECK(error == nullptr, "ddp_hooks: ", c10::DeviceTypeName(device.type()), " could not ", what, ": ", error);
 }
 
 c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-void* current_stream_handle(c10::Device device) {
+StreamHandle current_stream_handle(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStreamNativeHandle(current_stream(device));
 }
 
-bool is_capturing([[maybe_unused]] c10::Device device) {
-#ifdef DDP_HOOKS_WITH_CUDA
-  if (device.is_cuda()) return cuda::is_capturing(current_stream_handle(device));
-#endif
-  return false;
+bool is_capturing(c10::Device device) {
+  const DeviceKernels* const kernels = find_device_kernels(device.type());
+  return kernels != nullptr && kernels->is_capturing(current_stream_handle(device));
 }
 
 }  // namespace ddp_hooks

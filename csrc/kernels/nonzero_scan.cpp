@@ -1,19 +1,14 @@
 #include "kernels/nonzero_scan.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include <utility>
 
+#include "kernels/cuda/lanes.h"
+#include "kernels/device_answer.h"
 #include "kernels/devices.h"
 #include "kernels/slice_copy.h"
-
-#ifdef DDP_HOOKS_WITH_CUDA
-#include <c10/core/DeviceGuard.h>
-
-#include "kernels/cuda/lanes.h"
-#include "kernels/cuda/nonzero_scan.h"
-#include "kernels/device_answer.h"
-#endif
 
 namespace ddp_hooks {
 namespace {
@@ -31,17 +26,9 @@ void check_alike(const std::vector<SliceOfTensor>& slices) {
 
 }  // namespace
 
-#ifdef DDP_HOOKS_WITH_CUDA
-
 struct PendingScan::OnDevice {
   DeviceAnswer answer;
 };
-
-#else
-
-struct PendingScan::OnDevice {};
-
-#endif
 
 PendingScan::PendingScan() = default;
 PendingScan::~PendingScan() = default;
@@ -49,7 +36,6 @@ PendingScan::PendingScan(PendingScan&&) noexcept = default;
 PendingScan& PendingScan::operator=(PendingScan&&) noexcept = default;
 
 const std::vector<ScanResult>& PendingScan::wait() {
-#ifdef DDP_HOOKS_WITH_CUDA
   if (on_device_) {
     const uint32_t* flags = on_device_->answer.wait();
     results_.resize(static_cast<size_t>(on_device_->answer.words()));
@@ -60,7 +46,6 @@ const std::vector<ScanResult>& PendingScan::wait() {
     }
     on_device_.reset();
   }
-#endif
   return results_;
 }
 
@@ -69,9 +54,8 @@ PendingScan start_scan(const std::vector<SliceOfTensor>& slices) {
   if (slices.empty()) return scan;
   check_alike(slices);
   const ElementType type = element_type_of(slices.front().flat);
-#ifdef DDP_HOOKS_WITH_CUDA
   const c10::Device device = slices.front().flat.device();
-  if (device.is_cuda()) {
+  if (!device.is_cpu()) {
     const c10::DeviceGuard guard(device);
     const c10::Stream stream = current_stream(device);
     std::vector<cuda::SliceOfMemory> memory;
@@ -83,13 +67,12 @@ PendingScan start_scan(const std::vector<SliceOfTensor>& slices) {
     }
     scan.on_device_.reset(new PendingScan::OnDevice{{device, static_cast<int64_t>(slices.size())}});
     DeviceAnswer& answer = scan.on_device_->answer;
-    const char* error = cuda::nonzero_scan(memory.data(), memory.size(), type, answer.device_words(),
-                                           answer.host_words(), current_stream_handle(device));
+    const char* error = kernels_of(device).nonzero_scan(memory.data(), memory.size(), type, answer.device_words(),
+                                                        answer.host_words(), current_stream_handle(device));
     answer.started_on(stream);
-    TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not scan gradients: ", error);
+    check_launch(error, device, "scan gradients");
     return scan;
   }
-#endif
   scan.results_.reserve(slices.size());
   for (const SliceOfTensor& slice : slices) {
     scan.results_.push_back(cpu::scan_unit(address_of(slice), slice.length, type));

@@ -1,23 +1,17 @@
 #include "kernels/packing.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
+#include <cstdint>
+#include <utility>
 
 #include "kernels/cpu/contribution_sum.h"
 #include "kernels/cpu/narrowing.h"
 #include "kernels/cpu/slice_copy.h"
 #include "kernels/devices.h"
-
-#ifdef DDP_HOOKS_WITH_CUDA
-#include <c10/core/DeviceGuard.h>
-
-#include <algorithm>
-#include <cstdint>
-#include <utility>
-
-#include "kernels/cuda/packing.h"
-#endif
 
 namespace ddp_hooks {
 namespace {
@@ -79,15 +73,13 @@ void pack_on_cpu(char* to, const PackedSlice& packed) {
   }
 }
 
-#ifdef DDP_HOOKS_WITH_CUDA
-
 void check_place(const char* address, int64_t number_bytes) {
   TORCH_CHECK(reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(number_bytes) == 0,
               "ddp_hooks: expected packed numbers of ", number_bytes, " bytes at multiples of that, received address ",
               static_cast<const void*>(address));
 }
 
-void pack_on_cuda(const at::Tensor& to, const std::vector<PackedSlice>& from) {
+void pack_on_device(const at::Tensor& to, const std::vector<PackedSlice>& from) {
   if (from.empty()) return;
   const c10::DeviceGuard guard(to.device());
   const ElementType type = element_type_of(from.front().slice.flat);
@@ -101,8 +93,9 @@ void pack_on_cuda(const at::Tensor& to, const std::vector<PackedSlice>& from) {
     check_aligned(slice.flat);
     slices.push_back({address_of(slice), slice.length, width, 1 / divisor});
   }
-  const char* error = cuda::pack(buffer, slices.data(), slices.size(), type, current_stream_handle(to.device()));
-  TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not pack gradients: ", error);
+  const char* error = kernels_of(to.device())
+                          .pack(buffer, slices.data(), slices.size(), type, current_stream_handle(to.device()));
+  check_launch(error, to.device(), "pack gradients");
 }
 
 // What the sums of a launch have in common.
@@ -113,7 +106,7 @@ struct KindOfSum {
   bool operator==(const KindOfSum&) const = default;
 };
 
-void sum_alike_on_cuda(const char* packed, const std::vector<const SliceSum*>& sums, const KindOfSum& kind,
+void sum_alike_on_device(const char* packed, const std::vector<const SliceSum*>& sums, const KindOfSum& kind,
                        c10::Device device) {
   size_t count = 0;
   for (const SliceSum* sum : sums) count += sum->contributions.size();
@@ -131,12 +124,12 @@ void sum_alike_on_cuda(const char* packed, const std::vector<const SliceSum*>& s
       terms.push_back({each.offset, each.width, each.own});
     }
   }
-  const char* error = cuda::sum_terms(packed, slices.data(), slices.size(), kind.type, 1 / kind.divisor, kind.adds_zero,
-                                      current_stream_handle(device));
-  TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not add gradients: ", error);
+  const char* error = kernels_of(device).sum_terms(packed, slices.data(), slices.size(), kind.type, 1 / kind.divisor,
+                                                   kind.adds_zero, current_stream_handle(device));
+  check_launch(error, device, "add gradients");
 }
 
-void sum_on_cuda(const char* packed, const std::vector<SliceSum>& sums, c10::Device device) {
+void sum_on_device(const char* packed, const std::vector<SliceSum>& sums, c10::Device device) {
   const c10::DeviceGuard guard(device);
   // Narrow and wide slices alternate, so that one kind after the other takes fewer launches. There are few kinds.
   std::vector<std::pair<KindOfSum, std::vector<const SliceSum*>>> kinds;
@@ -146,10 +139,8 @@ void sum_on_cuda(const char* packed, const std::vector<SliceSum>& sums, c10::Dev
     if (found == kinds.end()) found = kinds.insert(found, {kind, {}});
     found->second.push_back(&sum);
   }
-  for (const auto& [kind, alike] : kinds) sum_alike_on_cuda(packed, alike, kind, device);
+  for (const auto& [kind, alike] : kinds) sum_alike_on_device(packed, alike, kind, device);
 }
-
-#endif
 
 }  // namespace
 
@@ -162,9 +153,7 @@ void pack(const at::Tensor& to, const std::vector<PackedSlice>& from) {
     total += packed_bytes(each.slice.length, each.width, each.slice.flat.element_size());
   }
   TORCH_CHECK(total <= to.numel(), "ddp_hooks: expected a buffer of ", total, " bytes at least, received ", to.numel());
-#ifdef DDP_HOOKS_WITH_CUDA
-  if (to.is_cuda()) return pack_on_cuda(to, from);
-#endif
+  if (!to.is_cpu()) return pack_on_device(to, from);
   char* position = static_cast<char*>(to.data_ptr());
   for (const PackedSlice& each : from) {
     const int64_t element_size = each.slice.flat.element_size();
@@ -187,9 +176,7 @@ void sum_contributions(const at::Tensor& packed, const std::vector<SliceSum>& su
   const int64_t received_bytes = packed.defined() ? packed.numel() : 0;
   for (const SliceSum& sum : sums) check_sum(sum, device, received_bytes);
   const char* received = packed.defined() ? static_cast<const char*>(packed.data_ptr()) : nullptr;
-#ifdef DDP_HOOKS_WITH_CUDA
-  if (device.is_cuda()) return sum_on_cuda(received, sums, device);
-#endif
+  if (!device.is_cpu()) return sum_on_device(received, sums, device);
   std::vector<cpu::Term> terms;
   for (const SliceSum& sum : sums) {
     char* const to = address_of(sum.to);

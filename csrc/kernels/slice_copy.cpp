@@ -1,18 +1,13 @@
 #include "kernels/slice_copy.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
 
 #include "kernels/cpu/slice_copy.h"
 #include "kernels/devices.h"
-
-#ifdef DDP_HOOKS_WITH_CUDA
-#include <c10/core/DeviceGuard.h>
-
-#include "kernels/cuda/slice_copy.h"
-#endif
 
 namespace ddp_hooks {
 namespace {
@@ -66,8 +61,6 @@ void add_on_cpu(const at::Tensor& message, const at::Tensor& to, const std::vect
   }
 }
 
-#ifdef DDP_HOOKS_WITH_CUDA
-
 std::vector<cuda::SliceOfMemory> addresses(const std::vector<SliceOfTensor>& slices) {
   std::vector<cuda::SliceOfMemory> memory;
   memory.reserve(slices.size());
@@ -77,8 +70,6 @@ std::vector<cuda::SliceOfMemory> addresses(const std::vector<SliceOfTensor>& sli
   }
   return memory;
 }
-
-#endif
 
 }  // namespace
 
@@ -118,17 +109,16 @@ ElementType element_type_of(const at::Tensor& flat) {
 void gather_scaled(const at::Tensor& message, const std::vector<SliceOfTensor>& slices, double factor) {
   check_fit(message, slices);
   const ElementType type = element_type_of(message);
-#ifdef DDP_HOOKS_WITH_CUDA
-  if (message.is_cuda()) {
+  if (!message.is_cpu()) {
     const c10::DeviceGuard guard(message.device());
     check_aligned(message);
     const std::vector<cuda::SliceOfMemory> memory = addresses(slices);
-    const char* error = cuda::gather_scaled(message.data_ptr(), memory.data(), memory.size(), type, factor,
-                                            current_stream_handle(message.device()));
-    TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not gather gradients: ", error);
-    return;
+    const char* error =
+        kernels_of(message.device())
+            .gather_scaled(message.data_ptr(), memory.data(), memory.size(), type, factor,
+                           current_stream_handle(message.device()));
+    return check_launch(error, message.device(), "gather gradients");
   }
-#endif
   int64_t position = 0;
   for (const SliceOfTensor& slice : slices) {
     cpu::copy_scaled(address(message, position), address_of(slice), slice.length, type, factor);
@@ -150,17 +140,15 @@ void gather_divided(const at::Tensor& message, const std::vector<SliceOfTensor>&
 void scatter(const at::Tensor& message, const std::vector<SliceOfTensor>& slices) {
   check_fit(message, slices);
   const ElementType type = element_type_of(message);
-#ifdef DDP_HOOKS_WITH_CUDA
-  if (message.is_cuda()) {
+  if (!message.is_cpu()) {
     const c10::DeviceGuard guard(message.device());
     check_aligned(message);
     const std::vector<cuda::SliceOfMemory> memory = addresses(slices);
     const char* error =
-        cuda::scatter(message.data_ptr(), memory.data(), memory.size(), current_stream_handle(message.device()));
-    TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not scatter gradients: ", error);
-    return;
+        kernels_of(message.device())
+            .scatter(message.data_ptr(), memory.data(), memory.size(), current_stream_handle(message.device()));
+    return check_launch(error, message.device(), "scatter gradients");
   }
-#endif
   int64_t position = 0;
   for (const SliceOfTensor& slice : slices) {
     cpu::copy(address_of(slice), address(message, position), slice.length, type);

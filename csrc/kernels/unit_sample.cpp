@@ -1,5 +1,6 @@
 #include "kernels/unit_sample.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -8,14 +9,8 @@
 
 #include "kernels/cpu/unit_scan.h"
 #include "kernels/cuda/widths.h"  // which units are sampled is the same on every device
-#include "kernels/devices.h"
-
-#ifdef DDP_HOOKS_WITH_CUDA
-#include <c10/core/DeviceGuard.h>
-
-#include "kernels/cuda/unit_sample.h"
 #include "kernels/device_answer.h"
-#endif
+#include "kernels/devices.h"
 
 namespace ddp_hooks {
 namespace {
@@ -80,8 +75,6 @@ SampledUnits sample(const UnitsOfSlice& units, ElementType type, bool widths) {
 
 }  // namespace
 
-#ifdef DDP_HOOKS_WITH_CUDA
-
 struct PendingUnitSample::OnDevice {
   std::vector<int64_t> units;  // of each slice
   ElementType type;
@@ -89,19 +82,12 @@ struct PendingUnitSample::OnDevice {
   DeviceAnswer answer;
 };
 
-#else
-
-struct PendingUnitSample::OnDevice {};
-
-#endif
-
 PendingUnitSample::PendingUnitSample() = default;
 PendingUnitSample::~PendingUnitSample() = default;
 PendingUnitSample::PendingUnitSample(PendingUnitSample&&) noexcept = default;
 PendingUnitSample& PendingUnitSample::operator=(PendingUnitSample&&) noexcept = default;
 
 const std::vector<SampledUnits>& PendingUnitSample::wait() {
-#ifdef DDP_HOOKS_WITH_CUDA
   if (on_device_) {
     auto& [units_of_slices, type, widths, answer] = *on_device_;
     const uint32_t* words = answer.wait();
@@ -111,7 +97,6 @@ const std::vector<SampledUnits>& PendingUnitSample::wait() {
     }
     on_device_.reset();
   }
-#endif
   return samples_;
 }
 
@@ -120,9 +105,8 @@ PendingUnitSample start_unit_sample(const std::vector<UnitsOfSlice>& slices, boo
   if (slices.empty()) return sample;
   check_alike(slices);
   const ElementType type = element_type_of(slices.front().slice.flat);
-#ifdef DDP_HOOKS_WITH_CUDA
   const c10::Device device = slices.front().slice.flat.device();
-  if (device.is_cuda()) {
+  if (!device.is_cpu()) {
     const c10::DeviceGuard guard(device);
     const c10::Stream stream = current_stream(device);
     std::vector<cuda::UnitsOfMemory> memory;
@@ -139,13 +123,13 @@ PendingUnitSample start_unit_sample(const std::vector<UnitsOfSlice>& slices, boo
     const auto words = static_cast<int64_t>(memory.size()) * cuda::words_of_sample(type, widths);
     sample.on_device_.reset(new PendingUnitSample::OnDevice{std::move(units), type, widths, {device, words}});
     DeviceAnswer& answer = sample.on_device_->answer;
-    const char* error = cuda::unit_sample(memory.data(), memory.size(), type, widths, answer.device_words(),
-                                          answer.host_words(), current_stream_handle(device));
+    const char* error =
+        kernels_of(device).unit_sample(memory.data(), memory.size(), type, widths, answer.device_words(),
+                                       answer.host_words(), current_stream_handle(device));
     answer.started_on(stream);
-    TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not sample gradients: ", error);
+    check_launch(error, device, "sample gradients");
     return sample;
   }
-#endif
   for (const UnitsOfSlice& units : slices) sample.samples_.push_back(ddp_hooks::sample(units, type, widths));
   return sample;
 }

@@ -1,21 +1,15 @@
 #include "kernels/unit_scan.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <limits>
 
-#include "kernels/devices.h"
-
-#ifdef DDP_HOOKS_WITH_CUDA
-#include <c10/core/DeviceGuard.h>
-
-#include <algorithm>
-
-#include "kernels/cuda/unit_scan.h"
 #include "kernels/cuda/units.h"
 #include "kernels/cuda/widths.h"
 #include "kernels/device_answer.h"
-#endif
+#include "kernels/devices.h"
 
 namespace ddp_hooks {
 namespace {
@@ -32,8 +26,6 @@ int64_t count_units(const SliceOfTensor& slice, int64_t unit_length) {
 
 }  // namespace
 
-#ifdef DDP_HOOKS_WITH_CUDA
-
 struct PendingUnitScan::OnDevice {
   int64_t units;
   ElementType type;
@@ -41,26 +33,18 @@ struct PendingUnitScan::OnDevice {
   DeviceAnswer answer;
 };
 
-#else
-
-struct PendingUnitScan::OnDevice {};
-
-#endif
-
 PendingUnitScan::PendingUnitScan() = default;
 PendingUnitScan::~PendingUnitScan() = default;
 PendingUnitScan::PendingUnitScan(PendingUnitScan&&) noexcept = default;
 PendingUnitScan& PendingUnitScan::operator=(PendingUnitScan&&) noexcept = default;
 
 const UnitScanResult& PendingUnitScan::wait() {
-#ifdef DDP_HOOKS_WITH_CUDA
   if (on_device_) {
     auto& [units, type, widths, answer] = *on_device_;
     const uint32_t* bitmaps = answer.wait();
     result_ = widths ? cuda::read_bitmaps_of_widths(bitmaps, units, type) : cuda::read_bitmaps(bitmaps, units);
     on_device_.reset();
   }
-#endif
   return result_;
 }
 
@@ -70,9 +54,8 @@ PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length,
   check_device(slice.flat.device());
   const ElementType type = element_type_of(slice.flat);
   if (units == 0) return scan;
-#ifdef DDP_HOOKS_WITH_CUDA
   const c10::Device device = slice.flat.device();
-  if (device.is_cuda()) {
+  if (!device.is_cpu()) {
     const c10::DeviceGuard guard(device);
     check_aligned(slice.flat);
     const int64_t element_size = slice.flat.element_size();
@@ -82,14 +65,13 @@ PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length,
     scan.on_device_.reset(new PendingUnitScan::OnDevice{units, type, widths, {device, words}});
     DeviceAnswer& answer = scan.on_device_->answer;
     // A unit may be said to be longer than the slice, in as many bytes as no number counts.
-    const char* error = cuda::unit_scan({address_of(slice), slice.length * element_size},
-                                        std::min(unit_length, slice.length) * element_size, type, widths,
-                                        answer.device_words(), answer.host_words(), current_stream_handle(device));
+    const char* error = kernels_of(device).unit_scan(
+        {address_of(slice), slice.length * element_size}, std::min(unit_length, slice.length) * element_size, type,
+        widths, answer.device_words(), answer.host_words(), current_stream_handle(device));
     answer.started_on(stream);
-    TORCH_CHECK(error == nullptr, "ddp_hooks: CUDA could not scan gradients: ", error);
+    check_launch(error, device, "scan gradients");
     return scan;
   }
-#endif
   scan.result_ = cpu::unit_scan(address_of(slice), slice.length, unit_length, type, widths);
   return scan;
 }

@@ -237,7 +237,7 @@ EmulatedRun emulate_nonzero_scan(const std::vector<SliceOfMemory>& slices, Eleme
 }
 
 EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type, bool widths,
-                              cpu::UnitScanResult& result) {
+                              std::vector<uint32_t>& bitmaps) {
   CheckedMemory memory;
   memory.allow(slice.address, slice.bytes);
   memory.seal();
@@ -245,7 +245,7 @@ EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, El
   const int64_t words = words_of_bitmap(units.count);
   const int count = bitmap_count(type, widths);
   // Behind the bitmaps a word that nobody may touch.
-  std::vector<uint32_t> bitmaps(static_cast<size_t>(count * words + 1));
+  bitmaps.assign(static_cast<size_t>(count * words + 1), 0);
   EmulatedRun run;
   run.launches = 1;
   run.chunks = portion_count(units);
@@ -265,6 +265,7 @@ EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, El
     }
   }
   if (bitmaps.back() != 0) throw std::logic_error("a bit past the bitmaps");
+  bitmaps.pop_back();
   for (int i = 0; i < count; ++i) {
     const auto end = bitmaps.begin() + (i + 1) * words;
     const int64_t unused = words * kUnitsPerWord - units.count;
@@ -274,42 +275,40 @@ EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, El
       }
     }
   }
-  result =
-      widths ? read_bitmaps_of_widths(bitmaps.data(), units.count, type) : read_bitmaps(bitmaps.data(), units.count);
   run.widest_word_bytes = memory.widest();
   run.sectors_loaded = memory.sectors_loaded();
   return run;
 }
 
 EmulatedRun emulate_unit_sample(const std::vector<UnitsOfMemory>& slices, ElementType type, bool widths,
-                                std::vector<SampleCounts>& counts) {
+                                std::vector<uint32_t>& words) {
   CheckedMemory memory;
   for (const UnitsOfMemory& slice : slices) memory.allow(slice.address, slice.bytes);
   memory.seal();
-  counts.clear();
-  const int words_per_slice = words_of_sample(type, widths);
+  words.clear();
+  const auto words_per_slice = static_cast<size_t>(words_of_sample(type, widths));
   EmulatedRun run;
   for_each_sample_table(slices.data(), slices.size(), [&](const auto& table, size_t first) -> const char* {
-    if (first != counts.size()) throw std::logic_error("a launch does not go on where the last one ended");
+    if (first * words_per_slice != words.size()) throw std::logic_error("a launch does not go on where the last ended");
     run.launches += 1;
     run.chunks += warp_count(table);
     // Behind the words one that nobody may touch.
-    std::vector<uint32_t> words(static_cast<size_t>(table.count * words_per_slice + 1));
+    const size_t begin = words.size();
+    words.resize(begin + static_cast<size_t>(table.count) * words_per_slice + 1);
+    uint32_t* const of_table = words.data() + begin;
     // More warps than the table has, as in blocks that are launched whole.
     for (int64_t warp = 0; warp < warp_count(table) + kWarpsPerBlock; ++warp) {
       const SampledUnit unit = sampled_unit_of_warp(table, warp);
       if (words_per_slice == kWordsPerSample) {
-        look_at_unit(unit, scan_masks(element_bytes(type)), PlayedWarp{}, memory, words.data());
+        look_at_unit(unit, scan_masks(element_bytes(type)), PlayedWarp{}, memory, of_table);
       } else if (type == ElementType::kFloat32) {
-        look_at_widths_of_unit<WidthsOfFloat32>(unit, PlayedWarp{}, memory, words.data());
+        look_at_widths_of_unit<WidthsOfFloat32>(unit, PlayedWarp{}, memory, of_table);
       } else {
-        look_at_widths_of_unit<WidthsOfFloat64>(unit, PlayedWarp{}, memory, words.data());
+        look_at_widths_of_unit<WidthsOfFloat64>(unit, PlayedWarp{}, memory, of_table);
       }
     }
     if (words.back() != 0) throw std::logic_error("a bit past the words");
-    for (int32_t i = 0; i < table.count; ++i) {
-      counts.push_back(count_sample(words.data() + i * words_per_slice, count_units(table.slices[i]), type, widths));
-    }
+    words.pop_back();
     return nullptr;
   });
   run.widest_word_bytes = memory.widest();

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/cpu/unit_scan.h"
 #include "kernels/cuda/packing_tables.h"
 #include "kernels/cuda/samples.h"
 #include "kernels/cuda/slice_table.h"
@@ -37,9 +36,9 @@ EmulatedRun emulate_scatter(char* message, const std::vector<SliceOfMemory>& sli
 EmulatedRun emulate_nonzero_scan(const std::vector<SliceOfMemory>& slices, ElementType type,
                                  std::vector<uint32_t>& flags);
 EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type, bool widths,
-                              cpu::UnitScanResult& result);
+                              std::vector<uint32_t>& bitmaps);
 EmulatedRun emulate_unit_sample(const std::vector<UnitsOfMemory>& slices, ElementType type, bool widths,
-                                std::vector<SampleCounts>& counts);
+                                std::vector<uint32_t>& words);
 EmulatedRun emulate_pack(char* to, const std::vector<SliceToPack>& slices, ElementType type);
 EmulatedRun emulate_sum_terms(const char* packed, int64_t packed_bytes, const std::vector<SliceToSum>& slices,
                               ElementType type, double factor, bool adds_zero);

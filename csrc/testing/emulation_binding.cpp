@@ -56,10 +56,14 @@ void bind_emulation(py::module_& m) {
         TORCH_CHECK(length > 0 && unit_length > 0, "emulate_unit_scan: expected a unit at least, received ", length,
                     " elements in units of ", unit_length);
         const int64_t element_size = flat.element_size();
-        UnitScanResult result;
+        const ElementType type = element_type_of(flat);
+        std::vector<uint32_t> bitmaps;
         const auto run = cuda::emulate_unit_scan(
             {static_cast<char*>(flat.data_ptr()) + offset * element_size, length * element_size},
-            std::min(unit_length, length) * element_size, element_type_of(flat), widths, result);
+            std::min(unit_length, length) * element_size, type, widths, bitmaps);
+        const int64_t units = (length - 1) / unit_length + 1;
+        const UnitScanResult result = widths ? cuda::read_bitmaps_of_widths(bitmaps.data(), units, type)
+                                             : cuda::read_bitmaps(bitmaps.data(), units);
         return std::make_tuple(std::make_tuple(run.launches, run.chunks, run.widest_word_bytes, run.sectors_loaded),
                                std::make_tuple(result.nonzero, result.negative_zeros), result.inexact);
       },
@@ -78,13 +82,16 @@ void bind_emulation(py::module_& m) {
           memory.push_back({static_cast<char*>(flat.data_ptr()) + offset * element_size, length * element_size,
                             std::min(unit_length, length) * element_size});
         }
-        std::vector<cuda::SampleCounts> counts;
-        const auto run = cuda::emulate_unit_sample(memory, element_type_of(flat), widths, counts);
+        const ElementType type = element_type_of(flat);
+        std::vector<uint32_t> words;
+        const auto run = cuda::emulate_unit_sample(memory, type, widths, words);
         std::vector<int64_t> zeros;
         std::vector<std::array<int64_t, 2>> narrow;
-        for (const cuda::SampleCounts& each : counts) {
-          zeros.push_back(each.zeros);
-          narrow.push_back(each.narrow);
+        for (size_t i = 0; i < memory.size(); ++i) {
+          const uint32_t* const of_slice = words.data() + i * static_cast<size_t>(cuda::words_of_sample(type, widths));
+          const cuda::SampleCounts counts = cuda::count_sample(of_slice, cuda::count_units(memory[i]), type, widths);
+          zeros.push_back(counts.zeros);
+          narrow.push_back(counts.narrow);
         }
         return std::make_tuple(std::make_tuple(run.launches, run.chunks, run.widest_word_bytes, run.sectors_loaded),
                                zeros, narrow);

@@ -64,7 +64,9 @@ void bind_transports(py::module_& m) {
   m.def("backend_name", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
     return backend_name(*group, device.type());
   });
-  m.def("is_nccl", &is_nccl);
+  m.def("is_on_streams", [](const std::string& backend_name, const c10::Device& device) {
+    return is_on_streams(backend_name, device.type());
+  });
 
   m.def("average_unmanaged_gradients",
         [](OneOfMany::AllReduce all_reduce, int rank, int ranks,

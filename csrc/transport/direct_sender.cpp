@@ -83,7 +83,7 @@ bool DirectSender::is_possible(c10d::ProcessGroup& group, c10::Device device) {
   // A group of several backends, one for each device, has no name of its own; and one written in Python no backend.
   std::string name = backend_name(group, device.type());
   if (name.empty()) name = group.getBackendName();
-  return group.getSize() > 1 && group.getSize() <= kMostRanksInSet && (name == "gloo" || is_nccl(name));
+  return group.getSize() > 1 && group.getSize() <= kMostRanksInSet && (name == "gloo" || is_on_streams(name, device.type()));
 }
 
 c10::intrusive_ptr<c10d::Work> DirectSender::all_to_all(at::Tensor received, at::Tensor sent, Splits splits) {

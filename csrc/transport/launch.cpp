@@ -4,6 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <exception>
 #include <optional>
 #include <utility>
@@ -20,8 +21,9 @@ std::string backend_name(c10d::ProcessGroup& group, c10::DeviceType device_type)
   }
 }
 
-bool is_nccl(const std::string& backend_name) {
-  return backend_name == "nccl" || backend_name == "nccl2" || backend_name == "nccl-lazy";
+bool is_on_streams(const std::string& backend_name, c10::DeviceType device_type) {
+  const DeviceKernels* const kernels = find_device_kernels(device_type);
+  return kernels != nullptr && std::count(kernels->backends.begin(), kernels->backends.end(), backend_name) > 0;
 }
 
 void when_back(c10d::Work& work, c10::Device device, Launch launch, OnSuccess on_success) {

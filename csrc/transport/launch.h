@@ -27,9 +27,8 @@ struct Launch {
 // What the group calls its backend for a type of device; empty where it has none, as one that is written in Python. The
 // same on every rank.
 std::string backend_name(c10d::ProcessGroup& group, c10::DeviceType device_type);
-// Whether a backend of this name is one of torch's for NCCL. From torch 2.15 on there are several, and what a user
-// calls "nccl" calls itself "nccl2" unless TORCH_DIST_USE_NCCL2=0.
-bool is_nccl(const std::string& backend_name);
+// Whether a backend of this name puts the collectives of such devices on their streams, as NCCL does, and can average.
+bool is_on_streams(const std::string& backend_name, c10::DeviceType device_type);
 
 using OnSuccess = std::function<void(c10::ivalue::Future&)>;
 

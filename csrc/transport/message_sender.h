@@ -29,10 +29,11 @@ int64_t payload_bytes(const at::Tensor& tensor);
 
 class MessageSender {
  public:
-  // The group has to outlive every call of `send`.
-  MessageSender(c10d::ProcessGroup& group, BucketViews& views, MessageStatistics& statistics)
+  // The group has to outlive every call of `send`. `device_type` is the gradients'.
+  MessageSender(c10d::ProcessGroup& group, c10::DeviceType device_type, BucketViews& views,
+                MessageStatistics& statistics)
       : group_(group),
-        has_nccl_(is_nccl(backend_name(group, c10::kCUDA))),
+        can_average_(is_on_streams(backend_name(group, device_type), device_type)),
         views_(views),
         statistics_(statistics),
         direct_(group, staging_, statistics) {}
@@ -75,7 +76,7 @@ class MessageSender {
   void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
 
   c10d::ProcessGroup& group_;
-  const bool has_nccl_;  // for gradients on CUDA
+  const bool can_average_;
   BucketViews& views_;
   MessageStatistics& statistics_;
   Staging staging_;

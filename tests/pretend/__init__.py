@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ddp_hooks import _C
 from ddp_hooks_testing import _pretend
 
 torch.utils.rename_privateuse1_backend("pretend")
@@ -46,4 +47,5 @@ def _make_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 dist.Backend.register_backend("pretend", _make_group, devices=["pretend"])
+_C.register_device_kernels(torch.device("pretend"), _pretend.kernels())
 atexit.register(_pretend.stop)

@@ -1,5 +1,6 @@
 #include <torch/csrc/utils/pybind.h>
 
+#include "kernels.h"
 #include "memory.h"
 #include "process_group.h"
 #include "queues.h"
@@ -18,5 +19,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "stop", [] { Queues::get().stop(); }, py::call_guard<py::gil_scoped_release>());
   m.def("counts", [] { return std::make_pair(Queues::get().works(), pretend::allocations()); });
   m.def("make_group", &pretend::make_group, py::call_guard<py::gil_scoped_release>());
+  m.def("kernels", [] { return py::capsule(&pretend::kernels()); });
   m.def("exchange_stream", &pretend::exchange_stream);
 }

@@ -73,7 +73,13 @@ class QueuedGroup final : public c10d::Backend {
 
   c10::intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return put(c10d::OpType::ALLREDUCE, tensors, tensors, [options](c10d::Backend& gloo, Tensors& in, Tensors&) {
-      return gloo.allreduce(in, options);
+      c10d::AllreduceOptions summing = options;
+      if (options.reduceOp == c10d::ReduceOp::AVG) {
+        // As NCCL does.
+        for (at::Tensor& tensor : in) tensor.mul_(1.0 / gloo.getSize());
+        summing.reduceOp = c10d::ReduceOp::SUM;
+      }
+      return gloo.allreduce(in, summing);
     });
   }
   c10::intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {

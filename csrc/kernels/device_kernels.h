@@ -1,0 +1,58 @@
+// What a device does with slices of its memory: a table of functions for each device type that has kernels.
+//
+// The CPU is not among them: it does the same at once, with cpu/. A table's functions put what they do on a stream, and
+// do not wait for the device. The caller's arrays are read before a call returns; the memory that they point to has to
+// stay valid until the stream has come past. The stream's device is current. Each returns null, or the device's words
+// for what went wrong.
+//
+// What they have in common with each other, and with the CPU's, is how tables, bitmaps and samples lie in memory: the
+// headers in cuda/, which need no CUDA. cuda/*.h say what each function does, one by one.
+//
+// Thread-safety: tables are registered when the extension is loaded, or right after that, and never change.
+#pragma once
+
+#include <c10/core/DeviceType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/cuda/packing_tables.h"
+#include "kernels/cuda/samples.h"
+#include "kernels/cuda/slice_table.h"
+#include "kernels/element_type.h"
+
+namespace ddp_hooks {
+
+// As torch's getStreamNativeHandle returns it, such as a cudaStream_t.
+using StreamHandle = void*;
+
+struct DeviceKernels {
+  // What process groups call their backends for it, whose collectives are put on its streams and can average.
+  std::vector<std::string> backends;
+  const char* (*gather_scaled)(void* message, const cuda::SliceOfMemory* slices, size_t count, ElementType type,
+                               double factor, StreamHandle stream) = nullptr;
+  const char* (*scatter)(const void* message, const cuda::SliceOfMemory* slices, size_t count,
+                         StreamHandle stream) = nullptr;
+  const char* (*nonzero_scan)(const cuda::SliceOfMemory* slices, size_t count, ElementType type, uint32_t* device_flags,
+                              uint32_t* host_flags, StreamHandle stream) = nullptr;
+  const char* (*unit_scan)(const cuda::SliceOfMemory& slice, int64_t unit_bytes, ElementType type, bool widths,
+                           uint32_t* device_bitmaps, uint32_t* host_bitmaps, StreamHandle stream) = nullptr;
+  const char* (*unit_sample)(const cuda::UnitsOfMemory* slices, size_t count, ElementType type, bool widths,
+                             uint32_t* device_words, uint32_t* host_words, StreamHandle stream) = nullptr;
+  const char* (*pack)(char* to, const cuda::SliceToPack* slices, size_t count, ElementType type,
+                      StreamHandle stream) = nullptr;
+  const char* (*sum_terms)(const char* packed, const cuda::SliceToSum* slices, size_t count, ElementType type,
+                           double factor, bool adds_zero, StreamHandle stream) = nullptr;
+  // Whether what is put on the stream now is recorded into a graph instead of run.
+  bool (*is_capturing)(StreamHandle stream) = nullptr;
+};
+
+// Null where gradients on such devices cannot be served.
+const DeviceKernels* find_device_kernels(c10::DeviceType type);
+
+// For a device type that this build knows nothing of. Not while anything of it is served.
+void register_device_kernels(c10::DeviceType type, const DeviceKernels& kernels);
+
+}  // namespace ddp_hooks

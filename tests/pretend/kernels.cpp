@@ -1,0 +1,136 @@
+// The hook's kernels on the pretended device: their emulation, put on the stream as one launch each, and the copy of
+// what a scan found to the host as another piece of work. As launches do, they take their tables with them.
+
+#include "kernels.h"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "kernels/cuda/widths.h"
+#include "queues.h"
+#include "testing/emulation.h"
+
+namespace pretend {
+namespace {
+
+using namespace ddp_hooks;        // NOLINT: what is played
+using namespace ddp_hooks::cuda;  // NOLINT
+
+void put(StreamHandle stream, std::function<void()> act) {
+  Queues::get().put(reinterpret_cast<intptr_t>(stream), [act = std::move(act)] {
+    act();
+    return true;
+  });
+}
+
+// The words that a kernel sets are copied to the host by a piece of work of their own.
+void put_with_answer(StreamHandle stream, uint32_t* on_device, uint32_t* on_host, size_t count,
+                     std::function<void(std::vector<uint32_t>&)> act) {
+  // Who reads them before their turn reads nothing that makes sense.
+  std::memset(on_host, 0xff, count * sizeof(uint32_t));
+  put(stream, [on_device, count, act = std::move(act)] {
+    std::vector<uint32_t> words;
+    act(words);
+    if (words.size() != count) throw std::logic_error("pretend: a kernel answers in another number of words");
+    std::memcpy(on_device, words.data(), count * sizeof(uint32_t));
+  });
+  put(stream, [on_device, on_host, count] { std::memcpy(on_host, on_device, count * sizeof(uint32_t)); });
+}
+
+const char* play_gather_scaled(void* message, const SliceOfMemory* slices, size_t count, ElementType type,
+                               double factor, StreamHandle stream) {
+  put(stream, [message, all = std::vector<SliceOfMemory>(slices, slices + count), type, factor] {
+    emulate_gather_scaled(static_cast<char*>(message), all, type, factor);
+  });
+  return nullptr;
+}
+
+const char* play_scatter(const void* message, const SliceOfMemory* slices, size_t count, StreamHandle stream) {
+  auto* const from = static_cast<char*>(const_cast<void*>(message));  // which is not written
+  put(stream,
+      [from, all = std::vector<SliceOfMemory>(slices, slices + count)] { emulate_scatter(from, all); });
+  return nullptr;
+}
+
+const char* play_nonzero_scan(const SliceOfMemory* slices, size_t count, ElementType type, uint32_t* device_flags,
+                              uint32_t* host_flags, StreamHandle stream) {
+  put_with_answer(stream, device_flags, host_flags, count,
+                  [all = std::vector<SliceOfMemory>(slices, slices + count), type](std::vector<uint32_t>& flags) {
+                    emulate_nonzero_scan(all, type, flags);
+                  });
+  return nullptr;
+}
+
+const char* play_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type, bool widths,
+                           uint32_t* device_bitmaps, uint32_t* host_bitmaps, StreamHandle stream) {
+  const Units units = divide_units(slice.address, slice.bytes, unit_bytes);
+  const auto words = static_cast<size_t>(bitmap_count(type, widths) * words_of_bitmap(units.count));
+  put_with_answer(stream, device_bitmaps, host_bitmaps, words, [=](std::vector<uint32_t>& bitmaps) {
+    emulate_unit_scan(slice, unit_bytes, type, widths, bitmaps);
+  });
+  return nullptr;
+}
+
+const char* play_unit_sample(const UnitsOfMemory* slices, size_t count, ElementType type, bool widths,
+                             uint32_t* device_words, uint32_t* host_words, StreamHandle stream) {
+  const auto words = count * static_cast<size_t>(words_of_sample(type, widths));
+  put_with_answer(stream, device_words, host_words, words,
+                  [all = std::vector<UnitsOfMemory>(slices, slices + count), type, widths](std::vector<uint32_t>& found) {
+                    emulate_unit_sample(all, type, widths, found);
+                  });
+  return nullptr;
+}
+
+const char* play_pack(char* to, const SliceToPack* slices, size_t count, ElementType type, StreamHandle stream) {
+  put(stream, [to, all = std::vector<SliceToPack>(slices, slices + count), type] { emulate_pack(to, all, type); });
+  return nullptr;
+}
+
+const char* play_sum_terms(const char* packed, const SliceToSum* slices, size_t count, ElementType type, double factor,
+                           bool adds_zero, StreamHandle stream) {
+  // With its terms, which the caller may let go of.
+  struct Sum {
+    SliceToSum slice;
+    std::vector<TermToAdd> terms;
+  };
+  std::vector<Sum> sums;
+  int64_t packed_bytes = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const SliceToSum& slice = slices[i];
+    sums.push_back({slice, {slice.terms, slice.terms + slice.count}});
+    const int64_t numel = slice.bytes / element_bytes(type);
+    for (const TermToAdd& term : sums.back().terms) {
+      if (term.own) continue;
+      packed_bytes = std::max(packed_bytes, term.offset + numel * bytes_of_number(term.width, element_bytes(type)));
+    }
+  }
+  put(stream, [packed, packed_bytes, sums = std::move(sums), type, factor, adds_zero] {
+    std::vector<SliceToSum> all;
+    for (const Sum& sum : sums) {
+      all.push_back(sum.slice);
+      all.back().terms = sum.terms.data();
+    }
+    emulate_sum_terms(packed, packed_bytes, all, type, factor, adds_zero);
+  });
+  return nullptr;
+}
+
+}  // namespace
+
+const DeviceKernels& kernels() {
+  static const DeviceKernels all{.backends = {"pretend"},
+                                 .gather_scaled = play_gather_scaled,
+                                 .scatter = play_scatter,
+                                 .nonzero_scan = play_nonzero_scan,
+                                 .unit_scan = play_unit_scan,
+                                 .unit_sample = play_unit_sample,
+                                 .pack = play_pack,
+                                 .sum_terms = play_sum_terms,
+                                 .is_capturing = [](StreamHandle /*stream*/) { return false; }};
+  return all;
+}
+
+}  // namespace pretend

@@ -1,0 +1,96 @@
+"""The hook on a pretended device: everything that only asynchrony shows, without a GPU.
+
+See tests/pretend/queues.h. The scenarios are those of the CPU; a seed decides what runs when.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_equivalence as on_cpu
+import test_narrow
+import torch
+from spawn import run_ranks
+from test_equivalence import EAGER_AUTO, PACK_ALL, SPLIT_ALL
+from training import Scenario, compare
+
+import ddp_hooks
+
+BACKEND = "cpu:gloo,pretend:pretend"
+
+
+def environment(rank: int) -> dict[str, str]:
+    return {"DDP_HOOKS_IMPORT_FIRST": "pretend"}
+
+
+def _on_device(rank: int, seed: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    from ddp_hooks_testing import _pretend
+
+    _pretend.seed(1000 * (seed + int(os.environ.get("DDP_HOOKS_PRETEND_SEED", "0"))) + rank, 0.3)
+    result = function(rank, *args)
+    _pretend.synchronize()  # throws what went wrong on the device
+    return result
+
+
+def run_pretended(ranks: int, seed: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    return run_ranks(ranks, _on_device, seed, function, args, backend=BACKEND, environment=environment, **options)
+
+
+def on_device(scenario: Scenario) -> Scenario:
+    scenario.device = "pretend"
+    return scenario
+
+
+FEW = [
+    on_cpu.AllUsed,
+    on_cpu.BucketsAreRebuilt,
+    on_cpu.StepBranches,
+    on_cpu.BucketViews,
+    on_cpu.ZeroedBucketViews,
+    on_cpu.NoSync,
+    on_cpu.StaticGraph,
+    on_cpu.Joined,
+    on_cpu.MixedDtypes,
+    on_cpu.Complex,
+    on_cpu.SpecialValues,
+    on_cpu.ManyTinyParameters,
+    on_cpu.FrozenAfterWrapping,
+    on_cpu.MaskedGradients,
+    on_cpu.Experts,
+]
+
+
+@pytest.mark.parametrize("scenario", FEW, ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    ("policy", "native"),
+    [("skip_unused", True), ("skip_unused", False), ("skip_zeros", True), (EAGER_AUTO, False)],
+    ids=["graph-native", "graph-python", "values-native", "auto-python"],
+)
+def test_same_as_plain_ddp(scenario: type[Scenario], policy: ddp_hooks.Policy | str, native: bool) -> None:
+    run_pretended(2, 1, compare, on_device(scenario()), policy, native)
+
+
+@pytest.mark.parametrize("scenario", [on_cpu.StepBranches, on_cpu.MixedDtypes, on_cpu.ManyTinyParameters])
+@pytest.mark.parametrize("policy", [PACK_ALL, SPLIT_ALL, "allreduce"], ids=["pack", "split", "allreduce"])
+def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | str) -> None:
+    run_pretended(2, 2, compare, on_device(scenario()), policy, True)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [test_narrow.Autocast, test_narrow.Float16Autocast, test_narrow.Accumulated, test_narrow.AutocastBucketViews],
+    ids=lambda s: s.__name__,
+)
+@pytest.mark.parametrize(
+    "policy", [test_narrow.NARROW, test_narrow.SMALL_SEGMENTS, test_narrow.ADAPTIVE], ids=lambda p: p.name
+)
+def test_narrow_under_autocast(scenario: type[Scenario], policy: ddp_hooks.Policy) -> None:
+    run_pretended(2, 3, compare, on_device(scenario()), policy, True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_odd_numbers(ranks: int) -> None:
+    run_pretended(ranks, 4, test_narrow.odd, 0, torch.float32, test_narrow.SMALL_SEGMENTS, True, "pretend")
