@@ -62,7 +62,7 @@ struct FoundInUnits {
     inexact |= other.inexact;
     inexact_too |= other.inexact_too;
   }
-  // Units of which nothing else can be found.
+  // Units in which nothing else can be found.
   DDP_HOOKS_HOST_DEVICE uint32_t settled() const { return inexact & inexact_too; }
 };
 
