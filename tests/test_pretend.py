@@ -36,6 +36,8 @@ def _on_device(rank: int, seed: int, function: Callable[..., Any], args: tuple[A
 
 
 def run_pretended(ranks: int, seed: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    # What runs late takes long.
+    options = {"timeout": 240.0, **options}
     return run_ranks(ranks, _on_device, seed, function, args, backend=BACKEND, environment=environment, **options)
 
 

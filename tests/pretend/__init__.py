@@ -31,6 +31,7 @@ def _make_module() -> types.ModuleType:
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     }
     for name, function in functions.items():

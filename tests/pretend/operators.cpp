@@ -11,6 +11,9 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
@@ -140,7 +143,7 @@ bool ask_meta(const c10::OperatorHandle& op, const Stack& stack, Stack& results)
     results = arguments(op, stack, ToMeta());
     op.callBoxed(&results);
     return true;
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {  // of Python's own meta kernels, too
     return false;
   }
 }
@@ -296,6 +299,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", resize);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
+  m.impl("view_as_real", at::native::view_as_real);
+  m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Tensor", set_tensor);
@@ -307,3 +312,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 }  // namespace pretend
+
+// What autocast casts on other devices, it casts here.
+namespace at::autocast {
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define PRETEND_IN_16_BITS(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define PRETEND_IN_32_BITS(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+  AT_FORALL_LOWER_PRECISION_FP(PRETEND_IN_16_BITS)
+  AT_FORALL_FP32(PRETEND_IN_32_BITS)
+}
+
+}  // namespace at::autocast
