@@ -1,0 +1,124 @@
+"""What this process is known to do without reading its stack: plain fields, which training writes and the watcher reads.
+
+Writing one is a store of a field. Nobody locks: what the watcher reads may be of a moment ago.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .status import Wait
+
+
+class ModuleActivity:
+    """One DDP module.
+
+    Args:
+        name: its model's class.
+        ranks: of its process group, as ranks of the world.
+        seconds_in_hook: for how long the hook has been waiting for masks, 0 if it is not; or None without a hook.
+
+    Attributes:
+        steps: how many forward passes of synchronised steps have begun.
+    """
+
+    steps = 0
+
+    def __init__(self, name: str, ranks: Sequence[int], seconds_in_hook: Callable[[], float] | None = None) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.seconds_in_hook = seconds_in_hook
+
+    def forward_begins(self, module: torch.nn.Module, args: Any) -> None:
+        """Count; a forward pre-hook of a DDP module without a hook of this package."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and module.require_backward_grad_sync:
+            self.steps += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave everything behind: a module is copied with its hooks, and what counts there counts for nobody."""
+        return {}
+
+
+@dataclass(slots=True)
+class _FunctionWait:
+    function: str
+    ranks: tuple[int, ...]
+    since: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class Activity:
+    """This process.
+
+    Attributes:
+        modules: those that train.
+        failed: where this rank waited in vain the last time, and when it gave up; None after the next call.
+        remarks: each says what else there is to say of this rank, in lines.
+        thread: the one that trains.
+    """
+
+    modules: list[ModuleActivity] = field(default_factory=list)
+    failed: tuple[Wait, float] | None = None
+    remarks: list[Callable[[], list[str]]] = field(default_factory=list)
+    thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
+    _waits: list[_FunctionWait] = field(default_factory=list)
+
+    def add(self, module: ModuleActivity) -> None:
+        """Let a module count."""
+        self.modules.append(module)
+        self.thread = threading.get_ident()
+
+    def remove(self, module: ModuleActivity) -> None:
+        """Let it count no more; may be called again."""
+        self.modules[:] = [other for other in self.modules if other is not module]
+
+    @contextmanager
+    def waiting(self, function: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Say that this rank waits in a function for other ranks while the block is open."""
+        wait = _FunctionWait(function, tuple(ranks))
+        self._waits.append(wait)
+        try:
+            yield
+        finally:
+            self._waits.remove(wait)
+
+    def known_wait(self) -> Wait | None:
+        """Return where this rank waits, as far as it is known for sure: in a function, or in the hook."""
+        waits = self._waits[:1]
+        if waits:
+            (wait,) = waits
+            return Wait(wait.function, wait.ranks, time.monotonic() - wait.since)
+        for module in list(self.modules):
+            seconds = 0.0 if module.seconds_in_hook is None else module.seconds_in_hook()
+            if seconds > 0:
+                return Wait(f"backward of {module.name}", module.ranks, seconds, step=module.steps)
+        return None
+
+    def failed_wait(self) -> Wait | None:
+        """Return where this rank has waited in vain, since nothing was called after that."""
+        if self.failed is None:
+            return None
+        wait, at = self.failed
+        return Wait(wait.place, wait.ranks, wait.seconds, time.monotonic() - at, wait.step)
+
+    def forget(self) -> None:
+        """Begin anew, in a process that was forked."""
+        self.modules.clear()
+        self.remarks.clear()
+        self._waits.clear()
+        self.failed = None
+
+    def steps(self) -> int:
+        """Return the steps of the module that has had the most."""
+        return max((module.steps for module in list(self.modules)), default=0)
+
+
+# This process's own.
+activity = Activity()

@@ -1,0 +1,154 @@
+"""In words: which ranks are missing where others wait, and what each of them does instead."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..wording import describe_ranks, short_list
+from .status import Status, Wait
+
+_MOST_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one round of questions came to.
+
+    Attributes:
+        missing: the ranks that are not where others wait for them.
+        waited: how long each rank has waited that has come and given up. Seconds.
+        lines: what is known of the missing, those first that wait for nobody.
+    """
+
+    missing: tuple[int, ...]
+    waited: Mapping[int, float]
+    lines: tuple[str, ...]
+
+
+def find_missing(
+    wait: Wait, own: int, statuses: Mapping[int, Status], processes: Mapping[int, tuple[str, int]], holder: str | None
+) -> Report:
+    """Find out who is missing where a rank waits.
+
+    Args:
+        wait: where it waits.
+        own: that rank.
+        statuses: what each rank says of itself, those that answered.
+        processes: of each rank, as far as it said so when it began, the host and the process id.
+        holder: what is known of who holds the store, if that does not answer.
+    """
+    others = [rank for rank in wait.ranks if rank != own]
+    here = {rank: status for rank, status in statuses.items() if rank in others and status.comes_to(wait)}
+    missing = [rank for rank in others if rank not in here]
+    waited = {
+        rank: status.wait.seconds
+        for rank, status in here.items()
+        if status.wait is not None and status.wait.failed is not None
+    }
+
+    # Who waits for nobody is what all others wait for in the end.
+    def depends(rank: int) -> int:
+        status = statuses.get(rank)
+        return 0 if status is None or status.wait is None or status.error is not None else 1
+
+    if holder is not None:
+        return Report(tuple(missing), waited, (holder,))
+    lines = []
+    for rank in sorted(missing, key=lambda rank: (depends(rank), rank))[:_MOST_RANKS]:
+        status = statuses.get(rank)
+        if status is None:
+            lines.append(_describe_silent(rank, wait.step, processes.get(rank)))
+        else:
+            lines += _describe_elsewhere(status, wait)
+    if len(missing) > _MOST_RANKS:
+        lines.append(f"and {len(missing) - _MOST_RANKS} more")
+    return Report(tuple(missing), waited, tuple(lines))
+
+
+def headline(wait: Wait, own: int, missing: Sequence[int], position: str) -> str:
+    """Say who waits where for whom; what stands before the lines of a report."""
+    place = f"{wait.place}, step {wait.step:,}" if wait.step else wait.place
+    at = f" ({position})" if position else ""
+    there = [rank for rank in wait.ranks if rank not in missing]
+    who = f"rank {own} waits" if len(there) == 1 else f"{describe_ranks(there)} wait"
+    return f"ddp_hooks: {who} in {place}{at}, for {_seconds(wait.seconds)} so far. Missing: {describe_ranks(missing)}"
+
+
+def _describe_elsewhere(status: Status, wait: Wait) -> list[str]:
+    process = f"(process {status.pid} on {status.host})"
+    steps = f"after {status.steps:,} step{'' if status.steps == 1 else 's'}" if status.steps else "before its first step"
+    place = f" at {status.frames[0]}" if status.frames else ""
+    other = status.wait
+    if status.error is not None:
+        text = f"rank {status.rank} {process} has ended, {steps}, with {status.error}" + (place and f", raised{place}")
+    elif other is None:
+        if status.phase:
+            steps = f"in step {status.steps:,}" if status.steps else steps
+        text = f"rank {status.rank} {process} is in {status.phase or 'no phase of a step'}, {steps},"
+        if not status.phase:
+            text = f"rank {status.rank} {process} is between two steps, {steps},"
+            if not status.steps:
+                text = f"rank {status.rank} {process} is {steps},"
+        text += f" and has stood{place} for {_seconds(status.seconds)}"
+    elif other.place == wait.place:
+        text = f"rank {status.rank} {process} waits in it for another group, of the ranks {short_list(other.ranks)}{place}"
+    elif other.failed is not None:
+        text = f"rank {status.rank} {process} waited in {other.place} and gave up{place}"
+    else:
+        text = f"rank {status.rank} {process} waits in {other.place}{place}, {steps}, for {_seconds(other.seconds)}"
+    lines = [text]
+    if status.error is None or status.frames:
+        lines += [f"  called from {frame}" for frame in status.frames[1:]]
+    if status.inside is not None:
+        lines.append(f"  innermost: {status.inside}")
+    return [*lines, *(f"  {remark}" for remark in status.remarks)]
+
+
+def _describe_silent(rank: int, step: int, process: tuple[str, int] | None) -> str:
+    last = f"; it was there in step {step - 1:,}" if step > 1 else ""
+    if process is None:
+        return (
+            f"rank {rank} does not answer, and has left no word since it started: it has ended, or has not imported "
+            "ddp_hooks"
+        )
+    host, pid = process
+    return f"rank {rank} does not answer (process {pid} on {host}): {_state_of(host, pid)}{last}"
+
+
+def has_ended(pid: int) -> bool:
+    """Say whether a process of this machine has ended, as far as that can be seen."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return os.path.isdir("/proc/self")
+    except (OSError, IndexError):
+        return False
+
+
+def _state_of(host: str, pid: int) -> str:
+    """Say what can be seen of a process that does not answer."""
+    if host != this_host() or not os.path.isdir("/proc/self"):
+        return "killed, stopped, or in a call that holds the GIL"
+    with suppress(OSError, IndexError):
+        # Behind the name, which may hold anything.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state in "Tt":
+            return "its process is stopped (SIGSTOP, or a debugger)"
+        if state in "ZX":
+            return "its process has ended"
+        return "its process lives, and no Python runs in it: it is in a call that holds the GIL, or was swapped out"
+    return "its process has ended"
+
+
+def this_host() -> str:
+    """Return the name of this machine."""
+    return socket.gethostname()
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:,.0f} s"
