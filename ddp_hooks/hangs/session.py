@@ -51,12 +51,14 @@ class Session:
 
     Args:
         group: the default process group.
+        make_status: says, given the number of a call, what this rank does.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, make_status: Callable[[int], Status]) -> None:
         self.ended = False
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
+        self._make_status = make_status
         # Weakly, and asked for by nobody but the thread that trains: whoever drops a group's last reference waits.
         self._group = weakref.ref(group, self._group_is_gone)
         store = distributed_c10d._get_default_store()
@@ -92,7 +94,7 @@ class Session:
 
     # --- who answers
 
-    def answer(self, make_status: Callable[[int], Status]) -> int:
+    def answer(self) -> int:
         """Leave this rank's status if somebody has called since the last time; return the number of that call, or 0."""
         if 0 not in self._processes:
             self._read_processes([0])  # it may hold the store, and be gone with it when it is asked for
@@ -100,7 +102,7 @@ class Session:
         if calls is None or calls <= self._answered:
             return 0
         self._answered = calls
-        self._leave(make_status(calls))
+        self._leave(self._make_status(calls))
         return calls
 
     def _leave(self, status: Status) -> None:
@@ -112,13 +114,13 @@ class Session:
 
     # --- who asks
 
-    def call(self, make_status: Callable[[int], Status]) -> int:
+    def call(self) -> int:
         """Ask every rank where it is; return the number of the call, or 0 if the store does not answer."""
         calls = self._board.count("calls", 1)
         if calls is None:
             return 0
         self._answered = calls
-        self._leave(make_status(calls))
+        self._leave(self._make_status(calls))
         return calls
 
     def tell(
@@ -173,7 +175,7 @@ class Session:
                     return True
                 if len(answers) == len(asked) or time.monotonic() > deadline:
                     break
-                time.sleep(_POLL_SECONDS)
+                self._pause()
         return False
 
     def _wait_for_report(self, call: int) -> dict[str, Any] | None:
@@ -182,8 +184,13 @@ class Session:
             word: dict[str, Any] | None = (self._board.read(["report"]) or {}).get("report")
             if word is not None and word["call"] >= call:
                 return word
-            time.sleep(_POLL_SECONDS)
+            self._pause()
         return None
+
+    def _pause(self) -> None:
+        # Whoever asks at the same time waits for this rank's answer.
+        self.answer()
+        time.sleep(_POLL_SECONDS)
 
     def _gather(self, call: int, ranks: Sequence[int], seconds: float) -> dict[int, Status]:
         statuses: dict[int, Status] = {}
@@ -192,7 +199,7 @@ class Session:
             statuses |= self._read(call, [rank for rank in ranks if rank not in statuses])
             if len(statuses) == len(ranks) or time.monotonic() > deadline:
                 return statuses
-            time.sleep(_POLL_SECONDS)
+            self._pause()
 
     def _read(self, call: int, ranks: Sequence[int]) -> dict[int, Status]:
         words = self._board.read([f"status/{rank}" for rank in ranks]) or {}
@@ -226,7 +233,7 @@ class Session:
 
     # --- who has failed
 
-    def explain(self, wait: Wait, make_status: Callable[[int], Status]) -> Report | None:
+    def explain(self, wait: Wait) -> Report | None:
         """Find out who was missing where this rank has waited in vain; None if the store does not answer.
 
         Ranks that wait for the same ones say the same of them.
@@ -236,21 +243,14 @@ class Session:
             began_apart = abs(told.seconds + time.monotonic() - at - wait.seconds)
             if (told.place, told.step) == (wait.place, wait.step) and began_apart < _SAME_WAIT_SECONDS:
                 return report
-        call = self.call(make_status)
+        call = self.call()
         if call == 0:
             return None
         others = [rank for rank in wait.ranks if rank != self.rank]
-        statuses: dict[int, Status] = {}
-        deadline = time.monotonic() + GRACE_SECONDS
-        while len(statuses) < len(others) and time.monotonic() < deadline:
-            statuses |= self._read(call, [rank for rank in others if rank not in statuses])
-            self.answer(make_status)
-            time.sleep(_POLL_SECONDS)
-        report = self._share(wait, self._report(wait, statuses))
+        report = self._share(wait, self._report(wait, self._gather(call, others, GRACE_SECONDS)))
         linger = time.monotonic() + _LINGER_SECONDS
         while time.monotonic() < linger:
-            self.answer(make_status)
-            time.sleep(_POLL_SECONDS)
+            self._pause()
         return report
 
     def _share(self, wait: Wait, report: Report) -> Report:

@@ -63,7 +63,7 @@ class Watcher:
             self._detach()
         if self.session is None and group is not None and dist.get_world_size() > 1:
             self.witness = Witness(activity, dist.get_rank(), dist.get_world_size())
-            self.session = Session(group)
+            self.session = Session(group, self.witness.make_status)
 
     def _detach(self) -> None:
         session, self.session, self.witness = self.session, None, None
@@ -81,10 +81,10 @@ class Watcher:
     def _run(self) -> None:
         pause = _POLL_SECONDS
         while not self._stopped.wait(pause):
-            pause = _POLL_SECONDS
+            slept, pause = pause, _POLL_SECONDS
             # Whatever goes wrong here is not training's business.
             with suppress(Exception):
-                pause = self._wake_up(pause)
+                pause = self._wake_up(slept)
 
     def _wake_up(self, slept: float) -> float:
         """Look at this rank; return when to look again."""
@@ -105,10 +105,10 @@ class Watcher:
             self._due = self._pause = 0.0  # another wait
         due = max(self._due, patience)
         if wait is not None and wait.seconds >= due:
-            self._tell(session, witness, session.call(witness.make_status), wait)
+            self._tell(session, witness, session.call(), wait)
         elif not witness.is_brisk(patience / 2):
             poll = session.poll_seconds(poll)
-            call = session.answer(witness.make_status)
+            call = session.answer()
             if call and wait is not None:
                 # Another rank may ask what this one has asked and told already.
                 self._tell(session, witness, call, wait, is_asked=wait.seconds < self._due)
@@ -209,16 +209,15 @@ def explain(place: str, ranks: Sequence[int], seconds: float, step: int = 0) -> 
     wait = Wait(place, tuple(ranks), seconds, step=step)
     activity.failed = wait, time.monotonic()
     with suppress(Exception):
-        if watcher is not None and watcher.session is not None and watcher.witness is not None:
-            return watcher.session.explain(wait, watcher.witness.make_status)
+        if watcher is not None and watcher.session is not None:
+            return watcher.session.explain(wait)
         group = dist.group.WORLD
         if group is None:
             return None
         # Where nobody watches, those that fail can still tell each other.
-        session = Session(group)
+        session = Session(group, Witness(activity, dist.get_rank(), dist.get_world_size()).make_status)
         try:
-            witness = Witness(activity, dist.get_rank(), dist.get_world_size())
-            return session.explain(wait, witness.make_status)
+            return session.explain(wait)
         finally:
             session.close()
     return None
