@@ -75,6 +75,16 @@ class Activity:
         self.modules.append(module)
         self.thread = threading.get_ident()
 
+    def remark(self, remark: Callable[[], list[str]]) -> Callable[[], None]:
+        """Let somebody say more of this rank; return what ends that."""
+        self.remarks.append(remark)
+
+        def end() -> None:
+            if remark in self.remarks:
+                self.remarks.remove(remark)
+
+        return end
+
     def remove(self, module: ModuleActivity) -> None:
         """Let it count no more; may be called again."""
         self.modules[:] = [other for other in self.modules if other is not module]

@@ -31,7 +31,7 @@ class Report:
 
 
 def find_missing(
-    wait: Wait, own: int, statuses: Mapping[int, Status], processes: Mapping[int, tuple[str, int]], holder: str | None
+    wait: Wait, own: int, statuses: Mapping[int, Status], processes: Mapping[int, tuple[str, int]]
 ) -> Report:
     """Find out who is missing where a rank waits.
 
@@ -40,7 +40,6 @@ def find_missing(
         own: that rank.
         statuses: what each rank says of itself, those that answered.
         processes: of each rank, as far as it said so when it began, the host and the process id.
-        holder: what is known of who holds the store, if that does not answer.
     """
     others = [rank for rank in wait.ranks if rank != own]
     here = {rank: status for rank, status in statuses.items() if rank in others and status.comes_to(wait)}
@@ -56,8 +55,6 @@ def find_missing(
         status = statuses.get(rank)
         return 0 if status is None or status.wait is None or status.error is not None else 1
 
-    if holder is not None:
-        return Report(tuple(missing), waited, (holder,))
     lines = []
     for rank in sorted(missing, key=lambda rank: (depends(rank), rank))[:_MOST_RANKS]:
         status = statuses.get(rank)
@@ -70,12 +67,11 @@ def find_missing(
     return Report(tuple(missing), waited, tuple(lines))
 
 
-def headline(wait: Wait, own: int, missing: Sequence[int], position: str) -> str:
+def headline(wait: Wait, there: Sequence[int], missing: Sequence[int], position: str) -> str:
     """Say who waits where for whom; what stands before the lines of a report."""
     place = f"{wait.place}, step {wait.step:,}" if wait.step else wait.place
     at = f" ({position})" if position else ""
-    there = [rank for rank in wait.ranks if rank not in missing]
-    who = f"rank {own} waits" if len(there) == 1 else f"{describe_ranks(there)} wait"
+    who = f"{describe_ranks(there)} {'waits' if len(there) == 1 else 'wait'}"
     return f"ddp_hooks: {who} in {place}{at}, for {_seconds(wait.seconds)} so far. Missing: {describe_ranks(missing)}"
 
 
@@ -94,7 +90,7 @@ def _describe_elsewhere(status: Status, wait: Wait) -> list[str]:
             text = f"rank {status.rank} {process} is between two steps, {steps},"
             if not status.steps:
                 text = f"rank {status.rank} {process} is {steps},"
-        text += f" and has stood{place} for {_seconds(status.seconds)}"
+        text += f" and has stood{place} for {_seconds(status.seconds)}" if status.seconds >= 1 else f" and is{place} now"
     elif other.place == wait.place:
         text = f"rank {status.rank} {process} waits in it for another group, of the ranks {short_list(other.ranks)}{place}"
     elif other.failed is not None:

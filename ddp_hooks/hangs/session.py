@@ -41,6 +41,10 @@ _LEAST_POLL_SECONDS, _MOST_POLL_SECONDS = 0.25, 2.0
 _REQUESTS_A_SECOND = 500
 # Ranks that fail at one place so close together fail for the same reason.
 _SAME_FAILURE_SECONDS = 10.0
+# Ranks that come to one place come there nearly at the same time.
+_NEARLY_SECONDS = 1.0
+# How long the process that holds the store stays after an error, so that the others learn of it.
+_GOODBYE_SECONDS = 1.5
 # How exactly it is known when a wait began.
 _SAME_WAIT_SECONDS = 2.0
 _LONGEST_KEY = 400
@@ -83,6 +87,11 @@ class Session:
         """Return how often to look whether somebody calls: not more often than ``shortest``."""
         return min(max(min(_LEAST_POLL_SECONDS, shortest), self.ranks / _REQUESTS_A_SECOND), _MOST_POLL_SECONDS)
 
+    def learn_holder(self) -> None:
+        """Learn which process holds the store, while it answers."""
+        if self._held_by_rank_0 and 0 not in self._processes:
+            self._read_processes([0])
+
     def close(self, seconds: float = 0.0) -> None:
         """Let go of the store; may be called again."""
         self.ended = True
@@ -96,8 +105,6 @@ class Session:
 
     def answer(self) -> int:
         """Leave this rank's status if somebody has called since the last time; return the number of that call, or 0."""
-        if 0 not in self._processes:
-            self._read_processes([0])  # it may hold the store, and be gone with it when it is asked for
         calls = self._board.count("calls")
         if calls is None or calls <= self._answered:
             return 0
@@ -109,8 +116,11 @@ class Session:
         self._board.leave(f"status/{status.rank}", status.to_dict())
 
     def say_goodbye(self, status: Status) -> None:
-        """Leave what has ended this rank's program, for whoever will call."""
+        """Leave what has ended this rank's program, for whoever will call, and for those that wait already."""
         self._board.leave(f"status/{self.rank}", {**status.to_dict(), "call": sys.maxsize})
+        self._board.count("calls", 1)
+        if self._held_by_rank_0 and self.rank == 0:
+            time.sleep(_GOODBYE_SECONDS)
 
     # --- who asks
 
@@ -124,7 +134,14 @@ class Session:
         return calls
 
     def tell(
-        self, call: int, wait: Wait, still_waits: Callable[[], bool], position: Position | None, *, prints: bool = True
+        self,
+        call: int,
+        wait: Wait,
+        still_waits: Callable[[], bool],
+        position: Position | None,
+        *,
+        patience_seconds: float,
+        prints: bool = True,
     ) -> bool:
         """Find out who is missing, and print it unless a lower rank does; return whether anybody is.
 
@@ -133,12 +150,14 @@ class Session:
             wait: where this rank waits.
             still_waits: asked when the others have answered.
             position: where this rank's thread is.
+            patience_seconds: how long a rank waits before it is time to tell.
             prints: that it has not been printed just now.
         """
         if call == 0:
             if not still_waits():
                 return False
-            self._print(wait, find_missing(wait, self.rank, {}, self._processes, self._say_of_store()), position)
+            if prints:
+                self._print(wait, [self.rank], self._report_without_store(wait), position)
             return True
         if self._leaves_it_to_another(call, wait):
             word = self._wait_for_report(call)
@@ -148,14 +167,19 @@ class Session:
                 return bool(word["missing"])
         statuses = self._gather(call, [rank for rank in wait.ranks if rank != self.rank], ANSWER_SECONDS)
         report = self._report(wait, statuses)
-        if not still_waits():
+        waits = [wait, *(each.wait for each in statuses.values() if each.wait is not None and each.error is None)]
+        is_late = any(self.rank in each.ranks and each.seconds > patience_seconds - _NEARLY_SECONDS for each in waits)
+        # Others may have called who wait elsewhere for somebody else.
+        has_ended = any(rank in statuses and statuses[rank].error is not None for rank in report.missing)
+        if not (is_late or has_ended) or not still_waits():
             report = Report((), {}, ())
         word = {"call": call, "place": wait.place, "missing": list(report.missing), "lines": list(report.lines)}
         self._board.leave("report", word)
         if report.missing:
             self._told = wait, time.monotonic(), report
         if report.missing and prints:
-            self._print(wait, report, position)
+            there = [rank for rank in wait.ranks if rank not in report.missing]
+            self._print(wait, there, report, position)
         return bool(report.missing)
 
     def _leaves_it_to_another(self, call: int, wait: Wait) -> bool:
@@ -213,22 +237,23 @@ class Session:
 
     def _report(self, wait: Wait, statuses: dict[int, Status]) -> Report:
         self._read_processes([rank for rank in wait.ranks if rank not in statuses and rank not in self._processes])
-        return find_missing(wait, self.rank, statuses, self._processes, None)
+        return find_missing(wait, self.rank, statuses, self._processes)
 
     def _read_processes(self, ranks: Sequence[int]) -> None:
         for key, (host, pid) in (self._board.read([f"process/{rank}" for rank in ranks]) or {}).items():
             self._processes[int(key.partition("/")[2])] = host, pid
 
-    def _say_of_store(self) -> str:
+    def _report_without_store(self, wait: Wait) -> Report:
         text = "the store of the process group does not answer, so nobody can be asked"
         if not self._held_by_rank_0:
-            return f"{text}; torchrun's agent on the first node holds it"
-        silent = find_missing(Wait("", (0,), 0.0), -1, {}, self._processes, None)
-        return f"{text}. Rank 0's process holds it: {silent.lines[0]}"
+            others = tuple(rank for rank in wait.ranks if rank != self.rank)
+            return Report(others, {}, (f"{text}; torchrun's agent on the first node holds it",))
+        silent = find_missing(Wait(wait.place, (0,), 0.0, step=wait.step), -1, {}, self._processes)
+        return Report((0,), {}, (*silent.lines, f"{text}; rank 0's process holds it"))
 
-    def _print(self, wait: Wait, report: Report, position: Position | None) -> None:
+    def _print(self, wait: Wait, there: Sequence[int], report: Report, position: Position | None) -> None:
         at = position.frames[0] if position is not None and position.frames else ""
-        text = headline(wait, self.rank, report.missing, at) + "".join(f"\n  {line}" for line in report.lines) + "\n"
+        text = headline(wait, there, report.missing, at) + "".join(f"\n  {line}" for line in report.lines) + "\n"
         print_to_stderr(text)
 
     # --- who has failed
@@ -245,7 +270,7 @@ class Session:
                 return report
         call = self.call()
         if call == 0:
-            return None
+            return self._report_without_store(wait) if self._holder_has_ended() and self.rank != 0 else None
         others = [rank for rank in wait.ranks if rank != self.rank]
         report = self._share(wait, self._report(wait, self._gather(call, others, GRACE_SECONDS)))
         linger = time.monotonic() + _LINGER_SECONDS

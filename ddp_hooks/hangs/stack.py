@@ -79,7 +79,8 @@ def read_position(thread: int) -> Position | None:
 
 def read_error(error: BaseException) -> tuple[str, tuple[str, ...]]:
     """Return an error in a line, and the innermost lines of the user's code that it came through, the innermost first."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_ERROR]
+    said = str(error).strip().splitlines()[:1]
+    text = ": ".join([type(error).__name__, *said])[:_LONGEST_ERROR]
     places = []
     trace = error.__traceback__
     while trace is not None:

@@ -9,12 +9,15 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import RanksAbsentError
 from ..wording import describe_ranks
 from .activity import ModuleActivity, activity
 from .report import Report
@@ -97,6 +100,7 @@ class Watcher:
             self.attach()
         if session is None or witness is None or session.ended or patience == 0:
             return _POLL_SECONDS
+        session.learn_holder()
         witness.look(slept)
         wait = witness.find_wait()
         poll = min(_POLL_SECONDS, patience / 5)
@@ -106,7 +110,7 @@ class Watcher:
         due = max(self._due, patience)
         if wait is not None and wait.seconds >= due:
             self._tell(session, witness, session.call(), wait)
-        elif not witness.is_brisk(patience / 2):
+        elif not witness.is_brisk(patience / 2) or self._waited > poll:
             poll = session.poll_seconds(poll)
             call = session.answer()
             if call and wait is not None:
@@ -123,7 +127,9 @@ class Watcher:
             # It has gone on if the wait that there is has begun since.
             return now is not None and now.place == wait.place and now.seconds >= wait.seconds
 
-        is_missing = session.tell(call, wait, still_waits, witness.position, prints=not is_asked)
+        is_missing = session.tell(
+            call, wait, still_waits, witness.position, patience_seconds=report_after(), prints=not is_asked
+        )
         if is_asked:
             return
         if is_missing:
@@ -158,19 +164,51 @@ def begin(seconds: float | None = None) -> Watcher | None:
     Returns:
         What watches; None if nothing does.
     """
-    global _setting, _watcher
+    global _setting
     if seconds is not None:
         _setting = seconds
-    if _watcher is None:
-        if report_after() == 0:
-            return None
-        with _lock:
-            if _watcher is None:
-                _watcher = Watcher()
-    watcher = _watcher
+    if _watcher is None and report_after() == 0:
+        return None
+    watcher = _start()
     if dist.is_initialized() and (watcher.session is None or not watcher.session.serves(dist.group.WORLD)):
         watcher.attach()
     return watcher
+
+
+def listen(listener: Callable[[], object]) -> Callable[[], None]:
+    """Call a function every half second in the watcher's thread; return what ends that."""
+    watcher = _start()
+    watcher.listeners.append(listener)
+
+    def end() -> None:
+        with suppress(ValueError):
+            watcher.listeners.remove(listener)
+
+    return end
+
+
+def _start() -> Watcher:
+    global _watcher
+    with _lock:
+        if _watcher is None:
+            _watcher = Watcher()
+        return _watcher
+
+
+def watch_module(ddp: DistributedDataParallel) -> Callable[[], None]:
+    """Watch a module without a hook of this package, too; return what ends it."""
+    module = ModuleActivity(type(ddp.module).__name__, dist.get_process_group_ranks(ddp.process_group))
+    handle = ddp.register_forward_pre_hook(module.forward_begins)
+    activity.add(module)
+    finalizer = weakref.finalize(ddp, activity.remove, module)
+    finalizer.atexit = False
+    begin()
+
+    def end() -> None:
+        handle.remove()
+        finalizer()
+
+    return end
 
 
 def watch_launched_process() -> None:
@@ -255,7 +293,7 @@ def _end() -> None:
 def _say_how_it_ended(session: Session, watcher: Watcher, error: BaseException) -> None:
     if watcher.witness is None:
         return
-    if waited_in_vain(error) and NAMED not in str(error):
+    if waited_in_vain(error) and not isinstance(error, RanksAbsentError) and NAMED not in str(error):
         report = explain("a collective", range(session.ranks), 0.0)
         if report is not None and report.missing:
             lines = "".join(f"\n  {line}" for line in report.lines)
