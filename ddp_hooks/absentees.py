@@ -231,9 +231,7 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
         return ()
 
 
-def describe(
-    function: str, seconds: float, ranks: Sequence[int], own: int, report: Report | None, error: str
-) -> str:
+def describe(function: str, seconds: float, ranks: Sequence[int], own: int, report: Report | None, error: str) -> str:
     """Say in words who did not come.
 
     Args:

@@ -37,7 +37,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -122,7 +122,9 @@ class Training:
 
     def is_its_turn(self, *causes: str) -> bool:
         plan = self.plan
-        return plan.cause in causes and self.rank == plan.victim and (self.step == plan.step or plan.cause == "register")
+        return (
+            plan.cause in causes and self.rank == plan.victim and (self.step == plan.step or plan.cause == "register")
+        )
 
     def note_moment(self) -> None:
         """Say when it happens, and to which process."""
@@ -277,9 +279,11 @@ def judge(plan: Round, pid: int, text: str) -> Report | None:
         return None
     lines = [re.sub(r"^\[rank\d\]: ?", "", line) for line in found["lines"].splitlines() if line]
     named = found["missing"] or found["absent"] or found["awaited"]
-    ranks = set(map(int, re.findall(r"\d+", named))) if named else {
-        int(line.split()[1]) for line in lines if line.startswith("  rank ")
-    }
+    ranks = (
+        set(map(int, re.findall(r"\d+", named)))
+        if named
+        else {int(line.split()[1]) for line in lines if line.startswith("  rank ")}
+    )
     # Those lines that are about the rank.
     own: list[str] = []
     for line in lines:
@@ -461,7 +465,9 @@ def main() -> int | None:
     parser.add_argument("--cause", choices=CAUSES)
     parser.add_argument("--seed", type=int, default=0, help="of the first round; the others count up from it")
     parser.add_argument("--report-after", type=float, default=1.5, help="seconds")
-    parser.add_argument("--default-share", type=float, default=0.0, help="of the rounds: how many at the default of 10 s")
+    parser.add_argument(
+        "--default-share", type=float, default=0.0, help="of the rounds: how many at the default of 10 s"
+    )
     parser.add_argument("--name", help="of the result in benchmarks/results; none is written without it")
     parser.add_argument("--verbose", action="store_true", help="print every report")
     options = parser.parse_args()

@@ -50,7 +50,7 @@ class ModuleActivity:
 class _FunctionWait:
     function: str
     ranks: tuple[int, ...]
-    since: float = field(default_factory=time.monotonic)
+    since: float
 
 
 @dataclass(slots=True)
@@ -59,13 +59,13 @@ class Activity:
 
     Attributes:
         modules: those that train.
-        failed: where this rank waited in vain the last time, and when it gave up; None after the next call.
+        failed: where this rank waited in vain the last time; None after the next call.
         remarks: each says what else there is to say of this rank, in lines.
         thread: the one that trains.
     """
 
     modules: list[ModuleActivity] = field(default_factory=list)
-    failed: tuple[Wait, float] | None = None
+    failed: Wait | None = None
     remarks: list[Callable[[], list[str]]] = field(default_factory=list)
     thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
     _waits: list[_FunctionWait] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Activity:
     @contextmanager
     def waiting(self, function: str, ranks: Sequence[int]) -> Iterator[None]:
         """Say that this rank waits in a function for other ranks while the block is open."""
-        wait = _FunctionWait(function, tuple(ranks))
+        wait = _FunctionWait(function, tuple(ranks), time.monotonic())
         self._waits.append(wait)
         try:
             yield
@@ -110,13 +110,6 @@ class Activity:
             if seconds > 0:
                 return Wait(f"backward of {module.name}", module.ranks, seconds, step=module.steps)
         return None
-
-    def failed_wait(self) -> Wait | None:
-        """Return where this rank has waited in vain, since nothing was called after that."""
-        if self.failed is None:
-            return None
-        wait, at = self.failed
-        return Wait(wait.place, wait.ranks, wait.seconds, time.monotonic() - at, wait.step)
 
     def forget(self) -> None:
         """Begin anew, in a process that was forked."""

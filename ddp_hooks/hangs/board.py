@@ -43,7 +43,10 @@ class Board:
         self._is_lost = lambda: False
         self._broken = threading.Event()
         thread = threading.Thread(
-            target=_serve, args=(store, f"ddp_hooks/{name}", self._requests, self._broken), name="ddp_hooks store", daemon=True
+            target=_serve,
+            args=(store, f"ddp_hooks/{name}", self._requests, self._broken),
+            name="ddp_hooks store",
+            daemon=True,
         )
         thread.start()
         self._thread = thread

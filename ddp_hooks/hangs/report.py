@@ -31,7 +31,12 @@ class Report:
 
 
 def find_missing(
-    wait: Wait, own: int, statuses: Mapping[int, Status], processes: Mapping[int, tuple[str, int]]
+    wait: Wait,
+    own: int,
+    statuses: Mapping[int, Status],
+    processes: Mapping[int, tuple[str, int]],
+    *,
+    is_over: bool = False,
 ) -> Report:
     """Find out who is missing where a rank waits.
 
@@ -40,14 +45,19 @@ def find_missing(
         own: that rank.
         statuses: what each rank says of itself, those that answered.
         processes: of each rank, as far as it said so when it began, the host and the process id.
+        is_over: the wait was in vain, so that who has given up there counts as one that came.
     """
     others = [rank for rank in wait.ranks if rank != own]
-    here = {rank: status for rank, status in statuses.items() if rank in others and status.comes_to(wait)}
+    here = {
+        rank: status
+        for rank, status in statuses.items()
+        if rank in others and (status.comes_to(wait) or (is_over and status.came_to(wait)))
+    }
     missing = [rank for rank in others if rank not in here]
     waited = {
-        rank: status.wait.seconds
+        rank: status.failed.seconds
         for rank, status in here.items()
-        if status.wait is not None and status.wait.failed is not None
+        if status.failed is not None and status.came_to(wait)
     }
 
     # Who waits for nobody is what all others wait for in the end.
@@ -61,7 +71,7 @@ def find_missing(
         if status is None:
             lines.append(_describe_silent(rank, wait.step, processes.get(rank)))
         else:
-            lines += _describe_elsewhere(status, wait)
+            lines += _describe_elsewhere(status, wait, is_over)
     if len(missing) > _MOST_RANKS:
         lines.append(f"and {len(missing) - _MOST_RANKS} more")
     return Report(tuple(missing), waited, tuple(lines))
@@ -75,11 +85,13 @@ def headline(wait: Wait, there: Sequence[int], missing: Sequence[int], position:
     return f"ddp_hooks: {who} in {place}{at}, for {_seconds(wait.seconds)} so far. Missing: {describe_ranks(missing)}"
 
 
-def _describe_elsewhere(status: Status, wait: Wait) -> list[str]:
+def _describe_elsewhere(status: Status, wait: Wait, is_over: bool) -> list[str]:
     process = f"(process {status.pid} on {status.host})"
-    steps = f"after {status.steps:,} step{'' if status.steps == 1 else 's'}" if status.steps else "before its first step"
+    steps = (
+        f"after {status.steps:,} step{'' if status.steps == 1 else 's'}" if status.steps else "before its first step"
+    )
     place = f" at {status.frames[0]}" if status.frames else ""
-    other = status.wait
+    other = status.failed if is_over and status.failed is not None else status.wait
     if status.error is not None:
         text = f"rank {status.rank} {process} has ended, {steps}, with {status.error}" + (place and f", raised{place}")
     elif other is None:
@@ -90,11 +102,15 @@ def _describe_elsewhere(status: Status, wait: Wait) -> list[str]:
             text = f"rank {status.rank} {process} is between two steps, {steps},"
             if not status.steps:
                 text = f"rank {status.rank} {process} is {steps},"
-        text += f" and has stood{place} for {_seconds(status.seconds)}" if status.seconds >= 1 else f" and is{place} now"
+        text += (
+            f" and has stood{place} for {_seconds(status.seconds)}" if status.seconds >= 1 else f" and is{place} now"
+        )
     elif other.place == wait.place:
-        text = f"rank {status.rank} {process} waits in it for another group, of the ranks {short_list(other.ranks)}{place}"
-    elif other.failed is not None:
-        text = f"rank {status.rank} {process} waited in {other.place} and gave up{place}"
+        text = (
+            f"rank {status.rank} {process} waits in it for another group, of the ranks {short_list(other.ranks)}{place}"
+        )
+    elif other is not status.wait:
+        text = f"rank {status.rank} {process} waited in {other.place}, in vain, and is{place} now"
     else:
         text = f"rank {status.rank} {process} waits in {other.place}{place}, {steps}, for {_seconds(other.seconds)}"
     lines = [text]

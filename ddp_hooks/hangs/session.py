@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -179,7 +180,8 @@ class Session:
             self._told = wait, time.monotonic(), report
         if report.missing and prints:
             there = [rank for rank in wait.ranks if rank not in report.missing]
-            self._print(wait, there, report, position)
+            others = [status.wait.seconds for status in statuses.values() if status.comes_to(wait) and status.wait]
+            self._print(replace(wait, seconds=max([wait.seconds, *others])), there, report, position)
         return bool(report.missing)
 
     def _leaves_it_to_another(self, call: int, wait: Wait) -> bool:
@@ -189,7 +191,7 @@ class Session:
             asked = lower[first : first + _ASKED_AT_ONCE]
 
             def prints(status: Status) -> bool:
-                waits = status.wait is not None and status.wait.failed is None and status.error is None
+                waits = status.wait is not None and status.error is None
                 return waits and status.wait is not None and self.rank in status.wait.ranks
 
             deadline = time.monotonic() + (ANSWER_SECONDS if first == 0 else _POLL_SECONDS)
@@ -235,9 +237,9 @@ class Session:
                     statuses[status.rank] = status
         return statuses
 
-    def _report(self, wait: Wait, statuses: dict[int, Status]) -> Report:
+    def _report(self, wait: Wait, statuses: dict[int, Status], *, is_over: bool = False) -> Report:
         self._read_processes([rank for rank in wait.ranks if rank not in statuses and rank not in self._processes])
-        return find_missing(wait, self.rank, statuses, self._processes)
+        return find_missing(wait, self.rank, statuses, self._processes, is_over=is_over)
 
     def _read_processes(self, ranks: Sequence[int]) -> None:
         for key, (host, pid) in (self._board.read([f"process/{rank}" for rank in ranks]) or {}).items():
@@ -272,7 +274,8 @@ class Session:
         if call == 0:
             return self._report_without_store(wait) if self._holder_has_ended() and self.rank != 0 else None
         others = [rank for rank in wait.ranks if rank != self.rank]
-        report = self._share(wait, self._report(wait, self._gather(call, others, GRACE_SECONDS)))
+        statuses = self._gather(call, others, GRACE_SECONDS)
+        report = self._share(wait, self._report(wait, statuses, is_over=True))
         linger = time.monotonic() + _LINGER_SECONDS
         while time.monotonic() < linger:
             self._pause()

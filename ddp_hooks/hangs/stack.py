@@ -72,9 +72,7 @@ def read_position(thread: int) -> Position | None:
     mark = hash(tuple((id(each.f_code), each.f_lasti) for each in frames))
     own = [each for each in frames if _is_users(each)] or [each for each in frames if _is_of_a_library(each)]
     inside = None if not own or own[0] is innermost else _describe(innermost)
-    return Position(
-        _find_phase(frames), _find_wait(frames), tuple(map(_describe, own[:_MOST_FRAMES])), inside, mark
-    )
+    return Position(_find_phase(frames), _find_wait(frames), tuple(map(_describe, own[:_MOST_FRAMES])), inside, mark)
 
 
 def read_error(error: BaseException) -> tuple[str, tuple[str, ...]]:

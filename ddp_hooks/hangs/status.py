@@ -17,22 +17,18 @@ class Wait:
         place: what the ranks have to come to, as the user calls it: a function, or "backward of Net".
         ranks: those of the group, as ranks of the world.
         seconds: for how long.
-        failed: it is over, and was in vain; then it was so long ago.
         step: in which step, if it is in one; else 0.
     """
 
     place: str
     ranks: tuple[int, ...]
     seconds: float
-    failed: float | None = None
     step: int = 0
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Wait:
         """Make one of what JSON made of it."""
-        return cls(
-            str(fields["place"]), tuple(fields["ranks"]), float(fields["seconds"]), fields["failed"], fields["step"]
-        )
+        return cls(str(fields["place"]), tuple(fields["ranks"]), float(fields["seconds"]), int(fields["step"]))
 
     def is_met_by(self, other: Wait) -> bool:
         """Say whether a rank with that other wait is where this one waits."""
@@ -57,7 +53,8 @@ class Status:
         steps: how many synchronised forward passes it has begun.
         phase: what it does, in words, as in "forward of vision.blocks.3".
         seconds: for how long it has stood there.
-        wait: what it waits for, or has waited for in vain; None if nothing.
+        wait: what it waits for now; None if nothing.
+        failed: what it has waited for in vain since it called anything else; None if nothing.
         frames: the innermost lines of the user's code, the innermost first.
         inside: the innermost line of all, if that is somebody else's.
         error: what has ended its program, or None.
@@ -72,6 +69,7 @@ class Status:
     phase: str
     seconds: float
     wait: Wait | None = None
+    failed: Wait | None = None
     frames: tuple[str, ...] = ()
     inside: str | None = None
     error: str | None = None
@@ -84,10 +82,14 @@ class Status:
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Status:
         """Make one of what JSON made of :meth:`to_dict`."""
-        wait = None if fields["wait"] is None else Wait.read(fields["wait"])
+        waits = {name: None if fields[name] is None else Wait.read(fields[name]) for name in ("wait", "failed")}
         lists = {name: tuple(fields[name]) for name in ("frames", "remarks")}
-        return cls(**{**fields, **lists, "wait": wait})
+        return cls(**{**fields, **lists, **waits})
 
     def comes_to(self, wait: Wait) -> bool:
-        """Say whether this rank is where that wait is for it, now or before it gave up."""
+        """Say whether this rank is where that wait is for it."""
         return self.wait is not None and self.error is None and wait.is_met_by(self.wait)
+
+    def came_to(self, wait: Wait) -> bool:
+        """Say whether this rank was there, and has waited in vain like that one."""
+        return self.failed is not None and wait.is_met_by(self.failed)

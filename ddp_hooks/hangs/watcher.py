@@ -245,7 +245,7 @@ def explain(place: str, ranks: Sequence[int], seconds: float, step: int = 0) -> 
     """
     watcher = begin()
     wait = Wait(place, tuple(ranks), seconds, step=step)
-    activity.failed = wait, time.monotonic()
+    activity.failed = wait
     with suppress(Exception):
         if watcher is not None and watcher.session is not None:
             return watcher.session.explain(wait)
@@ -300,7 +300,7 @@ def _say_how_it_ended(session: Session, watcher: Watcher, error: BaseException) 
             print_to_stderr(f"ddp_hooks: rank {session.rank} has failed because other ranks {NAMED}:{lines}\n")
     status = watcher.witness.make_status(0)
     text, frames = read_error(error)
-    session.say_goodbye(replace(status, error=text, frames=frames, wait=None, inside=None))
+    session.say_goodbye(replace(status, error=text, frames=frames, wait=None, failed=None, inside=None))
 
 
 def _forget() -> None:
