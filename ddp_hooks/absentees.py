@@ -28,7 +28,6 @@ from .groups import check_in_use, store_of
 from .hangs import watcher
 from .hangs.activity import activity
 from .hangs.report import Report
-from .hangs.watcher import waited_in_vain
 from .wording import describe_ranks, short_list
 
 # --- before anybody waits
@@ -217,7 +216,7 @@ def naming_absent_ranks(group: dist.ProcessGroup, function: str) -> Iterator[Non
         raise
     except RuntimeError as error:
         # A rank that is not in the group any more can say nothing of it.
-        if not ranks or not waited_in_vain(error):
+        if not ranks or not watcher.waited_in_vain(error):
             raise
         seconds = time.monotonic() - started
         report = watcher.explain(function, ranks, seconds)

@@ -5,8 +5,8 @@
     python tests/culprits.py --cause lock --rounds 5 --report-after 10
 
 Each seed is one round: ranks that train a small model, one of them, a step, and what happens to that rank there. The
-cause is the seed modulo their number. The judge reads what the ranks write: the first report of another rank has to name
-the right rank, and where it stands, to the line. Seconds count from when it happened to when the report was there.
+cause is the seed modulo their number. The judge reads what the ranks write: the first report of another rank has to
+name the right rank, and where it stands, to the line. Seconds count from when it happened to when the report was there.
 
 kill       SIGKILL, before the step's forward pass, in it or in backward. Named with its process, which has ended.
 stop       SIGSTOP, there as well. Named with its process, which is stopped.
@@ -43,12 +43,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parent))
-sys.path.insert(1, str(HERE.parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from forked import Rank, fork_rank, kill, poll, prepare_parent
 
+HERE = Path(__file__).resolve()
 CAUSES = ("kill", "stop", "loader", "exception", "branch", "register", "lock", "gil", "sync")
 REGISTRATIONS = ("native", "python", "plain")
 HOLDERS = ("rank 0", "a process of its own")
@@ -197,7 +197,8 @@ class Training:
         else:
             watcher.watch_module(self.ddp)  # as `run --watch` does
         optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01)
-        for self.step in range(1, self.plan.step + 1):
+        for step in range(1, self.plan.step + 1):
+            self.step = step
             batch = self.next_batch()
             self.end_here("before")
             if self.is_its_turn("exception"):
@@ -263,7 +264,8 @@ class Report:
 
 # What a rank writes while it waits, and what its error says.
 SAYS = re.compile(
-    r"^(?:\[rank\d\]: ?)?(?P<head>ddp_hooks: (?P<there>ranks? [\d, ]+?) waits? in .*?Missing: (?P<missing>ranks? [\d, ]+)"
+    r"^(?:\[rank\d\]: ?)?(?P<head>ddp_hooks: (?P<there>ranks? [\d, ]+?) waits? in .*?"
+    r"Missing: (?P<missing>ranks? [\d, ]+)"
     r"|ddp_hooks: in .*?, (?P<absent>ranks? [\d, ]+) did not come.*"
     r"|ddp_hooks: rank \d+ has failed because other ranks did not come:"
     r"|.*?: waited [\d.]+ s for (?P<awaited>ranks? [\d, ]+), which did not call it.*)$"
@@ -435,7 +437,8 @@ def summarise(reports: Sequence[Report]) -> list[dict[str, Any]]:
 def sentence(reports: Sequence[Report]) -> str:
     """Say in one sentence what the rounds show."""
     right = sum(report.is_right for report in reports)
-    text = f"In {len(reports)} rounds the right rank and the right place were named in {right} ({right / len(reports):.3f})"
+    share = right / len(reports)
+    text = f"In {len(reports)} rounds the right rank and the right place were named in {right} ({share:.3f})"
     at_default = [report.seconds for report in reports if report.plan.report_after == DEFAULT_SECONDS]
     waited = [
         report.seconds
@@ -444,9 +447,9 @@ def sentence(reports: Sequence[Report]) -> str:
     ]
     if waited:
         text += (
-            f"; at the default of {DEFAULT_SECONDS:g} s that took {statistics.median(at_default):.1f} s in the median of "
-            f"{len(at_default)} rounds, and {statistics.median(waited):.1f} s in the {len(waited)} of these in which "
-            "nothing failed at once"
+            f"; at the default of {DEFAULT_SECONDS:g} s that took {statistics.median(at_default):.1f} s in the median "
+            f"of {len(at_default)} rounds, and {statistics.median(waited):.1f} s in the {len(waited)} of these in "
+            "which nothing failed at once"
         )
     return f"{text}."
 

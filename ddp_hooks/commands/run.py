@@ -18,8 +18,8 @@ def add_to(commands: Any) -> None:
     """Describe the command to an argument parser's ``add_subparsers()``."""
     parser = commands.add_parser(
         "run",
-        usage="torchrun ... -m ddp_hooks run [--policy NAME] [--set NAME=VALUE]\n           [--report FILE] [--quiet] [--watch] "
-        "[-m] SCRIPT ...",
+        usage="torchrun ... -m ddp_hooks run [--policy NAME] [--set NAME=VALUE]\n           [--report FILE] [--quiet] "
+        "[--watch] [-m] SCRIPT ...",
         help="run a training script with ddp_hooks in it, and print what was saved",
         description="Runs a training script as if it had been started itself, after ddp_hooks.enable(): each "
         "DistributedDataParallel module that it makes gets the hook. At the end rank 0 prints the statistics to "

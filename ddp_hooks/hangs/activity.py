@@ -1,4 +1,4 @@
-"""What this process is known to do without reading its stack: plain fields, which training writes and the watcher reads.
+"""What this process is known to do without a look at its stack: plain fields, which training writes.
 
 Writing one is a store of a field. Nobody locks: what the watcher reads may be of a moment ago.
 """
@@ -55,7 +55,7 @@ class _FunctionWait:
 
 @dataclass(slots=True)
 class Activity:
-    """This process.
+    """What a process does.
 
     Attributes:
         modules: those that train.

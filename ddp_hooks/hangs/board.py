@@ -40,7 +40,7 @@ class Board:
     def __init__(self, store: Any, name: str) -> None:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._stuck: _Request | None = None
-        self._is_lost = lambda: False
+        self._is_lost: Callable[[], bool] = lambda: False
         self._broken = threading.Event()
         thread = threading.Thread(
             target=_serve,

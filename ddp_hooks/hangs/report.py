@@ -86,39 +86,36 @@ def headline(wait: Wait, there: Sequence[int], missing: Sequence[int], position:
 
 
 def _describe_elsewhere(status: Status, wait: Wait, is_over: bool) -> list[str]:
-    process = f"(process {status.pid} on {status.host})"
-    steps = (
-        f"after {status.steps:,} step{'' if status.steps == 1 else 's'}" if status.steps else "before its first step"
-    )
+    who = f"rank {status.rank} (process {status.pid} on {status.host})"
     place = f" at {status.frames[0]}" if status.frames else ""
     other = status.failed if is_over and status.failed is not None else status.wait
     if status.error is not None:
-        text = f"rank {status.rank} {process} has ended, {steps}, with {status.error}" + (place and f", raised{place}")
+        text = f"{who} has ended, {_describe_steps(status)}, with {status.error}" + (place and f", raised{place}")
     elif other is None:
-        if status.phase:
-            steps = f"in step {status.steps:,}" if status.steps else steps
-        text = f"rank {status.rank} {process} is in {status.phase or 'no phase of a step'}, {steps},"
-        if not status.phase:
-            text = f"rank {status.rank} {process} is between two steps, {steps},"
-            if not status.steps:
-                text = f"rank {status.rank} {process} is {steps},"
-        text += (
-            f" and has stood{place} for {_seconds(status.seconds)}" if status.seconds >= 1 else f" and is{place} now"
-        )
+        stood = f"has stood{place} for {_seconds(status.seconds)}" if status.seconds >= 1 else f"is{place} now"
+        text = f"{who} is {_describe_phase(status)}, and {stood}"
     elif other.place == wait.place:
-        text = (
-            f"rank {status.rank} {process} waits in it for another group, of the ranks {short_list(other.ranks)}{place}"
-        )
+        text = f"{who} waits in it for another group, of the ranks {short_list(other.ranks)}{place}"
     elif other is not status.wait:
-        text = f"rank {status.rank} {process} waited in {other.place}, in vain, and is{place} now"
+        text = f"{who} waited in {other.place}, in vain, and is{place} now"
     else:
-        text = f"rank {status.rank} {process} waits in {other.place}{place}, {steps}, for {_seconds(other.seconds)}"
-    lines = [text]
-    if status.error is None or status.frames:
-        lines += [f"  called from {frame}" for frame in status.frames[1:]]
+        text = f"{who} waits in {other.place}{place}, {_describe_steps(status)}, for {_seconds(other.seconds)}"
+    lines = [text, *(f"  called from {frame}" for frame in status.frames[1:])]
     if status.inside is not None:
         lines.append(f"  innermost: {status.inside}")
     return [*lines, *(f"  {remark}" for remark in status.remarks)]
+
+
+def _describe_steps(status: Status) -> str:
+    if status.steps == 0:
+        return "before its first step"
+    return f"after {status.steps:,} step{'' if status.steps == 1 else 's'}"
+
+
+def _describe_phase(status: Status) -> str:
+    if status.phase:
+        return f"in {status.phase}, " + (f"step {status.steps:,}" if status.steps else _describe_steps(status))
+    return _describe_steps(status) if status.steps == 0 else f"between two steps, {_describe_steps(status)}"
 
 
 def _describe_silent(rank: int, step: int, process: tuple[str, int] | None) -> str:

@@ -295,14 +295,16 @@ class Session:
 
     def _read_lines(self, key: str) -> tuple[str, ...] | None:
         word = (self._board.read([key]) or {}).get(key)
-        is_new = word is not None and abs(time.time() - word["time"]) < _SAME_FAILURE_SECONDS
-        return tuple(word["lines"]) if is_new else None
+        if word is None or abs(time.time() - word["time"]) > _SAME_FAILURE_SECONDS:
+            return None
+        return tuple(word["lines"])
 
 
 def _rank_0_holds(store: Any) -> bool:
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
-    return isinstance(store, dist.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_tcp = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
+    return is_tcp and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def print_to_stderr(text: str) -> None:

@@ -76,7 +76,7 @@ def read_position(thread: int) -> Position | None:
 
 
 def read_error(error: BaseException) -> tuple[str, tuple[str, ...]]:
-    """Return an error in a line, and the innermost lines of the user's code that it came through, the innermost first."""
+    """Return an error in a line, and the lines of the user's code that it came through, the innermost first."""
     said = str(error).strip().splitlines()[:1]
     text = ": ".join([type(error).__name__, *said])[:_LONGEST_ERROR]
     places = []
@@ -100,9 +100,13 @@ def cpu_seconds(thread: int) -> float | None:
 def has_run(before: float | None, now: float | None) -> bool:
     """Say whether a thread has run between two values of :func:`cpu_seconds`, but for being woken up."""
     # What waits for a device may spin.
-    if before is None or now is None or torch.cuda.is_initialized():
+    if before is None or now is None or _uses_a_device():
         return False
     return now - before > _WOKEN_UP_SECONDS
+
+
+def _uses_a_device() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 # --- what a step consists of
@@ -148,7 +152,7 @@ def _find_wait(frames: list[FrameType]) -> str | None:
         return _name_collective(frames)
     if _is_users(innermost) or _is_of_a_library(innermost):
         line = linecache.getline(path, innermost.f_lineno)
-        if _WAITS.search(line) or (torch.cuda.is_initialized() and _WAITS_FOR_A_DEVICE.search(line)):
+        if _WAITS.search(line) or (_uses_a_device() and _WAITS_FOR_A_DEVICE.search(line)):
             return line.strip()[:60]
     return None
 
