@@ -38,7 +38,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -458,8 +458,33 @@ def write_result(name: str, reports: Sequence[Report]) -> None:
     from tools import harness
 
     header = harness.environment_header(sys.argv, max(report.plan.ranks for report in reports), ["loopback"])
-    rows = summarise(reports)
-    harness.write(name, {"benchmark": "culprits", "header": header, "rows": rows, "sentence": sentence(reports)})
+    rounds = [
+        {
+            **asdict(report.plan),
+            "names_rank": report.names_rank,
+            "names_place": report.names_place,
+            "seconds": round(report.seconds, 3),
+        }
+        for report in reports
+    ]
+    result = {"benchmark": "culprits", "header": header, "rows": summarise(reports), "rounds": rounds}
+    harness.write(name, {**result, "sentence": sentence(reports)})
+
+
+def read_result(name: str) -> list[Report]:
+    """Read the rounds of a result that is to be gone on with."""
+    from tools import harness
+
+    path = harness.RESULTS / f"{name}.json"
+    rounds = json.loads(path.read_text())["rounds"] if path.exists() else []
+    judged = ("names_rank", "names_place", "seconds")
+    return [
+        Report(
+            Round(**{key: value for key, value in one.items() if key not in judged}),
+            **{key: one[key] for key in judged},
+        )
+        for one in rounds
+    ]
 
 
 def main() -> int | None:
@@ -472,15 +497,19 @@ def main() -> int | None:
         "--default-share", type=float, default=0.0, help="of the rounds: how many at the default of 10 s"
     )
     parser.add_argument("--name", help="of the result in benchmarks/results; none is written without it")
+    parser.add_argument("--go-on", type=int, metavar="N", help="go on with that result, by N of its rounds")
     parser.add_argument("--verbose", action="store_true", help="print every report")
     options = parser.parse_args()
     prepare_parent()
     # Not a TemporaryDirectory, which every rank would remove when it ends.
     directory = tempfile.mkdtemp(prefix="ddp_hooks_culprits_")
     runner = Runner(directory)
-    reports: list[Report] = []
+    reports = read_result(options.name) if options.name and options.go_on else []
+    first, last = options.seed + len(reports), options.seed + options.rounds
+    if options.go_on:
+        last = min(last, first + options.go_on)
     try:
-        for seed in range(options.seed, options.seed + options.rounds):
+        for seed in range(first, last):
             plan = Round.random(seed, options.cause, options.report_after, options.default_share)
             report = runner.run(plan)
             if report is None:
