@@ -38,6 +38,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -183,9 +184,12 @@ class Training:
         from torch.nn.parallel import DistributedDataParallel
 
         import ddp_hooks
+        from ddp_hooks.ddp_methods import watch_construction_from_its_beginning
         from ddp_hooks.hangs import watcher
 
-        self.ddp = DistributedDataParallel(self.model)
+        watched = self.plan.registration == "plain"  # as `run --watch` does it
+        with watch_construction_from_its_beginning(watcher.watch_construction) if watched else nullcontext():
+            self.ddp = DistributedDataParallel(self.model)
         self.model[1].register_forward_pre_hook(lambda module, args: self.end_here("forward"))
         if self.is_its_turn("register"):
             self.go_elsewhere()
@@ -194,8 +198,6 @@ class Training:
         elif self.plan.registration == "python":
             state = ddp_hooks.SkipUnusedState(self.ddp, report_hang_after=self.plan.report_after)
             self.ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
-        else:
-            watcher.watch_module(self.ddp)  # as `run --watch` does
         optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01)
         for step in range(1, self.plan.step + 1):
             self.step = step

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ddp_hooks import run_report
-from ddp_hooks.ddp_methods import watch_construction
+from ddp_hooks.ddp_methods import watch_construction_from_its_beginning
 from ddp_hooks.hangs import watcher
 from ddp_hooks.policies import PRESETS, parse_settings, resolve
 from ddp_hooks.script import run_script
@@ -72,7 +72,7 @@ def _execute(parsed: argparse.Namespace) -> int:
 
 
 def _watch(script: list[str], *, as_module: bool) -> int:
-    with watch_construction(watcher.watch_module):
+    with watch_construction_from_its_beginning(watcher.watch_construction):
         try:
             run_script(script, as_module=as_module)
         except BaseException as error:

@@ -78,10 +78,6 @@ class Board:
         answer: T | None = request.answer
         return answer
 
-    def tell(self, function: Callable[[Any], object]) -> None:
-        """Call a function with the store, and do not wait for it."""
-        self._requests.put(_Request(function))
-
     def count(self, key: str, more: int = 0) -> int | None:
         """Add to a counter and return it; None if the store does not answer."""
         return self.ask(lambda store: int(store.add(key, more)))

@@ -8,7 +8,6 @@ known, because each leaves these when it begins.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -45,7 +44,7 @@ _SAME_FAILURE_SECONDS = 10.0
 # Ranks that come to one place come there nearly at the same time.
 _NEARLY_SECONDS = 1.0
 # How long the process that holds the store stays after an error, so that the others learn of it.
-_GOODBYE_SECONDS = 1.5
+_GOODBYE_SECONDS = 3.0
 # How exactly it is known when a wait began.
 _SAME_WAIT_SECONDS = 2.0
 _LONGEST_KEY = 400
@@ -70,12 +69,19 @@ class Session:
         self._board = Board(store, "hangs")
         self._held_by_rank_0 = _rank_0_holds(store)
         self._answered = 0
+        self._has_left = False  # what it has said of its end holds
         self._processes = {self.rank: (this_host(), os.getpid())}
         self._told: tuple[Wait, float, Report] | None = None  # what was printed, and when
-        own = json.dumps(self._processes[self.rank])
         if self._held_by_rank_0:
             self._board.ask_before(self._holder_has_ended)
-        self._board.tell(lambda store: store.set(f"process/{self.rank}", own))
+
+    def introduce(self) -> None:
+        """Leave word of this process, and learn of the one that holds the store if it has done so already.
+
+        Who does it before a collective can be known to those that go on after it.
+        """
+        self._board.leave(f"process/{self.rank}", list(self._processes[self.rank]))
+        self.learn_holder()
 
     def _group_is_gone(self, reference: object) -> None:
         self.ended = True
@@ -88,10 +94,11 @@ class Session:
         """Return how often to look whether somebody calls: not more often than ``shortest``."""
         return min(max(min(_LEAST_POLL_SECONDS, shortest), self.ranks / _REQUESTS_A_SECOND), _MOST_POLL_SECONDS)
 
-    def learn_holder(self) -> None:
-        """Learn which process holds the store, while it answers."""
+    def learn_holder(self) -> bool:
+        """Learn which process holds the store, while it answers; return whether that is known, if it is a rank's."""
         if self._held_by_rank_0 and 0 not in self._processes:
             self._read_processes([0])
+        return not self._held_by_rank_0 or 0 in self._processes
 
     def close(self, seconds: float = 0.0) -> None:
         """Let go of the store; may be called again."""
@@ -110,18 +117,20 @@ class Session:
         if calls is None or calls <= self._answered:
             return 0
         self._answered = calls
-        self._leave(self._make_status(calls))
+        self._leave(calls)
         return calls
 
-    def _leave(self, status: Status) -> None:
-        self._board.leave(f"status/{status.rank}", status.to_dict())
+    def _leave(self, call: int) -> None:
+        self._board.leave(f"status/{self.rank}", self._make_status(call).to_dict())
 
     def say_goodbye(self, status: Status) -> None:
         """Leave what has ended this rank's program, for whoever will call, and for those that wait already."""
         self._board.leave(f"status/{self.rank}", {**status.to_dict(), "call": sys.maxsize})
-        self._board.count("calls", 1)
-        if self._held_by_rank_0 and self.rank == 0:
-            time.sleep(_GOODBYE_SECONDS)
+        self._has_left = True
+        call = self._board.count("calls", 1)
+        if self._held_by_rank_0 and self.rank == 0 and call is not None:
+            self._gather(call, range(1, self.ranks), _GOODBYE_SECONDS)
+            time.sleep(_LINGER_SECONDS)
 
     # --- who asks
 
@@ -131,7 +140,7 @@ class Session:
         if calls is None:
             return 0
         self._answered = calls
-        self._leave(self._make_status(calls))
+        self._leave(calls)
         return calls
 
     def tell(
@@ -168,11 +177,13 @@ class Session:
                 return bool(word["missing"])
         statuses = self._gather(call, [rank for rank in wait.ranks if rank != self.rank], ANSWER_SECONDS)
         report = self._report(wait, statuses)
+        # Others may have called who wait elsewhere for somebody else, or because they end with an error.
         waits = [wait, *(each.wait for each in statuses.values() if each.wait is not None and each.error is None)]
         is_late = any(self.rank in each.ranks and each.seconds > patience_seconds - _NEARLY_SECONDS for each in waits)
-        # Others may have called who wait elsewhere for somebody else.
-        has_ended = any(rank in statuses and statuses[rank].error is not None for rank in report.missing)
-        if not (is_late or has_ended) or not still_waits():
+        if not is_late:
+            ended = [rank for rank in report.missing if rank in statuses and statuses[rank].error is not None]
+            report = self._report(replace(wait, ranks=(self.rank, *ended)), statuses)
+        if not still_waits():
             report = Report((), {}, ())
         word = {"call": call, "place": wait.place, "missing": list(report.missing), "lines": list(report.lines)}
         self._board.leave("report", word)
@@ -215,7 +226,8 @@ class Session:
 
     def _pause(self) -> None:
         # Whoever asks at the same time waits for this rank's answer.
-        self.answer()
+        if not self._has_left:
+            self.answer()
         time.sleep(_POLL_SECONDS)
 
     def _gather(self, call: int, ranks: Sequence[int], seconds: float) -> dict[int, Status]:
@@ -272,7 +284,7 @@ class Session:
                 return report
         call = self.call()
         if call == 0:
-            return self._report_without_store(wait) if self._holder_has_ended() and self.rank != 0 else None
+            return self._report_without_store(wait) if self._held_by_rank_0 and self.rank != 0 else None
         others = [rank for rank in wait.ranks if rank != self.rank]
         statuses = self._gather(call, others, GRACE_SECONDS)
         report = self._share(wait, self._report(wait, statuses, is_over=True))

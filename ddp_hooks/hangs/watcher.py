@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +31,8 @@ from .witness import Witness
 REPORT_AFTER_SECONDS = 10.0
 VARIABLE = "DDP_HOOKS_REPORT_HANG_AFTER"
 _POLL_SECONDS = 0.5
+# While it is not known yet which process holds the store: it may be asked for soon.
+_LEARNING_SECONDS = 0.1
 _CLOSING_SECONDS = 1.0
 # What gloo, torch's stores and NCCL say of a rank that does not come, and of one that goes.
 _WAITED_IN_VAIN = re.compile(
@@ -52,6 +55,7 @@ class Watcher:
         self.listeners: list[Callable[[], object]] = []
         self.session: Session | None = None
         self.witness: Witness | None = None
+        self._attaching = threading.Lock()
         self._stopped = threading.Event()
         self._waited = 0.0
         # How long a wait that was asked about is let be, and how long after that. Seconds; 0 for one that was not.
@@ -61,12 +65,20 @@ class Watcher:
 
     def attach(self) -> None:
         """Watch in the default group that there is now."""
-        group = dist.group.WORLD
-        if self.session is not None and not self.session.serves(group):
-            self._detach()
-        if self.session is None and group is not None and dist.get_world_size() > 1:
-            self.witness = Witness(activity, dist.get_rank(), dist.get_world_size())
-            self.session = Session(group, self.witness.make_status)
+        with self._attaching:
+            group = dist.group.WORLD
+            session = self.session
+            if session is not None and not session.serves(group):
+                self._detach()
+            elif session is not None:
+                session.learn_holder()
+            if self.session is None and group is not None and dist.get_world_size() > 1:
+                self.witness = Witness(activity, dist.get_rank(), dist.get_world_size())
+                session = Session(group, self.witness.make_status)
+                # Not held while the store is waited for: whoever drops a group last waits for its workers.
+                del group
+                session.introduce()
+                self.session = session
 
     def _detach(self) -> None:
         session, self.session, self.witness = self.session, None, None
@@ -100,10 +112,10 @@ class Watcher:
             self.attach()
         if session is None or witness is None or session.ended or patience == 0:
             return _POLL_SECONDS
-        session.learn_holder()
+        most = _POLL_SECONDS if session.learn_holder() else _LEARNING_SECONDS
         witness.look(slept)
         wait = witness.find_wait()
-        poll = min(_POLL_SECONDS, patience / 5)
+        poll = min(most, patience / 5)
         waited, self._waited = self._waited, 0.0 if wait is None else wait.seconds
         if self._waited < waited:
             self._due = self._pause = 0.0  # another wait
@@ -170,7 +182,7 @@ def begin(seconds: float | None = None) -> Watcher | None:
     if _watcher is None and report_after() == 0:
         return None
     watcher = _start()
-    if dist.is_initialized() and (watcher.session is None or not watcher.session.serves(dist.group.WORLD)):
+    if dist.is_initialized():
         watcher.attach()
     return watcher
 
@@ -209,6 +221,12 @@ def watch_module(ddp: DistributedDataParallel) -> Callable[[], None]:
         finalizer()
 
     return end
+
+
+def watch_construction(arguments: Mapping[str, Any]) -> Callable[[DistributedDataParallel | None], object]:
+    """Watch a module from the beginning of its construction on; what `run --watch` calls with its arguments."""
+    begin()
+    return lambda ddp: None if ddp is None else watch_module(ddp)
 
 
 def watch_launched_process() -> None:
