@@ -165,11 +165,12 @@ def gather(training: Training, stream: CountingStream) -> dict[str, Any]:
 
     everyone: list[Any] = [None] * RANKS
     waited = training.state.stats().exchange_wait_seconds
-    dist.all_gather_object(everyone, (len(stream.alarms), waited, dict(training.places)))
+    dist.all_gather_object(everyone, (list(stream.alarms), waited, dict(training.places)))
     return {
         "steps": training.steps,
         "longest_seconds": training.longest,
-        "false_alarms": sum(alarms for alarms, _, _ in everyone),
+        "false_alarms": sum(len(alarms) for alarms, _, _ in everyone),
+        "said": [text for alarms, _, _ in everyone for text in alarms],
         "waited_for_masks_seconds": [round(waited, 1) for _, waited, _ in everyone],
         "slow_in": [places for _, _, places in everyone],
     }
