@@ -29,8 +29,9 @@ demo: build
 	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
 
 # From another folder, so that what is tested is what is installed: this checkout, or with INSTALL=install-wheel a wheel.
+# What only tests use is built in the checkout in any case.
 INSTALL ?= build
-test: $(INSTALL) $(TRAINERS)
+test: build $(INSTALL) $(TRAINERS)
 	cd tests && $(abspath $(BIN))/python -m pytest $(TEST_OPTIONS)
 
 test-all:
@@ -41,7 +42,7 @@ test-all:
 test-asan: SANITIZERS := address,undefined
 test-tsan: SANITIZERS := thread
 test-asan test-tsan: test-%: $(STAMP)
-	DDP_HOOKS_SANITIZE=$(SANITIZERS) DDP_HOOKS_CUDA=0 DDP_HOOKS_WERROR=0 \
+	DDP_HOOKS_SANITIZE=$(SANITIZERS) DDP_HOOKS_TESTING=1 DDP_HOOKS_CUDA=0 DDP_HOOKS_WERROR=0 \
 	  $(BIN)/python setup.py --quiet build --build-base build/$* --build-lib build/$*/lib
 	$(BIN)/python tests/sanitized.py $* $(TEST_OPTIONS)
 
@@ -58,7 +59,7 @@ reference: build $(TRAINERS)
 
 # --inplace builds are incremental; pip is asked only once, to make the package importable from everywhere.
 build: $(STAMP)
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	DDP_HOOKS_TESTING=1 $(BIN)/python setup.py --quiet build_ext --inplace
 
 $(STAMP): pyproject.toml setup.py ddp_hooks/_version.py
 	$(PYTHON) -m venv $(VENV)
@@ -124,4 +125,4 @@ cuda-compile: $(STAMP)
 	fi
 
 clean:
-	rm -rf build dist *.egg-info ddp_hooks/*.so ddp_hooks/_build_info.py $(VENV)
+	rm -rf build dist *.egg-info ddp_hooks/*.so ddp_hooks_testing/*.so ddp_hooks/_build_info.py $(VENV)

@@ -12,6 +12,7 @@ Environment:
     DDP_HOOKS_WERROR=1    look for compiler warnings, and treat them as errors (CI does).
     DDP_HOOKS_DEBUG=1     keep symbols for a debugger; the extension is then many times as large and takes twice as
                           long.
+    DDP_HOOKS_TESTING=1   also build ddp_hooks_testing._C, which only tests use (`make build` does).
     DDP_HOOKS_SANITIZE    "address,undefined" or "thread": compile with these sanitizers. Their runtime has to be loaded
                           before Python; `make test-asan` and `make test-tsan` see to that and to a folder of its own.
     TORCH_CUDA_ARCH_LIST  GPU architectures, as for every torch extension ("9.0" or "8.0;9.0+PTX"). Unset, it is those
@@ -51,10 +52,13 @@ COMPILED_AS_ONE = {
     "detectors_and_transport": ["detectors/*.cpp", "transport/*.cpp"],
     "agreement_and_engine": ["reducer/*.cpp", "agreement/*.cpp", "engine/*.cpp"],
     "bindings_of_kernels": [
-        f"bindings/{room}.cpp" for room in ("module", "kernels", "layout", "mask_codec", "detectors", "transport")
+        f"bindings/{room}.cpp" for room in ("module", "kernels", "layout", "detectors", "transport")
     ],
-    "bindings_of_engine": [f"bindings/{room}.cpp" for room in ("agreement", "reducer", "reducer_probes", "engine")],
+    "bindings_of_engine": [f"bindings/{room}.cpp" for room in ("agreement", "reducer", "engine")],
+    "testing": ["testing/*.cpp"],
 }
+# What stands in one of the two extensions only; they link the rest both, and it is compiled once.
+BINDINGS = {"ddp_hooks._C": ("bindings_of_kernels", "bindings_of_engine"), "ddp_hooks_testing._C": ("testing",)}
 # Kernel parameters by value in constant memory (__grid_constant__) begin with this one.
 OLDEST_ARCHITECTURE = (7, 0)
 SANITIZERS = ("", "address,undefined", "thread")
@@ -158,18 +162,21 @@ def check_compiler() -> None:
         sys.exit(f"ddp_hooks: expected a C++20 compiler, found no {' or '.join(names)}: install g++, or set CXX to one")
 
 
-def sources() -> list[str]:
-    """List what is compiled, relative to here; writes the files that take in others."""
+def sources(name: str) -> list[str]:
+    """List what is compiled for an extension, relative to here; writes the files that take in others."""
     csrc = ROOT / "csrc"
     suffixes = [".cpp", *([".cu"] if WITH_CUDA else [])]
     alone = {path for path in csrc.rglob("*") if path.suffix in suffixes}
     joined = []
-    for name, patterns in COMPILED_AS_ONE.items():
+    others = {part for extension, parts in BINDINGS.items() for part in parts if extension != name}
+    for part_name, patterns in COMPILED_AS_ONE.items():
         parts = [path for pattern in patterns for path in sorted(csrc.glob(pattern))]
         alone.difference_update(parts)
-        path = ROOT / "build" / "joined" / f"{name}.cpp"
+        if part_name in others:
+            continue
+        path = ROOT / "build" / "joined" / f"{part_name}.cpp"
         text = "".join(f'#include "{part.relative_to(csrc).as_posix()}"\n' for part in parts)
-        if name.startswith("bindings"):
+        if part_name in BINDINGS[name]:
             # Optimising what pybind11 makes of them takes a third of their time, and a step passes there a few times.
             text = f'#if defined(__GNUC__) && !defined(__clang__)\n#pragma GCC optimize("O1")\n#endif\n{text}'
         # Left alone where nothing changes, so that nothing is compiled anew.
@@ -193,13 +200,17 @@ def planted_defects() -> list[setuptools.Extension]:
     ]
 
 
-def extension() -> setuptools.Extension:
-    """Describe the extension `ddp_hooks._C`."""
+def extension(name: str) -> setuptools.Extension:
+    """Describe `ddp_hooks._C` or `ddp_hooks_testing._C`.
+
+    torch passes the last part of the name to the compiler, so with the same one both share what is compiled.
+    """
     warnings_are_errors = os.environ.get("DDP_HOOKS_WERROR") == "1"
     # Who installs this can do nothing about warnings, and looking for them takes a tenth of the time: Python's own
     # flags ask for them, and -w alone only keeps them from being shown.
     warnings = ["-Wall", "-Wextra", "-Werror"] if warnings_are_errors else ["-w", "-Wno-all"]
-    cxx = ["-std=c++20", "-O3", "-fvisibility=hidden", *warnings]
+    # A product is rounded before it is added, as torch does, also where the processor could do both at once.
+    cxx = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", *warnings]
     nvcc = ["-std=c++20", "-O3", "-Xcompiler", "-fvisibility=hidden,-Wall,-Wextra"]
     # Nothing reads it, but with it in the command everything is compiled anew for another torch, whose headers the
     # compiler leaves out of the dependencies because they are system headers.
@@ -218,8 +229,8 @@ def extension() -> setuptools.Extension:
         cxx += ["-isystem", path]
     # Of CUDA only its runtime is linked: streams, events and memory are torch's.
     return setuptools.Extension(
-        "ddp_hooks._C",
-        sources(),
+        name,
+        sources(name),
         include_dirs=[str(ROOT / "csrc")],
         library_dirs=cpp_extension.library_paths("cuda" if WITH_CUDA else "cpu"),
         libraries=["c10", "torch", "torch_cpu", "torch_python"] + (["cudart"] if WITH_CUDA else []),
@@ -250,9 +261,10 @@ if {"sdist", "egg_info"} & set(sys.argv):
 else:
     check_compiler()
     write_build_info()
+    extensions = list(BINDINGS) if os.environ.get("DDP_HOOKS_TESTING") == "1" else ["ddp_hooks._C"]
     setuptools.setup(
         version=built_version(),
         install_requires=[f"torch=={torch.__version__.split('+')[0]}"],
-        ext_modules=[extension(), *planted_defects()],
+        ext_modules=[*map(extension, extensions), *planted_defects()],
         cmdclass={"build_ext": Build},
     )

@@ -84,17 +84,17 @@ def device_seconds(call: Callable[[int], Any], buffers: int, calls: int) -> tupl
 
 
 def measure(case: Case, kernel: str, rounds: int) -> dict[str, Any]:
-    from ddp_hooks import _C
+    from ddp_hooks_testing import _C as testing
 
     def gather(factor: float) -> Callable[[int], None]:
-        return lambda i: _C.gather_scaled(case.messages[i], case.flats[i], case.ranges, factor)
+        return lambda i: testing.gather_scaled(case.messages[i], case.flats[i], case.ranges, factor)
 
     calls: dict[str, Callable[[int], Any]] = {
         "gather": gather(FACTOR),
         "gather_by_one": gather(1.0),
-        "scatter": lambda i: _C.scatter(case.messages[i], case.flats[i], case.ranges),
-        "scan_zeros": lambda i: _C.start_scan(case.flats[i], case.ranges),
-        "scan_nonzeros": lambda i: _C.start_scan(case.flats[i], case.ranges),
+        "scatter": lambda i: testing.scatter(case.messages[i], case.flats[i], case.ranges),
+        "scan_zeros": lambda i: testing.start_scan(case.flats[i], case.ranges),
+        "scan_nonzeros": lambda i: testing.start_scan(case.flats[i], case.ranges),
     }
     call = calls[kernel]
     if kernel == "scan_zeros":

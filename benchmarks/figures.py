@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import scaling.tables
-from tools import figures, harness, tables
+from tools import figures, harness, tables, width_tables
 
 OURS = ("ours:auto:native", "ours:skip_unused:native", "ours:skip_zeros:native", "ours:skip_unused:python")
 COLOURS = {"ours": "#0b6e4f", "oracle": "#8d99ae", "plain": "#c1440e", "find_unused": "#e09f3e"}
@@ -90,7 +90,8 @@ def write_tables(everything: dict[str, dict[str, Any]], path: Path) -> None:
                     "",
                 ]
         else:
-            parts += [tables.plain_table(results["rows"]), ""]
+            make = width_tables.TABLES.get(results["benchmark"], tables.plain_table)
+            parts += [make(results["rows"]), ""]
         for failure in results.get("failures", []):
             parts += [f"Failed: {failure['workload']} on {failure['link']}.", ""]
         parts += [results.get("sentence", "The run did not end."), ""]

@@ -63,7 +63,7 @@ def measure(way: str, size: str) -> None:
 
     def steps(count: int) -> None:
         for _ in range(count):
-            workload.loss(ddp, 0, dist.get_rank()).backward()
+            workload.backward(ddp, 0, dist.get_rank())
             optimizer.step()
             optimizer.zero_grad()
 

@@ -4,6 +4,7 @@ python benchmarks/slow_link.py                                  # everything; ne
 python benchmarks/slow_link.py --workloads frozen:0.75 --links 1gbit --rounds 20
 python benchmarks/slow_link.py --size tiny --links loopback     # a smoke test that needs nothing
 python benchmarks/slow_link.py --workloads e5 ncf --peers ours:auto:native rows_prototype nothing   # what rows save
+python benchmarks/slow_link.py --workloads gpt2_autocast gpt2_autocast:bfloat16:2 --peers ours:auto:native nothing
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tools import harness, row_workloads, workloads
+from tools import harness, workloads
 
 ALL = (
     "oracle",
@@ -60,8 +61,7 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_options(parser, rounds=24)
-    names = (*workloads.NAMES, *row_workloads.NAMES)
-    parser.add_argument("--workloads", nargs="+", default=list(workloads.NAMES), help=", ".join(names))
+    parser.add_argument("--workloads", nargs="+", default=list(workloads.NAMES), help=", ".join(workloads.ALL_NAMES))
     parser.add_argument("--links", nargs="+", default=["1gbit", "10gbit"], help="rates, none, or loopback")
     parser.add_argument("--peers", nargs="+", default=list(ALL))
     options = parser.parse_args()

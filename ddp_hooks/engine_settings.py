@@ -34,7 +34,8 @@ def engine_settings(policy: Policy, description: Mapping[str, str]) -> Any:
     return _C.EngineSettings(
         graph_detector=policy.skip_unused,
         values_detector=_DETECTOR[policy.skip_zeros],
-        units_detector=_DETECTOR[policy.skip_zero_rows],
+        rows_detector=_DETECTOR[policy.skip_zero_rows],
+        widths_detector=_DETECTOR[policy.narrow],
         units=unit_settings(policy),
         plan=_C.PlanSettings(
             in_place_bytes=policy.tuning.in_place_bytes,

@@ -178,6 +178,12 @@ class Policy:
             exchange of compressed masks for each bucket with such a parameter, and a scan that stops at the first
             non-zero of each row. ``"adaptive"`` takes samples, and does it for the parameters for which it pays. Needs
             ``skip_unused``.
+        narrow: send a float32 gradient in 16 bits where it holds bfloat16 or float16 numbers exactly, as it does under
+            ``torch.autocast``, and a float64 one in 32. What arrives is the same to the bit: stretches that do not
+            fit on some rank are sent at full width. ``"on"`` reads every gradient once, and costs an exchange of
+            compressed masks for each bucket. ``"adaptive"`` takes samples, and does it for the parameters for which it
+            pays. Needs ``skip_unused``. It does nothing with ``direct=False``, on more than 64 ranks, in groups that
+            are neither gloo nor NCCL, and on a GPU as yet.
         average: ``"world"`` divides by the number of ranks, as DDP does. ``"contributors"`` divides each parameter's
             gradient by the number of ranks that used it in the step, so gradients differ from plain DDP's wherever a
             rank leaves something out (docs/internals/averages.md). Needs ``skip_unused``.
@@ -196,6 +202,7 @@ class Policy:
     skip_unused: bool = True
     skip_zeros: When = "off"
     skip_zero_rows: When = "off"
+    narrow: When = "off"
     average: Average = "world"
     rebuild_after: int = 0
     tuning: Tuning = Tuning()
@@ -205,11 +212,16 @@ class Policy:
         if not isinstance(self.name, str):
             raise TypeError(f"Policy.name: expected a str, received {short(self.name)}")
         _check_flag(self, "skip_unused")
-        for name, allowed in (("skip_zeros", When), ("skip_zero_rows", When), ("average", Average)):
+        for name, allowed in (
+            ("skip_zeros", When),
+            ("skip_zero_rows", When),
+            ("narrow", When),
+            ("average", Average),
+        ):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in get_args(allowed):
                 raise ValueError(f"Policy.{name}: expected one of {get_args(allowed)}, received {short(value)}")
-        for name, plain in (("skip_zero_rows", "off"), ("average", "world")):
+        for name, plain in (("skip_zero_rows", "off"), ("narrow", "off"), ("average", "world")):
             if getattr(self, name) != plain and not self.skip_unused:
                 raise ValueError(
                     f"Policy.{name}: expected {plain!r} with skip_unused=False, received {short(getattr(self, name))}; "
@@ -259,7 +271,7 @@ PRESETS: dict[str, Policy] = {
         Policy("allreduce", skip_unused=False),
         Policy("skip_unused"),
         Policy("skip_zeros", skip_zeros="on", skip_zero_rows="on"),
-        Policy("auto", skip_zeros="adaptive", skip_zero_rows="adaptive"),
+        Policy("auto", skip_zeros="adaptive", skip_zero_rows="adaptive", narrow="adaptive"),
     )
 }
 

@@ -45,6 +45,9 @@ class Statistics:
             some parameters.
         units_agreed_on: units that were agreed on, summed over those steps.
         units_sent: how many of them some rank used.
+        narrow_steps: steps in which ``narrow`` was on, so that ranks agreed on how wide the units of some parameters
+            are.
+        units_narrow: how many of the units that were sent were narrow.
         buckets_whole: buckets sent whole.
         buckets_packed: buckets that were sent in part.
         buckets_skipped: buckets that were not sent.
@@ -54,8 +57,9 @@ class Statistics:
         rebuilt_bytes: what it would have handed over besides, had no rebuild taken parameters out of the module's
             Reducer that were in it before. Bytes.
         payload_bytes: the gradients that travelled, however they did. Bytes.
-        broadcast_bytes: so many of them one rank alone contributed, and sent to the others. Bytes.
+        broadcast_bytes: so many of them each rank that contributed sent to all others. Bytes.
         owner_bytes: so many of them some ranks contributed and one of these summed. Bytes.
+        narrow_bytes: so many of them hold numbers in half of their width. Bytes.
         sent_bytes: what this rank sent of gradients: of all-reduces what a ring would send, 2 (n - 1) / n of their
             bytes, otherwise as it was. Bytes.
         mask_bytes: what was handed to the control group to agree on usage masks. Bytes.
@@ -87,6 +91,9 @@ class Statistics:
     owner_bytes: int = 0
     sent_bytes: int = 0
     rebuilt_bytes: int = 0
+    narrow_steps: int = 0
+    units_narrow: int = 0
+    narrow_bytes: int = 0
 
     @classmethod
     def read(cls, source: Any, reduced_bytes: int = 0, removed_bytes: int = 0) -> Statistics:
@@ -225,7 +232,7 @@ class Statistics:
         transports = [
             f"{describe_bytes(size)} {how}"
             for size, how in (
-                (self.broadcast_bytes, "broadcast by the one rank that has them"),
+                (self.broadcast_bytes, "broadcast by those who have them"),
                 (self.owner_bytes, "summed by owners"),
             )
             if size
@@ -236,6 +243,11 @@ class Statistics:
             lines.append(
                 f"skip_zero_rows: on in {self.skip_zero_rows_steps} of {self.steps} steps, {self.units_sent:,} of "
                 f"{self.units_agreed_on:,} units (rows, say) sent"
+            )
+        if self.narrow_bytes:
+            lines.append(
+                f"narrow: on in {self.narrow_steps} of {self.steps} steps, {describe_bytes(self.narrow_bytes)} sent in "
+                "place of twice as much"
             )
         return "\n".join(fill(line, "", "  ") for line in lines)
 
@@ -268,8 +280,8 @@ class ParameterUsage:
         used_anywhere: some rank did; if not, nothing of it was sent.
         frozen: it does not require a gradient now, on this rank.
         units: how many of its units were used, if the ranks agreed on them; None where it was sent or left as a whole.
-        ranks: those that used it, as ``skip_unused`` sees it; None where nobody knows: without that setting, and in a
-            world of more than 4 ranks where more than one did.
+        ranks: those that used it, as ``skip_unused`` sees it; None where nobody knows: without that setting, and on
+            more than 64 ranks.
     """
 
     name: str

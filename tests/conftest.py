@@ -10,12 +10,15 @@ import functools
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 _here = str(Path(__file__).parent)
 sys.path.insert(0, _here)
+# For ddp_hooks_testing. Last, so that what is tested is the ddp_hooks that is installed, if one is.
+sys.path.append(str(Path(__file__).parent.parent))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_here, os.environ.get("PYTHONPATH", "")]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -64,3 +67,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get("DDP_HOOKS_REQUIRE_CUDA") == "1":
         pytest.fail(f"DDP_HOOKS_REQUIRE_CUDA=1, but {_why_no_cuda()}", pytrace=False)
     pytest.skip(str(_why_no_cuda()))
+
+
+@pytest.fixture(params=[False, True], ids=["avx2", "baseline"])
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the test with what processors without AVX2 run, too."""
+    from ddp_hooks import _C
+    from ddp_hooks_testing import _C as testing
+
+    for extension in (_C, testing):
+        extension.leave_out_avx2(request.param)
+    yield
+    for extension in (_C, testing):
+        extension.leave_out_avx2(False)

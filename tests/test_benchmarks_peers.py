@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from spawn import run_ranks
+from test_benchmarks_workloads import needs_transformers
 
 from tools import peers, usage, workloads
 
@@ -65,6 +66,46 @@ def test_the_prototype_sends_used_rows_and_gives_the_gradients_of_ddp(name: str,
     run_ranks(ranks, compare, name)
 
 
+def accumulate(rank: int, name: str) -> None:
+    """Plain DDP against sums that nobody exchanges, and everybody else against plain DDP."""
+    torch.set_num_threads(1)
+    workload = workloads.make(name, "tiny")
+    torch.manual_seed(1)
+    master = workload.build()
+    ranks = dist.get_world_size()
+    context = peers.Context(workload, master, rank, usage.find_usage(workload, master, ranks))
+    exact = (peers.BASELINE, "allreduce_hook", "ours:auto:native", "ours:skip_unused:native:skip_zero_rows=on")
+    lossy = ("fp16_compress", "powersgd")
+    variants = {peer: peers.find(peer).build(context) for peer in (*exact, *lossy, peers.NOTHING, peers.COMPUTE)}
+    largest = dict.fromkeys(variants, 0.0)
+    for step in range(3 * workload.patterns):
+        pattern = step % workload.patterns
+        for variant in variants.values():
+            variant.clear(pattern)
+            variant.step(pattern)
+        expected = variants[peers.BASELINE].gradients(pattern)
+        for peer in (peers.NOTHING, peers.COMPUTE):
+            total = {key: gradient.clone() for key, gradient in variants[peer].gradients(pattern).items()}
+            for key, gradient in total.items():
+                dist.all_reduce(gradient)
+                torch.testing.assert_close(gradient / ranks, expected[key], rtol=1e-5, atol=1e-6)
+        for peer, variant in variants.items():
+            found = variant.gradients(pattern)
+            assert found.keys() == expected.keys()
+            largest[peer] = max(largest[peer], peers.max_difference(found, expected))
+            if peer in exact:
+                for key, gradient in expected.items():
+                    assert torch.equal(found[key], gradient), f"{peer}: {key}"
+    assert [peer for peer, difference in largest.items() if difference == 0] == list(exact)
+    assert all(0 < largest[peer] < float("inf") for peer in lossy), largest
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["gpt2_autocast", "bert_autocast:bfloat16:3", "resnet_autocast:float16:2"])
+def test_peers_under_autocast_and_with_accumulation(name: str) -> None:
+    run_ranks(2, accumulate, name)
+
+
 def test_a_policy_with_other_settings() -> None:
     peer = peers.find("ours:auto:native:owners=True,segment_bytes=4096")
     assert peer.is_ours
@@ -72,3 +113,14 @@ def test_a_policy_with_other_settings() -> None:
     for unknown in ("ours:auto:python:owners=True", "ours:auto:native:owners", "ours:none:native:owners=True"):
         with pytest.raises(ValueError, match="expected one of plain, oracle"):
             peers.find(unknown)
+
+
+def test_words_are_settings_of_a_policy() -> None:
+    peer = peers.find("ours:auto:native:skip_zero_rows=off,owners=False,name=mine")
+    with mock.patch.object(peers, "_ours") as ours:
+        peers.find("ours:auto:native:skip_zero_rows=off,owners=False").build(mock.Mock())
+    policy = ours.call_args.args[0]
+    assert (policy.skip_zero_rows, policy.tuning.owners) == ("off", False)
+    assert peer.title.endswith("skip_zero_rows=off,owners=False,name=mine")
+    with pytest.raises(TypeError, match="unheard_of"):
+        peers.find("ours:auto:native:unheard_of=on").build(mock.Mock())

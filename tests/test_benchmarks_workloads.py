@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tools import row_workloads, workloads
+from tools import row_workloads, width_workloads, workloads
 from tools.usage import Usage, find_usage
 from tools.workload import Workload
 
@@ -26,7 +26,7 @@ def has_transformers() -> bool:
 
 
 needs_transformers = pytest.mark.skipif(not has_transformers(), reason="transformers 5 or later is not installed")
-FROM_CONFIGURATIONS = ("e5", "mixtral", "qwen3_moe", "gpt2_dense")
+FROM_CONFIGURATIONS = ("e5", "mixtral", "qwen3_moe", "gpt2_dense", *width_workloads.NAMES)
 
 
 def make(name: str) -> tuple[Workload, nn.Module]:
@@ -56,7 +56,7 @@ def check_every_parameter_has_the_same_gradient_twice(workload: Workload, model:
         garbage = [torch.full_like(p, float("nan")) for p in model.parameters()]
         del garbage
         model.zero_grad(set_to_none=True)
-        workload.loss(model, 1, 1).backward()
+        workload.backward(model, 1, 1)
         assert all(p.grad is not None for p in model.parameters())
         return [p.grad for p in model.parameters()]
 
@@ -178,7 +178,12 @@ def test_gpt2_has_one_zero_row() -> None:
 
 @needs_transformers
 @pytest.mark.parametrize(
-    ("name", "expected"), [("e5", 471e6), ("mixtral", 213e6), ("qwen3_moe", 213e6), ("gpt2_dense", 65e6)]
+    ("name", "expected"),
+    [
+        *(("e5", 471e6), ("mixtral", 213e6), ("qwen3_moe", 213e6), ("gpt2_dense", 65e6)),
+        *(("gpt2_autocast", 65e6), ("llama_autocast", 67.7e6), ("vit_autocast", 66.7e6), ("bert_autocast", 65.8e6)),
+        *(("resnet_autocast", 102.2e6), ("e5_autocast", 471e6)),
+    ],
 )
 def test_bytes_of_the_default_size(name: str, expected: float) -> None:
     with torch.device("meta"):
@@ -193,3 +198,67 @@ def test_the_least_that_ranks_could_send_by_hand() -> None:
         # So many contributors: all but one send theirs to that one, who sends the sum to both others.
         transfers = sum((count - 1) + 2 for count in filled.values())
         assert usage.least_bytes == pytest.approx(transfers * workload.block * 4 / 3)
+
+
+# --- under autocast
+
+
+def narrow_share(model: nn.Module, dtype: torch.dtype) -> float:
+    """Which share of the numbers of gradients another dtype holds exactly."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return sum(int((g.to(dtype).float() == g).sum()) for g in gradients) / sum(g.numel() for g in gradients)
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", width_workloads.NAMES)
+def test_gradients_are_as_wide_as_what_they_were_computed_in(name: str, dtype: str) -> None:
+    workload, model = make(f"{name}:{dtype}")
+    check_every_parameter_has_the_same_gradient_twice(workload, model)
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    shares = {other: narrow_share(model, getattr(torch, other)) for other in ("bfloat16", "float16")}
+    # Rows of the word embeddings that nobody looked up are zero, without autocast, too.
+    zeros = sum(int((p.grad == 0).sum()) for p in model.parameters()) / sum(p.numel() for p in model.parameters())
+    for other, share in shares.items():
+        if other == dtype:
+            assert share > 0.8
+            assert share > zeros + 0.15
+        elif dtype == "float32":
+            assert share < zeros + 0.05
+    if dtype == "float16":  # the loss scale keeps them from vanishing
+        small = workloads.make(f"{name}:float32", "tiny")
+        model.zero_grad(set_to_none=True)
+        small.backward(model, 1, 1)
+        really = sum(int((p.grad == 0).sum()) for p in model.parameters()) / sum(p.numel() for p in model.parameters())
+        assert zeros < really + 0.02
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["gpt2_autocast:bfloat16:3", "resnet_autocast:float16:2"])
+def test_passes_add_up(name: str) -> None:
+    workload, model = make(name)
+    passes = int(name.rpartition(":")[2])
+    check_every_parameter_has_the_same_gradient_twice(workload, model)
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    for number in range(passes):
+        workload.loss(model, 1 + number * workload.patterns, 1).backward()
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        assert torch.equal(gradient, parameter.grad)
+    assert not workload.is_static
+
+
+def test_names_say_dtype_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "5.0")
+    labels = {
+        "gpt2_autocast": "gpt2 under bfloat16",
+        "vit_autocast:float16": "vit under float16",
+        "llama_autocast:float32": "llama without autocast",
+        "bert_autocast:bfloat16:8": "bert under bfloat16, 8 passes",
+    }
+    assert {name: workloads.make(name, "tiny").label for name in labels} == labels
+    for wrong, why in (("int8", "expected a dtype among"), ("float16:0", "expected at least 1 pass")):
+        with pytest.raises(ValueError, match=why):
+            workloads.make(f"gpt2_autocast:{wrong}", "tiny")
+    with pytest.raises(ValueError, match=r"expected a workload among .*gpt2_autocast"):
+        workloads.make("ncf_autocast", "tiny")

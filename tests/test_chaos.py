@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import register
 
-from ddp_hooks import _C, control_groups
+from ddp_hooks import control_groups
+from ddp_hooks_testing import _C as testing
 
 TESTS = Path(__file__).parent
 SECONDS = {"kill": 8, "stop": 8, "late": 4, "alone": 6, "slow": 6}
@@ -114,7 +115,7 @@ def comes_late_to_a_bucket(rank: int, native: bool) -> bool:
         model.branches[0].weight.register_hook(lambda _: time.sleep(4))
     with pytest.raises(RuntimeError):
         ddp(torch.ones(2, 32)).sum().backward()
-    return not _C.probe_reducer(ddp.reducer)["static_graph_"]
+    return not testing.probe_reducer(ddp.reducer)["static_graph_"]
 
 
 @pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.thorough), True])

@@ -31,7 +31,7 @@ from test_unit_sample import SAMPLED, random_slices, sampled_zeros
 from test_unit_scan import FLOAT_UNITS, random_slice
 from test_unit_scan import check as check_units
 
-from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
 
 SMALLEST_CHUNK_BYTES = 256
 LARGEST_CHUNK_BYTES = 4096
@@ -48,23 +48,23 @@ def aligned(size: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
 
 def check_copies(flat: torch.Tensor, ranges: Ranges, factor: float, message_offset: int) -> None:
     message = aligned(total(ranges), flat.dtype, message_offset)
-    _C.emulate_gather_scaled(message, flat, ranges, factor)
+    testing.emulate_gather_scaled(message, flat, ranges, factor)
     expected = oracle_gather(flat, ranges, factor)
     if factor == 1:
         assert_same_bits(message, oracle_gather(flat.view(WORDS[flat.dtype]), ranges, 1).view(flat.dtype))
     else:
         assert_same_numbers(message, expected)
         on_cpu = torch.empty_like(message)
-        _C.gather_scaled(on_cpu, flat, ranges, factor)
+        testing.gather_scaled(on_cpu, flat, ranges, factor)
         assert_same_bits(message, on_cpu)
     result = flat.clone()
-    _C.emulate_scatter(message, result, ranges)
+    testing.emulate_scatter(message, result, ranges)
     assert_same_bits(result, oracle_scatter(message, flat, ranges))
 
 
 def check_scan(flat: torch.Tensor, ranges: Ranges) -> None:
-    _, flags = _C.emulate_nonzero_scan(flat, ranges)
-    on_cpu = _C.start_scan(flat, ranges).wait()
+    _, flags = testing.emulate_nonzero_scan(flat, ranges)
+    on_cpu = testing.start_scan(flat, ranges).wait()
     for (offset, length), flag, cpu in zip(ranges, flags, on_cpu, strict=True):
         received = bool(flag & NONZERO), bool(flag & NEGATIVE_ZERO) and not flag & NONZERO
         assert received == oracle_scan(flat[offset : offset + length]) == cpu
@@ -150,10 +150,10 @@ def test_many_slices_take_few_launches(count: int) -> None:
     ranges = [(3 * i, i % 3) for i in range(count)]
     flat = all_kinds_of_numbers(torch.float32, 3 * count)
     message = torch.empty(total(ranges))
-    launches, _, _ = _C.emulate_gather_scaled(message, flat, ranges, 0.5)
+    launches, _, _ = testing.emulate_gather_scaled(message, flat, ranges, 0.5)
     if count:
         assert_same_numbers(message, oracle_gather(flat, ranges, 0.5))
-    assert launches == (-(-count // _C.SLICES_PER_LAUNCH) if message.numel() else 0)
+    assert launches == (-(-count // testing.SLICES_PER_LAUNCH) if message.numel() else 0)
     zeros = torch.zeros(3 * count)
     zeros[1::3] = -0.0
     check_scan(zeros, ranges)
@@ -161,8 +161,8 @@ def test_many_slices_take_few_launches(count: int) -> None:
 
 def test_empty_slices_launch_nothing() -> None:
     flat = torch.ones(4)
-    assert _C.emulate_gather_scaled(torch.empty(0), flat, [(0, 0), (4, 0)], 1.0)[0] == 0
-    (launches, _, _), flags = _C.emulate_nonzero_scan(flat, [(0, 0), (1, 0), (4, 0)])
+    assert testing.emulate_gather_scaled(torch.empty(0), flat, [(0, 0), (4, 0)], 1.0)[0] == 0
+    (launches, _, _), flags = testing.emulate_nonzero_scan(flat, [(0, 0), (1, 0), (4, 0)])
     assert launches == 0
     assert flags == [0, 0, 0]
 
@@ -174,22 +174,22 @@ def test_words_are_as_wide_as_alignment_allows(dtype: torch.dtype) -> None:
     flat = aligned(2 * size, dtype, 0)
     for offset in range(2 * per_word):
         message = aligned(size, dtype, 0)
-        _, _, widest = _C.emulate_gather_scaled(message, flat, [(offset, size)], 0.5)
+        _, _, widest = testing.emulate_gather_scaled(message, flat, [(offset, size)], 0.5)
         apart = offset * dtype.itemsize % 16
         assert widest == (16 if apart == 0 else apart & -apart)
         # A scan has one address, so it always uses the widest words.
-        assert _C.emulate_nonzero_scan(flat, [(offset, size)])[0][2] == 16
+        assert testing.emulate_nonzero_scan(flat, [(offset, size)])[0][2] == 16
 
 
 def test_work_is_balanced_by_bytes() -> None:
     # One huge slice among tiny ones gets as many chunks as its bytes are worth.
     ranges = [(0, 10), (10, 500_000), (500_010, 10)]
     flat = torch.zeros(500_020)
-    _, chunks, _ = _C.emulate_gather_scaled(torch.empty(500_020), flat, ranges, 1.0)
+    _, chunks, _ = testing.emulate_gather_scaled(torch.empty(500_020), flat, ranges, 1.0)
     assert chunks == -(-500_020 * 4 // LARGEST_CHUNK_BYTES)
     # Tiny slices get small chunks, or one warp would walk hundreds of them.
     ranges = [(i * 8, 8) for i in range(1000)]
-    _, chunks, _ = _C.emulate_gather_scaled(torch.empty(8000), flat, ranges, 1.0)
+    _, chunks, _ = testing.emulate_gather_scaled(torch.empty(8000), flat, ranges, 1.0)
     assert chunks == -(-8000 * 4 // SMALLEST_CHUNK_BYTES)
 
 
@@ -197,34 +197,34 @@ def test_work_is_balanced_by_bytes() -> None:
 def test_in_place(dtype: torch.dtype) -> None:
     flat = all_kinds_of_numbers(dtype, 3000)
     expected = torch.mul(flat, 1 / 3)
-    _C.emulate_gather_scaled(flat, flat, [(0, 3000)], 1 / 3)
+    testing.emulate_gather_scaled(flat, flat, [(0, 3000)], 1 / 3)
     assert_same_numbers(flat, expected)
 
 
 def test_the_emulation_notices_a_wrong_message() -> None:
     # What checks must be able to fail: here the slices overlap, so scattering writes some bytes twice.
     with pytest.raises(RuntimeError, match="written twice"):
-        _C.emulate_scatter(torch.zeros(6), torch.zeros(4), [(0, 3), (1, 3)])
+        testing.emulate_scatter(torch.zeros(6), torch.zeros(4), [(0, 3), (1, 3)])
 
 
 def test_scan_of_many_slices_on_the_cpu() -> None:
     flat = torch.tensor([0.0, -0.0, 1.0, 0.0, float("nan")])
     ranges = [(0, 1), (0, 2), (1, 2), (3, 0), (4, 1), (0, 5)]
-    pending = _C.start_scan(flat, ranges)
+    pending = testing.start_scan(flat, ranges)
     expected = [(False, False), (False, True), (True, False), (False, False), (True, False), (True, False)]
     assert pending.wait() == expected
     assert pending.wait() == expected
-    assert _C.start_scan(flat, []).wait() == []
+    assert testing.start_scan(flat, []).wait() == []
     with pytest.raises(RuntimeError, match="expected a range within 5 elements"):
-        _C.start_scan(flat, [(0, 1), (4, 2)])
+        testing.start_scan(flat, [(0, 1), (4, 2)])
 
 
 def scan_units(flat: torch.Tensor, offset: int, length: int, unit_length: int) -> tuple[list[int], list[int]]:
-    return _C.emulate_unit_scan(flat, offset, length, unit_length)[1]
+    return testing.emulate_unit_scan(flat, offset, length, unit_length)[1]
 
 
 def loaded_sectors(flat: torch.Tensor, unit_length: int) -> int:
-    return _C.emulate_unit_scan(flat, 0, flat.numel(), unit_length)[0][3]
+    return testing.emulate_unit_scan(flat, 0, flat.numel(), unit_length)[0][3]
 
 
 @DTYPES
@@ -269,7 +269,9 @@ def test_every_element_of_a_unit_is_looked_at(dtype: torch.dtype) -> None:
 def test_many_warps_share_a_long_unit() -> None:
     length, units = 300_000, 2  # in 293 pieces each
     flat = aligned(units * length - 1, torch.float32, 1)
-    assert _C.emulate_unit_scan(flat, 0, flat.numel(), length)[0][1] == units * -(-length * 4 // LARGEST_CHUNK_BYTES)
+    assert testing.emulate_unit_scan(flat, 0, flat.numel(), length)[0][1] == units * -(
+        -length * 4 // LARGEST_CHUNK_BYTES
+    )
     assert scan_units(flat, 0, flat.numel(), length) == ([0], [])
     # A -0.0 counts only where no other piece holds a non-zero, before it or after it.
     for negative_zero, nonzero in ((0, 250_000), (250_000, 0)):
@@ -285,7 +287,7 @@ def test_portions_grow_with_the_table() -> None:
     used = sorted(random.Random(0).sample(range(rows), 40))
     flat.view(rows, row)[used, 129] = 1.0
     flat.view(rows, row)[17] = -0.0
-    (launches, portions, _, _), (words, negative_zeros) = _C.emulate_unit_scan(flat, 0, flat.numel(), row)
+    (launches, portions, _, _), (words, negative_zeros) = testing.emulate_unit_scan(flat, 0, flat.numel(), row)
     assert (launches, portions) == (1, rows // 8)
     assert [64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1] == used
     assert negative_zeros == [17]
@@ -306,7 +308,7 @@ def test_only_zeros_are_read_in_full(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_samples_of_units(dtype: torch.dtype, seed: int) -> None:
     flat, slices = random_slices(dtype, random.Random(seed))
-    (launches, warps, _, _), zeros = _C.emulate_unit_sample(flat, slices)
+    (launches, warps, _, _), zeros = testing.emulate_unit_sample(flat, slices)
     assert zeros == [sampled_zeros(flat, *one)[0] for one in slices]
     assert (launches, warps) == (1, SAMPLED * len(slices))
 
@@ -318,10 +320,10 @@ def test_every_element_of_a_sampled_unit_is_looked_at(dtype: torch.dtype) -> Non
     flat = aligned(3 * unit_length - 5, dtype, 3)
     flat.view(word).fill_(torch.iinfo(word).min)
     units = [(0, flat.numel(), unit_length)]
-    assert _C.emulate_unit_sample(flat, units)[1] == [3]
+    assert testing.emulate_unit_sample(flat, units)[1] == [3]
     for position in range(0, flat.numel(), 7):
         flat.view(word)[position] = 1
-        assert _C.emulate_unit_sample(flat, units)[1] == [2]
+        assert testing.emulate_unit_sample(flat, units)[1] == [2]
         flat.view(word)[position] = torch.iinfo(word).min
 
 
@@ -331,8 +333,8 @@ def test_samples_of_many_gradients_take_few_launches(count: int) -> None:
     flat = torch.zeros(3 * count)
     flat[1::9] = 1.0  # of each third slice one unit
     slices = [(3 * i, 3, 1) for i in range(count)]
-    (launches, warps, _, _), zeros = _C.emulate_unit_sample(flat, slices)
-    assert launches == -(-count // _C.SAMPLES_PER_LAUNCH)
+    (launches, warps, _, _), zeros = testing.emulate_unit_sample(flat, slices)
+    assert launches == -(-count // testing.SAMPLES_PER_LAUNCH)
     assert warps == SAMPLED * count
     assert zeros == [2 if i % 3 == 0 else 3 for i in range(count)]
 
@@ -341,6 +343,6 @@ def test_of_dense_gradients_little_is_read() -> None:
     rows, row = 200, 4 * LARGEST_CHUNK_BYTES // 4
     flat = aligned(rows * row, torch.float32, 0)
     everything = SAMPLED * row * 4 // SECTOR_BYTES
-    assert _C.emulate_unit_sample(flat, [(0, flat.numel(), row)])[0][3] == everything
+    assert testing.emulate_unit_sample(flat, [(0, flat.numel(), row)])[0][3] == everything
     flat.view(rows, row)[:, 0] = 1.0
-    assert _C.emulate_unit_sample(flat, [(0, flat.numel(), row)])[0][3] == everything // 4
+    assert testing.emulate_unit_sample(flat, [(0, flat.numel(), row)])[0][3] == everything // 4

@@ -23,6 +23,7 @@ from test_unit_sample import random_slices, sampled_zeros
 from test_unit_scan import FLOAT_UNITS, random_slice
 
 from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
 
 pytestmark = pytest.mark.cuda
 
@@ -59,10 +60,10 @@ def check_copies(flat: torch.Tensor, ranges: Ranges, factor: float, message_offs
     on_cpu = flat.cpu()
     size = total(ranges)
     expected = torch.empty(size, dtype=flat.dtype)
-    _C.gather_scaled(expected, on_cpu, ranges, factor)
+    testing.gather_scaled(expected, on_cpu, ranges, factor)
     storage = torch.full((message_offset + size + 9,), GUARD, dtype=flat.dtype, device="cuda")
     message = storage[message_offset : message_offset + size]
-    _C.gather_scaled(message, flat, ranges, factor)
+    testing.gather_scaled(message, flat, ranges, factor)
     if factor == 1:
         # A plain copy: even the payload of a NaN, which the CPU multiplies, stays.
         index = torch.tensor([i for start, n in ranges for i in range(start, start + n)], dtype=torch.int64)
@@ -75,14 +76,14 @@ def check_copies(flat: torch.Tensor, ranges: Ranges, factor: float, message_offs
 
     incoming = all_kinds_of_numbers(flat.dtype, size + message_offset)
     result, expected = flat.clone(), on_cpu.clone()
-    _C.scatter(incoming.cuda()[message_offset:], result, ranges)
-    _C.scatter(incoming[message_offset:], expected, ranges)
+    testing.scatter(incoming.cuda()[message_offset:], result, ranges)
+    testing.scatter(incoming[message_offset:], expected, ranges)
     assert_same_bits(result.cpu(), expected)
 
 
 def check_scan(flat: torch.Tensor, ranges: Ranges) -> None:
-    expected = _C.start_scan(flat.cpu(), ranges).wait()
-    pending = _C.start_scan(flat, ranges)
+    expected = testing.start_scan(flat.cpu(), ranges).wait()
+    pending = testing.start_scan(flat, ranges)
     assert pending.wait() == expected
     assert pending.wait() == expected
 
@@ -143,7 +144,7 @@ def test_empty_slices() -> None:
 def test_in_place(dtype: torch.dtype) -> None:
     flat = numbers(dtype, 100_003)
     expected = torch.mul(flat.cpu(), 1 / 3)
-    _C.gather_scaled(flat, flat, [(0, 100_003)], 1 / 3)
+    testing.gather_scaled(flat, flat, [(0, 100_003)], 1 / 3)
     assert_same_numbers(flat.cpu(), expected)
 
 
@@ -155,16 +156,16 @@ def test_more_elements_than_an_int_counts() -> None:
     flat[-5:] = 3.0
     message = torch.zeros(size - 3, dtype=torch.bfloat16, device="cuda")
     ranges = [(3, 10), (13, size - 13)]
-    _C.gather_scaled(message, flat, ranges, 0.5)
+    testing.gather_scaled(message, flat, ranges, 0.5)
     assert torch.equal(message, flat[3:] * 0.5)
     flat.zero_()
-    _C.scatter(message, flat, ranges)
+    testing.scatter(message, flat, ranges)
     assert torch.equal(message, flat[3:])
     flat.zero_()
     flat[-1] = -0.0
-    assert _C.start_scan(flat, ranges).wait() == [(False, False), (False, True)]
+    assert testing.start_scan(flat, ranges).wait() == [(False, False), (False, True)]
     flat[-1] = 1.0
-    assert _C.start_scan(flat, ranges).wait() == [(False, False), (True, False)]
+    assert testing.start_scan(flat, ranges).wait() == [(False, False), (True, False)]
 
 
 @DTYPES
@@ -177,7 +178,7 @@ def test_a_single_nonzero_is_found_anywhere(dtype: torch.dtype, background: floa
             before = flat.view(word)[position].item()
             for name, bits in nonzero_words(dtype).items():
                 flat.view(word)[position] = bits
-                assert _C.start_scan(flat, [(0, size)]).wait()[0][0], f"{name} at {position} of {size}"
+                assert testing.start_scan(flat, [(0, size)]).wait()[0][0], f"{name} at {position} of {size}"
             flat.view(word)[position] = before
         check_scan(flat, [(0, size)])
 
@@ -251,15 +252,15 @@ def test_units_of_more_elements_than_an_int_counts() -> None:
 def test_samples_of_units(dtype: torch.dtype, seed: int, stream: torch.cuda.Stream) -> None:
     flat, slices = random_slices(dtype, random.Random(seed))
     expected = [zeros / taken for zeros, taken in (sampled_zeros(flat, *one) for one in slices)]
-    assert _C.sample_units(flat.cuda(), slices) == expected
+    assert testing.sample_units(flat.cuda(), slices) == expected
 
 
 def test_samples_of_more_gradients_than_a_launch_holds() -> None:
-    count = 2 * _C.SAMPLES_PER_LAUNCH + 5
+    count = 2 * testing.SAMPLES_PER_LAUNCH + 5
     flat = torch.zeros(100 * count, device="cuda")
     flat[3::200] = 1.0
     slices = [(100 * i, 100, 10) for i in range(count)]
-    assert _C.sample_units(flat, slices) == [0.9 if i % 2 == 0 else 1.0 for i in range(count)]
+    assert testing.sample_units(flat, slices) == [0.9 if i % 2 == 0 else 1.0 for i in range(count)]
 
 
 def test_a_unit_scan_is_like_any_other(no_waiting: None) -> None:
@@ -300,17 +301,17 @@ def test_work_goes_to_the_current_stream_and_nothing_waits(no_waiting: None) -> 
         # The first scan of a size makes the page-locked memory that later ones reuse, the first launch of a kernel
         # loads it, and a stream has memory of its own; all of it may wait the first time.
         flat.fill_(0.0)
-        _C.start_scan(flat, ranges).wait()
-        _C.gather_scaled(message, flat, ranges, 0.5)
-        _C.scatter(message, returned, ranges)
+        testing.start_scan(flat, ranges).wait()
+        testing.gather_scaled(message, flat, ranges, 0.5)
+        testing.scatter(message, returned, ranges)
         torch.cuda._sleep(LONG_SLEEP_CYCLES)
         flat.fill_(6.0)
-        _C.gather_scaled(message, flat, ranges, 0.5)
-        _C.scatter(message, returned, ranges)
+        testing.gather_scaled(message, flat, ranges, 0.5)
+        testing.scatter(message, returned, ranges)
         done = torch.cuda.Event()
         done.record()
         assert not done.query(), "the host waited for the stream"
-        pending = _C.start_scan(flat, ranges)
+        pending = testing.start_scan(flat, ranges)
         assert not done.query(), "starting a scan waited for the stream"
     assert pending.wait() == [(True, False)] * 5000
     assert done.query()
@@ -321,8 +322,8 @@ def test_work_goes_to_the_current_stream_and_nothing_waits(no_waiting: None) -> 
 
 def test_a_scan_waits_for_itself_only(no_waiting: None) -> None:
     flat = torch.zeros(1000, device="cuda")
-    _C.start_scan(flat, [(0, 1000)]).wait()  # makes the page-locked memory that the next one reuses
-    pending = _C.start_scan(flat, [(0, 1000)])
+    testing.start_scan(flat, [(0, 1000)]).wait()  # makes the page-locked memory that the next one reuses
+    pending = testing.start_scan(flat, [(0, 1000)])
     torch.cuda._sleep(LONG_SLEEP_CYCLES)
     later = torch.cuda.Event()
     later.record()
@@ -332,7 +333,7 @@ def test_a_scan_waits_for_itself_only(no_waiting: None) -> None:
 
 def test_scans_under_way_do_not_mix() -> None:
     flats = [torch.full((1000,), float(i % 2), device="cuda") for i in range(50)]
-    pending = [_C.start_scan(flat, [(0, 500), (500, 500)]) for flat in flats]
+    pending = [testing.start_scan(flat, [(0, 500), (500, 500)]) for flat in flats]
     for i, scan in reversed(list(enumerate(pending))):
         assert scan.wait() == [(bool(i % 2), False)] * 2
 
@@ -340,28 +341,28 @@ def test_scans_under_way_do_not_mix() -> None:
 def test_a_scan_that_nobody_waits_for() -> None:
     flat = torch.ones(1000, device="cuda")
     for _ in range(100):
-        _C.start_scan(flat, [(0, 1000)])
-    assert _C.start_scan(flat, [(0, 10)]).wait() == [(True, False)]
+        testing.start_scan(flat, [(0, 1000)])
+    assert testing.start_scan(flat, [(0, 10)]).wait() == [(True, False)]
 
 
 def test_capture_is_noticed() -> None:
     tensor = torch.zeros(1, device="cuda")
-    assert not _C.is_capturing(tensor)
+    assert not testing.is_capturing(tensor)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        assert _C.is_capturing(tensor)
+        assert testing.is_capturing(tensor)
         tensor += 1
-    assert not _C.is_capturing(tensor)
-    assert not _C.is_capturing(tensor.cpu())
+    assert not testing.is_capturing(tensor)
+    assert not testing.is_capturing(tensor.cpu())
 
 
 def test_copies_can_be_captured() -> None:
     # Tables travel with the launch, so that a replay finds them.
     flat, message = torch.zeros(100, device="cuda"), torch.zeros(50, device="cuda")
-    _C.gather_scaled(message, flat, [(0, 50)], 0.5)  # the first launch loads the kernel, which no capture allows
+    testing.gather_scaled(message, flat, [(0, 50)], 0.5)  # the first launch loads the kernel, which no capture allows
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _C.gather_scaled(message, flat, [(10, 20), (60, 30)], 0.5)
+        testing.gather_scaled(message, flat, [(10, 20), (60, 30)], 0.5)
     flat.copy_(torch.arange(100.0))
     graph.replay()
     assert torch.equal(message, torch.cat([flat[10:30], flat[60:90]]) * 0.5)
@@ -369,17 +370,17 @@ def test_copies_can_be_captured() -> None:
 
 def test_refuses_two_devices() -> None:
     with pytest.raises(RuntimeError, match="expected slices on cuda:0, received cpu"):
-        _C.gather_scaled(torch.zeros(3, device="cuda"), torch.zeros(3), [(0, 3)], 1.0)
+        testing.gather_scaled(torch.zeros(3, device="cuda"), torch.zeros(3), [(0, 3)], 1.0)
     with pytest.raises(RuntimeError, match="expected slices on cpu, received cuda:0"):
-        _C.scatter(torch.zeros(3), torch.zeros(3, device="cuda"), [(0, 3)])
+        testing.scatter(torch.zeros(3), torch.zeros(3, device="cuda"), [(0, 3)])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
 def test_refuses_what_a_gradient_cannot_be(dtype: torch.dtype) -> None:
     flat = torch.zeros(3, dtype=dtype, device="cuda")
     with pytest.raises(RuntimeError, match="expected gradients of float32, float64, float16 or bfloat16"):
-        _C.gather_scaled(flat, flat, [(0, 3)], 1.0)
+        testing.gather_scaled(flat, flat, [(0, 3)], 1.0)
     with pytest.raises(RuntimeError, match="expected gradients of float32, float64, float16 or bfloat16"):
-        _C.start_scan(flat, [(0, 3)])
+        testing.start_scan(flat, [(0, 3)])
     with pytest.raises(RuntimeError, match="expected gradients of float32, float64, float16 or bfloat16"):
         _C.start_unit_scan(flat, 0, 3, 1)

@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import register
 
 import ddp_hooks
-from ddp_hooks import _extension
+from ddp_hooks_testing import _C as testing
 
-_C = _extension.load()
 OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 lazy = pytest.mark.skipif(
@@ -69,7 +68,7 @@ def memory_of_lazy_buckets(rank: int, native: bool, views: bool) -> None:
 
     def look(parameter: torch.Tensor) -> None:
         if parameter is last:
-            (bucket,) = _C.probe_reducer(ddp.reducer)["buckets_"]
+            (bucket,) = testing.probe_reducer(ddp.reducer)["buckets_"]
             seen.append(StorageWeakRef(bucket["gradients"].untyped_storage()))
 
     last = ddp.module.first.weight

@@ -18,6 +18,7 @@ from training import Scenario, Trainer, compare, register, with_settings
 
 import ddp_hooks
 from ddp_hooks import _C, Policy, Tuning
+from ddp_hooks_testing import _C as testing
 
 DIRECT = Policy("direct", tuning=Tuning(min_direct_bytes=0, segment_bytes=300, min_owner_saving=0))
 DIRECT_ROWS = with_settings(DIRECT, name="direct rows", skip_zero_rows="on", min_divided_bytes=0, min_unit_bytes=1)
@@ -27,28 +28,35 @@ DIRECT_ROWS = with_settings(DIRECT, name="direct rows", skip_zero_rows="on", min
 
 
 def test_owners_sum_only_if_they_are_asked_to() -> None:
-    assert _C.transport_for(0b0011, 4, True) == _C.Transport.BY_OWNER
-    assert _C.transport_for(0b0011, 4, False) == _C.Transport.ALL_REDUCE
-    assert _C.transport_for(0b0010, 4, False) == _C.Transport.BY_OWNER  # nothing to sum
+    assert testing.transport_for(0b0011, 4, True) == testing.Transport.BY_OWNER
+    assert testing.transport_for(0b0011, 4, False) == testing.Transport.ALL_REDUCE
+    assert testing.transport_for(0b0010, 4, False) == testing.Transport.BROADCAST  # nothing to sum
+    # Two narrow contributions to each of three others take half of a ring's transfers.
+    assert testing.transport_for(0b0011, 4, False, _C.Width.BFLOAT16) == testing.Transport.BROADCAST
 
 
-def transfers(contributors: int, ranks: int) -> dict[_C.Transport, int]:
+def transfers(contributors: int, ranks: int, width: _C.Width) -> dict[testing.Transport, float]:
     """How often a byte crosses a link, counted by hand."""
-    count = contributors.bit_count()
-    return {_C.Transport.ALL_REDUCE: 2 * (ranks - 1), _C.Transport.BY_OWNER: (count - 1) + (ranks - 1)}
+    count, part = contributors.bit_count(), 1.0 if width == _C.Width.FULL else 0.5
+    return {
+        testing.Transport.ALL_REDUCE: 2 * (ranks - 1),
+        testing.Transport.BROADCAST: count * part * (ranks - 1),
+        testing.Transport.BY_OWNER: (count - 1) * part + (ranks - 1),
+    }
 
 
+@pytest.mark.parametrize("width", [_C.Width.FULL, _C.Width.BFLOAT16])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_the_transport_with_the_fewest_transfers(ranks: int) -> None:
+def test_the_transport_with_the_fewest_transfers(ranks: int, width: _C.Width) -> None:
     for contributors in range(1, 2**ranks):
-        possible = transfers(contributors, ranks)
-        chosen = _C.transport_for(contributors, ranks, True)
+        possible = transfers(contributors, ranks, width)
+        chosen = testing.transport_for(contributors, ranks, True, width)
         # But a second phase that saves next to nothing is not worth its latency.
         least = min(possible.values())
         assert possible[chosen] == least or possible[chosen] * 0.9 < least
     everybody = 2**ranks - 1
-    assert _C.transport_for(everybody, ranks, True) == _C.Transport.ALL_REDUCE
-    assert _C.transport_for(0, ranks, True) == _C.Transport.ALL_REDUCE  # nobody knows who
+    assert testing.transport_for(everybody, ranks, True) == testing.Transport.ALL_REDUCE
+    assert testing.transport_for(0, ranks, True) == testing.Transport.ALL_REDUCE  # nobody knows who
 
 
 class Case:
@@ -260,7 +268,7 @@ def bytes_by_transport(rank: int, world_size: int) -> None:
     assert state.usage()[f"heads.{rank}.weight"].ranks == (rank,)
     assert state.usage()["trunk.weight"].ranks == tuple(range(world_size))
     assert state.usage()[f"heads.{world_size}.weight"].ranks == ()
-    assert "broadcast by the one rank that has them" in str(stats)
+    assert "broadcast by those who have them" in str(stats)
 
     ddp.zero_grad()
     state.reset_stats()

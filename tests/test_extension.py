@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import ddp_hooks
+from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
 
 TIMEOUT_SECONDS = 120
 RELEASE = torch.__version__.partition("+")[0]
@@ -195,3 +197,30 @@ def test_a_second_one_that_is_not_built_either_hides_nothing(unbuilt: Path) -> N
     done = run(unbuilt, "-c", code)
     assert "ImportError: ddp_hooks is not built: its compiled" in done.stderr
     assert "hides" not in done.stderr
+
+
+# What a method or a function returns; nobody calls them by name.
+RETURNED = {
+    "BucketLayout",
+    "BucketPlan",
+    "DirectGroup",
+    "DirectMessage",
+    "DirectPart",
+    "Disposition",
+    "Message",
+    "ParameterSlice",
+    "PendingUnitScan",
+    "Slice",
+    "Statistics",
+    "Width",
+}
+# Each extension has memory of its own, and so a switch of its own.
+SWITCHES = {"leave_out_avx2"}
+
+
+def test_the_extension_holds_nothing_for_tests() -> None:
+    """What only tests ask stands in `ddp_hooks_testing._C`, which no wheel holds."""
+    text = "\n".join(path.read_text() for path in Path(ddp_hooks.__file__).parent.rglob("*.py"))
+    names = {name for name in dir(_C) if not name.startswith("__")}
+    assert {name for name in names if not re.search(rf"\b_C\.{name}\b", text)} == RETURNED | SWITCHES
+    assert names & {name for name in dir(testing) if not name.startswith("__")} == SWITCHES

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fuzzer.campaign import Verdict, judge, run_many
-from fuzzer.generate import generate
+from fuzzer.generate import HAS_NARROW, generate
+from fuzzer.odd import KINDS, odd_gradient
 from fuzzer.program import Program
 from fuzzer.shrink import shrink
 from torch.nn.parallel import DistributedDataParallel
@@ -85,8 +86,11 @@ def test_everything_is_generated() -> None:
             '"gathers":true',
             '"prunes":true',
         ),
+        *('"autocast":"bfloat16"', '"autocast":"float16"', '"via":"function"', '"via":"hook"', '"where":"used"'),
         *('"declare":"once"', '"declare":"block"', '"how":"package"', '"kind":"tensor"', '"kind":"accumulate"'),
     ):
+        assert value in text, value
+    for value in ('"narrow":"on"', '"narrow":"off"', '"narrow":"adaptive"') if HAS_NARROW else ():
         assert value in text, value
     joins = [program for program in programs if program.options.join is not None]
     assert any(operation["do"] == "rebuild" for program in joins for operation in program.operations)
@@ -94,6 +98,52 @@ def test_everything_is_generated() -> None:
         program.options.policy == {"name": "allreduce", "skip_unused": False, "rebuild_after": 0} for program in joins
     )
     assert any(program.options.fills_memory for program in joins)
+    exchanged = [odd for program in programs for one in program.operations for odd in one.get("odd", ())]
+    assert {kind for odd in exchanged for kind in odd["kinds"]} == {*KINDS, None}
+    for kind in ("linear", "square", "embedding", "bag", "experts", "convolution", "loose", "checkpointed"):
+        assert any(odd["on"].startswith(f"layers.{kind}") for odd in exchanged), kind
+
+
+def exact_in(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return numbers.to(dtype).to(numbers.dtype) == numbers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_gradients(kind: str) -> None:
+    """They are what their kind says, but for a few numbers or none, and the same for the same seed."""
+    narrow = {
+        "bfloat16": lambda x: exact_in(x, torch.bfloat16),
+        "float16": lambda x: exact_in(x, torch.float16),
+        "float32": lambda x: exact_in(x, torch.float32),
+        "24 bits": lambda x: exact_in(x, torch.float32) & (x.float().view(torch.int32) & 255 == 0),
+        "signed zeros": lambda x: x == 0,
+    }
+    wide_counts = set()
+    for seed in range(40):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            gradient = torch.zeros(20, 30, dtype=dtype)
+            gradient[3:5] = 1.0
+            odd = {"on": "a.weight", "where": "used" if seed % 2 else "all"}
+            numbers = odd_gradient(gradient, odd, kind, seed)
+            assert (numbers.dtype, numbers.shape) == (dtype, gradient.shape)
+            again = odd_gradient(gradient, odd, kind, seed)
+            assert torch.equal(again.view(torch.uint8), numbers.view(torch.uint8))
+            assert not torch.equal(odd_gradient(gradient, {**odd, "on": "b"}, kind, seed), numbers) or kind[0] == "s"
+            if seed % 2:
+                assert torch.equal(numbers[gradient == 0], gradient[gradient == 0])
+            elif kind in narrow and dtype is torch.float64:
+                wide_counts.add(int((~narrow[kind](numbers)).sum()))
+            elif kind == "mixed" and dtype is torch.float32:
+                assert numbers.isnan().any()
+                assert numbers.isinf().any()
+                assert ((numbers != 0) & (numbers.abs() < torch.finfo(torch.float32).smallest_normal)).any()
+                assert len(numbers.view(torch.int32)[numbers.isnan()].unique()) >= 5
+            assert kind == "mixed" or numbers.isfinite().all()
+    if kind == "signed zeros":
+        assert wide_counts == {0}
+    elif kind != "mixed":
+        assert {0, 1} < wide_counts
+        assert max(wide_counts) < 30
 
 
 # --- hooks that are wrong
@@ -139,6 +189,23 @@ def skips_what_one_rank_uses(ddp: DistributedDataParallel, policy: ddp_hooks.Pol
     return _broken(ddp, policy, hook)
 
 
+def rounds_what_is_nearly_narrow(ddp: DistributedDataParallel, policy: ddp_hooks.Policy, native: bool) -> Any:
+    """Register a hook that sends gradients in 16 bits if the first few numbers are exactly that."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations as objects
+        buffer = bucket.buffer()
+        if buffer.dtype is torch.float32 and not buffer.is_sparse:
+            for gradient in bucket.gradients():
+                for dtype in (torch.bfloat16, torch.float16):
+                    numbers = gradient.to(dtype).to(torch.float32)
+                    if torch.equal(numbers.flatten()[:4], gradient.flatten()[:4]):
+                        gradient.copy_(numbers if bool(gradient.flatten()[:4].all()) else gradient)
+                        break
+        return ddp_hooks.skip_unused_hook(state, bucket)
+
+    return _broken(ddp, policy, hook)
+
+
 def without_rebuilding(program: Program) -> Program:
     """Take out what asks for the hook of this package itself."""
     program.operations = [one for one in program.operations if one["do"] not in ("rebuild", "policy")]
@@ -147,7 +214,11 @@ def without_rebuilding(program: Program) -> Program:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("register", [drops_a_gradient, skips_what_one_rank_uses], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "register",
+    [drops_a_gradient, skips_what_one_rank_uses, rounds_what_is_nearly_narrow],
+    ids=lambda f: f.__name__,
+)
 def test_finds_and_shrinks(register: Any) -> None:
     for seed in range(20):
         program = without_rebuilding(generate(seed, 2))

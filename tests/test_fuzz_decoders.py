@@ -23,6 +23,7 @@ from torch import nn
 
 import ddp_hooks
 from ddp_hooks import _C, agreement
+from ddp_hooks_testing import _C as testing
 
 JUNK: list[Any] = [
     None,
@@ -55,7 +56,7 @@ CLEAR = (ValueError, TypeError, RuntimeError)
 WORDS = ("expected", "unexpected keyword argument", "required positional argument", "cannot be served: rank 1: ")
 STATE = {
     "version": 2,
-    "policy": ddp_hooks.policies.PRESETS["auto"].to_dict(),
+    "policy": ddp_hooks.policies.resolve("auto", {"narrow": "off"}).to_dict(),  # which version 1 did not know
     "statistics": ddp_hooks.statistics.Statistics(steps=3, dense_bytes=100, payload_bytes=50).to_dict(),
 }
 
@@ -374,7 +375,7 @@ def test_compressed_masks() -> None:
         mask = _C.UsageMask(300)
         mask.merge(before)
         try:
-            _C.merge_compressed(words, mask)
+            testing.merge_compressed(words, mask)
         except BaseException:
             assert mask == before, "refused, and changed all the same"
             raise
@@ -387,7 +388,7 @@ def test_compressed_masks() -> None:
             mask = _C.UsageMask(300, draw.random() < 0.2)
             for _ in range(draw.choice([0, 1, 5, 100])):
                 draw.choice([mask.set, mask.clear])(draw.randrange(300))
-            words = _C.compress(mask)
+            words = testing.compress(mask)
             for _ in range(draw.randint(0, 3)):
                 words[draw.randrange(len(words))] ^= 1 << draw.randrange(64)
             yield words[: draw.choice([1, len(words)])] + [0] * draw.choice([0, 0, 3])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
 
 BITMAP, SET_BITS, CLEARED_BITS, RUNS = FORMS = (1, 2, 3, 4)
 MOST_K = 40
@@ -131,13 +132,13 @@ def clustered(rng: random.Random, size: int, clusters: int) -> set[int]:
 
 def check(size: int, indices: set[int]) -> list[int]:
     """Send a mask there and back, and compare all that is known of it with the twin; return its words."""
-    words = _C.compress(mask_of(size, indices))
+    words = testing.compress(mask_of(size, indices))
     assert decode(words, size) == indices
     of_forms = words_of_forms(size, indices)
     assert len(words) == min(of_forms) <= 1 + (size + 63) // 64
     assert words[0] & 255 == FORMS[of_forms.index(min(of_forms))]  # the earliest of the smallest
     received = _C.UsageMask(size)
-    _C.merge_compressed(words, received)
+    testing.merge_compressed(words, received)
     assert received == mask_of(size, indices)
     return words
 
@@ -202,19 +203,19 @@ def test_longer_masks(size: int, seed: int) -> None:
 def test_few_rows_of_a_large_table(size: int, count: int, most_bytes: int) -> None:
     rng = random.Random(count)
     few = set(rng.sample(range(size), count))
-    words = _C.compress(mask_of(size, few))
+    words = testing.compress(mask_of(size, few))
     assert 8 * len(words) < most_bytes
     assert decode(words, size) == few
     received = _C.UsageMask(size)
-    _C.merge_compressed(words, received)
+    testing.merge_compressed(words, received)
     assert received == mask_of(size, few)
     # And all but these.
     rest = _C.UsageMask(size, True)
     for index in few:
         rest.clear(index)
-    others = _C.compress(rest)
+    others = testing.compress(rest)
     assert (others[0] & 255, others[1:]) == (CLEARED_BITS, words[1:])
-    _C.merge_compressed(others, received)
+    testing.merge_compressed(others, received)
     assert received.count() == size
 
 
@@ -222,10 +223,10 @@ def test_ranges_of_a_large_table() -> None:
     size = 1_000_000
     rng = random.Random(0)
     indices = {i for begin in rng.sample(range(size - 1000), 100) for i in range(begin, begin + rng.randrange(1, 1000))}
-    words = _C.compress(mask_of(size, indices))
+    words = testing.compress(mask_of(size, indices))
     assert (words[0] & 255, 8 * len(words) < 500) == (RUNS, True)
     received = _C.UsageMask(size)
-    _C.merge_compressed(words, received)
+    testing.merge_compressed(words, received)
     assert received == mask_of(size, indices)
 
 
@@ -235,9 +236,9 @@ def test_merging_is_a_union(size: int) -> None:
     received, twin = _C.UsageMask(size), set()
     for density in (0.001, 0.4, 0.02, 0.99, 1.0):
         indices = scattered(rng, size, density)
-        words = _C.compress(mask_of(size, indices))
+        words = testing.compress(mask_of(size, indices))
         # As they arrive: beside longer ones, with zeros after them.
-        _C.merge_compressed(words + [0] * rng.randrange(5), received)
+        testing.merge_compressed(words + [0] * rng.randrange(5), received)
         twin |= indices
         assert received == mask_of(size, twin)
 
@@ -270,10 +271,10 @@ def check_as_the_twin_does(words: list[int], size: int, before: set[int]) -> boo
         indices = decode(words, size)
     except ValueError:
         with pytest.raises(ValueError, match=f"compressed mask of {size} units: expected .* received "):
-            _C.merge_compressed(words, received)
+            testing.merge_compressed(words, received)
         assert received == mask_of(size, before)
         return False
-    _C.merge_compressed(words, received)
+    testing.merge_compressed(words, received)
     assert received == mask_of(size, before | indices)
     return True
 
@@ -286,7 +287,7 @@ def test_damaged_masks(size: int) -> None:
         indices = rng.choice([scattered, clustered])(rng, size, rng.choice([0, 1, 3]))
         if rng.random() < 0.5:
             indices = scattered(rng, size, rng.choice([0.01, 0.1, 0.3, 0.9, 0.99]))
-        words = damaged(rng, _C.compress(mask_of(size, indices)))
+        words = damaged(rng, testing.compress(mask_of(size, indices)))
         taken += check_as_the_twin_does(words, size, scattered(rng, size, 0.1))
     assert 0 < taken < 600
 
@@ -314,7 +315,7 @@ def test_what_is_sent_to_waste_time(form: int, filling: int) -> None:
             words = [form | k << 8 | (k if form == RUNS else 0) << 16 | count << 24] + [filling] * 200_000
             start = time.perf_counter()
             try:
-                _C.merge_compressed(words, received)
+                testing.merge_compressed(words, received)
             except ValueError:
                 assert received.count() == 0
             assert time.perf_counter() - start < 0.5

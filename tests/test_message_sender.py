@@ -15,6 +15,7 @@ from training import register
 
 import ddp_hooks
 from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
 
 BACKEND = "recording_gloo"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -139,15 +140,15 @@ def name_backends(rank: int) -> None:
     assert gloo is not None
     assert isinstance(on_cpu_only, dist.ProcessGroup)
     in_python, _ = new_recording_group()
-    assert _C.backend_name(gloo, CPU) == _C.backend_name(gloo, CUDA) == "gloo"
-    assert _C.backend_name(on_cpu_only, CPU) == "gloo"
-    assert _C.backend_name(on_cpu_only, CUDA) == ""
-    assert _C.backend_name(in_python, CPU) == _C.backend_name(in_python, CUDA) == ""
+    assert testing.backend_name(gloo, CPU) == testing.backend_name(gloo, CUDA) == "gloo"
+    assert testing.backend_name(on_cpu_only, CPU) == "gloo"
+    assert testing.backend_name(on_cpu_only, CUDA) == ""
+    assert testing.backend_name(in_python, CPU) == testing.backend_name(in_python, CUDA) == ""
     assert _C.can_send_directly(gloo, CPU)
     assert not _C.can_send_directly(in_python, CPU)
     # One backend by three names; "nccl" calls itself nccl2 in torch 2.15.
     names = ("nccl", "nccl2", "nccl-lazy", "gloo", "", "nccl3")
-    assert [name for name in names if _C.is_nccl(name)] == ["nccl", "nccl2", "nccl-lazy"]
+    assert [name for name in names if testing.is_nccl(name)] == ["nccl", "nccl2", "nccl-lazy"]
 
 
 def test_a_group_may_lack_a_backend_for_a_device() -> None:

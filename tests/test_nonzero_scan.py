@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
 
 BLOCK = 1024  # elements between two tests in the CPU kernel
 SIZES = (0, 1, 2, 7, 8, 9, 31, 64, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 5)
@@ -30,7 +30,7 @@ def oracle(flat: torch.Tensor) -> tuple[bool, bool]:
 
 
 def check(flat: torch.Tensor) -> tuple[bool, bool]:
-    any_nonzero, any_negative_zero = _C.nonzero_scan(flat)
+    any_nonzero, any_negative_zero = testing.nonzero_scan(flat)
     # The second answer means something only when all elements are zero.
     received = any_nonzero, any_negative_zero and not any_nonzero
     assert received == oracle(flat)
@@ -93,9 +93,9 @@ def test_a_single_nonzero_is_found_anywhere(dtype: torch.dtype, background: floa
             before = int(words[position])
             for name, word in nonzero_words(dtype).items():
                 words[position] = word
-                assert _C.nonzero_scan(flat)[0], f"{name} at {position} of {size}"
+                assert testing.nonzero_scan(flat)[0], f"{name} at {position} of {size}"
             words[position] = before
-        assert not _C.nonzero_scan(flat)[0]
+        assert not testing.nonzero_scan(flat)[0]
 
 
 @DTYPES
@@ -128,11 +128,11 @@ def test_memory_that_is_not_aligned(dtype: torch.dtype) -> None:
     flat = torch.frombuffer(memory, dtype=dtype, offset=1, count=size)
     assert flat.data_ptr() % bytes_each != 0
     memory[1:-1] = bytes(size * bytes_each)
-    assert _C.nonzero_scan(flat) == (False, False)
+    assert testing.nonzero_scan(flat) == (False, False)
     memory[-2] = 0x80  # the sign of the last element (little endian)
-    assert _C.nonzero_scan(flat) == (False, True)
+    assert testing.nonzero_scan(flat) == (False, True)
     memory[1] = 1  # the smallest denormal
-    assert _C.nonzero_scan(flat)[0]
+    assert testing.nonzero_scan(flat)[0]
 
 
 @DTYPES
@@ -155,9 +155,9 @@ def test_random_gradients(dtype: torch.dtype, size: int, offset: int, elements: 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool, torch.float8_e5m2])
 def test_refuses_what_a_gradient_cannot_be(dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match="expected gradients of float32, float64, float16 or bfloat16, received"):
-        _C.nonzero_scan(torch.zeros(3, dtype=dtype))
+        testing.nonzero_scan(torch.zeros(3, dtype=dtype))
 
 
 def test_refuses_another_device() -> None:
     with pytest.raises(RuntimeError, match=r"expected gradients on the CPU.*, received meta"):
-        _C.nonzero_scan(torch.zeros(3, device="meta"))
+        testing.nonzero_scan(torch.zeros(3, device="meta"))

@@ -42,18 +42,18 @@ def test_a_policy_has_few_fields() -> None:
 def test_presets() -> None:
     assert list(PRESETS) == ["allreduce", "skip_unused", "skip_zeros", "auto"]
     assert {
-        name: (policy.skip_unused, policy.skip_zeros, policy.skip_zero_rows) for name, policy in PRESETS.items()
+        name: (policy.skip_unused, policy.skip_zeros, policy.skip_zero_rows, policy.narrow)
+        for name, policy in PRESETS.items()
     } == {
-        "allreduce": (False, "off", "off"),
-        "skip_unused": (True, "off", "off"),
-        "skip_zeros": (True, "on", "on"),
-        "auto": (True, "adaptive", "adaptive"),
+        "allreduce": (False, "off", "off", "off"),
+        "skip_unused": (True, "off", "off", "off"),
+        "skip_zeros": (True, "on", "on", "off"),
+        "auto": (True, "adaptive", "adaptive", "adaptive"),
     }
     for name, policy in PRESETS.items():
         assert policy.name == name
-        # They differ in what is sent, not in how.
         plain = Policy(name)
-        what = ("skip_unused", "skip_zeros", "skip_zero_rows")
+        what = ("skip_unused", "skip_zeros", "skip_zero_rows", "narrow")
         assert dataclasses.replace(policy, **{field: getattr(plain, field) for field in what}) == plain
 
 
@@ -254,14 +254,15 @@ def test_round_trips() -> None:
 
 def test_rows_are_agreed_on_where_usage_is() -> None:
     """What ranks object to travels with the masks of skip_unused."""
-    message = r"Policy.skip_zero_rows: expected 'off' with skip_unused=False, received 'on'; set skip_unused=True"
-    with pytest.raises(ValueError, match=message):
-        Policy("mine", skip_unused=False, skip_zero_rows="on")
+    for field in ("skip_zero_rows", "narrow"):
+        message = rf"Policy.{field}: expected 'off' with skip_unused=False, received 'on'; set skip_unused=True"
+        with pytest.raises(ValueError, match=message):
+            Policy(**{"name": "mine", "skip_unused": False, field: "on"})
 
 
 def test_a_policy_shows_what_differs_from_the_defaults() -> None:
     assert repr(PRESETS["skip_unused"]) == "Policy(name='skip_unused')"
-    assert repr(PRESETS["auto"]) == "Policy(name='auto', skip_zeros='adaptive', skip_zero_rows='adaptive')"
+    assert repr(Policy("mine", narrow="on")) == "Policy(name='mine', narrow='on')"
     assert repr(Tuning()) == "Tuning()"
     tuned = Policy("mine", tuning=Tuning(owners=False, pack_bytes=1))
     assert repr(tuned) == "Policy(name='mine', tuning=Tuning(pack_bytes=1, owners=False))"
@@ -274,6 +275,7 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
         "skip_unused": False,
         "skip_zeros": "on",
         "skip_zero_rows": "on",
+        "narrow": "on",
         "direct": False,
         "owners": False,
         "average": "contributors",
@@ -308,7 +310,7 @@ def test_an_older_checkpoint_is_read_with_the_default_of_a_new_field(monkeypatch
 
 
 def test_every_checkpoint_has_held_what_is_there_today() -> None:
-    assert set(policies._FIRST_FIELDS) == {*FIELDS, "tuning"}
+    assert set(policies._FIRST_FIELDS) == {*FIELDS, "tuning"} - {"narrow"}
     assert set(policies._FIRST_FIELDS_OF_TUNING) == set(FIELDS_OF_TUNING) - {"min_owner_saving", "report_hang_after"}
 
 

@@ -26,6 +26,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 import ddp_hooks
 from ddp_hooks import _extension
+from ddp_hooks_testing import _C as testing
 
 _C = _extension.load()
 ROOT = Path(__file__).parent.parent
@@ -67,7 +68,7 @@ class Watched:
 
     @property
     def now(self) -> Values:
-        return _C.probe_reducer(self.ddp.reducer)
+        return testing.probe_reducer(self.ddp.reducer)
 
     def forward(self, *args: Any) -> torch.Tensor:
         output = self.ddp(torch.ones(2, 4), *args)
@@ -497,7 +498,7 @@ def _ddp_init_helper(rank: int) -> None:
     assert before() is None
     parameters, sparse = ddp._build_params_for_reducer()
     ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
-    assert len(_C.probe_reducer(ddp.reducer)["params_"]) == 2
+    assert len(testing.probe_reducer(ddp.reducer)["params_"]) == 2
     for _ in range(3):
         ddp.zero_grad()
         ddp((1 + rank) * torch.ones(2, 4)).sum().backward()
@@ -540,7 +541,7 @@ def _static_graph_delay_allreduce_enqueued(rank: int) -> None:
 def _set_static_graph(rank: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     ddp.reducer._set_static_graph()
-    assert _C.probe_reducer(ddp.reducer)["static_graph_"]
+    assert testing.probe_reducer(ddp.reducer)["static_graph_"]
     ddp.logger._set_static_graph()
     assert ddp._get_ddp_logging_data()["static_graph"]
 
@@ -586,7 +587,7 @@ def parameters_to_ignore(rank: int) -> None:
     ddp = DistributedDataParallel(model)
     names = [name for name, _ in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
     assert names == ["first.weight", "first.bias", "second.bias"]
-    assert len(_C.probe_reducer(ddp.reducer)["params_"]) == 3
+    assert len(testing.probe_reducer(ddp.reducer)["params_"]) == 3
 
 
 def require_backward_grad_sync(rank: int) -> None:
@@ -595,7 +596,7 @@ def require_backward_grad_sync(rank: int) -> None:
     seen = []
     ddp.register_forward_hook(
         lambda module, args, output: seen.append(
-            (module.require_backward_grad_sync, _C.probe_reducer(module.reducer)["expect_autograd_hooks_"])
+            (module.require_backward_grad_sync, testing.probe_reducer(module.reducer)["expect_autograd_hooks_"])
         )
     )
     with ddp.no_sync():
@@ -747,7 +748,7 @@ def test_what_is_read_of_the_reducer_is_probed_and_listed() -> None:
 def test_what_is_read_of_buckets_is_probed() -> None:
     source = (ROOT / "csrc" / "reducer" / "reducer_view.cpp").read_text()
     read = set(re.findall(r"\bbucket\.(\w+)", source))
-    probed = set(re.findall(r'entry\["(\w+)"\]', (ROOT / "csrc" / "bindings" / "reducer_probes.cpp").read_text()))
+    probed = set(re.findall(r'entry\["(\w+)"\]', (ROOT / "csrc" / "testing" / "reducer_probes.cpp").read_text()))
     assert len(read) > 4
     assert read <= probed
 

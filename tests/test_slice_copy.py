@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
 
 WORDS = {
     torch.float32: torch.int32,
@@ -94,7 +94,7 @@ def check_gather(flat: torch.Tensor, ranges: Ranges, factor: float) -> None:
     # The message lies in the middle of a staging buffer; what surrounds it must not change.
     staging = torch.full((total(ranges) + 7,), 3.0, dtype=flat.dtype)
     message = staging[3 : 3 + total(ranges)]
-    _C.gather_scaled(message, flat, ranges, factor)
+    testing.gather_scaled(message, flat, ranges, factor)
     assert_same_numbers(message, oracle_gather(flat, ranges, factor))
     assert staging[:3].tolist() == [3.0] * 3
     assert staging[3 + total(ranges) :].tolist() == [3.0] * 4
@@ -105,7 +105,7 @@ def check_scatter(flat: torch.Tensor, ranges: Ranges) -> None:
     message = all_kinds_of_numbers(flat.dtype, total(ranges) + 2)[1:-1]
     before = message.clone()
     expected = oracle_scatter(message, flat, ranges)
-    _C.scatter(message, flat, ranges)
+    testing.scatter(message, flat, ranges)
     # Scatter copies: even a NaN's payload arrives.
     assert_same_bits(flat, expected)
     assert_same_bits(message, before)
@@ -132,7 +132,7 @@ def test_random_slices(dtype: torch.dtype, factor: float, seed: int) -> None:
 def test_every_number_of_sixteen_bits(dtype: torch.dtype, factor: float, floating_point_mode: None) -> None:
     flat = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
     message = torch.empty_like(flat)
-    _C.gather_scaled(message, flat, [(0, flat.numel())], factor)
+    testing.gather_scaled(message, flat, [(0, flat.numel())], factor)
     assert_same_numbers(message, torch.mul(flat, factor))
 
 
@@ -141,7 +141,7 @@ def test_every_number_of_sixteen_bits(dtype: torch.dtype, factor: float, floatin
 def test_wide_numbers_of_every_size(dtype: torch.dtype, factor: float, floating_point_mode: None) -> None:
     flat = all_kinds_of_numbers(dtype, 20_001)
     message = torch.empty_like(flat)
-    _C.gather_scaled(message, flat, [(0, flat.numel())], factor)
+    testing.gather_scaled(message, flat, [(0, flat.numel())], factor)
     assert_same_numbers(message, torch.mul(flat, factor))
 
 
@@ -158,7 +158,7 @@ def test_averaging_is_what_ddp_does_without_a_hook(dtype: torch.dtype) -> None:
         bucket = torch.empty_like(gradient)
         torch.mul(gradient, torch.tensor(1.0 / world_size, dtype=torch.float64), out=bucket)
         message = torch.empty_like(gradient)
-        _C.gather_scaled(message, gradient, [(0, 700)], 1.0 / world_size)
+        testing.gather_scaled(message, gradient, [(0, 700)], 1.0 / world_size)
         assert_same_numbers(message, bucket)
 
 
@@ -185,7 +185,7 @@ def test_empty_ranges(dtype: torch.dtype) -> None:
 def test_in_place(dtype: torch.dtype) -> None:
     flat = all_kinds_of_numbers(dtype, 333)
     expected = torch.mul(flat, 1 / 3)
-    _C.gather_scaled(flat, flat, [(0, 333)], 1 / 3)
+    testing.gather_scaled(flat, flat, [(0, 333)], 1 / 3)
     assert_same_numbers(flat, expected)
 
 
@@ -201,11 +201,11 @@ def test_scatter_undoes_gather(dtype: torch.dtype, seed: int, size: int, longest
     flat = all_kinds_of_numbers(dtype, size)
     flat = flat.masked_fill(flat.isnan(), 1.5)
     message = torch.empty(total(ranges), dtype=dtype)
-    _C.gather_scaled(message, flat, ranges, 1.0)
+    testing.gather_scaled(message, flat, ranges, 1.0)
     result = flat.clone()
     for offset, length in ranges:
         result[offset : offset + length] = 77.0
-    _C.scatter(message, result, ranges)
+    testing.scatter(message, result, ranges)
     assert_same_bits(result, flat)
 
 
@@ -213,8 +213,8 @@ def test_scatter_undoes_gather(dtype: torch.dtype, seed: int, size: int, longest
 def test_refuses_what_a_gradient_cannot_be(dtype: torch.dtype) -> None:
     flat = torch.zeros(3, dtype=dtype)
     for call in (
-        lambda: _C.gather_scaled(flat, flat, [(0, 3)], 1.0),
-        lambda: _C.scatter(flat, flat, [(0, 3)]),
+        lambda: testing.gather_scaled(flat, flat, [(0, 3)], 1.0),
+        lambda: testing.scatter(flat, flat, [(0, 3)]),
     ):
         with pytest.raises(RuntimeError, match="expected gradients of float32, float64, float16 or bfloat16, received"):
             call()
@@ -223,9 +223,9 @@ def test_refuses_what_a_gradient_cannot_be(dtype: torch.dtype) -> None:
 def test_refuses_another_device() -> None:
     flat = torch.zeros(3, device="meta")
     with pytest.raises(RuntimeError, match=r"expected gradients on the CPU.*, received meta"):
-        _C.gather_scaled(flat, flat, [(0, 3)], 1.0)
+        testing.gather_scaled(flat, flat, [(0, 3)], 1.0)
     with pytest.raises(RuntimeError, match=r"expected gradients on the CPU.*, received meta"):
-        _C.scatter(flat, flat, [(0, 3)])
+        testing.scatter(flat, flat, [(0, 3)])
 
 
 @DTYPES
@@ -249,14 +249,14 @@ def test_scatter_add_is_torchs_addition(dtype: torch.dtype, seed: int) -> None:
     for begin, length in ranges:
         expected[begin : begin + length] += message[position : position + length]
         position += length
-    _C.scatter_add(message, to, ranges)
+    testing.scatter_add(message, to, ranges)
     assert_same_bits(to, expected)
 
 
 def test_scatter_add_refuses_what_does_not_fit() -> None:
     with pytest.raises(RuntimeError, match="expected slices of 3 elements, received 4"):
-        _C.scatter_add(torch.ones(3), torch.ones(9), [(0, 2), (5, 2)])
+        testing.scatter_add(torch.ones(3), torch.ones(9), [(0, 2), (5, 2)])
     with pytest.raises(RuntimeError):
-        _C.scatter_add(torch.ones(3), torch.ones(9), [(7, 3)])
+        testing.scatter_add(torch.ones(3), torch.ones(9), [(7, 3)])
     with pytest.raises(RuntimeError, match="expected slices of"):
-        _C.scatter_add(torch.ones(3), torch.ones(9, dtype=torch.float64), [(0, 3)])
+        testing.scatter_add(torch.ones(3), torch.ones(9, dtype=torch.float64), [(0, 3)])

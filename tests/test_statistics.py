@@ -360,11 +360,11 @@ def test_transports_that_carried_nothing_are_left_out() -> None:
     carried = {"steps": 2, "messages": 3, "dense_bytes": 9 * 10**6, "payload_bytes": 8 * 10**6}
     broadcast, owners = {"broadcast_bytes": 3 * 10**6}, {"owner_bytes": 2 * 10**6}
     shown = " ".join(str(Statistics(**carried, **broadcast)).split())
-    assert "transports: 3.00 MB broadcast by the one rank that has them, the rest all-reduced" in shown
+    assert "transports: 3.00 MB broadcast by those who have them, the rest all-reduced" in shown
     assert "owners" not in shown
     shown = " ".join(str(Statistics(**carried, **owners)).split())
     assert "transports: 2.00 MB summed by owners, the rest all-reduced" in shown
     assert "broadcast" not in shown
     shown = " ".join(str(Statistics(**carried, **broadcast, **owners)).split())
-    assert "3.00 MB broadcast by the one rank that has them, 2.00 MB summed by owners, the rest all-reduced" in shown
+    assert "3.00 MB broadcast by those who have them, 2.00 MB summed by owners, the rest all-reduced" in shown
     assert "transports" not in str(Statistics(**carried))

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64]
 
@@ -18,7 +18,7 @@ def messages_of(ranks: int, parameters: list[torch.Tensor], users: list[list[int
     sets = [set(who) for who in users]
     for rank in range(ranks):
         gradients = [(parameter, rank in who) for parameter, who in zip(parameters, sets, strict=True)]
-        _C.average_unmanaged_gradients(messages.append, rank, ranks, gradients, 0, False)
+        testing.average_unmanaged_gradients(messages.append, rank, ranks, gradients, 0, False)
     return messages
 
 
@@ -44,7 +44,7 @@ def test_contributors_are_counted(ranks: int, dtype: torch.dtype) -> None:
     def all_reduce(message: torch.Tensor) -> None:
         message[elements:] = total[elements:]  # everybody else's gradients are zeros
 
-    sent, gradient_bytes, flag_bytes = _C.average_unmanaged_gradients(
+    sent, gradient_bytes, flag_bytes = testing.average_unmanaged_gradients(
         all_reduce, 0, ranks, [(parameter, 0 in who) for parameter, who in zip(parameters, users, strict=True)], 0, True
     )
     for parameter, gradient, who in zip(parameters, mine, users, strict=True):

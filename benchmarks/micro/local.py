@@ -121,7 +121,7 @@ def run_copy(rounds: int, max_bytes: int = COPY_BYTES[-1]) -> list[dict[str, Any
     """Scan, gather and scatter float32, on one thread, each beside a `copy_` of as many bytes in the same round."""
     import torch
 
-    from ddp_hooks import _C
+    from ddp_hooks_testing import _C as testing
 
     torch.set_num_threads(1)
     factor = 0.5  # exact, so that results compare bitwise
@@ -139,12 +139,12 @@ def run_copy(rounds: int, max_bytes: int = COPY_BYTES[-1]) -> list[dict[str, Any
             message.copy_(flat[:numel])
 
         def scan(data: Any) -> Callable[[], Any]:
-            return lambda: _C.nonzero_scan(data)
+            return lambda: testing.nonzero_scan(data)
 
         calls: list[tuple[str, int, Callable[[], Any], Callable[[], Any] | None, Callable[[], bool]]] = [
-            ("scan, all zero", 1, scan(zeros), None, lambda z=zeros: _C.nonzero_scan(z) == (False, False)),
-            ("scan, last one not", 1, scan(late), None, lambda d=late: _C.nonzero_scan(d)[0]),
-            ("scan, dense", 1, scan(flat[:numel]), None, lambda d=flat[:numel]: _C.nonzero_scan(d)[0]),
+            ("scan, all zero", 1, scan(zeros), None, lambda z=zeros: testing.nonzero_scan(z) == (False, False)),
+            ("scan, last one not", 1, scan(late), None, lambda d=late: testing.nonzero_scan(d)[0]),
+            ("scan, dense", 1, scan(flat[:numel]), None, lambda d=flat[:numel]: testing.nonzero_scan(d)[0]),
         ]
         for slices in SLICES:
             length = numel // slices
@@ -152,7 +152,7 @@ def run_copy(rounds: int, max_bytes: int = COPY_BYTES[-1]) -> list[dict[str, Any
                 continue
             ranges = [(2 * i * length, length) for i in range(slices)]
             empty = [(2 * i * length, 0) for i in range(slices)]
-            calls += _copies(_C, factor, flat, message[: slices * length], ranges, empty)
+            calls += _copies(testing, factor, flat, message[: slices * length], ranges, empty)
         for operation, slices, call, overhead, check in calls:
             rows.append(
                 {

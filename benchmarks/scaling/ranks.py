@@ -144,7 +144,7 @@ def _time_hook(size: str, rounds: int) -> None:
                 state.reset_stats()
             ddp.zero_grad(set_to_none=True)
             dist.barrier()
-            workload.loss(ddp, 0, dist.get_rank()).backward()
+            workload.backward(ddp, 0, dist.get_rank())
         counters = state.stats()
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, counters.hook_seconds / rounds)

@@ -262,7 +262,7 @@ class _Measurement:
             else:  # of the counted steps alone: `auto` may have changed its mind since the timed ones
                 payload = (later["payload_bytes"] - stats["payload_bytes"]) / len(patterns)
             checks[name] = {
-                "gradient_difference": max(gaps),
+                "gradient_difference": max(gaps) / self._workload.loss_scale,
                 "wire_bytes": wire,
                 "counted_payload_bytes": payload,
                 "statistics": stats,

@@ -68,7 +68,7 @@ class Variant:
         self.model.zero_grad(set_to_none=True)
 
     def step(self, pattern: int) -> None:
-        self.context.workload.loss(self.module, pattern, self.context.rank).backward()
+        self.context.workload.backward(self.module, pattern, self.context.rank)
 
     def gradients(self, pattern: int) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
@@ -140,7 +140,7 @@ class _Oracle(Variant):
         self._models[pattern].zero_grad(set_to_none=True)
 
     def step(self, pattern: int) -> None:
-        self.context.workload.loss(self._modules[pattern], pattern, self.context.rank).backward()
+        self.context.workload.backward(self._modules[pattern], pattern, self.context.rank)
 
     def gradients(self, pattern: int) -> dict[str, Tensor]:
         return {n: p.grad for n, p in self._models[pattern].named_parameters() if p.grad is not None}
@@ -299,7 +299,7 @@ class _Declared(_Ours):
         self._unused: list[list[nn.Parameter]] = []
         for pattern in range(context.workload.patterns):
             twin.zero_grad(set_to_none=True)
-            context.workload.loss(twin, pattern, context.rank).backward()
+            context.workload.backward(twin, pattern, context.rank)
             pairs = zip(model.parameters(), twin.parameters(), strict=True)
             self._unused.append([mine for mine, other in pairs if other.grad is None])
 
@@ -373,8 +373,8 @@ def find(name: str) -> Peer:
     """Return the peer of that name, or a policy of ours with other settings.
 
     Args:
-        name: a key of `PEERS`, or that of a policy registered natively and settings behind it:
-            ``ours:auto:native:owners=True,segment_bytes=65536``.
+        name: a key of `PEERS`, or that of a policy registered natively and settings behind it, numbers or words:
+            ``ours:auto:native:owners=True,segment_bytes=65536,skip_zeros=off``.
 
     Raises:
         ValueError: there is none of that name.
@@ -384,9 +384,16 @@ def find(name: str) -> Peer:
     known, _, settings = name.rpartition(":")
     if known not in PEERS or not known.endswith(":native") or "=" not in settings:
         raise ValueError(f"expected one of {', '.join(PEERS)}, or ours:POLICY:native:SETTING=VALUE, received {name}")
-    values = {key: ast.literal_eval(text) for key, _, text in (pair.partition("=") for pair in settings.split(","))}
+    values = {key: _value(text) for key, _, text in (pair.partition("=") for pair in settings.split(","))}
     build = _with_settings(known.split(":")[1], values)
     return Peer(name, f"{PEERS[known].title}, {settings}", build, is_ours=True)
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text  # a word
 
 
 def max_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

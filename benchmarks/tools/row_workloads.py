@@ -52,7 +52,7 @@ class RowWorkload(Workload):
         super().__init__(self.sizes[size])
 
 
-class _FromConfiguration(RowWorkload):
+class FromConfiguration(RowWorkload):
     """A model that `transformers` builds of a configuration, fed with tokens."""
 
     batch: int
@@ -91,7 +91,7 @@ def _require_transformers(workload: str) -> None:
         )
 
 
-class E5(_FromConfiguration):
+class E5(FromConfiguration):
     """A classifier of the shape of multilingual-e5-small: four fifths of its gradients are the word embeddings'."""
 
     name = "e5"
@@ -112,7 +112,7 @@ class E5(_FromConfiguration):
         return torch.randint(2, (self.batch,), generator=generator)
 
 
-class _Experts(_FromConfiguration):
+class _Experts(FromConfiguration):
     batch = 1
     # The one that neither loops over experts nor copies one for each token. It leaves exact zeros where no token went.
     implementation = "grouped_mm"
@@ -169,7 +169,7 @@ class Qwen3Moe(_Experts):
         return transformers.Qwen3MoeForCausalLM(configuration)
 
 
-class GPT2Dense(_FromConfiguration):
+class GPT2Dense(FromConfiguration):
     """A GPT-2 whose head is tied to its embedding: no zero row but the last position's, which predicts nothing."""
 
     name = "gpt2_dense"

@@ -38,7 +38,7 @@ def find_usage(workload: Workload, master: nn.Module, world_size: int) -> list[U
         rows: dict[str, Tensor] = {}  # by how many ranks each is used
         for rank in range(world_size):
             model.zero_grad(set_to_none=True)
-            workload.loss(model, pattern, rank).backward()
+            workload.backward(model, pattern, rank)
             mine = {name: rows_with_nonzero(p.grad) for name, p in model.named_parameters() if p.grad is not None}
             mine = {name: mask for name, mask in mine.items() if bool(mask.any())}
             by_rank.append(frozenset(mine))

@@ -47,6 +47,8 @@ class Workload:
     # skip_all_reduce_unused_params are legal.
     is_static = False
     patterns = 4
+    # What gradients are multiplied with, as GradScaler does; differences are told without it.
+    loss_scale = 1.0
 
     def __init__(self, size: Any) -> None:
         self.size = size
@@ -63,6 +65,10 @@ class Workload:
 
     def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
         raise NotImplementedError
+
+    def backward(self, model: nn.Module, pattern: int, rank: int) -> None:
+        """One step's backward passes; `model` is the module or DDP around it."""
+        self.loss(model, pattern, rank).backward()
 
     def _generator(self, pattern: int, rank: int) -> torch.Generator:
         return torch.Generator().manual_seed(1000 * pattern + rank + 1)

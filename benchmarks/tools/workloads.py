@@ -1,6 +1,6 @@
 """What is trained in the benchmarks: real architectures in plain torch, and which of their parameters a step uses.
 
-Every workload, those of `tools.row_workloads` included, is made by its name here.
+Every workload, those of `tools.row_workloads` and `tools.width_workloads` included, is made by its name here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tools import row_workloads
+from tools import row_workloads, width_workloads
 from tools.workload import SIZES, Size, Workload
 
 
@@ -300,12 +300,14 @@ class _Alternating(nn.Module):
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9)
 _SIMPLE = {w.name: w for w in (LayerDrop, OneTaskPerRank, Mixture, ZeroTimesSum, AllUsed)}
 NAMES = (*(f"frozen:{fraction:g}" for fraction in FRACTIONS), *_SIMPLE)
+ALL_NAMES = (*NAMES, *row_workloads.NAMES, *width_workloads.NAMES)
 
 
 def make(name: str, size: str) -> Workload:
-    """Make a workload by name: one of `NAMES` or `row_workloads.NAMES`, or a kind with an argument.
+    """Make a workload by name: one of `ALL_NAMES`, or a kind with an argument.
 
-    These are `frozen:<fraction>`, `layers:<fraction>`, `alternate:<bytes>` and `omnireduce:<density>`.
+    These are `frozen:<fraction>`, `layers:<fraction>`, `alternate:<bytes>`, `omnireduce:<density>` and
+    `<model>_autocast:<dtype>:<passes>`.
 
     Raises:
         ValueError: there is no such workload, or not in that size.
@@ -320,7 +322,7 @@ def make(name: str, size: str) -> Workload:
         return Alternating(SIZES[size], int(argument))
     if kind in _SIMPLE:
         return _SIMPLE[kind](SIZES[size])
-    found = row_workloads.make(kind, argument, size)
+    found = row_workloads.make(kind, argument, size) or width_workloads.make(kind, argument, size)
     if found is None:
-        raise ValueError(f"expected a workload among {', '.join((*NAMES, *row_workloads.NAMES))}, received {name!r}")
+        raise ValueError(f"expected a workload among {', '.join(ALL_NAMES)}, received {name!r}")
     return found

@@ -1,5 +1,7 @@
 #include <pybind11/stl.h>
 
+#include <utility>
+
 #include "bindings/rooms.h"
 #include "detectors/units_detector.h"
 #include "detectors/values_probe.h"
@@ -27,16 +29,24 @@ void bind_detectors(py::module_& m) {
       .def("observe", &ValuesProbe::observe);
 
   py::class_<UnitsDetector>(m, "UnitsDetector")
-      .def(py::init([](ValuesDetector detector, const UnitSettings& units, const ProbeSettings& probe) {
-             return UnitsDetector({detector, units, probe});
-           }),
-           py::kw_only(), py::arg("detector"), py::arg("units"), py::arg("probe"))
+      .def(py::init([](ValuesDetector rows, ValuesDetector widths, const UnitSettings& units,
+                       const ProbeSettings& probe) { return UnitsDetector({rows, widths, units, probe}); }),
+           py::kw_only(), py::arg("rows"), py::arg("widths"), py::arg("units"), py::arg("probe"))
       .def("use_layout", &UnitsDetector::use_layout)
       .def("least_zero_fraction", &UnitsDetector::least_zero_fraction)
+      .def("least_narrow_fraction", &UnitsDetector::least_narrow_fraction)
       .def("objections", &UnitsDetector::objections)
-      .def("choose", &UnitsDetector::choose)
+      // The parameters, and those of them that are asked how wide their units are.
+      .def("choose",
+           [](UnitsDetector& detector, const UsageMask& used, const UsageMask& objections, int64_t step) {
+             ChosenUnits chosen = detector.choose(used, objections, step);
+             return std::make_pair(std::move(chosen.parameters), std::move(chosen.widths));
+           })
       .def("is_due", &UnitsDetector::is_due)
-      .def("observe", &UnitsDetector::observe);
+      .def("observe", [](UnitsDetector& detector, size_t parameter, int64_t step, int64_t elements, double sent,
+                         double sent_at_full_width) {
+        return detector.observe(parameter, step, elements, {sent, sent_at_full_width});
+      });
 }
 
 }  // namespace ddp_hooks

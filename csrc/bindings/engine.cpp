@@ -102,26 +102,29 @@ std::function<std::string(const std::string&)> asked_without_gil(py::function fu
 
 void bind_engine(py::module_& m) {
   py::class_<EngineSettings>(m, "EngineSettings")
-      .def(py::init([](bool graph_detector, ValuesDetector values_detector, ValuesDetector units_detector,
-                       const UnitSettings& units, const PlanSettings& plan, const ProbeSettings& probe,
-                       int64_t rebuild_after_steps, bool averages_contributors, uint64_t configuration) {
+      .def(py::init([](bool graph_detector, ValuesDetector values_detector, ValuesDetector rows_detector,
+                       ValuesDetector widths_detector, const UnitSettings& units, const PlanSettings& plan,
+                       const ProbeSettings& probe, int64_t rebuild_after_steps, bool averages_contributors,
+                       uint64_t configuration) {
              return EngineSettings{{graph_detector, false, configuration},
                                    {values_detector, probe},
-                                   {units_detector, units, probe},
+                                   {rows_detector, widths_detector, units, probe},
                                    plan,
                                    averages_contributors,
                                    rebuild_after_steps};
            }),
-           py::kw_only(), py::arg("graph_detector"), py::arg("values_detector"), py::arg("units_detector"),
-           py::arg("units"), py::arg("plan"), py::arg("probe"), py::arg("rebuild_after_steps"),
-           py::arg("averages_contributors"), py::arg("configuration"));
+           py::kw_only(), py::arg("graph_detector"), py::arg("values_detector"), py::arg("rows_detector"),
+           py::arg("widths_detector"), py::arg("units"), py::arg("plan"), py::arg("probe"),
+           py::arg("rebuild_after_steps"), py::arg("averages_contributors"), py::arg("configuration"));
 
   py::class_<Statistics>(m, "Statistics")
       .def_readonly("steps", &Statistics::steps)
       .def_readonly("skip_zeros_steps", &Statistics::values_steps)
-      .def_readonly("skip_zero_rows_steps", &Statistics::units_steps)
+      .def_readonly("skip_zero_rows_steps", &Statistics::rows_steps)
       .def_readonly("units_agreed_on", &Statistics::units_agreed_on)
       .def_readonly("units_sent", &Statistics::units_sent)
+      .def_readonly("narrow_steps", &Statistics::narrow_steps)
+      .def_readonly("units_narrow", &Statistics::units_narrow)
       .def_property_readonly("buckets_whole", [](const Statistics& s) { return s.messages.buckets_whole; })
       .def_property_readonly("buckets_packed", [](const Statistics& s) { return s.messages.buckets_packed; })
       .def_property_readonly("buckets_skipped", [](const Statistics& s) { return s.messages.buckets_skipped; })
@@ -130,6 +133,7 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("payload_bytes", [](const Statistics& s) { return s.messages.payload_bytes; })
       .def_property_readonly("broadcast_bytes", [](const Statistics& s) { return s.messages.broadcast_bytes; })
       .def_property_readonly("owner_bytes", [](const Statistics& s) { return s.messages.owner_bytes; })
+      .def_property_readonly("narrow_bytes", [](const Statistics& s) { return s.messages.narrow_bytes; })
       .def_property_readonly("sent_bytes", [](const Statistics& s) { return s.messages.sent_bytes; })
       .def_property_readonly("mask_bytes", [](const Statistics& s) { return s.exchanges.mask_bytes; })
       .def_property_readonly("exchanges", [](const Statistics& s) { return s.exchanges.exchanges; })

@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,6 +29,7 @@ size_t checked(const UsageMask& mask, size_t index) {
 void bind_layout(py::module_& m) {
   py::class_<UsageMask>(m, "UsageMask")
       .def(py::init<size_t, bool>(), py::arg("size"), py::arg("used") = false)
+      .def(py::init<size_t, std::vector<uint64_t>>(), py::arg("size"), py::arg("words"))
       .def("__len__", &UsageMask::size)
       .def("test", [](const UsageMask& mask, size_t index) { return mask.test(checked(mask, index)); })
       .def("set", [](UsageMask& mask, size_t index) { mask.set(checked(mask, index)); })
@@ -60,16 +62,21 @@ void bind_layout(py::module_& m) {
            }),
            py::kw_only(), py::arg("min_divided_bytes"), py::arg("min_unit_bytes"), py::arg("max_unit_bytes"));
   py::class_<Units>(m, "Units")
-      .def(py::init([](int64_t length, int64_t slice_length, size_t first_bit) {
-             return Units{length, slice_length, first_bit};
+      .def(py::init([](int64_t length, int64_t slice_length, size_t first_bit, std::array<Width, 2> forms,
+                       std::array<size_t, 2> first_inexact_bits) {
+             return Units{length, slice_length, first_bit, forms, first_inexact_bits};
            }),
-           py::arg("length"), py::arg("slice_length"), py::arg("first_bit") = 0)
+           py::arg("length"), py::arg("slice_length"), py::arg("first_bit") = 0,
+           py::arg("forms") = std::array<Width, 2>{Width::kFull, Width::kFull},
+           py::arg("first_inexact_bits") = std::array<size_t, 2>{})
       .def_readonly("length", &Units::length)
+      .def_readonly("slice_length", &Units::slice_length)
+      .def_readonly("forms", &Units::forms)
+      .def_readonly("first_inexact_bits", &Units::first_inexact_bits)
       .def("__len__", &Units::count)
       .def("begin", &Units::begin)
       .def("end", &Units::end);
   m.def("units_of", &units_of);
-  m.def("elements_in_units", &elements_in);
 
   py::class_<BucketLayout>(m, "BucketLayout")
       .def(py::init([](std::vector<ParameterSlice> slices, int64_t element_bytes, uint64_t kind) {
@@ -84,7 +91,8 @@ void bind_layout(py::module_& m) {
       .def_readonly("slices", &BucketLayout::slices)
       .def_readonly("numel", &BucketLayout::numel)
       .def_readonly("element_bytes", &BucketLayout::element_bytes)
-      .def_readonly("sparse", &BucketLayout::sparse);
+      .def_readonly("sparse", &BucketLayout::sparse)
+      .def("narrow_forms", &BucketLayout::narrow_forms);
 
   py::class_<LayoutOfBuckets>(m, "LayoutOfBuckets")
       .def(py::init([](std::vector<BucketLayout> buckets, size_t parameter_count) {

@@ -9,9 +9,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   ddp_hooks::bind_layout(m);
   ddp_hooks::bind_reducer(m);
   ddp_hooks::bind_agreement(m);
-  ddp_hooks::bind_mask_codec(m);
   ddp_hooks::bind_detectors(m);
   ddp_hooks::bind_transport(m);
   ddp_hooks::bind_engine(m);
-  ddp_hooks::bind_reducer_probes(m);
 }

@@ -21,6 +21,7 @@ void bind_reducer(py::module_& m) {
   m.def("reducer_layout", [](const py::object& reducer) { return view(reducer).layout(); });
   m.def("reducer_is_in_backward", [](const py::object& reducer) { return view(reducer).in_backward(); });
   m.def("reducer_forward_passes", [](const py::object& reducer) { return view(reducer).forward_passes(); });
+  m.def("reducer_unreached", [](const py::object& reducer) { return view(reducer).unreached(); });
   m.def("reducer_has_hook", [](const py::object& reducer) { return view(reducer).has_hook(); });
   m.def("initialize_reducer_used_map", [](const py::object& reducer) { view(reducer).initialize_used_map(); });
   m.def("reducer_skips_unused_by_local_list",

@@ -1,11 +1,6 @@
-#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <chrono>
-#include <functional>
 #include <optional>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -15,44 +10,13 @@
 #include "layout/units.h"
 #include "layout/usage_mask.h"
 #include "transport/direct_sender.h"
-#include "transport/launch.h"
 #include "transport/reduction_plan.h"
 #include "transport/unit_plan.h"
-#include "transport/unmanaged_gradients.h"
 
 namespace py = pybind11;
 
 namespace ddp_hooks {
-namespace {
-
-class Done : public c10d::Work {
- public:
-  bool wait(std::chrono::milliseconds) override { return true; }
-};
-
-// A rank of a group as large as a test likes, which sums what the ranks hand over.
-class OneOfMany : public c10d::Backend {
- public:
-  using AllReduce = std::function<void(at::Tensor)>;
-  OneOfMany(int rank, int size, AllReduce all_reduce) : Backend(rank, size), all_reduce_(std::move(all_reduce)) {}
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions&) override {
-    all_reduce_(tensors.front());
-    return c10::make_intrusive<Done>();
-  }
-
- private:
-  AllReduce all_reduce_;
-};
-
-}  // namespace
-
 void bind_transport(py::module_& m) {
-  py::enum_<Transport>(m, "Transport")
-      .value("ALL_REDUCE", Transport::kAllReduce)
-      .value("BY_OWNER", Transport::kByOwner);
-  m.def("transport_for", [](RankSet contributors, int world_size, bool sums) {
-    return transport_for(contributors, {world_size, true, sums});
-  });
   py::class_<DirectSettings>(m, "DirectSettings")
       .def(py::init([](bool allowed, int world_size, bool sums, double least_saving_of_sums, int64_t segment_bytes,
                        int64_t min_bytes) {
@@ -65,7 +29,8 @@ void bind_transport(py::module_& m) {
       .def_readonly("place", &DirectPart::place)
       .def_readonly("offset", &DirectPart::offset)
       .def_readonly("length", &DirectPart::length)
-      .def_readonly("contributors", &DirectPart::contributors);
+      .def_readonly("contributors", &DirectPart::contributors)
+      .def_readonly("width", &DirectPart::width);
   py::class_<DirectGroup>(m, "DirectGroup")
       .def_readonly("owner", &DirectGroup::owner)
       .def_readonly("numel", &DirectGroup::numel)
@@ -121,7 +86,8 @@ void bind_transport(py::module_& m) {
       py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("divided") = py::none());
 
   // Of the all-reduced messages: whether each travels in place, and its runs (gradient, offset, length), in elements.
-  // And the others; and by gradient how many elements are sent, counted at their transports' costs.
+  // And the others; and by gradient how many elements are sent, counted at their transports' costs, and how many these
+  // would be if none could travel narrow.
   m.def(
       "make_unit_plan",
       [](const std::vector<Units>& gradients, const UsageMask& used, int64_t element_bytes,
@@ -132,27 +98,16 @@ void bind_transport(py::module_& m) {
           auto& runs = reduced.emplace_back(message.in_place, 0).second;
           for (const UnitRun& run : message.runs) runs.emplace_back(run.gradient, run.offset, run.length);
         }
-        return std::make_tuple(std::move(reduced), plan.direct, plan.sent_elements);
+        std::vector<std::pair<double, double>> sent;
+        for (const SentElements& one : plan.sent) sent.emplace_back(one.elements, one.at_full_width);
+        return std::make_tuple(std::move(reduced), plan.direct, std::move(sent));
       },
       py::arg("gradients"), py::arg("used"), py::arg("element_bytes"), py::arg("settings"),
       py::arg("by_rank") = std::vector<UsageMask>());
 
-  m.def("backend_name", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
-    return backend_name(*group, device.type());
-  });
-  m.def("is_nccl", &is_nccl);
   m.def("can_send_directly", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
     return DirectSender::is_possible(*group, device);
   });
-  m.def("average_unmanaged_gradients",
-        [](OneOfMany::AllReduce all_reduce, int rank, int ranks,
-           const std::vector<std::pair<at::Tensor, bool>>& gradients, double factor, bool wait) {
-          std::vector<UnmanagedGradient> unmanaged;
-          for (const auto& [parameter, used] : gradients) unmanaged.push_back({parameter, used});
-          const auto group = c10::make_intrusive<OneOfMany>(rank, ranks, std::move(all_reduce));
-          const UnmanagedMessages sent = average_unmanaged_gradients(*group, unmanaged, factor, wait);
-          return std::make_tuple(sent.messages, sent.gradient_bytes, sent.flag_bytes);
-        });
 }
 
 }  // namespace ddp_hooks

@@ -12,33 +12,34 @@ namespace {
 
 // Less than this part of the units is not worth an exchange, whatever the policy asks for.
 constexpr double kLeastZeros = 1.0 / 8;
+// A narrow unit saves half of its bytes on two ranks, and a quarter where its owner sends back a full sum.
+constexpr double kLeastNarrow = 1.0 / 4;
 
 }  // namespace
 
 void UnitsDetector::use_layout(const LayoutOfBuckets& layout) {
   needed_.assign(layout.buckets.size(), {});
-  std::vector<size_t> parameters;
-  UsageMask on_device(layout.parameter_count);
-  if (settings_.detector != ValuesDetector::kOff) {
+  std::vector<Divided> divided;
+  if (settings_.rows != ValuesDetector::kOff || settings_.widths != ValuesDetector::kOff) {
     for (const BucketLayout& bucket : layout.buckets) {
       for (const ParameterSlice& slice : bucket.slices) {
         if (bucket.sparse || units_of(slice, bucket).count() <= 1) continue;
-        parameters.push_back(slice.parameter);
-        if (!bucket.is_on_cpu()) on_device.set(slice.parameter);
+        Question question;
+        question.pause = settings_.probe.first_pause_steps;
+        divided.push_back(
+            {slice.parameter, !bucket.is_on_cpu(), bucket.narrow_forms().front() != Width::kFull, question, question});
       }
     }
   }
-  std::sort(parameters.begin(), parameters.end());
+  std::sort(divided.begin(), divided.end(),
+            [](const Divided& a, const Divided& b) { return a.parameter < b.parameter; });
   // New buckets hold the same parameters as the old ones; what is known of them stays.
-  const auto same = [](const Divided& divided, size_t parameter) { return divided.parameter == parameter; };
-  if (std::equal(divided_.begin(), divided_.end(), parameters.begin(), parameters.end(), same)) return;
-  divided_.clear();
+  const auto same = [](const Divided& a, const Divided& b) { return a.parameter == b.parameter; };
+  if (std::equal(divided_.begin(), divided_.end(), divided.begin(), divided.end(), same)) return;
+  divided_ = std::move(divided);
   samples_.clear();
-  for (size_t parameter : parameters) {
-    divided_.push_back({parameter, on_device.test(parameter), false, false, settings_.probe.first_pause_steps, 0});
-  }
   // Until this rank has seen a gradient.
-  objections_ = UsageMask(divided_.size(), true);
+  objections_ = UsageMask(divided_.size() * (asks_for_rows() + asks_for_widths()), true);
 }
 
 Units UnitsDetector::units_of(const ParameterSlice& slice, const BucketLayout& bucket) const {
@@ -55,14 +56,20 @@ double UnitsDetector::least_zero_fraction() const {
   return std::max(kLeastZeros, settings_.probe.min_zero_fraction);
 }
 
+double UnitsDetector::least_narrow_fraction() const {
+  return std::max(kLeastNarrow, settings_.probe.min_zero_fraction);
+}
+
 UsageMask UnitsDetector::objections(bool none) {
-  if (!is_adaptive()) return {};
-  if (none) return UsageMask(divided_.size());
-  const double least = least_zero_fraction();
-  for (auto& [objectors, sample] : samples_) {
-    const std::vector<double>& zero_fractions = sample.wait();
-    for (size_t i = 0; i < objectors.size(); ++i) {
-      if (zero_fractions[i] >= least) objections_.clear(objectors[i]);
+  if (none) return UsageMask(objections_.size());
+  for (Sample& sample : samples_) {
+    const std::vector<SampledUnits>& found = sample.units.wait();
+    for (size_t i = 0; i < found.size(); ++i) {
+      const size_t divided = sample.divided[i];
+      if (asks_for_rows() && found[i].zero_fraction >= least_zero_fraction()) objections_.clear(divided);
+      if (asks_for_widths() && found[i].narrow_fraction * (1 - found[i].zero_fraction) >= least_narrow_fraction()) {
+        objections_.clear(widths_bit(divided));
+      }
     }
   }
   samples_.clear();
@@ -71,42 +78,67 @@ UsageMask UnitsDetector::objections(bool none) {
 
 bool UnitsDetector::may_choose() const {
   // What is chosen for the first time has to be looked through once.
-  return std::any_of(divided_.begin(), divided_.end(),
-                     [&](const Divided& divided) { return divided.pays || !is_adaptive(); });
+  return std::any_of(divided_.begin(), divided_.end(), [&](const Divided& divided) {
+    return divided.rows.pays || divided.widths.pays || settings_.rows == ValuesDetector::kOn ||
+           settings_.widths == ValuesDetector::kOn;
+  });
 }
 
-UsageMask UnitsDetector::choose(const UsageMask& used, const UsageMask& objections, int64_t step) {
-  UsageMask chosen(used.size());
+// On a device a question that may be asked in the next step has been looked at by every rank then, because its
+// parameter travels whole in this one.
+bool UnitsDetector::ask(ValuesDetector detector, Question& question, bool objected, bool on_device,
+                        int64_t step) const {
+  if (detector == ValuesDetector::kOff) return false;
+  const bool is_due = question.is_due(step);
+  question.asked = detector == ValuesDetector::kOn || question.pays || (is_due && !objected);
+  if (question.asked) {
+    question.looked_at = false;
+  } else if (on_device) {
+    if (is_due && question.looked_at) leave_alone(question, step);
+    question.looked_at = question.is_due(step + 1);
+  }
+  return question.asked;
+}
+
+ChosenUnits UnitsDetector::choose(const UsageMask& used, const UsageMask& objections, int64_t step) {
+  ChosenUnits chosen{UsageMask(used.size()), UsageMask(used.size()), false};
   for (size_t i = 0; i < divided_.size(); ++i) {
     Divided& divided = divided_[i];
     if (!used.test(divided.parameter)) continue;
-    const bool is_due = step >= divided.next_step;
-    if (!is_adaptive() || divided.pays || (is_due && !objections.test(i))) {
-      chosen.set(divided.parameter);
-      divided.looked_at = false;
-    } else if (divided.on_device) {
-      if (is_due && divided.looked_at) leave_alone(divided, step);
-      // It travels whole in this step, so that every rank looks at it, if it is due in the next one.
-      divided.looked_at = step + 1 >= divided.next_step;
-    }
+    const bool rows = ask(settings_.rows, divided.rows, asks_for_rows() && objections.test(i), divided.on_device, step);
+    const bool objected = !rows && asks_for_widths() && objections.test(widths_bit(i));
+    const bool widths =
+        divided.may_be_narrow && ask(settings_.widths, divided.widths, objected, divided.on_device && !rows, step);
+    chosen.asks_rows = chosen.asks_rows || rows;
+    if (rows || widths) chosen.parameters.set(divided.parameter);
+    if (widths) chosen.widths.set(divided.parameter);
   }
   return chosen;
 }
 
 bool UnitsDetector::is_due(size_t parameter, int64_t next) {
-  const Divided* divided = is_adaptive() ? find(parameter) : nullptr;
-  return divided != nullptr && next >= divided->next_step;
+  const Divided* divided = find(parameter);
+  if (divided == nullptr) return false;
+  return (asks_for_rows() && divided->rows.is_due(next)) ||
+         (asks_for_widths() && divided->may_be_narrow && divided->widths.is_due(next));
 }
 
 void UnitsDetector::look(const BucketLayout& bucket, const at::Tensor& flat, const BucketViews& views,
                          const UsageMask& whole, int64_t next) {
-  std::vector<size_t> objectors;
+  Sample sample;
   std::vector<UnitsOfSlice> gradients;
+  const auto object = [&](size_t divided, bool objects) {
+    for (const size_t bit : {asks_for_rows() ? divided : objections_.size(),
+                             asks_for_widths() ? widths_bit(divided) : objections_.size()}) {
+      if (bit == objections_.size()) continue;
+      objects ? objections_.set(bit) : objections_.clear(bit);
+    }
+  };
   for (const ParameterSlice& slice : bucket.slices) {
     if (!whole.test(slice.parameter) || !is_due(slice.parameter, next)) continue;
     const auto index = static_cast<size_t>(find(slice.parameter) - divided_.data());
     if (!views.has_gradient(slice.parameter)) {
-      objections_.clear(index);  // nothing is as good as zeros
+      object(index, false);  // nothing is as good as zeros
       continue;
     }
     SliceOfTensor gradient{flat, slice.offset, slice.length};
@@ -114,44 +146,51 @@ void UnitsDetector::look(const BucketLayout& bucket, const at::Tensor& flat, con
       gradient = {views.find(slice.parameter), 0, slice.length};
       if (!gradient.flat.defined()) continue;
     }
-    objections_.set(index);
-    objectors.push_back(index);
+    object(index, true);
+    sample.divided.push_back(index);
     gradients.push_back({std::move(gradient), units_of(slice, bucket).length});
   }
-  if (objectors.empty()) return;
+  if (gradients.empty()) return;
   RECORD_FUNCTION("ddp_hooks::sample", std::vector<c10::IValue>());
-  samples_.emplace_back(std::move(objectors), start_unit_sample(gradients));
+  sample.units = start_unit_sample(gradients, asks_for_widths());
+  samples_.push_back(std::move(sample));
 }
 
-bool UnitsDetector::observe(size_t parameter, int64_t step, int64_t elements, int64_t sent_elements) {
+bool UnitsDetector::observe(size_t parameter, int64_t step, int64_t elements, const SentElements& sent) {
   Divided* divided = find(parameter);
   if (divided == nullptr) return false;
-  const int64_t zeros = elements - sent_elements;
-  divided->pays =
-      zeros > 0 && static_cast<double>(zeros) >= settings_.probe.min_zero_fraction * static_cast<double>(elements);
-  if (divided->pays) {
-    divided->pause = settings_.probe.first_pause_steps;
-  } else {
-    leave_alone(*divided, step);
-  }
-  return divided->pays;
+  const bool rows = learn(divided->rows, step, elements, static_cast<double>(elements) - sent.at_full_width);
+  const bool widths = learn(divided->widths, step, elements, sent.at_full_width - sent.elements);
+  return rows || widths;
 }
 
-void UnitsDetector::leave_alone(Divided& divided, int64_t step) const {
-  divided.next_step = saturating_sum(step + 1, divided.pause);
-  divided.pause = std::min(saturating_sum(divided.pause, divided.pause), settings_.probe.longest_pause_steps);
+bool UnitsDetector::learn(Question& question, int64_t step, int64_t elements, double saved) const {
+  if (!question.asked) return false;
+  question.pays = saved > 0 && saved >= settings_.probe.min_zero_fraction * static_cast<double>(elements);
+  if (question.pays) {
+    question.pause = settings_.probe.first_pause_steps;
+  } else {
+    leave_alone(question, step);
+  }
+  return question.pays;
+}
+
+void UnitsDetector::leave_alone(Question& question, int64_t step) const {
+  question.next_step = saturating_sum(step + 1, question.pause);
+  question.pause = std::min(saturating_sum(question.pause, question.pause), settings_.probe.longest_pause_steps);
 }
 
 size_t UnitsDetector::capacity_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t bits) const {
   const Needed& before = needed_[bucket];
-  if (before.parameters != parameters) return most_words(bits);
+  if (before.parameters != parameters || before.bits != bits) return most_words(bits);
   // A quarter more, so that what varies from step to step seldom needs a second exchange.
   constexpr size_t kSpareWords = 8;
   return std::min(before.words + before.words / 4 + kSpareWords, most_words(bits));
 }
 
-void UnitsDetector::note_needed_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t needed) {
-  needed_[bucket] = {parameters, needed};
+void UnitsDetector::note_needed_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t bits,
+                                      size_t needed) {
+  needed_[bucket] = {parameters, bits, needed};
 }
 
 }  // namespace ddp_hooks

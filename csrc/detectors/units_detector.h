@@ -1,9 +1,10 @@
-// In which parameters it pays to agree on units, and how much room their masks need.
+// In which parameters it pays to agree on units, and on how wide these are, and how much room their masks need.
 //
-// Each rank looks at a sample of the units of its own gradients, and objects to a parameter of which too few are zero;
-// objections travel with the next step's usage masks. To what no rank objects, all of them agree on units. What they
-// then find tells exactly what that saves, and decides whether they go on: if it is too little, they leave it for a
-// while, which doubles each time.
+// Two questions are asked of a parameter: are many of its *rows* zero, and are many of its units *narrow*? Each rank
+// looks at a sample of the units of its own gradients, and objects to a question whose answer would save too little;
+// objections travel with the next step's usage masks. What no rank objects to, all of them ask. What they then find
+// tells exactly what that saves, and decides whether they go on: if it is too little, they leave it for a while, which
+// doubles each time. Where rows are agreed on anyhow, nobody needs a sample to ask how wide these are.
 //
 // A look at a dense gradient costs the CPU a glance, so it looks in every step. A device it costs a launch, and its
 // host more than that, so there they leave for a while, likewise, what they have looked at and some rank objects to.
@@ -22,6 +23,7 @@
 #include "detectors/values_probe.h"
 #include "kernels/unit_sample.h"
 #include "layout/bucket_layout.h"
+#include "layout/transports.h"
 #include "layout/units.h"
 #include "layout/usage_mask.h"
 #include "reducer/bucket_views.h"
@@ -29,9 +31,17 @@
 namespace ddp_hooks {
 
 struct UnitsSettings {
-  ValuesDetector detector = ValuesDetector::kOff;
+  ValuesDetector rows = ValuesDetector::kOff;
+  ValuesDetector widths = ValuesDetector::kOff;
   UnitSettings units;
-  ProbeSettings probe;  // of the adaptive one
+  ProbeSettings probe;  // of the adaptive ones
+};
+
+// What a step agrees on by units.
+struct ChosenUnits {
+  UsageMask parameters;
+  UsageMask widths;        // those of them that are asked how wide each unit is
+  bool asks_rows = false;  // some of them are asked for zero rows
 };
 
 class UnitsDetector {
@@ -44,51 +54,73 @@ class UnitsDetector {
   // How a slice of the bucket falls apart.
   Units units_of(const ParameterSlice& slice, const BucketLayout& bucket) const;
 
-  // With less than this part of its sampled units zero, a rank objects.
+  // With less than this part of its sampled units zero, or narrow, a rank objects to ask for that.
   double least_zero_fraction() const;
-  // A bit for each parameter with more than one unit, in the order of their indices; of size 0 where nobody asks.
-  // Waits for samples that are still being taken, on a device.
+  double least_narrow_fraction() const;
+  // For each question that is asked adaptively, rows before widths, a bit for each parameter with more than one unit,
+  // in the order of their indices; of size 0 where nobody asks. Waits for samples that are still being taken, on a
+  // device.
   UsageMask objections(bool none);
   // Whether units of some parameter may be agreed on in the next step.
   bool may_choose() const;
   // In which of the `used` parameters units are agreed on in this step, of which `objections` are every rank's.
-  UsageMask choose(const UsageMask& used, const UsageMask& objections, int64_t step);
+  ChosenUnits choose(const UsageMask& used, const UsageMask& objections, int64_t step);
 
-  // Whether a parameter may be chosen in the step `next` if nobody objects. The same on every rank.
+  // Whether a parameter may be chosen in the step `next`, for its rows or for its widths, if nobody objects. The same
+  // on every rank.
   bool is_due(size_t parameter, int64_t next);
   // Takes a sample of a bucket's gradients, for what is due in the step `next`: of those that travel `whole` in this
   // one. `flat` is the bucket.
   void look(const BucketLayout& bucket, const at::Tensor& flat, const BucketViews& views, const UsageMask& whole,
             int64_t next);
-  // What was agreed on in a parameter that was: how many of its elements are sent. Returns whether that pays.
-  bool observe(size_t parameter, int64_t step, int64_t elements, int64_t sent_elements);
+  // What was agreed on in a parameter of `elements` that was chosen in this `step`. Returns whether asking paid.
+  bool observe(size_t parameter, int64_t step, int64_t elements, const SentElements& sent);
 
   // How many words the compressed masks of these parameters of a bucket may take: what they needed before, and some.
+  // `bits`: of the mask, which is another one when widths are asked for.
   size_t capacity_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t bits) const;
-  void note_needed_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t needed);
+  void note_needed_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t bits, size_t needed);
 
  private:
+  // Of one parameter.
+  struct Question {
+    bool asked = false;      // in this step
+    bool looked_at = false;  // by every rank, on a device, since it was left alone
+    bool pays = false;       // in the last step in which it was asked
+    int64_t pause = 0;       // how long to leave it when it does not
+    int64_t next_step = 0;   // not before this one
+
+    bool is_due(int64_t step) const { return step >= next_step; }
+  };
   struct Divided {
     size_t parameter = 0;
     bool on_device = false;
-    bool looked_at = false;  // by every rank, on a device, since it was left alone
-    bool pays = false;       // in the last step it did
-    int64_t pause = 0;       // how long to leave it when it does not
-    int64_t next_step = 0;   // not before this one
+    bool may_be_narrow = false;  // its dtype has narrow forms
+    Question rows;
+    Question widths;
   };
   struct Needed {
     std::vector<size_t> parameters;
+    size_t bits = 0;
     size_t words = 0;
   };
+  struct Sample {
+    std::vector<size_t> divided;  // indices
+    PendingUnitSample units;
+  };
   Divided* find(size_t parameter);
-  void leave_alone(Divided& divided, int64_t step) const;
-  bool is_adaptive() const { return settings_.detector == ValuesDetector::kAdaptive; }
+  bool ask(ValuesDetector detector, Question& question, bool objected, bool on_device, int64_t step) const;
+  bool learn(Question& question, int64_t step, int64_t elements, double saved) const;
+  void leave_alone(Question& question, int64_t step) const;
+  bool asks_for_rows() const { return settings_.rows == ValuesDetector::kAdaptive; }
+  bool asks_for_widths() const { return settings_.widths == ValuesDetector::kAdaptive; }
+  size_t widths_bit(size_t divided) const { return (asks_for_rows() ? divided_.size() : 0) + divided; }
 
   UnitsSettings settings_;
-  std::vector<Divided> divided_;                                            // by the parameters' indices
-  UsageMask objections_;                                                    // a bit for each of them
-  std::vector<std::pair<std::vector<size_t>, PendingUnitSample>> samples_;  // of which objections
-  std::vector<Needed> needed_;                                              // by bucket
+  std::vector<Divided> divided_;  // by the parameters' indices
+  UsageMask objections_;
+  std::vector<Sample> samples_;
+  std::vector<Needed> needed_;  // by bucket
 };
 
 }  // namespace ddp_hooks

@@ -13,6 +13,19 @@ namespace {
 
 constexpr size_t kBitsPerWord = 64;
 
+size_t words_of(const Units& units) {
+  return UsageMask::word_count(static_cast<size_t>(units.count()));
+}
+
+// Each begins with a word, so that masks are put together by copying words.
+size_t bits_of(const Units& units) {
+  return words_of(units) * kBitsPerWord;
+}
+
+bool asks_widths(const Units& units) {
+  return units.forms.front() != Width::kFull;
+}
+
 std::vector<size_t> parameters_of(const std::vector<DividedGradient>& gradients) {
   std::vector<size_t> parameters;
   for (const DividedGradient& gradient : gradients) parameters.push_back(gradient.parameter);
@@ -51,7 +64,7 @@ void make_zeros_positive(const DividedGradient& divided, const std::vector<uint3
 bool UnitsOfStep::concerns(uint32_t bucket) const {
   const std::vector<ParameterSlice>& slices = step_.layout.buckets[bucket].slices;
   return std::any_of(slices.begin(), slices.end(),
-                     [&](const ParameterSlice& slice) { return chosen_.test(slice.parameter); });
+                     [&](const ParameterSlice& slice) { return chosen_.parameters.test(slice.parameter); });
 }
 
 void UnitsOfStep::bucket_ready(uint32_t bucket, const at::Tensor& flat, const UsageMask& local,
@@ -72,7 +85,7 @@ UnitsOfStep::Bucket UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, co
   Bucket bucket;
   bucket.index = index;
   for (const ParameterSlice& slice : layout.slices) {
-    if (!chosen_.test(slice.parameter)) continue;
+    if (!chosen_.parameters.test(slice.parameter)) continue;
     DividedGradient divided{slice.parameter, {flat, slice.offset, slice.length}, detector_.units_of(slice, layout)};
     divided.units.first_bit = bucket.bits;
     // Where this rank has no gradient, the Reducer makes one of the view; in a view that it has filled there may be one
@@ -83,10 +96,17 @@ UnitsOfStep::Bucket UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, co
       const at::Tensor gradient = step_.views.find_own_or_fill(slice.parameter);
       if (gradient.defined()) divided.gradient = {gradient, 0, slice.length};
     }
+    if (chosen_.widths.test(slice.parameter)) divided.units.forms = layout.narrow_forms();
     bucket.scans.push_back(has_gradient ? start_scan(divided) : PendingUnitScan());
-    // Each begins with a word, so that masks are put together by copying words.
-    bucket.bits += UsageMask::word_count(static_cast<size_t>(divided.units.count())) * kBitsPerWord;
+    bucket.bits += bits_of(divided.units);
     bucket.gradients.push_back(std::move(divided));
+  }
+  for (DividedGradient& divided : bucket.gradients) {
+    for (size_t form = 0; form < divided.units.forms.size(); ++form) {
+      if (divided.units.forms[form] == Width::kFull) continue;
+      divided.units.first_inexact_bits[form] = bucket.bits;
+      bucket.bits += bits_of(divided.units);
+    }
   }
   return bucket;
 }
@@ -98,20 +118,27 @@ PendingUnitScan UnitsOfStep::start_scan(const DividedGradient& divided) const {
         looked_up_.units_of(step_.views.parameter(divided.parameter), divided.gradient.flat, length);
     if (!candidates.empty()) {
       RECORD_FUNCTION("ddp_hooks::scan_looked_up", std::vector<c10::IValue>());
-      return start_unit_scan(divided.gradient, length, candidates);
+      return start_unit_scan(divided.gradient, length, candidates, asks_widths(divided.units));
     }
   }
-  return start_unit_scan(divided.gradient, length);
+  return start_unit_scan(divided.gradient, length, asks_widths(divided.units));
 }
 
 UsageMask UnitsOfStep::found_here(Bucket& bucket) {
   std::vector<uint64_t> words;
   words.reserve(UsageMask::word_count(bucket.bits));
+  const auto add = [&](const std::vector<uint64_t>& found, const Units& units) {
+    words.insert(words.end(), found.begin(), found.end());
+    words.resize(words.size() + words_of(units) - found.size(), 0);
+  };
   for (size_t i = 0; i < bucket.gradients.size(); ++i) {
-    const size_t count = UsageMask::word_count(static_cast<size_t>(bucket.gradients[i].units.count()));
-    const std::vector<uint64_t>& nonzero = bucket.scans[i].wait().nonzero;
-    words.insert(words.end(), nonzero.begin(), nonzero.end());
-    words.resize(words.size() + count - nonzero.size(), 0);
+    add(bucket.scans[i].wait().nonzero, bucket.gradients[i].units);
+  }
+  for (size_t i = 0; i < bucket.gradients.size(); ++i) {
+    const Units& units = bucket.gradients[i].units;
+    for (size_t form = 0; form < units.forms.size(); ++form) {
+      if (units.forms[form] != Width::kFull) add(bucket.scans[i].wait().inexact[form], units);
+    }
   }
   return {bucket.bits, std::move(words)};
 }
@@ -133,16 +160,20 @@ bool UnitsOfStep::try_settle(Bucket& bucket, const Settled& settled) {
     start_exchange(bucket, most_words(bucket.bits));
     return false;
   }
-  detector_.note_needed_words(bucket.index, parameters_of(bucket.gradients), needed);
+  detector_.note_needed_words(bucket.index, parameters_of(bucket.gradients), bucket.bits, needed);
   const Contributors& who = bucket.exchange->contributors();
   for (size_t i = 0; i < bucket.gradients.size(); ++i) {
     const DividedGradient& divided = bucket.gradients[i];
     make_zeros_positive(divided, bucket.scans[i].wait().negative_zeros, anywhere);
     UnitCounts& counts = counts_.emplace_back();
-    counts = {divided.parameter, divided.units.count(), bucket.used_here[i], count_in(divided.units, anywhere), {}};
+    counts.parameter = divided.parameter;
+    counts.units = divided.units.count();
+    counts.here = bucket.used_here[i];
+    counts.anywhere = count_in(divided.units, anywhere);
+    counts.narrow = count_narrow(divided.units, anywhere);
     for (const UsageMask& mask : who.by_rank()) counts.by_rank.push_back(count_in(divided.units, mask));
   }
-  const std::vector<int64_t> sent = settled({bucket.index, bucket.gradients, anywhere, who});
+  const std::vector<SentElements> sent = settled({bucket.index, bucket.gradients, anywhere, who});
   for (size_t i = 0; i < bucket.gradients.size(); ++i) {
     const DividedGradient& divided = bucket.gradients[i];
     detector_.observe(divided.parameter, step_number_, divided.units.slice_length, sent[i]);

@@ -1,6 +1,8 @@
-// What a step finds inside the parameters that were chosen for it: which of their units some rank uses.
+// What a step finds inside the parameters that were chosen for it: which of their units some rank uses, and how wide
+// these are.
 //
-// Each bucket that holds such a parameter has an exchange of its own, of one mask for all of them, compressed.
+// Each bucket that holds such a parameter has an exchange of its own, of one mask for all of them, compressed: first
+// each one's bits of what is used, then those that rule out narrow forms, of the parameters that were asked for them.
 //
 // Gradients are read, and sent from, where they lie, in .grad or in the bucket; nothing is copied for it.
 //
@@ -41,6 +43,7 @@ struct UnitCounts {
   int64_t units = 0;
   int64_t here = 0;
   int64_t anywhere = 0;
+  int64_t narrow = 0;            // of those anywhere
   std::vector<int64_t> by_rank;  // empty where nobody knows
 };
 
@@ -48,14 +51,14 @@ struct UnitCounts {
 struct SettledUnits {
   uint32_t bucket = 0;
   const std::vector<DividedGradient>& gradients;
-  const UsageMask& used;             // which of their units some rank uses
+  const UsageMask& used;             // which of their units some rank uses, and what rules out narrow forms
   const Contributors& contributors;  // and if that is known, which ranks those are
 };
 
 class UnitsOfStep {
  public:
-  // `chosen`: the parameters. The other references have to outlive it, too.
-  UnitsOfStep(const DetectedStep& step, const LookedUpRows& looked_up, UnitsDetector& detector, UsageMask chosen,
+  // The references have to outlive it.
+  UnitsOfStep(const DetectedStep& step, const LookedUpRows& looked_up, UnitsDetector& detector, ChosenUnits chosen,
               int64_t step_number)
       : step_(step),
         looked_up_(looked_up),
@@ -64,12 +67,11 @@ class UnitsOfStep {
         step_number_(step_number),
         pipeline_(step.timing) {}
 
-  const UsageMask& chosen() const { return chosen_; }
+  const UsageMask& chosen() const { return chosen_.parameters; }
   bool concerns(uint32_t bucket) const;
 
-  // The bucket is ready, `flat`; this rank uses `local`. `settled` returns how many elements of each gradient are sent,
-  // counted at their transports' costs.
-  using Settled = std::function<std::vector<int64_t>(const SettledUnits&)>;
+  // The bucket is ready, `flat`; this rank uses `local`. `settled` returns what is sent of each gradient.
+  using Settled = std::function<std::vector<SentElements>(const SettledUnits&)>;
   void bucket_ready(uint32_t bucket, const at::Tensor& flat, const UsageMask& local, const Settled& settled);
 
   // Of the buckets that were settled.
@@ -94,7 +96,7 @@ class UnitsOfStep {
   const DetectedStep step_;
   const LookedUpRows& looked_up_;
   UnitsDetector& detector_;
-  const UsageMask chosen_;
+  const ChosenUnits chosen_;
   const int64_t step_number_;
   BucketPipeline<Bucket> pipeline_;
   std::vector<UnitCounts> counts_;

@@ -71,7 +71,7 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
       settings_(fitted(settings)),
       control_groups_(std::move(groups)),
       probe_(settings.values.probe),
-      units_(settings.units),
+      units_(settings_.units),
       plans_(kCachedPlans),
       sender_(*data_group_, views_, statistics_.messages) {
   const size_t parameters = reducer_.parameters().size() + unmanaged_parameters_.size();
@@ -328,20 +328,22 @@ void Engine::send_bucket(uint32_t bucket, const BucketPlan& plan) {
 EngineSettings Engine::fitted(EngineSettings settings) const {
   Transports& transports = settings.plan.direct.transports;
   transports.world_size = data_group_->getSize();
-  transports.alone = transports.alone && settings.agreement.graph_detector &&
-                     DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
-  transports.sums = transports.sums && transports.alone;
-  settings.agreement.asks_who = transports.alone || settings.averages_contributors;
+  transports.broadcasts = transports.broadcasts && settings.agreement.graph_detector &&
+                          DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
+  transports.sums = transports.sums && transports.broadcasts;
+  // On a device nothing reads how wide units are yet.
+  if (!transports.broadcasts || !reducer_.parameters().front().is_cpu()) settings.units.widths = ValuesDetector::kOff;
+  settings.agreement.asks_who = transports.broadcasts || settings.averages_contributors;
   return settings;
 }
 
-std::vector<int64_t> Engine::send_units(const SettledUnits& settled) {
+std::vector<SentElements> Engine::send_units(const SettledUnits& settled) {
   std::vector<Units> units;
   for (const DividedGradient& gradient : settled.gradients) units.push_back(gradient.units);
   const int64_t element_bytes = layout_->buckets[settled.bucket].element_bytes;
   const UnitPlan plan = make_unit_plan(units, settled.used, settled.contributors, element_bytes, settings_.plan);
   sender_.send_units(step_, settled.bucket, settled.gradients, plan);
-  return plan.sent_elements;
+  return plan.sent;
 }
 
 void Engine::open_step(bool shadow) {
@@ -363,7 +365,7 @@ void Engine::open_step(bool shadow) {
   choose_detectors(usage, step_number);
   if (step_->values) return;
   // A rank that contributes what its mask does not say would not be heard.
-  const bool direct = settings_.plan.direct.transports.alone && usage.nothing_left_over && step_->nobody_joined;
+  const bool direct = settings_.plan.direct.transports.broadcasts && usage.nothing_left_over && step_->nobody_joined;
   plan_parameters(step_->agreed, direct ? step_->contributors : Contributors());
 }
 
@@ -419,10 +421,11 @@ void Engine::choose_detectors(const AgreedUsage& usage, int64_t step_number) {
                               {!usage.same_everywhere, !step.buckets.front().buffer().is_cpu()}};
   // A joined rank has nothing to look into, and makes the Reducer write gradients that nobody has.
   if (!step.agreed.test(prologue_->agreement().joined_bit())) {
-    UsageMask chosen = units_.choose(step.agreed, usage.objections, step_number);
-    if (chosen.count() > 0) {
-      statistics_.units_steps += 1;
-      step.agreed.subtract(chosen);
+    ChosenUnits chosen = units_.choose(step.agreed, usage.objections, step_number);
+    if (chosen.parameters.count() > 0) {
+      statistics_.rows_steps += chosen.asks_rows;
+      statistics_.narrow_steps += chosen.widths.count() > 0;
+      step.agreed.subtract(chosen.parameters);
       step.units.emplace(detected, *looked_up_, units_, std::move(chosen), step_number);
     }
   }
@@ -476,6 +479,7 @@ void Engine::close_step() {
       if (counts.anywhere > 0) usage_.anywhere.set(counts.parameter);
       statistics_.units_agreed_on += counts.units;
       statistics_.units_sent += counts.anywhere;
+      statistics_.units_narrow += counts.narrow;
     }
   }
   if (step.values) probe_.observe(step_number_ - 1, step.values->used_bytes(), step.values->zero_bytes());
@@ -776,7 +780,7 @@ void Engine::configure(const EngineSettings& settings) {
               "ddp_hooks: expected a change of policy between two steps, received one during a backward pass");
   settings_ = fitted(settings);
   probe_ = ValuesProbe(settings.values.probe);
-  units_ = UnitsDetector(settings.units);
+  units_ = UnitsDetector(settings_.units);
   // With the layout that stands; before the first step there is none yet.
   units_.use_layout(*layout_);
   plans_.clear();

@@ -161,7 +161,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   UsageMask divided() const;
   void plan_parameters(const UsageMask& to_send, const Contributors& who);
   void send_bucket(uint32_t bucket, const BucketPlan& plan);
-  std::vector<int64_t> send_units(const SettledUnits& settled);
+  std::vector<SentElements> send_units(const SettledUnits& settled);
   EngineSettings fitted(EngineSettings settings) const;
   void close_step();
   void leave_out_used_map();

@@ -3,9 +3,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
-#include "kernels/cpu/nonzero_scan.h"
+#include "kernels/cpu/unit_scan.h"
 #include "kernels/cuda/samples.h"  // which units are sampled is the same on every device
 #include "kernels/devices.h"
 
@@ -41,23 +42,47 @@ void check_alike(const std::vector<UnitsOfSlice>& slices) {
   }
 }
 
-// Of the first elements of `taken` units.
-double zero_fraction(const UnitsOfSlice& units, int64_t taken, int64_t most_elements, ElementType type) {
-  const int64_t count = count_units(units);
+// What was found in some units of a slice.
+struct Counts {
+  int64_t taken = 0;
   int64_t zeros = 0;
+  std::array<int64_t, 2> narrow{};  // not zero, and held by the form
+
+  bool any() const { return zeros != 0 || narrow[0] != 0 || narrow[1] != 0; }
+
+  SampledUnits fractions() const {
+    const int64_t others = taken - zeros;
+    const int64_t most = std::max(narrow[0], narrow[1]);
+    return {static_cast<double>(zeros) / static_cast<double>(taken),
+            others == 0 ? 0 : static_cast<double>(most) / static_cast<double>(others)};
+  }
+};
+
+// Looks at the first elements of `taken` units.
+Counts count_in(const UnitsOfSlice& units, int64_t taken, int64_t most_elements, ElementType type, bool widths) {
+  const int64_t count = count_units(units);
+  Counts counts{.taken = taken};
   for (int64_t i = 0; i < taken; ++i) {
     const int64_t begin = i * count / taken * units.unit_length;
     const int64_t length = std::min({units.slice.length - begin, units.unit_length, most_elements});
-    const SliceOfTensor unit{units.slice.flat, units.slice.offset + begin, length};
-    zeros += !cpu::nonzero_scan(address_of(unit), length, type).any_nonzero;
+    const char* const unit = address_of({units.slice.flat, units.slice.offset + begin, length});
+    const int64_t looked_at = widths ? std::min(length, cuda::kWidthElements) : length;
+    const cpu::UnitFindings found = cpu::scan_unit(unit, looked_at, type, widths);
+    const int64_t left = length - looked_at;
+    const bool is_nonzero =
+        found.any_nonzero || cpu::scan_unit(unit + looked_at * element_bytes(type), left, type).any_nonzero;
+    counts.zeros += !is_nonzero;
+    for (size_t k = 0; widths && is_nonzero && k < counts.narrow.size(); ++k) {
+      counts.narrow[k] += narrow_widths(type)[k] != Width::kFull && !found.inexact[k];
+    }
   }
-  return static_cast<double>(zeros) / static_cast<double>(taken);
+  return counts;
 }
 
-double zero_fraction(const UnitsOfSlice& units, ElementType type) {
+SampledUnits sample(const UnitsOfSlice& units, ElementType type, bool widths) {
   const int64_t count = count_units(units);
-  if (zero_fraction(units, std::min(kGlancedUnits, count), kGlancedElements, type) == 0) return 0;
-  return zero_fraction(units, cuda::sampled_count(count), units.unit_length, type);
+  if (!count_in(units, std::min(kGlancedUnits, count), kGlancedElements, type, widths).any()) return {};
+  return count_in(units, cuda::sampled_count(count), units.unit_length, type, widths).fractions();
 }
 
 }  // namespace
@@ -80,22 +105,22 @@ PendingUnitSample::~PendingUnitSample() = default;
 PendingUnitSample::PendingUnitSample(PendingUnitSample&&) noexcept = default;
 PendingUnitSample& PendingUnitSample::operator=(PendingUnitSample&&) noexcept = default;
 
-const std::vector<double>& PendingUnitSample::wait() {
+const std::vector<SampledUnits>& PendingUnitSample::wait() {
 #ifdef DDP_HOOKS_WITH_CUDA
   if (on_device_) {
     const uint32_t* words = on_device_->answer.wait();
     for (const int64_t units : on_device_->units) {
       const auto zeros = static_cast<double>(cuda::count_zeros(words, units));
-      zero_fractions_.push_back(zeros / static_cast<double>(cuda::sampled_count(units)));
+      samples_.push_back({zeros / static_cast<double>(cuda::sampled_count(units)), 0});
       words += cuda::kWordsPerSample;
     }
     on_device_.reset();
   }
 #endif
-  return zero_fractions_;
+  return samples_;
 }
 
-PendingUnitSample start_unit_sample(const std::vector<UnitsOfSlice>& slices) {
+PendingUnitSample start_unit_sample(const std::vector<UnitsOfSlice>& slices, bool widths) {
   PendingUnitSample sample;
   if (slices.empty()) return sample;
   check_alike(slices);
@@ -126,7 +151,7 @@ PendingUnitSample start_unit_sample(const std::vector<UnitsOfSlice>& slices) {
     return sample;
   }
 #endif
-  for (const UnitsOfSlice& units : slices) sample.zero_fractions_.push_back(zero_fraction(units, type));
+  for (const UnitsOfSlice& units : slices) sample.samples_.push_back(ddp_hooks::sample(units, type, widths));
   return sample;
 }
 

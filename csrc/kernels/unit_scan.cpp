@@ -59,7 +59,7 @@ const UnitScanResult& PendingUnitScan::wait() {
   return result_;
 }
 
-PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length) {
+PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length, bool widths) {
   PendingUnitScan scan;
   const int64_t units = count_units(slice, unit_length);
   check_device(slice.flat.device());
@@ -84,18 +84,18 @@ PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length)
     return scan;
   }
 #endif
-  scan.result_ = cpu::unit_scan(address_of(slice), slice.length, unit_length, type);
+  scan.result_ = cpu::unit_scan(address_of(slice), slice.length, unit_length, type, widths);
   return scan;
 }
 
 PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length,
-                                const std::vector<uint64_t>& candidates) {
+                                const std::vector<uint64_t>& candidates, bool widths) {
   PendingUnitScan scan;
   const int64_t units = count_units(slice, unit_length);
   TORCH_CHECK(slice.flat.is_cpu(), "ddp_hooks: expected candidates of a gradient on the CPU, received one on ",
               slice.flat.device());
   const ElementType type = element_type_of(slice.flat);
-  if (units > 0) scan.result_ = cpu::unit_scan(address_of(slice), slice.length, unit_length, type, candidates);
+  if (units > 0) scan.result_ = cpu::unit_scan(address_of(slice), slice.length, unit_length, type, candidates, widths);
   return scan;
 }
 

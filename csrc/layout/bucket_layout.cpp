@@ -6,6 +6,18 @@
 
 namespace ddp_hooks {
 
+std::array<Width, 2> BucketLayout::narrow_forms() const {
+  // Gradients of so many bytes are of one type each, and those of two bytes have no narrow form in either.
+  switch (element_bytes) {
+    case 8:
+      return narrow_widths(ElementType::kFloat64);
+    case 4:
+      return narrow_widths(ElementType::kFloat32);
+    default:
+      return narrow_widths(ElementType::kFloat16);
+  }
+}
+
 std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Slice& stretch) {
   auto slice =
       std::lower_bound(layout.slices.begin(), layout.slices.end(), stretch.offset,

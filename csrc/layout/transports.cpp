@@ -5,37 +5,67 @@
 namespace ddp_hooks {
 namespace {
 
-// A second phase has to save this much of the ring's transfers before it is worth its latency.
+// What several contribute leaves the ring only if that saves this much of its transfers: a second phase, or adding up
+// on every rank, has its price.
 constexpr double kLeastGain = 0.1;
 
-int transfers_by_owner(RankSet contributors, int world_size) {
-  return world_size + std::popcount(contributors) - 2;
+double transfers_of_broadcast(int contributors, double part, int world_size) {
+  return contributors * part * (world_size - 1);
+}
+
+double transfers_by_owner(int contributors, double part, int world_size) {
+  return (contributors - 1) * part + (world_size - 1);
+}
+
+double transfers_of_ring(int world_size) {
+  return 2.0 * (world_size - 1);
 }
 
 }  // namespace
 
-Transport transport_for(RankSet contributors, const Transports& transports) {
-  if (contributors == 0 || transports.world_size < 2 || !transports.alone) return Transport::kAllReduce;
-  if (std::has_single_bit(contributors)) return Transport::kByOwner;
-  const int ring = 2 * (transports.world_size - 1);
-  const bool pays = transfers_by_owner(contributors, transports.world_size) <= (1 - kLeastGain) * ring;
-  return transports.sums && pays ? Transport::kByOwner : Transport::kAllReduce;
+double part_of_bytes(Width width) {
+  return width == Width::kFull ? 1 : 0.5;
 }
 
-double relative_cost(RankSet contributors, const Transports& transports) {
-  if (transport_for(contributors, transports) == Transport::kAllReduce) return 1;
-  const int world_size = transports.world_size;
-  return static_cast<double>(transfers_by_owner(contributors, world_size)) / (2 * (world_size - 1));
+Transport transport_for(RankSet contributors, Width width, const Transports& transports) {
+  if (contributors == 0 || transports.world_size < 2 || !transports.broadcasts) return Transport::kAllReduce;
+  if (std::has_single_bit(contributors)) return Transport::kBroadcast;
+  const int count = std::popcount(contributors), world_size = transports.world_size;
+  const double part = part_of_bytes(width);
+  const double broadcast = transfers_of_broadcast(count, part, world_size);
+  const double by_owner = transfers_by_owner(count, part, world_size);
+  const double most = (1 - kLeastGain) * transfers_of_ring(world_size);
+  if (broadcast <= most && (!transports.sums || broadcast <= by_owner)) return Transport::kBroadcast;
+  return transports.sums && by_owner <= most ? Transport::kByOwner : Transport::kAllReduce;
 }
 
-double cost_of(const Units& units, const UsageMask& used, const Contributors& who, const Transports& transports) {
-  if (!who.are_known() || !transports.alone) return static_cast<double>(elements_in(units, used));
-  double elements = 0;
+double relative_cost(RankSet contributors, Width width, const Transports& transports) {
+  const int count = std::popcount(contributors), world_size = transports.world_size;
+  const double part = part_of_bytes(width), ring = transfers_of_ring(world_size);
+  switch (transport_for(contributors, width, transports)) {
+    case Transport::kBroadcast:
+      return transfers_of_broadcast(count, part, world_size) / ring;
+    case Transport::kByOwner:
+      return transfers_by_owner(count, part, world_size) / ring;
+    default:
+      return 1;
+  }
+}
+
+SentElements count_sent(const Units& units, const UsageMask& used, const Contributors& who,
+                        const Transports& transports) {
+  if (!who.are_known() || !transports.broadcasts) {
+    const auto elements = static_cast<double>(elements_in(units, used));
+    return {elements, elements};
+  }
+  SentElements sent;
   for_each_used(units, used, [&](int64_t unit, size_t bit) {
-    const int64_t length = units.end(unit) - units.begin(unit);
-    elements += static_cast<double>(length) * relative_cost(who.ranks(bit), transports);
+    const auto length = static_cast<double>(units.end(unit) - units.begin(unit));
+    const RankSet ranks = who.ranks(bit);
+    sent.elements += length * relative_cost(ranks, width_of(units, unit, used), transports);
+    sent.at_full_width += length * relative_cost(ranks, Width::kFull, transports);
   });
-  return elements;
+  return sent;
 }
 
 }  // namespace ddp_hooks

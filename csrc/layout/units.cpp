@@ -25,8 +25,9 @@ int64_t part_length(int64_t row_length, int64_t longest) {
 }  // namespace
 
 Units units_of(const ParameterSlice& slice, int64_t element_bytes, const UnitSettings& settings) {
-  const Units whole{slice.length, slice.length, 0};
-  if (slice.row_length == 0 || slice.length * element_bytes < settings.min_divided_bytes) return whole;
+  Units units;
+  units.length = units.slice_length = slice.length;
+  if (slice.row_length == 0 || slice.length * element_bytes < settings.min_divided_bytes) return units;
   const int64_t shortest = std::max<int64_t>(1, (settings.min_unit_bytes - 1) / element_bytes + 1);
   const int64_t longest = std::max(shortest, settings.max_unit_bytes / element_bytes);
   int64_t length = slice.row_length;
@@ -35,7 +36,8 @@ Units units_of(const ParameterSlice& slice, int64_t element_bytes, const UnitSet
   } else if (length > longest) {
     length = part_length(length, longest);
   }
-  return {std::min(length, slice.length), slice.length, 0};
+  units.length = std::min(length, slice.length);
+  return units;
 }
 
 int64_t count_in(const Units& units, const UsageMask& used) {
@@ -52,6 +54,13 @@ int64_t elements_in(const Units& units, const UsageMask& used) {
   const bool last_is_used = used.test(units.first_bit + static_cast<size_t>(last));
   const int64_t missing = units.length - (units.end(last) - units.begin(last));
   return count_in(units, used) * units.length - (last_is_used ? missing : 0);
+}
+
+int64_t count_narrow(const Units& units, const UsageMask& used) {
+  int64_t count = 0;
+  if (units.forms.front() == Width::kFull) return count;
+  for_each_used(units, used, [&](int64_t unit, size_t) { count += width_of(units, unit, used) != Width::kFull; });
+  return count;
 }
 
 bool travels_whole(const Units& units, double used_elements) {

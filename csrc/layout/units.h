@@ -4,13 +4,17 @@
 // (what shares an index of the first dimension), or several rows where these are short, or equal parts of one where
 // these are long. The last unit is shorter where several rows make one and their number does not divide.
 //
+// A unit that some rank uses has a *width*: the form that holds every number of it exactly, on every rank.
+//
 // Thread-safety: none needed; these are functions. Every rank must agree on: the layout and the settings, and so on the
 // units.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/width.h"
 #include "layout/bucket_layout.h"
 #include "layout/usage_mask.h"
 
@@ -27,6 +31,10 @@ struct Units {
   int64_t length = 0;        // elements of a unit
   int64_t slice_length = 0;  // elements of all of them
   size_t first_bit = 0;      // a multiple of 64, so that masks are put together and counted by words
+  // The narrow forms that it was asked for, and where in the mask the bits begin that rule each out, likewise; kFull
+  // where nobody asked.
+  std::array<Width, 2> forms{Width::kFull, Width::kFull};
+  std::array<size_t, 2> first_inexact_bits{};
 
   int64_t count() const { return length == 0 ? 0 : (slice_length + length - 1) / length; }
   int64_t begin(int64_t unit) const { return unit * length; }
@@ -35,9 +43,20 @@ struct Units {
 
 Units units_of(const ParameterSlice& slice, int64_t element_bytes, const UnitSettings& settings);
 
+// The first of a unit's forms that nobody rules out; its bits stand in the mask in which `units` are `used`.
+inline Width width_of(const Units& units, int64_t unit, const UsageMask& used) {
+  for (size_t i = 0; i < units.forms.size(); ++i) {
+    if (units.forms[i] == Width::kFull) break;
+    if (!used.test(units.first_inexact_bits[i] + static_cast<size_t>(unit))) return units.forms[i];
+  }
+  return Width::kFull;
+}
+
 // How many of the units are `used`, and how many elements these have.
 int64_t count_in(const Units& units, const UsageMask& used);
 int64_t elements_in(const Units& units, const UsageMask& used);
+// How many of the used ones are narrow.
+int64_t count_narrow(const Units& units, const UsageMask& used);
 
 // Calls `act(unit, bit)` for each of the units that is used, in order.
 template <typename Act>

@@ -199,6 +199,10 @@ bool ReducerView::reaches_parameters() const {
   return Members::unused(*reducer).size() < Members::parameters(*reducer).size();
 }
 
+std::vector<size_t> ReducerView::unreached() const {
+  return Members::unused(*get());
+}
+
 void ReducerView::clear_unused(UsageMask& usage) const {
   auto reducer = get();
   const bool searches = searches_graph();

@@ -96,6 +96,9 @@ class ReducerView {
   // not, it will not reduce anything.
   bool reaches_parameters() const;
 
+  // Those that the last search did not reach.
+  std::vector<size_t> unreached() const;
+
   // Clears bit i of `usage` when this rank has no gradient to contribute for parameter i, neither from this backward
   // pass nor from one under no_sync() since the last synchronised one, as far as the Reducer knows. Reads no gradient.
   void clear_unused(UsageMask& usage) const;

@@ -6,29 +6,36 @@
 namespace ddp_hooks {
 namespace {
 
-// What each rank owns, in the order in which it was given it, and what it has to send for that.
+// What each rank owns, in the order in which it was given it, and what each has to send.
 class Ownership {
  public:
-  Ownership(int world_size, int64_t segment)
-      : world_size_(world_size), segment_(segment), sent_(count()), alone_(count()), summed_(count()) {}
+  Ownership(const Transports& transports, int64_t element_bytes, int64_t segment_bytes)
+      : transports_(transports),
+        element_bytes_(element_bytes),
+        segment_bytes_(segment_bytes),
+        sent_bytes_(count()),
+        broadcast_(count()),
+        summed_(count()) {}
 
   void add(const DirectPart& stretch) {
+    const bool is_summed = transport_for(stretch.contributors, stretch.width, transports_) == Transport::kByOwner;
+    const int64_t segment = std::max<int64_t>(1, segment_bytes_ / part_bytes(1, stretch.width));
     DirectPart rest = stretch;
     while (rest.length > 0) {
       DirectPart part = rest;
-      part.length = std::min(rest.length, segment_);
+      part.length = std::min(rest.length, segment);
       rest.offset += part.length;
       rest.length -= part.length;
-      assign(part, least_loaded(part.contributors));
+      assign(part, is_summed);
     }
   }
 
-  // Elements, of the rank with the most.
-  int64_t most_sent() const { return *std::max_element(sent_.begin(), sent_.end()); }
+  // Of the rank with the most.
+  int64_t most_sent_bytes() const { return *std::max_element(sent_bytes_.begin(), sent_bytes_.end()); }
 
   std::vector<DirectMessage> messages() const {
     std::vector<DirectMessage> messages;
-    collect(alone_, false, messages);
+    collect(broadcast_, false, messages);
     collect(summed_, true, messages);
     return messages;
   }
@@ -36,22 +43,44 @@ class Ownership {
  private:
   using PartsByRank = std::vector<std::vector<DirectPart>>;
 
-  size_t count() const { return static_cast<size_t>(world_size_); }
+  size_t count() const { return static_cast<size_t>(transports_.world_size); }
+
+  // Without what a packed part is rounded up to.
+  int64_t part_bytes(int64_t length, Width width) const {
+    return width == Width::kFull ? length * element_bytes_ : length * element_bytes_ / 2;
+  }
 
   size_t least_loaded(RankSet ranks) const {
     auto best = static_cast<size_t>(std::countr_zero(ranks));
     for (size_t rank = best + 1; rank < count(); ++rank) {
-      if (contains(ranks, static_cast<int>(rank)) && sent_[rank] < sent_[best]) best = rank;
+      if (contains(ranks, static_cast<int>(rank)) && sent_bytes_[rank] < sent_bytes_[best]) best = rank;
     }
     return best;
   }
 
-  void assign(const DirectPart& part, size_t owner) {
-    sent_[owner] += part.length * (world_size_ - 1);
+  void assign(const DirectPart& part, bool is_summed) {
+    // Of what is broadcast all contributors send the same, so it is dealt out in turn.
+    const size_t owner = is_summed || std::has_single_bit(part.contributors) ? least_loaded(part.contributors)
+                                                                             : next_in_turn(part.contributors);
+    const int64_t others = transports_.world_size - 1;
+    const int64_t contribution = part_bytes(part.length, part.width);
     for (size_t rank = 0; rank < count(); ++rank) {
-      if (rank != owner && contains(part.contributors, static_cast<int>(rank))) sent_[rank] += part.length;
+      if (!contains(part.contributors, static_cast<int>(rank))) continue;
+      if (!is_summed) {
+        sent_bytes_[rank] += contribution * others;
+      } else if (rank != owner) {
+        sent_bytes_[rank] += contribution;
+      }
     }
-    (std::has_single_bit(part.contributors) ? alone_ : summed_)[owner].push_back(part);
+    if (is_summed) sent_bytes_[owner] += part.length * element_bytes_ * others;
+    (is_summed ? summed_ : broadcast_)[owner].push_back(part);
+  }
+
+  size_t next_in_turn(RankSet ranks) {
+    do {
+      turn_ = (turn_ + 1) % count();
+    } while (!contains(ranks, static_cast<int>(turn_)));
+    return turn_;
   }
 
   // Message i holds the i-th segment of each rank.
@@ -61,11 +90,12 @@ class Ownership {
       size_t number = first;
       int64_t filled = 0;
       for (const DirectPart& part : parts[owner]) {
-        if (filled > 0 && filled + part.length > segment_) {
+        const int64_t bytes = part_bytes(part.length, part.width);
+        if (filled > 0 && filled + bytes > segment_bytes_) {
           ++number;
           filled = 0;
         }
-        filled += part.length;
+        filled += bytes;
         if (number == messages.size()) messages.push_back({is_summed, {}, 0});
         append(messages[number], part, static_cast<int>(owner));
       }
@@ -77,68 +107,103 @@ class Ownership {
     DirectGroup& group = message.groups.back();
     message.numel += part.length;
     group.numel += part.length;
-    if (!group.parts.empty()) {
-      DirectPart& last = group.parts.back();
-      if (last.place == part.place && last.offset + last.length == part.offset &&
-          last.contributors == part.contributors) {
-        last.length += part.length;
-        return;
-      }
+    if (!group.parts.empty() && group.parts.back().continues_in(part)) {
+      group.parts.back().length += part.length;
+    } else {
+      group.parts.push_back(part);
     }
-    group.parts.push_back(part);
   }
 
-  const int world_size_;
-  const int64_t segment_;      // elements
-  std::vector<int64_t> sent_;  // elements, by rank
-  PartsByRank alone_;
+  const Transports transports_;
+  const int64_t element_bytes_;
+  const int64_t segment_bytes_;
+  std::vector<int64_t> sent_bytes_;  // by rank
+  size_t turn_ = 0;
+  PartsByRank broadcast_;
   PartsByRank summed_;
 };
 
-Ownership share_out(const std::vector<DirectPart>& stretches, int64_t element_bytes, const DirectSettings& settings) {
-  Ownership ownership(settings.transports.world_size, std::max<int64_t>(1, settings.segment_bytes / element_bytes));
+Ownership share_out(const std::vector<DirectPart>& stretches, int64_t element_bytes, const Transports& transports,
+                    const DirectSettings& settings) {
+  Ownership ownership(transports, element_bytes, settings.segment_bytes);
   for (const DirectPart& stretch : stretches) ownership.add(stretch);
   return ownership;
 }
 
 }  // namespace
 
+int64_t contribution_bytes(const DirectGroup& group, int rank, int64_t element_bytes) {
+  int64_t bytes = 0;
+  for (const DirectPart& part : group.parts) {
+    if (contains(part.contributors, rank)) bytes += packed_bytes(part.length, part.width, element_bytes);
+  }
+  return bytes;
+}
+
+MessageBytes bytes_of(const DirectMessage& message, int64_t element_bytes) {
+  MessageBytes bytes;
+  for (const DirectGroup& group : message.groups) {
+    for (const DirectPart& part : group.parts) {
+      const int64_t packed = packed_bytes(part.length, part.width, element_bytes);
+      const int64_t times = message.is_summed ? 1 : std::max(2, std::popcount(part.contributors));
+      bytes.payload += (packed * times + (message.is_summed ? part.length * element_bytes : 0)) / 2;
+      if (part.width != Width::kFull) bytes.narrow += packed * times / 2;
+    }
+  }
+  return bytes;
+}
+
 Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t element_bytes,
                              const DirectSettings& settings, bool hidden) {
   // What gains nothing stays where it can travel with no copy.
   constexpr double kMostOfARing = 0.95;
   const Transports& allowed = settings.transports;
-  std::vector<DirectPart> alone;
-  int64_t alone_elements = 0, elements = 0;
-  for (const DirectPart& stretch : stretches) {
-    elements += stretch.length;
-    if (!std::has_single_bit(stretch.contributors)) continue;
-    alone.push_back(stretch);
-    alone_elements += stretch.length;
-  }
-  const auto ring = [&](int64_t numel) {
-    return 2.0 * (allowed.world_size - 1) / allowed.world_size * static_cast<double>(numel);
+  const auto ring = [&](int64_t bytes) {
+    return 2.0 * (allowed.world_size - 1) / allowed.world_size * static_cast<double>(bytes);
   };
-  const auto busiest = [&](const std::vector<DirectPart>& parts) {
-    return static_cast<double>(share_out(parts, element_bytes, settings).most_sent());
+  struct Outcome {
+    int64_t leaving_bytes = 0;  // of all stretches
+    bool sums = false;          // owners sum some of that
+    double leaving = 0;         // what the busiest rank sends of what leaves the all-reduces, bytes,
+    double staying = 0;         // and of the rest
   };
-  Transports chosen{allowed.world_size, false, false};
-  double sent = ring(elements);
-  if (alone_elements > 0 && alone_elements * element_bytes >= settings.min_bytes) {
-    const double directly = busiest(alone);
-    chosen.alone = directly <= kMostOfARing * ring(alone_elements);
-    if (chosen.alone) sent = directly + ring(elements - alone_elements);
+  const auto outcome = [&](const Transports& transports) {
+    std::vector<DirectPart> leaving;
+    int64_t leaving_bytes = 0, staying_bytes = 0;
+    bool sums = false;
+    for (const DirectPart& stretch : stretches) {
+      const Transport transport = transport_for(stretch.contributors, stretch.width, transports);
+      const bool leaves = transport != Transport::kAllReduce;
+      sums = sums || transport == Transport::kByOwner;
+      (leaves ? leaving_bytes : staying_bytes) += stretch.length * element_bytes;
+      if (leaves) leaving.push_back(stretch);
+    }
+    const auto busiest = share_out(leaving, element_bytes, transports, settings).most_sent_bytes();
+    return Outcome{leaving_bytes, sums, static_cast<double>(busiest), ring(staying_bytes)};
+  };
+  const Transports none{allowed.world_size, false, false};
+  if (stretches.empty() || !allowed.broadcasts) return none;
+  Transports chosen = none;
+  double sent = outcome(none).staying;
+  const Transports broadcasts{allowed.world_size, true, false};
+  const Outcome with_broadcasts = outcome(broadcasts);
+  if (with_broadcasts.leaving_bytes > 0 && with_broadcasts.leaving_bytes >= settings.min_bytes &&
+      with_broadcasts.leaving <= kMostOfARing * ring(with_broadcasts.leaving_bytes)) {
+    chosen = broadcasts;
+    sent = with_broadcasts.leaving + with_broadcasts.staying;
   }
-  if (allowed.sums && alone_elements < elements && elements * element_bytes >= settings.min_bytes &&
-      busiest(stretches) <= (1 - settings.least_saving_of_sums * (hidden ? 2 : 1)) * sent) {
-    chosen.alone = chosen.sums = true;
-  }
-  return chosen;
+  if (!allowed.sums) return chosen;
+  const Outcome with_sums = outcome(allowed);
+  const double least_saving = settings.least_saving_of_sums * (hidden ? 2 : 1);
+  const double sent_with_sums = with_sums.leaving + with_sums.staying;
+  return with_sums.sums && sent_with_sums <= (1 - least_saving) * sent && with_sums.leaving_bytes >= settings.min_bytes
+             ? allowed
+             : chosen;
 }
 
 std::vector<DirectMessage> make_direct_messages(const std::vector<DirectPart>& stretches, int64_t element_bytes,
-                                                const DirectSettings& settings) {
-  return share_out(stretches, element_bytes, settings).messages();
+                                                const Transports& transports, const DirectSettings& settings) {
+  return share_out(stretches, element_bytes, transports, settings).messages();
 }
 
 }  // namespace ddp_hooks

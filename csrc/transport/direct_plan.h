@@ -1,12 +1,13 @@
-// How travels *by owner* what only some ranks contribute: a pure function of (stretches, contributors, settings).
+// How what does not go round a ring travels: a pure function of (stretches, contributors, widths, settings).
 //
-// A ring all-reduce moves each byte 2 (n - 1) times over a link, whoever contributes. So what k < n ranks contribute
-// one of them *owns*: it receives the contributions of the others, adds them up in the order of the ranks, and sends
-// the sum to all others, n + k - 2 times over a link, which is the least possible. What one rank alone contributes
-// needs no sum, and leaves at once.
+// A ring all-reduce moves each byte 2 (n - 1) times over a link, whoever contributes. What k < n ranks contribute is
+// *broadcast* by these, and every rank adds it up; or one of them *owns* it: it receives the contributions of the
+// others, adds them up, and sends the sum to all others (layout/transports.h says which, and what either takes). Both
+// add in the order of the ranks. What is broadcast leaves at once. Contributions may be narrow; sums never are.
 //
-// What a rank has to send decides how long it takes, so parts go to the contributor with the least to send so far.
-// Messages are cut small and hold a segment of each rank's, so that links carry both directions at once.
+// What a rank has to send decides how long it takes, so parts go to the contributor with the least to send so far. What
+// is broadcast has no owner, but is dealt out likewise, for messages to be put together by. Messages are cut small and
+// hold a segment of each rank's, so that links carry both directions at once.
 //
 // Always holds: every stretch is in the messages exactly once, perhaps cut; the owner of a part is one of its
 // contributors. Thread-safety: none needed; these are functions. Every rank must agree on all that goes in.
@@ -16,6 +17,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/width.h"
 #include "layout/contributors.h"
 #include "layout/transports.h"
 
@@ -34,9 +36,16 @@ struct DirectPart {
   int64_t offset = 0;  // elements
   int64_t length = 0;  // elements, > 0
   RankSet contributors = 0;
+  Width width = Width::kFull;  // of each contribution
+
+  // Whether what follows in the same place may travel with it as one.
+  bool continues_in(const DirectPart& next) const {
+    return place == next.place && offset + length == next.offset && contributors == next.contributors &&
+           width == next.width;
+  }
 };
 
-// What one rank owns of a message; parts lie one after the other in what is sent.
+// What one rank owns of a message, or has been dealt of one that is broadcast.
 struct DirectGroup {
   int owner = 0;
   int64_t numel = 0;
@@ -44,18 +53,30 @@ struct DirectGroup {
 };
 
 struct DirectMessage {
-  bool is_summed = false;           // each part has several contributors; otherwise its owner alone
+  bool is_summed = false;           // by owners; otherwise each contributor broadcasts what it has
   std::vector<DirectGroup> groups;  // by owner, ascending; of those that own something
   int64_t numel = 0;
 };
+
+// What a rank contributes to a group: in how many bytes it travels.
+int64_t contribution_bytes(const DirectGroup& group, int rank, int64_t element_bytes);
+
+// What the message is worth in a ring's bytes: what it carries, once; but what more than two ranks broadcast counts
+// half for each of them, and of what owners sum, contributions and sums count half each.
+struct MessageBytes {
+  int64_t payload = 0;
+  int64_t narrow = 0;  // so many of them in narrow forms
+};
+MessageBytes bytes_of(const DirectMessage& message, int64_t element_bytes);
 
 // What shall leave the all-reduces of these, which may, by what the busiest rank sends. Sums start when backward has
 // ended: where all-reduces are `hidden` behind it, they have to save twice as much.
 Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t element_bytes,
                              const DirectSettings& settings, bool hidden);
 
-// For stretches of elements of one size, none of which is to be all-reduced. What leaves at once comes first.
+// For stretches of elements of one size, none of which is to be all-reduced by those `transports`. What leaves at once
+// comes first.
 std::vector<DirectMessage> make_direct_messages(const std::vector<DirectPart>& stretches, int64_t element_bytes,
-                                                const DirectSettings& settings);
+                                                const Transports& transports, const DirectSettings& settings);
 
 }  // namespace ddp_hooks

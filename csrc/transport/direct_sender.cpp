@@ -3,55 +3,95 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 namespace ddp_hooks {
 namespace {
 
-std::vector<SliceOfTensor> slices_of(const std::vector<DirectPlace>& places) {
-  std::vector<SliceOfTensor> slices;
-  slices.reserve(places.size());
-  for (const DirectPlace& place : places) slices.push_back(place.slice);
-  return slices;
-}
+// What one rank sends of a message, part after part, each where the one before ends.
+class Packer {
+ public:
+  explicit Packer(const at::Tensor& to) : to_(to) {}
 
-// `to` = the places, one after the other; neighbours that are scaled in the same way in one call.
-void gather_places(const at::Tensor& to, const std::vector<DirectPlace>& places) {
-  int64_t position = 0;
-  for (auto first = places.begin(); first != places.end();) {
-    std::vector<SliceOfTensor> slices;
-    const int64_t begin = position;
-    auto end = first;
-    for (; end != places.end() && end->divisor == first->divisor && end->divides == first->divides; ++end) {
-      slices.push_back(end->slice);
-      position += end->slice.length;
+  void add(const DirectPart& part, const DirectPlace& place) {
+    if (part.width != Width::kFull) {
+      add_scaled();
+      narrow_.push_back({place.slice, part.width});
+    } else {
+      pack_narrow();
+      const bool is_alike = place.divisor == divisor_ && place.divides == divides_;
+      if (!is_alike || is_padded_) add_scaled();
+      scaled_.push_back(place.slice);
+      divisor_ = place.divisor;
+      divides_ = place.divides;
     }
-    gather(to.narrow(0, begin, position - begin), slices, first->divisor, first->divides);
-    first = end;
+    const int64_t element_bytes = place.slice.flat.element_size();
+    const int64_t bytes = packed_bytes(part.length, part.width, element_bytes);
+    is_padded_ = bytes != part.length * element_bytes;
+    end_ += bytes;
   }
-}
 
-// Calls `act(offset, length, place)` for each of the group's parts to which the rank contributes: where it lies in what
-// is owned, and its number.
-template <typename Act>
-void for_each_contribution(const DirectGroup& group, int rank, const Act& act) {
-  int64_t offset = 0;
+  // After the last one.
+  void finish() {
+    pack_narrow();
+    add_scaled();
+  }
+
+ private:
+  void pack_narrow() {
+    if (narrow_.empty()) return;
+    pack(to_.narrow(0, begin_, end_ - begin_), narrow_);
+    narrow_.clear();
+    begin_ = end_;
+  }
+
+  void add_scaled() {
+    if (scaled_.empty()) return;
+    int64_t numel = 0;
+    for (const SliceOfTensor& slice : scaled_) numel += slice.length;
+    const at::Tensor typed = to_.narrow(0, begin_, end_ - begin_).view(scaled_.front().flat.scalar_type());
+    gather(typed.narrow(0, 0, numel), scaled_, divisor_, divides_);
+    scaled_.clear();
+    begin_ = end_;
+  }
+
+  const at::Tensor to_;
+  int64_t begin_ = 0, end_ = 0;  // of what is waiting to be copied, bytes
+  // One of them is empty.
+  std::vector<PackedSlice> narrow_;
+  std::vector<SliceOfTensor> scaled_;  // those that are scaled alike, in one call
+  double divisor_ = 1;
+  bool divides_ = false;
+  bool is_padded_ = false;  // after what is waiting
+};
+
+// Where the parts of a group are to be summed, of contributions that lie in `positions` by rank, which are moved past
+// them. `here`: this rank, whose narrow contributions lie where the sum is to be; -1 where all have been copied.
+void add_sums(const DirectGroup& group, const std::vector<DirectPlace>& places, int here, int world_size,
+              std::vector<int64_t>& positions, std::vector<SliceSum>& sums) {
   for (size_t i = 0; i < group.parts.size(); ++i) {
     const DirectPart& part = group.parts[i];
-    if (contains(part.contributors, rank)) act(offset, part.length, i);
-    offset += part.length;
+    const DirectPlace& place = places[i];
+    const bool is_narrow = part.width != Width::kFull;
+    const int64_t bytes = packed_bytes(part.length, part.width, place.slice.flat.element_size());
+    SliceSum& sum = sums.emplace_back();
+    sum.to = place.slice;
+    sum.divisor = is_narrow ? place.divisor : 1;
+    sum.adds_zero = std::popcount(part.contributors) < world_size;
+    for (int rank = 0; rank < world_size; ++rank) {
+      if (!contains(part.contributors, rank)) continue;
+      int64_t& position = positions[static_cast<size_t>(rank)];
+      sum.contributions.push_back({position, part.width, is_narrow && rank == here});
+      position += bytes;
+    }
   }
 }
 
-int64_t count_contribution(const DirectGroup& group, int rank) {
-  int64_t numel = 0;
-  for_each_contribution(group, rank, [&](int64_t, int64_t length, size_t) { numel += length; });
-  return numel;
-}
-
-void scatter_group(const at::Tensor& from, const std::vector<DirectPlace>& places) {
-  RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
-  scatter(from, slices_of(places));
+const DirectGroup* group_of(const std::vector<DirectGroup>& groups, int owner) {
+  const auto group = std::find_if(groups.begin(), groups.end(),
+                                  [&](const DirectGroup& candidate) { return candidate.owner == owner; });
+  return group == groups.end() ? nullptr : &*group;
 }
 
 // Torch 2.13 calls it by another name than those before.
@@ -79,7 +119,7 @@ bool DirectSender::is_possible(c10d::ProcessGroup& group, c10::Device device) {
   return group.getSize() > 1 && group.getSize() <= kMostRanksInSet && (name == "gloo" || is_nccl(name));
 }
 
-c10::intrusive_ptr<c10d::Work> DirectSender::all_to_all(at::Tensor& received, at::Tensor& sent, Splits splits) {
+c10::intrusive_ptr<c10d::Work> DirectSender::all_to_all(at::Tensor received, at::Tensor sent, Splits splits) {
   RECORD_FUNCTION("ddp_hooks::all_to_all", std::vector<c10::IValue>());
   statistics_.messages += 1;
   statistics_.sent_bytes += static_cast<int64_t>(sent.nbytes());
@@ -92,136 +132,113 @@ DirectSender::Splits DirectSender::no_splits() const {
 }
 
 void DirectSender::send(Launch launch, const DirectMessage& message, DirectPlaces places) {
-  const int64_t bytes = message.numel * places.front().front().slice.flat.element_size();
-  statistics_.payload_bytes += bytes;
-  if (message.is_summed) {
-    statistics_.owner_bytes += bytes;
-    collect(std::move(launch), message, std::move(places));
-    return;
-  }
-  statistics_.broadcast_bytes += bytes;
-  std::vector<DirectPlace> own;
-  for (size_t i = 0; i < message.groups.size(); ++i) {
-    if (message.groups[i].owner == rank()) own = places[i];
-  }
-  spread(std::move(launch), message.groups, std::move(places), [&own](const at::Tensor& to) {
-    gather_places(to, own);
-    at::Tensor(to).add_(0);
-  });
+  const int64_t element_bytes = places.front().front().slice.flat.element_size();
+  const MessageBytes bytes = bytes_of(message, element_bytes);
+  statistics_.payload_bytes += bytes.payload;
+  statistics_.narrow_bytes += bytes.narrow;
+  (message.is_summed ? statistics_.owner_bytes : statistics_.broadcast_bytes) += bytes.payload;
+  message.is_summed ? collect(std::move(launch), message, std::move(places))
+                    : broadcast(std::move(launch), message, std::move(places));
 }
 
-void DirectSender::spread(Launch launch, std::vector<DirectGroup> groups, DirectPlaces places,
-                          const std::function<void(const at::Tensor&)>& fill) {
+void DirectSender::broadcast(Launch launch, const DirectMessage& message, DirectPlaces places) {
+  const at::TensorOptions options = options_of(places);
+  const int64_t element_bytes = static_cast<int64_t>(options.dtype().itemsize());
   Splits splits = no_splits();
+  Contributions received;
   int64_t here = 0, elsewhere = 0;
-  for (const DirectGroup& group : groups) {
-    if (group.owner == rank()) {
-      here = group.numel;
+  for (int from = 0; from < world_size(); ++from) {
+    int64_t bytes = 0;
+    for (const DirectGroup& group : message.groups) bytes += contribution_bytes(group, from, element_bytes);
+    received.begins.push_back(elsewhere);
+    if (from == rank()) {
+      here = bytes;
     } else {
-      splits.received[static_cast<size_t>(group.owner)] = group.numel;
-      elsewhere += group.numel;
+      splits.received[static_cast<size_t>(from)] = bytes;
+      elsewhere += bytes;
     }
   }
+  // Behind what is received, a copy for each of the others.
+  received.begins[static_cast<size_t>(rank())] = elsewhere;
   const int64_t others = world_size() - 1;
-  at::Tensor sent = staging_.take(*launch.step, here * others, options_of(places));
-  at::Tensor received = staging_.take(*launch.step, elsewhere, options_of(places));
-  const at::Tensor own = sent.narrow(0, 0, here);
-  fill(own);
-  for (int64_t copy = 1; copy < others; ++copy) sent.narrow(0, copy * here, here).copy_(own);
+  received.memory = staging_.take(*launch.step, elsewhere + here * others, options.dtype(at::kByte));
+  const at::Tensor sent = received.memory.narrow(0, elsewhere, here * others);
+  Packer packer(sent.narrow(0, 0, here));
+  for (size_t i = 0; i < message.groups.size(); ++i) {
+    const std::vector<DirectPart>& parts = message.groups[i].parts;
+    for (size_t part = 0; part < parts.size(); ++part) {
+      if (contains(parts[part].contributors, rank())) packer.add(parts[part], places[i][part]);
+    }
+  }
+  packer.finish();
+  for (int64_t copy = 1; copy < others; ++copy) {
+    sent.narrow(0, copy * here, here).copy_(sent.narrow(0, 0, here));
+  }
   for (int to = 0; to < world_size(); ++to) splits.sent[static_cast<size_t>(to)] = to == rank() ? 0 : here;
 
-  const auto work = all_to_all(received, sent, std::move(splits));
+  const auto work = all_to_all(received.memory.narrow(0, 0, elsewhere), sent, std::move(splits));
   const c10::Device device = sent.device();
-  when_back(
-      *work, device, std::move(launch),
-      [groups = std::move(groups), places = std::move(places), own, received, rank = rank()](c10::ivalue::Future&) {
-        int64_t arrived = 0;
-        for (size_t i = 0; i < groups.size(); ++i) {
-          const DirectGroup& group = groups[i];
-          if (group.owner == rank) {
-            scatter_group(own, places[i]);
-          } else {
-            scatter_group(received.narrow(0, arrived, group.numel), places[i]);
-            arrived += group.numel;
-          }
-        }
-        keep_for_stream(own);
-        keep_for_stream(received);
-      });
+  when_back(*work, device, std::move(launch),
+            [groups = message.groups, places = std::move(places), received = std::move(received), rank = rank(),
+             ranks = world_size()](c10::ivalue::Future&) {
+              RECORD_FUNCTION("ddp_hooks::sum", std::vector<c10::IValue>());
+              std::vector<SliceSum> sums;
+              std::vector<int64_t> positions = received.begins;
+              for (size_t i = 0; i < groups.size(); ++i) {
+                add_sums(groups[i], places[i], rank, ranks, positions, sums);
+              }
+              sum_contributions(received.memory, sums);
+              keep_for_stream(received.memory);
+            });
 }
 
 // The first phase of what owners sum.
 void DirectSender::collect(Launch launch, const DirectMessage& message, DirectPlaces places) {
+  const at::TensorOptions options = options_of(places);
+  const int64_t element_bytes = static_cast<int64_t>(options.dtype().itemsize());
   Splits splits = no_splits();
   int64_t own = 0, sent = 0, received = 0;
+  std::vector<int64_t> begins(static_cast<size_t>(world_size()), 0);
   for (const DirectGroup& group : message.groups) {
     if (group.owner != rank()) {
-      const int64_t numel = count_contribution(group, rank());
-      splits.sent[static_cast<size_t>(group.owner)] = numel;
-      sent += numel;
+      const int64_t bytes = contribution_bytes(group, rank(), element_bytes);
+      splits.sent[static_cast<size_t>(group.owner)] = bytes;
+      sent += bytes;
       continue;
     }
-    own = count_contribution(group, rank());
+    own = contribution_bytes(group, rank(), element_bytes);
     for (int from = 0; from < world_size(); ++from) {
       if (from == rank()) continue;
-      const int64_t numel = count_contribution(group, from);
-      splits.received[static_cast<size_t>(from)] = numel;
-      received += numel;
+      const int64_t bytes = contribution_bytes(group, from, element_bytes);
+      splits.received[static_cast<size_t>(from)] = bytes;
+      begins[static_cast<size_t>(from)] = received;
+      received += bytes;
     }
   }
-  const at::TensorOptions options = options_of(places);
+  begins[static_cast<size_t>(rank())] = received;
   StepInFlight& step = *launch.step;
+  const at::TensorOptions bytes = options.dtype(at::kByte);
   Waiting waiting{std::move(launch),
                   message.groups,
                   std::move(places),
-                  staging_.take(step, sent, options),
-                  staging_.take(step, own, options),
-                  staging_.take(step, received, options),
+                  staging_.take(step, sent, bytes),
+                  {staging_.take(step, received + own, bytes), std::move(begins)},
                   nullptr};
   int64_t filled = 0;
   for (size_t i = 0; i < waiting.groups.size(); ++i) {
     const DirectGroup& group = waiting.groups[i];
-    std::vector<DirectPlace> from;
-    for_each_contribution(group, rank(),
-                          [&](int64_t, int64_t, size_t part) { from.push_back(waiting.places[i][part]); });
-    if (group.owner == rank()) {
-      gather_places(waiting.own, from);
-    } else {
-      const int64_t numel = splits.sent[static_cast<size_t>(group.owner)];
-      gather_places(waiting.sent.narrow(0, filled, numel), from);
-      filled += numel;
+    const bool is_own = group.owner == rank();
+    const int64_t size = contribution_bytes(group, rank(), element_bytes);
+    Packer packer(is_own ? waiting.received.memory.narrow(0, received, size) : waiting.sent.narrow(0, filled, size));
+    for (size_t part = 0; part < group.parts.size(); ++part) {
+      if (contains(group.parts[part].contributors, rank())) packer.add(group.parts[part], waiting.places[i][part]);
     }
+    packer.finish();
+    if (!is_own) filled += size;
   }
-  waiting.work = all_to_all(waiting.received, waiting.sent, std::move(splits));
+  waiting.work = all_to_all(waiting.received.memory.narrow(0, 0, received), waiting.sent, std::move(splits));
   *step.messages_not_back += 1;
   waiting_.push_back(std::move(waiting));
-}
-
-// What this rank owns.
-void DirectSender::sum(const Waiting& waiting, at::Tensor sums) const {
-  sums.zero_();
-  const auto group = std::find_if(waiting.groups.begin(), waiting.groups.end(),
-                                  [&](const DirectGroup& candidate) { return candidate.owner == rank(); });
-  if (group == waiting.groups.end()) return;
-  int64_t arrived = 0;
-  for (int from = 0; from < world_size(); ++from) {
-    std::vector<Range> ranges;
-    int64_t numel = 0;
-    for_each_contribution(*group, from, [&](int64_t offset, int64_t length, size_t) {
-      numel += length;
-      if (!ranges.empty() && ranges.back().offset + ranges.back().length == offset) {
-        ranges.back().length += length;
-      } else {
-        ranges.push_back({offset, length});
-      }
-    });
-    if (from == rank()) {
-      scatter_add(waiting.own, sums, ranges);
-    } else {
-      scatter_add(waiting.received.narrow(0, arrived, numel), sums, ranges);
-      arrived += numel;
-    }
-  }
 }
 
 c10::intrusive_ptr<c10d::Work> DirectSender::contributions(const std::shared_ptr<StepInFlight>& step) {
@@ -236,7 +253,60 @@ void DirectSender::send_sums(const std::shared_ptr<StepInFlight>& step) {
   const Waiting waiting = std::move(waiting_.front());
   waiting_.pop_front();
   *step->messages_not_back -= 1;
-  spread(waiting.launch, waiting.groups, waiting.places, [&](const at::Tensor& sums) { sum(waiting, sums); });
+  broadcast_sums(waiting);
+}
+
+// The second phase: to all others what this rank owns.
+void DirectSender::broadcast_sums(const Waiting& waiting) {
+  Splits splits = no_splits();
+  int64_t elsewhere = 0;
+  for (const DirectGroup& group : waiting.groups) {
+    if (group.owner == rank()) continue;
+    splits.received[static_cast<size_t>(group.owner)] = group.numel;
+    elsewhere += group.numel;
+  }
+  const DirectGroup* owned = group_of(waiting.groups, rank());
+  const int64_t here = owned == nullptr ? 0 : owned->numel;
+  const int64_t others = world_size() - 1;
+  const at::TensorOptions options = options_of(waiting.places);
+  at::Tensor sent = staging_.take(*waiting.launch.step, here * others, options);
+  at::Tensor received = staging_.take(*waiting.launch.step, elsewhere, options);
+  const at::Tensor own = sent.narrow(0, 0, here);
+  if (owned != nullptr) {
+    const std::vector<DirectPlace>& places = waiting.places[static_cast<size_t>(owned - waiting.groups.data())];
+    std::vector<DirectPlace> into;
+    int64_t filled = 0;
+    for (size_t i = 0; i < owned->parts.size(); ++i) {
+      into.push_back({{own, filled, owned->parts[i].length}, places[i].divisor});
+      filled += owned->parts[i].length;
+    }
+    std::vector<SliceSum> sums;
+    std::vector<int64_t> positions = waiting.received.begins;
+    add_sums(*owned, into, -1, world_size(), positions, sums);
+    sum_contributions(waiting.received.memory, sums);
+  }
+  for (int64_t copy = 1; copy < others; ++copy) sent.narrow(0, copy * here, here).copy_(own);
+  for (int to = 0; to < world_size(); ++to) splits.sent[static_cast<size_t>(to)] = to == rank() ? 0 : here;
+
+  const auto work = all_to_all(received, sent, std::move(splits));
+  const c10::Device device = sent.device();
+  when_back(*work, device, waiting.launch,
+            [groups = waiting.groups, places = waiting.places, own, received, rank = rank()](c10::ivalue::Future&) {
+              RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
+              int64_t arrived = 0;
+              for (size_t i = 0; i < groups.size(); ++i) {
+                std::vector<SliceOfTensor> slices;
+                for (const DirectPlace& place : places[i]) slices.push_back(place.slice);
+                if (groups[i].owner == rank) {
+                  scatter(own, slices);
+                } else {
+                  scatter(received.narrow(0, arrived, groups[i].numel), slices);
+                  arrived += groups[i].numel;
+                }
+              }
+              keep_for_stream(own);
+              keep_for_stream(received);
+            });
 }
 
 }  // namespace ddp_hooks

@@ -1,27 +1,31 @@
-// Sends what some ranks contribute by owner, over collectives in which every rank may send another amount.
+// Sends what does not go round a ring, over collectives in which every rank may send another amount.
 //
-// What one rank alone contributes it sends to all others. What several contribute goes to its owner first, who adds it
-// up in the order of the ranks; the sums follow at the end of backward, because on one group every rank has to start
-// collectives in the same order, and a completion knows no order. Zeros are added to all of it, as in plain DDP's sum,
-// which makes a -0.0 a +0.0.
+// What is broadcast each of its contributors sends to all others, and every rank adds it up. What is summed by its
+// owner goes there first; the sums follow at the end of backward, because on one group every rank has to start
+// collectives in the same order, and a completion knows no order. Contributions are added in the order of the ranks.
+// Where some rank contributes nothing, a zero is added, as in plain DDP's sum, which makes a -0.0 a +0.0.
 //
-// Always holds: what is summed is summed in one place. Thread-safety: the engine locks; completions run in the process
-// group's threads. Every rank must agree on: the messages and their order.
+// A contribution at full width is scaled before it is sent. A narrow one is scaled by whoever adds it up, because a
+// number that was divided may need more bits; and always by 1/divisor, which every rank knows alike.
+//
+// Always holds: what is summed by its owner is summed in one place; whoever adds the same contributions gets the same
+// bits. Thread-safety: the engine locks; completions run in the process group's threads. Every rank must agree on: the
+// messages and their order.
 #pragma once
 
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "kernels/packing.h"
 #include "transport/direct_plan.h"
 #include "transport/launch.h"
 #include "transport/staging.h"
 
 namespace ddp_hooks {
 
-// Where a part lies, and what a contribution is divided by before it is sent.
+// Where a part lies, and what contributions to it are divided by before they are summed.
 struct DirectPlace {
   SliceOfTensor slice;
   double divisor = 1;
@@ -52,26 +56,28 @@ class DirectSender {
   void drop() { waiting_.clear(); }
 
  private:
+  // What has arrived of contributions to some parts, and where each rank's begin in it.
+  struct Contributions {
+    at::Tensor memory;            // uint8
+    std::vector<int64_t> begins;  // by rank, bytes; this rank's own are there, too
+  };
   // A message whose owners wait for contributions.
   struct Waiting {
     Launch launch;
     std::vector<DirectGroup> groups;
     DirectPlaces places;
-    at::Tensor sent;      // to owners, by owner
-    at::Tensor own;       // what this rank contributes to what it owns
-    at::Tensor received;  // from contributors, by contributor
+    at::Tensor sent;  // to owners, by owner
+    Contributions received;
     c10::intrusive_ptr<c10d::Work> work;
   };
   struct Splits {
     std::vector<int64_t> sent, received;  // elements, by rank
   };
 
+  void broadcast(Launch launch, const DirectMessage& message, DirectPlaces places);
   void collect(Launch launch, const DirectMessage& message, DirectPlaces places);
-  // To all others what this rank owns, once `fill` has written it, part after part.
-  void spread(Launch launch, std::vector<DirectGroup> groups, DirectPlaces places,
-              const std::function<void(const at::Tensor&)>& fill);
-  void sum(const Waiting& waiting, at::Tensor sums) const;
-  c10::intrusive_ptr<c10d::Work> all_to_all(at::Tensor& received, at::Tensor& sent, Splits splits);
+  void broadcast_sums(const Waiting& waiting);
+  c10::intrusive_ptr<c10d::Work> all_to_all(at::Tensor received, at::Tensor sent, Splits splits);
   Splits no_splits() const;
 
   int rank() const { return group_.getRank(); }

@@ -51,7 +51,8 @@ struct MessageStatistics {
   int64_t messages = 0;
   int64_t payload_bytes = 0;    // of gradients, however they travel; so many
   int64_t broadcast_bytes = 0;  // of them were broadcast,
-  int64_t owner_bytes = 0;      // and so many summed by owners
+  int64_t owner_bytes = 0;      // and so many summed by owners;
+  int64_t narrow_bytes = 0;     // so many travelled narrow, in twice the room otherwise
   int64_t sent_bytes = 0;       // by this rank; in all-reduces as a ring would
 };
 

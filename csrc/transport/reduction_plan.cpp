@@ -76,15 +76,12 @@ std::vector<DirectPart> direct_stretches(const LayoutOfBuckets& layout, uint64_t
     if (layout.buckets[b].kind != kind) continue;
     for (const ParameterSlice& slice : layout.buckets[b].slices) {
       if (!direct.test(slice.parameter)) continue;
-      const RankSet ranks = contributors.ranks(slice.parameter);
-      if (!stretches.empty()) {
-        DirectPart& last = stretches.back();
-        if (last.place == b && last.offset + last.length == slice.offset && last.contributors == ranks) {
-          last.length += slice.length;
-          continue;
-        }
+      const DirectPart part{b, slice.offset, slice.length, contributors.ranks(slice.parameter)};
+      if (!stretches.empty() && stretches.back().continues_in(part)) {
+        stretches.back().length += part.length;
+      } else {
+        stretches.push_back(part);
       }
-      stretches.push_back({b, slice.offset, slice.length, ranks});
     }
   }
   return stretches;
@@ -103,14 +100,15 @@ std::vector<std::pair<uint64_t, int64_t>> kinds_of(const LayoutOfBuckets& layout
 UsageMask choose_direct(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& divided,
                         const Contributors& contributors, const DirectSettings& settings) {
   UsageMask direct(layout.parameter_count);
-  if (!settings.transports.alone || !contributors.are_known()) return direct;
+  if (!settings.transports.broadcasts || !contributors.are_known()) return direct;
   const auto set_direct = [&](uint64_t kind, const Transports& transports, UsageMask& mask) {
     for (const BucketLayout& bucket : layout.buckets) {
       if (bucket.kind != kind || bucket.sparse) continue;
       for (const ParameterSlice& slice : bucket.slices) {
         const size_t parameter = slice.parameter;
         if (slice.length == 0 || !agreed.test(parameter) || divided.test(parameter)) continue;
-        if (transport_for(contributors.ranks(parameter), transports) != Transport::kAllReduce) mask.set(parameter);
+        if (transport_for(contributors.ranks(parameter), Width::kFull, transports) != Transport::kAllReduce)
+          mask.set(parameter);
       }
     }
   };
@@ -127,7 +125,7 @@ void add_direct_messages(const LayoutOfBuckets& layout, const Contributors& cont
                          const DirectSettings& settings, ReductionPlan& plan) {
   for (const auto& [kind, element_bytes] : kinds_of(layout)) {
     const std::vector<DirectPart> stretches = direct_stretches(layout, kind, plan.direct, contributors);
-    for (DirectMessage& message : make_direct_messages(stretches, element_bytes, settings)) {
+    for (DirectMessage& message : make_direct_messages(stretches, element_bytes, settings.transports, settings)) {
       const std::vector<uint32_t> buckets = buckets_of(message);
       for (const uint32_t bucket : buckets) {
         ++plan.buckets[bucket].messages_touching;

@@ -22,28 +22,26 @@ void add_reduced(Runs& runs, const UnitRun& run) {
   runs.reduced.push_back(run);
 }
 
-void add_direct(Runs& runs, const UnitRun& run, RankSet ranks) {
-  if (!runs.direct.empty()) {
-    DirectPart& last = runs.direct.back();
-    if (last.offset + last.length == run.offset && last.contributors == ranks) {
-      last.length += run.length;
-      return;
-    }
+void add_direct(Runs& runs, const DirectPart& part) {
+  if (!runs.direct.empty() && runs.direct.back().continues_in(part)) {
+    runs.direct.back().length += part.length;
+  } else {
+    runs.direct.push_back(part);
   }
-  runs.direct.push_back({run.gradient, run.offset, run.length, ranks});
 }
 
 Runs runs_of(size_t index, const Units& units, const UsageMask& used, const Contributors& contributors,
              const Transports& transports) {
   Runs runs;
-  const bool asks = contributors.are_known() && transports.alone;
+  const bool asks = contributors.are_known() && transports.broadcasts;
   for_each_used(units, used, [&](int64_t unit, size_t bit) {
     const UnitRun run{index, units.begin(unit), units.end(unit) - units.begin(unit)};
     const RankSet ranks = asks ? contributors.ranks(bit) : 0;
-    if (transport_for(ranks, transports) == Transport::kAllReduce) {
+    const Width width = width_of(units, unit, used);
+    if (transport_for(ranks, width, transports) == Transport::kAllReduce) {
       add_reduced(runs, run);
     } else {
-      add_direct(runs, run, ranks);
+      add_direct(runs, {index, run.offset, run.length, ranks, width});
     }
   });
   return runs;
@@ -52,7 +50,7 @@ Runs runs_of(size_t index, const Units& units, const UsageMask& used, const Cont
 Transports transports_of_units(const std::vector<Units>& gradients, const UsageMask& used,
                                const Contributors& contributors, int64_t element_bytes,
                                const DirectSettings& settings) {
-  if (!contributors.are_known() || !settings.transports.alone) return {settings.transports.world_size, false, false};
+  if (!contributors.are_known()) return {settings.transports.world_size, false, false};
   std::vector<DirectPart> candidates;
   for (size_t i = 0; i < gradients.size(); ++i) {
     const Runs runs = runs_of(i, gradients[i], used, contributors, settings.transports);
@@ -92,19 +90,20 @@ UnitPlan make_unit_plan(const std::vector<Units>& gradients, const UsageMask& us
   std::vector<DirectPart> direct;
   for (size_t i = 0; i < gradients.size(); ++i) {
     const Units& units = gradients[i];
-    const double cost = cost_of(units, used, contributors, transports);
-    if (travels_whole(units, cost)) {
-      plan.sent_elements.push_back(units.slice_length);
+    const SentElements sent = count_sent(units, used, contributors, transports);
+    if (travels_whole(units, sent.elements)) {
+      const auto all = static_cast<double>(units.slice_length);
+      plan.sent.push_back({all, all});
       reduced.push_back({i, 0, units.slice_length});
       continue;
     }
-    plan.sent_elements.push_back(static_cast<int64_t>(cost));
+    plan.sent.push_back(sent);
     const Runs runs = runs_of(i, units, used, contributors, transports);
     reduced.insert(reduced.end(), runs.reduced.begin(), runs.reduced.end());
     direct.insert(direct.end(), runs.direct.begin(), runs.direct.end());
   }
   plan.reduced = pack(reduced, element_bytes, settings);
-  plan.direct = make_direct_messages(direct, element_bytes, settings.direct);
+  plan.direct = make_direct_messages(direct, element_bytes, transports, settings.direct);
   return plan;
 }
 

@@ -1,10 +1,10 @@
-// Which units of which gradients travel together: a pure function of (units, agreed mask, settings).
+// Which units of which gradients travel together, and how: a pure function of (units, agreed mask, settings).
 //
 // A *run* is a maximal stretch of used units that lie next to each other. Long runs travel where they lie, a message
 // each; the others are gathered, until a message has `pack_bytes`. A gradient of which nearly all is used travels
 // whole.
 //
-// What few ranks contribute to does not go round a ring, see direct_plan.h.
+// What few ranks contribute to, or what is narrow, does not go round a ring, see direct_plan.h.
 //
 // Always holds: every used unit is in exactly one message; what travels beside them is +0.0 on every rank.
 // Thread-safety: none needed; it is a function. Every rank must agree on all that goes in.
@@ -37,10 +37,10 @@ struct UnitMessage {
 struct UnitPlan {
   std::vector<UnitMessage> reduced;
   std::vector<DirectMessage> direct;  // their places are gradients
-  // By gradient: each element counted at its transport's share of a ring's transfers.
-  std::vector<int64_t> sent_elements;
+  std::vector<SentElements> sent;     // by gradient
 };
 
+// The bits that `used` has of the gradients' units are those that `Units` says.
 UnitPlan make_unit_plan(const std::vector<Units>& gradients, const UsageMask& used, const Contributors& contributors,
                         int64_t element_bytes, const PlanSettings& settings);
 

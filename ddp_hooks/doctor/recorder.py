@@ -367,7 +367,7 @@ class Recorder(Silence):
         return bytes(sent[:reduced]) + bytes(not one for one in frozen[reduced:])
 
     def _read_unused(self, ddp: DistributedDataParallel) -> frozenset[int]:
-        return frozenset(_C.probe_reducer(ddp.reducer)["unused_parameters_"])
+        return frozenset(_C.reducer_unreached(ddp.reducer))
 
     def _look_at_old_gradients(self) -> None:
         ddp = self.watch.ddp

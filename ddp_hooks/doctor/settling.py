@@ -48,7 +48,7 @@ class _Facts:
     by_bucket: dict[int, list[int]]  # its parameters with several units, in the order of the bucket's slices
     used: Any  # the parameters with several units, a ``_C.UsageMask``
     objects: dict[int, bool]  # some rank's sample has too few zeros
-    units: dict[tuple[int, ...], tuple[Traffic, dict[int, int]]] = field(default_factory=dict)
+    units: dict[tuple[int, ...], tuple[Traffic, dict[int, tuple[float, float]]]] = field(default_factory=dict)
     traffic: dict[tuple[frozenset[int], bool], list[Traffic]] = field(default_factory=dict)
 
 
@@ -58,7 +58,12 @@ class _Simulation:
         probe = probe_settings(policy, is_on_device=world.is_on_device)
         self._world = world
         self._values = _C.ValuesProbe(probe)
-        self._units = _C.UnitsDetector(detector=_C.ValuesDetector.ADAPTIVE, units=unit_settings(policy), probe=probe)
+        self._units = _C.UnitsDetector(
+            rows=_C.ValuesDetector.ADAPTIVE,
+            widths=_C.ValuesDetector.OFF,
+            units=unit_settings(policy),
+            probe=probe,
+        )
         self._facts = [self._find_facts(step) for step in steps]
         self._layout: Any = None
         # Which of the detector's parameters some rank objects to; as on a rank that has not seen a gradient yet.
@@ -119,7 +124,7 @@ class _Simulation:
 
     def _step(self, number: int, facts: _Facts) -> list[Traffic]:
         self._use_layout(facts.step)
-        chosen = frozenset(self._units.choose(facts.used, self._objections, number).indices())
+        chosen = frozenset(self._units.choose(facts.used, self._objections, number)[0].indices())
         values = self._values.wants_values(number)
         traffic = self._traffic(facts, chosen, values)
         for bucket, parameters in facts.by_bucket.items():
@@ -137,10 +142,12 @@ class _Simulation:
     def _observe_units(self, number: int, facts: _Facts, bucket: int, chosen: Sequence[int]) -> None:
         _, sent = self._units_traffic(facts, bucket, chosen)
         for index in chosen:
-            if not self._units.observe(index, number, facts.step.slots[index].length, sent[index]):
+            if not self._units.observe(index, number, facts.step.slots[index].length, *sent[index]):
                 self._failed = True
 
-    def _units_traffic(self, facts: _Facts, bucket: int, chosen: Sequence[int]) -> tuple[Traffic, dict[int, int]]:
+    def _units_traffic(
+        self, facts: _Facts, bucket: int, chosen: Sequence[int]
+    ) -> tuple[Traffic, dict[int, tuple[float, float]]]:
         key = tuple(chosen)
         if key not in facts.units:
             facts.units[key] = units_traffic(facts.step, bucket, key, self._world)

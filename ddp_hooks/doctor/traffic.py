@@ -14,9 +14,6 @@ from .recorder import EVERYTHING, SOMETHING, Slot, Step, unpack
 
 _C = _extension.load()
 
-# The form of a compressed mask that holds its bits as they are (docs/internals/protocol.md).
-_BITMAP = 1
-
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -147,7 +144,9 @@ def zero_units(step: UnionStep, index: int) -> float:
 # --- units
 
 
-def units_traffic(step: UnionStep, bucket: int, chosen: Sequence[int], world: World) -> tuple[Traffic, dict[int, int]]:
+def units_traffic(
+    step: UnionStep, bucket: int, chosen: Sequence[int], world: World
+) -> tuple[Traffic, dict[int, tuple[float, float]]]:
     """Return what is sent of the units of some parameters of one bucket.
 
     Args:
@@ -158,7 +157,7 @@ def units_traffic(step: UnionStep, bucket: int, chosen: Sequence[int], world: Wo
 
     Returns:
         The traffic; and for each parameter how many of its elements are sent, counted at what their transports take of
-        a ring's transfers, as the adaptive detector counts them.
+        a ring's transfers, and how many these would be at full width, as the adaptive detector counts them.
     """
     element_bytes = step.layout.buckets[bucket].element_bytes
     settings = plan_settings("skip_zeros", world)
@@ -176,8 +175,9 @@ def units_traffic(step: UnionStep, bucket: int, chosen: Sequence[int], world: Wo
         used += _words(union, slot.units)
         for theirs, mask in zip(by_rank, masks, strict=False):
             theirs += _words(mask, slot.units)
-    everyone = [_mask_of_words(words) for words in by_rank]
-    reduced, direct, sent = _C.make_unit_plan(gradients, _mask_of_words(used), element_bytes, settings, everyone)
+    everyone = [_C.UsageMask(64 * len(words), words) for words in by_rank]
+    anyone = _C.UsageMask(64 * len(used), used)
+    reduced, direct, sent = _C.make_unit_plan(gradients, anyone, element_bytes, settings, everyone)
     sizes = [sum(length for _, _, length in runs) * element_bytes for _, runs in reduced]
     traffic = [*(_all_reduce(size, world) for size in sizes), *(_direct(one, element_bytes, world) for one in direct)]
     return _sum(traffic), dict(zip(chosen, sent, strict=True))
@@ -313,9 +313,3 @@ def _words(mask: int, bits: int) -> list[int]:
     count = math.ceil(bits / 64)
     raw = mask.to_bytes(8 * count, "little")
     return [int.from_bytes(raw[8 * i : 8 * i + 8], "little") for i in range(count)]
-
-
-def _mask_of_words(words: list[int]) -> Any:
-    mask = _C.UsageMask(64 * len(words))
-    _C.merge_compressed([_BITMAP, *words], mask)
-    return mask

@@ -114,7 +114,9 @@ def _bytes(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
         allowed = (used_bytes if known else dense) * (1 + policy.tuning.gap_fraction) + sum(
             sizes[name] for name in unmanaged
         )
-        needed = sum(int(nonzero[name].sum()) * _element_bytes(results[0], name) for name in used)
+        # What is narrow may travel in half of its bits.
+        least = 0.5 if getattr(policy, "narrow", "off") != "off" else 1.0
+        needed = least * sum(int(nonzero[name].sum()) * _element_bytes(results[0], name) for name in used)
         if payload < needed:
             yield f"after {moment}: {payload} bytes were sent, of {needed} that are not zero on every rank"
         if payload > allowed + flags:

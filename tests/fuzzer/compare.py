@@ -1,7 +1,9 @@
 """What it means that two runs give the same.
 
 On two ranks: the same bits, but for what architecture.md and protocol.md in docs/internals except. A NaN is a NaN:
-which of two NaNs a sum takes its payload from depends on the order of its operands. Zeros may have either sign where a
+which of two NaNs a sum takes its payload from depends on the order of its operands, and gloo adds in another one in
+each part of a buffer. (A NaN that is alone keeps its payload, quiet if it was signalling.) Ranks all have the same
+payload, which campaign.py sees to. Zeros may have either sign where a
 gradient, or a unit of it, is zero in all its elements; in gradients that may be broadcast by units; in complex ones;
 and so among a weight's or a buffer's elements. And with gradient_as_bucket_view, what is left in a bucket of an earlier
 pass plain DDP halves and adds up again, whoever uses it, so that an odd denormal number loses its last bit; the hook

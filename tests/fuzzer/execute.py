@@ -26,7 +26,8 @@ import ddp_hooks
 
 from . import oracle
 from .compare import difference, digest, plain_copy
-from .model import ROWS, TOKENS, WIDTH, Model, loss_of
+from .model import DTYPES, ROWS, TOKENS, WIDTH, Loose, Model, loss_of
+from .odd import odd_gradient
 from .program import Operation, Program, policy_of
 from .units import nonzero_in_memory, parts_of, rows_of, unit_numbers, zero_units
 
@@ -225,7 +226,7 @@ class _Run:
         self.nonzero = {
             name: _nonzero(p) for name, p in self.named.items() if self.plain is None and p.grad is not None
         }
-        with contextlib.nullcontext() if operation["sync"] else self.ddp.no_sync():
+        with self._odd(operation), contextlib.nullcontext() if operation["sync"] else self.ddp.no_sync():
             self._loss(operation).backward()
         if not operation["sync"]:
             return
@@ -266,8 +267,32 @@ class _Run:
         x, tokens = self._batch(operation["batch"] + forward)
         factors = {int(index): float(by_rank[self.rank]) for index, by_rank in operation.get("factors", {}).items()}
         used = operation["used"][self.rank]
-        with self._declaring(operation):
+        dtype = DTYPES.get(operation.get("autocast"))
+        with self._declaring(operation), torch.autocast("cpu", dtype, enabled=dtype is not None):
             return self.ddp(x, tokens, used, factors)
+
+    @contextlib.contextmanager
+    def _odd(self, operation: Operation) -> Iterator[None]:
+        """Have the gradients of this pass exchanged."""
+        handles, layers = [], []
+        for odd in operation.get("odd", ()):
+            kind, parameter = odd["kinds"][self.rank], self.named.get(odd["on"])
+            if kind is None or parameter is None or not self._dense(parameter):
+                continue
+            exchange = functools.partial(odd_gradient, odd=odd, kind=kind, seed=operation["batch"] + self.rank)
+            layer = self.model.get_submodule(odd["on"].rpartition(".")[0])
+            if odd["via"] == "function" and isinstance(layer, Loose):
+                layer.exchange = exchange
+                layers.append(layer)
+            else:
+                handles.append(parameter.register_hook(exchange))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for layer in layers:
+                layer.exchange = None
 
     def _batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(number * 1000 + self.rank)

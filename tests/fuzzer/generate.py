@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import fields
 from typing import Any
 
+import ddp_hooks
+
+from .odd import KINDS, SPOIL_WEIGHTS
 from .program import Layer, Operation, Program, settings_of
 
 # Only one rank's, or nobody's, gradients are special: that is where something might be skipped.
 _FACTORS = ("nan", "inf", "-inf", "0.0", "-0.0", "1e-40", "-1e-42", "1e-3", "2.0")
+# Whether policies say how narrow gradients travel.
+HAS_NARROW = "narrow" in {setting.name for setting in fields(ddp_hooks.Policy)}
 _MAY_SPOIL_WEIGHTS = ("nan", "inf", "-inf")
 
 
@@ -26,6 +32,8 @@ class _Generator:
         self.closings = random.Random(f"closings of {seed} on {ranks}")
         self.lookups = random.Random(f"lookups of {seed} on {ranks}")
         self.joins = random.Random(f"joins of {seed} on {ranks}")
+        self.widths = random.Random(f"widths of {seed} on {ranks}")
+        self.narrows = random.Random(f"narrows of {seed} on {ranks}")
         self.ranks = ranks
         self.program = Program(seed, ranks)
         self.options = self.program.options
@@ -41,6 +49,8 @@ class _Generator:
         # Whether there are parameters that plain DDP does not know, or may come to be.
         self.may_be_unmanaged = False
         self.freezable: list[str] = []
+        self.autocast: str | None = None
+        self.has_odd_gradients = False
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -162,6 +172,9 @@ class _Generator:
         # same for what DDP knows, and not for what is unmanaged, so there the oracle says nothing.
         if self.freezes and flavour != "static" and options.join is None and self.chance(0.4):
             options.frozen_when_wrapped = self.random.sample(patterns, min(len(patterns), self.random.randint(1, 2)))
+        if self.widths.random() < 0.35:
+            self.autocast = self.widths.choice(["bfloat16", "bfloat16", "float16"])
+        self.has_odd_gradients = self.widths.random() < 0.3
         if flavour == "static":
             self.static_use = [self._some_layers() for _ in range(self.ranks)]
 
@@ -204,6 +217,26 @@ class _Generator:
         self.program.operations = kept
 
     def _policy(self) -> str | dict[str, Any]:
+        policy = self._policy_but_for_widths()
+        if not HAS_NARROW or policy == "allreduce" or self.narrows.random() < 0.4:
+            return policy
+        settings = settings_of(policy)
+        if not settings.get("skip_unused", True):
+            return policy
+        settings["narrow"] = self.narrows.choice(["on", "on", "on", "adaptive", "off"])
+        # Presets divide nothing that is as small as what is trained here, and wait long before they try.
+        if settings["narrow"] == "adaptive":
+            settings = {"first_pause_steps": 1, "longest_pause_steps": self.narrows.choice([1, 2]), **settings}
+        if self.narrows.random() < 0.6:
+            lengths = {
+                "min_divided_bytes": 0,
+                "min_unit_bytes": self.narrows.choice([1, 16, 64]),
+                "max_unit_bytes": 100,
+            }
+            settings = {**lengths, **settings}
+        return settings
+
+    def _policy_but_for_widths(self) -> str | dict[str, Any]:
         policy = self._policy_but_for_transports()
         if policy == "allreduce" or self.transports.random() < 0.3:
             return policy
@@ -310,7 +343,33 @@ class _Generator:
         if not options.static_graph and options.join is None and self.chance(0.08):
             operation["forwards"] = 2
             operation["used"] = [used[0]] * self.ranks
+        # Now and then without, so that gradients become wide and narrow again.
+        if self.autocast is not None and self.widths.random() < 0.85:
+            operation["autocast"] = self.autocast
+        if self.has_odd_gradients and self.widths.random() < 0.6:
+            operation["odd"] = [self._odd() for _ in range(self.widths.randint(1, 3))]
         self.program.operations.append(operation)
+
+    def _odd(self) -> dict[str, Any]:
+        exact = [kind for kind in KINDS if kind not in SPOIL_WEIGHTS]
+        kinds = exact if self.widths.random() < 0.6 else list(KINDS)
+        alike = self.widths.choice(kinds)
+        others = [None, *kinds]
+        by_rank = [alike if self.widths.random() < 0.7 else self.widths.choice(others) for _ in range(self.ranks)]
+        patterns = [pattern for pattern in self.freezable if not pattern.startswith("layers.norm")]
+        # Plain DDP's product of an infinite complex number and 1/n is NaN; see Rounding in architecture.md.
+        of_complex = {
+            f"layers.{layer['kind']}{layer['id']}"
+            for layer in self.program.layers
+            if str(layer.get("dtype")).startswith("complex")
+        }
+        on = self.widths.choice([pattern for pattern in patterns if pattern not in of_complex]).replace(".bias", "")
+        return {
+            "on": self._parameter_in(on, self.widths),
+            "kinds": by_rank,
+            "where": self.widths.choice(["all", "used"]),
+            "via": self.widths.choice(["hook", "function"]),
+        }
 
     def _factor(self) -> list[str]:
         if self.chance(0.4):
@@ -342,7 +401,13 @@ class _Generator:
             for by_rank in operation.get("factors", {}).values()
             for factor in by_rank
         ]
-        spoilt = any(factor in _MAY_SPOIL_WEIGHTS for factor in factors)
+        kinds = {
+            kind
+            for operation in self.program.operations[first:]
+            for odd in operation.get("odd", ())
+            for kind in odd["kinds"]
+        }
+        spoilt = any(factor in _MAY_SPOIL_WEIGHTS for factor in factors) or not kinds.isdisjoint(SPOIL_WEIGHTS)
         # Plain DDP averages gradients that nobody used in this step, and the hook leaves them alone. One sees it while
         # a rank has joined, which brings zeros, and where the gradient is a view of its bucket and so small that
         # halving it rounds.
@@ -370,7 +435,7 @@ class _Generator:
             factors = [self.random.choice([0.5, 0.0, -0.0, -2.0, -2.0]) for _ in range(self.ranks)]
             alike = self.chance(0.4)
             multipliers = factors[:1] * self.ranks if alike else factors
-            self._add("hook", kind=kind, on=self._parameter_in(on), multipliers=multipliers)
+            self._add("hook", kind=kind, on=self._parameter_in(on, self.random), multipliers=multipliers)
         if self.options.join is None and self.chance(0.4):
             self._collective()
         self._register_anew()
@@ -381,7 +446,7 @@ class _Generator:
         if self.options.join is None and not learns and self.closings.random() < 0.05:
             self._add("register")
 
-    def _parameter_in(self, pattern: str) -> str:
+    def _parameter_in(self, pattern: str, draw: random.Random) -> str:
         if pattern == "head":
             return "head.weight"
         kind = pattern.removeprefix("layers.").rstrip("0123456789")
@@ -395,7 +460,7 @@ class _Generator:
             "convolution": ["convolution.weight", "convolution.bias"],
             "loose": ["value"],
         }[kind]
-        return f"{pattern}.{self.random.choice(inside)}"
+        return f"{pattern}.{draw.choice(inside)}"
 
     def _freeze_or_unfreeze(self, keep: bool = False) -> None:
         if not self.freezes:

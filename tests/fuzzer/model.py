@@ -7,12 +7,14 @@ a rank that reaches no parameter does not reduce, and plain DDP waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .odd import Exchange
 from .program import Layer
 
 WIDTH = 8
@@ -180,9 +182,11 @@ class Loose(nn.Module):
         # Only so many rows are used, from one on that the tokens say.
         self.rows = layer.get("rows")
         self.value = nn.Parameter(torch.randn(shape, dtype=DTYPES[layer["dtype"]]) * 0.1 + 0.01)
+        # What the gradient is exchanged for, without a hook.
+        self.exchange: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        value = self.value
+        value = self.value if self.exchange is None else Exchange.apply(self.value, self.exchange)
         if self.rows is not None and value.dim() > 0 and len(value) > 0:
             first = int(tokens[0, 0]) % len(value)
             value = value[first : first + self.rows]

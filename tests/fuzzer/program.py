@@ -10,7 +10,8 @@ Operations are dictionaries with `do`:
     pass        forward and backward: `used` (layer ids by rank), `sync` (or under no_sync), `declare` ("block" or
                 "once": how to tell a state without a search what is left out), `declare_used` (declare what is used,
                 too), `factors` (layer id to a factor for its gradient, by rank), `idle` (add 0 * every parameter to
-                the loss), `penalty` (the loss uses parameters directly), `forwards` (1 or 2 into one loss), `batch`
+                the loss), `penalty` (the loss uses parameters directly), `forwards` (1 or 2 into one loss), `batch`,
+                `autocast` (the dtype of the forward pass), `odd` (gradients that are exchanged, see odd.py)
     fail        a forward and a backward that raises `at` the "loss" or the "outputs", before the first gradient
     update      clip, optimizer step (unless `skip`), zero_grad: `zero` is "none", "zeros" or "keep"
     freeze      `what`: patterns of parameter names by rank; `how`: "flag" or "package"; `keep` the gradients

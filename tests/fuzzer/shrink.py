@@ -87,6 +87,8 @@ _SIMPLER = {
     "declare": None,
     "declare_used": False,
     "factors": {},
+    "autocast": None,
+    "odd": [],
     "idle": False,
     "penalty": False,
     "forwards": 1,

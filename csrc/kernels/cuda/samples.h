@@ -20,6 +20,8 @@ namespace ddp_hooks::cuda {
 
 // So many units of a slice are looked at, evenly spread over it.
 constexpr int kSampledUnits = 64;
+// By so many of its first elements a unit counts as narrow or not.
+constexpr int64_t kWidthElements = 1024;
 constexpr int kWordsPerSample = kSampledUnits / kUnitsPerWord;
 
 // A slice of more than 0 bytes, in units of which the last one may be shorter. All are multiples of the element's size.

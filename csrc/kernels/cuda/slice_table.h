@@ -18,17 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define DDP_HOOKS_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define DDP_HOOKS_HOST_DEVICE inline
-#endif
-
-#if defined(__CUDA_ARCH__)
-#define DDP_HOOKS_UNROLL _Pragma("unroll")
-#else
-#define DDP_HOOKS_UNROLL
-#endif
+#include "kernels/host_device.h"
 
 namespace ddp_hooks::cuda {
 

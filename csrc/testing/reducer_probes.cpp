@@ -8,7 +8,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
-#include "bindings/rooms.h"
+#include "testing/parts.h"
 
 namespace py = pybind11;
 

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "bindings/rooms.h"
 #include "layout/usage_mask.h"
+#include "testing/parts.h"
 
 namespace py = pybind11;
 

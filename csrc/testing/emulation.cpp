@@ -1,4 +1,4 @@
-#include "kernels/cuda/emulation.h"
+#include "testing/emulation.h"
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>

@@ -1,0 +1,186 @@
+#include "kernels/cpu/contribution_sum.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "kernels/cpu/elements.h"
+#include "kernels/cpu/instructions.h"
+#include "kernels/narrow_forms.h"
+
+namespace ddp_hooks::cpu {
+namespace {
+
+// What sums of more than two terms are kept in meanwhile; stays in the first-level cache.
+constexpr int64_t kBlockBytes = 4096;
+
+// `Wide` is the type that ATen computes in.
+template <typename T>
+struct Arithmetic {
+  using Wide = float;
+};
+template <>
+struct Arithmetic<double> {
+  using Wide = double;
+};
+
+template <typename T>
+DDP_HOOKS_ALWAYS_INLINE T add(T a, T b) {
+  using Wide = typename Arithmetic<T>::Wide;
+  return static_cast<T>(static_cast<Wide>(a) + static_cast<Wide>(b));
+}
+
+// Of two NaN a processor keeps the first, and which that is compilers choose; every rank has to get the same bits.
+template <typename T>
+DDP_HOOKS_ALWAYS_INLINE T add_terms(T a, T b) {
+  using Wide = typename Arithmetic<T>::Wide;
+  const Wide sum = static_cast<Wide>(a) + static_cast<Wide>(b);
+  return static_cast<T>(sum == sum ? sum : std::numeric_limits<Wide>::quiet_NaN());
+}
+
+// What one term is, element by element; by its form.
+template <typename T>
+struct FullTerm {
+  const char* from;
+  DDP_HOOKS_ALWAYS_INLINE T operator[](int64_t index) const { return load_element<T>(from, index); }
+};
+template <typename T, typename Form>
+struct NarrowTerm {
+  const char* from;
+  DDP_HOOKS_ALWAYS_INLINE T operator[](int64_t index) const {
+    return bits_as<T>(Form::widen(load_element<typename Form::Narrow>(from, index)));
+  }
+};
+
+template <typename T>
+struct Product {
+  typename Arithmetic<T>::Wide factor;
+  DDP_HOOKS_ALWAYS_INLINE T operator()(T number) const {
+    return static_cast<T>(static_cast<typename Arithmetic<T>::Wide>(number) * factor);
+  }
+};
+template <typename T>
+struct Quotient {
+  typename Arithmetic<T>::Wide divisor;
+  DDP_HOOKS_ALWAYS_INLINE T operator()(T number) const {
+    return static_cast<T>(static_cast<typename Arithmetic<T>::Wide>(number) / divisor);
+  }
+};
+
+template <typename T, typename Act>
+void with_term(const Term& term, const Act& act) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (term.width == Width::kBFloat16) return act(NarrowTerm<T, BFloat16Form>{term.from});
+    if (term.width == Width::kFloat16) return act(NarrowTerm<T, Float16Form>{term.from});
+  } else if constexpr (std::is_same_v<T, double>) {
+    if (term.width == Width::kFloat32) return act(NarrowTerm<T, Float32Form>{term.from});
+  }
+  act(FullTerm<T>{term.from});
+}
+
+template <typename T, typename Act>
+void with_scale(const Scaling& scaling, const Act& act) {
+  using Wide = typename Arithmetic<T>::Wide;
+  const auto divisor = static_cast<Wide>(scaling.divisor);
+  if (!scaling.divides) return act(Product<T>{static_cast<Wide>(1 / scaling.divisor)});
+  int exponent = 0;
+  // The reciprocal of a power of two is exact, so the product is the quotient, several times as fast.
+  if (std::frexp(divisor, &exponent) == Wide{0.5}) return act(Product<T>{1 / divisor});
+  act(Quotient<T>{divisor});
+}
+
+template <typename T, typename ElementAt>
+DDP_HOOKS_ALWAYS_INLINE void fill_in_loop(char* to, int64_t numel, const ElementAt& element_at) {
+  DDP_HOOKS_ELEMENTS_ARE_INDEPENDENT
+  for (int64_t i = 0; i < numel; ++i) store_element<T>(to, i, element_at(i));
+}
+
+template <typename T, typename ElementAt>
+void fill_by_baseline(char* to, int64_t numel, ElementAt element_at) {
+  fill_in_loop<T>(to, numel, element_at);
+}
+
+template <typename T, typename ElementAt>
+DDP_HOOKS_AVX2 void fill_by_avx2(char* to, int64_t numel, ElementAt element_at) {
+  fill_in_loop<T>(to, numel, element_at);
+}
+
+template <typename T, typename ElementAt>
+void fill(char* to, int64_t numel, const ElementAt& element_at) {
+  uses_avx2() ? fill_by_avx2<T>(to, numel, element_at) : fill_by_baseline<T>(to, numel, element_at);
+}
+
+// These three add `last` at the end: +0.0, or -0.0, which changes nothing.
+
+template <typename T>
+void scale_one(char* to, const Term& term, int64_t numel, const Scaling& scaling, T last) {
+  with_scale<T>(scaling, [&](auto scale) {
+    with_term<T>(term, [&](auto numbers) {
+      fill<T>(to, numel, [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(scale(numbers[i]), last); });
+    });
+  });
+}
+
+template <typename T>
+void add_two(char* to, const Term& first, const Term& second, int64_t numel, const Scaling& scaling, T last) {
+  with_scale<T>(scaling, [&](auto scale) {
+    with_term<T>(first, [&](auto a) {
+      with_term<T>(second, [&](auto b) {
+        fill<T>(to, numel,
+                [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(add_terms(scale(a[i]), scale(b[i])), last); });
+      });
+    });
+  });
+}
+
+template <typename T>
+void add_one_more(char* to, const char* sums, const Term& term, int64_t numel, const Scaling& scaling, T last) {
+  const FullTerm<T> before{sums};
+  with_scale<T>(scaling, [&](auto scale) {
+    with_term<T>(term, [&](auto numbers) {
+      fill<T>(to, numel,
+              [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(add_terms(before[i], scale(numbers[i])), last); });
+    });
+  });
+}
+
+template <typename T>
+void sum(char* to, const Term* terms, size_t count, int64_t numel, const Scaling& scaling, bool adds_zero) {
+  constexpr auto kElementBytes = static_cast<int64_t>(sizeof(T));
+  const T nothing = static_cast<T>(-0.0f);
+  const T last = adds_zero ? static_cast<T>(0.0f) : nothing;
+  if (count == 1) return scale_one<T>(to, terms[0], numel, scaling, last);
+  if (count == 2) return add_two<T>(to, terms[0], terms[1], numel, scaling, last);
+  alignas(64) char sums[kBlockBytes];
+  for (int64_t begin = 0; begin < numel; begin += kBlockBytes / kElementBytes) {
+    const int64_t length = std::min(numel - begin, kBlockBytes / kElementBytes);
+    const auto from_here = [&](size_t i) {
+      return Term{terms[i].from + begin * bytes_of_number(terms[i].width, kElementBytes), terms[i].width};
+    };
+    add_two<T>(sums, from_here(0), from_here(1), length, scaling, nothing);
+    for (size_t i = 2; i + 1 < count; ++i) add_one_more<T>(sums, sums, from_here(i), length, scaling, nothing);
+    add_one_more<T>(to + begin * kElementBytes, sums, from_here(count - 1), length, scaling, last);
+  }
+}
+
+}  // namespace
+
+void sum_terms(char* to, const Term* terms, size_t count, int64_t numel, ElementType type, const Scaling& scaling,
+               bool adds_zero) {
+  switch (type) {
+    case ElementType::kFloat32:
+      return sum<float>(to, terms, count, numel, scaling, adds_zero);
+    case ElementType::kFloat64:
+      return sum<double>(to, terms, count, numel, scaling, adds_zero);
+    case ElementType::kFloat16:
+      return sum<c10::Half>(to, terms, count, numel, scaling, adds_zero);
+    case ElementType::kBFloat16:
+      return sum<c10::BFloat16>(to, terms, count, numel, scaling, adds_zero);
+  }
+}
+
+}  // namespace ddp_hooks::cpu

@@ -1,0 +1,48 @@
+// Numbers that travel in fewer bits: packed before they are sent, unpacked, scaled and added up where they arrive. The
+// only dispatch point by device.
+//
+// What travels is undivided: each contribution is scaled when it is added, as plain DDP scales before it adds. On the
+// CPU the calls return when all is done. On CUDA they put it on the current stream of the tensors' device and return;
+// memory that is freed meanwhile is safe as slice_copy.h says.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/slice_copy.h"
+#include "kernels/width.h"
+
+namespace ddp_hooks {
+
+struct PackedSlice {
+  SliceOfTensor slice;
+  Width width = Width::kFull;  // or one of narrow_widths(its type), which holds all of it
+};
+
+// `to` (uint8, flat, with room for the sum of packed_bytes) = the slices one after the other, each in its width, bit by
+// bit; padding bytes are zeroed, and what lies behind is left alone.
+void pack(const at::Tensor& to, const std::vector<PackedSlice>& from);
+
+struct Contribution {
+  int64_t offset = 0;  // bytes into what was received
+  Width width = Width::kFull;
+  bool own = false;  // what lies in `to` itself instead, in full
+};
+
+// What several ranks contribute to one slice, in the order of ranks.
+struct SliceSum {
+  SliceOfTensor to;
+  std::vector<Contribution> contributions;  // one at least, of which at most one is `own`
+  double divisor = 1;
+  bool divides = false;    // scaled as gather_divided does; otherwise as gather_scaled does by 1 / divisor
+  bool adds_zero = false;  // +0.0 is added at the end, so that -0.0 becomes +0.0
+};
+
+// Each slice = its contributions, scaled one by one and added in their order, with each product and each sum rounded to
+// the slice's type. A sum of several that is no number is the same NaN wherever it is added up. `packed` (uint8, flat)
+// is what was received, and may be undefined if all contributions are `own`. The slices do not overlap.
+void sum_contributions(const at::Tensor& packed, const std::vector<SliceSum>& sums);
+
+}  // namespace ddp_hooks

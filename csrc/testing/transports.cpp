@@ -1,0 +1,80 @@
+#include "layout/transports.h"
+
+#include <pybind11/functional.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <functional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "layout/units.h"
+#include "testing/parts.h"
+#include "transport/direct_plan.h"
+#include "transport/launch.h"
+#include "transport/unmanaged_gradients.h"
+
+namespace py = pybind11;
+
+namespace ddp_hooks {
+namespace {
+
+class Done : public c10d::Work {
+ public:
+  bool wait(std::chrono::milliseconds) override { return true; }
+};
+
+// A rank of a group as large as a test likes, which sums what the ranks hand over.
+class OneOfMany : public c10d::Backend {
+ public:
+  using AllReduce = std::function<void(at::Tensor)>;
+  OneOfMany(int rank, int size, AllReduce all_reduce) : Backend(rank, size), all_reduce_(std::move(all_reduce)) {}
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions&) override {
+    all_reduce_(tensors.front());
+    return c10::make_intrusive<Done>();
+  }
+
+ private:
+  AllReduce all_reduce_;
+};
+
+}  // namespace
+
+void bind_transports(py::module_& m) {
+  m.def("elements_in_units", &elements_in);
+  // Of a message, of elements of so many bytes: its payload, and what of that is narrow.
+  m.def("bytes_of_direct_message", [](const DirectMessage& message, int64_t element_bytes) {
+    const MessageBytes bytes = bytes_of(message, element_bytes);
+    return std::make_pair(bytes.payload, bytes.narrow);
+  });
+  m.def("contribution_bytes", &contribution_bytes);
+  py::enum_<Transport>(m, "Transport")
+      .value("ALL_REDUCE", Transport::kAllReduce)
+      .value("BROADCAST", Transport::kBroadcast)
+      .value("BY_OWNER", Transport::kByOwner);
+  m.def(
+      "transport_for",
+      [](RankSet contributors, int world_size, bool sums, Width width) {
+        return transport_for(contributors, width, {world_size, true, sums});
+      },
+      py::arg("contributors"), py::arg("world_size"), py::arg("sums"), py::arg("width") = Width::kFull);
+  m.def("backend_name", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
+    return backend_name(*group, device.type());
+  });
+  m.def("is_nccl", &is_nccl);
+
+  m.def("average_unmanaged_gradients",
+        [](OneOfMany::AllReduce all_reduce, int rank, int ranks,
+           const std::vector<std::pair<at::Tensor, bool>>& gradients, double factor, bool wait) {
+          std::vector<UnmanagedGradient> unmanaged;
+          for (const auto& [parameter, used] : gradients) unmanaged.push_back({parameter, used});
+          const auto group = c10::make_intrusive<OneOfMany>(rank, ranks, std::move(all_reduce));
+          const UnmanagedMessages sent = average_unmanaged_gradients(*group, unmanaged, factor, wait);
+          return std::make_tuple(sent.messages, sent.gradient_bytes, sent.flag_bytes);
+        });
+}
+
+}  // namespace ddp_hooks
