@@ -315,7 +315,7 @@ def is_its_place(plan: Round, pid: int, about: str) -> bool:
         state = "its process has ended" if plan.cause == "kill" else "its process is stopped"
         return silent and state in about and was_there(plan, about)
     if plan.cause == "gil":
-        return silent and "no Python runs in it" in about and was_there(plan, about)
+        return silent and "its process lives: it is in a call that holds the GIL" in about and was_there(plan, about)
     if plan.cause == "exception":
         return f"has ended, after {plan.step - 1} step" in about and (
             f"ValueError: a batch without an end, raised at {place_of('exception')} " in about

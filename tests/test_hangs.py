@@ -28,7 +28,7 @@ from ddp_hooks.hangs.activity import Activity, ModuleActivity
 from ddp_hooks.hangs.board import Board
 from ddp_hooks.hangs.report import find_missing, headline
 from ddp_hooks.hangs.session import print_to_stderr
-from ddp_hooks.hangs.stack import has_run, read_error, read_position
+from ddp_hooks.hangs.stack import has_run, read_error, read_position, read_stand
 from ddp_hooks.hangs.status import Status, Wait
 from ddp_hooks.hangs.witness import Witness
 
@@ -50,9 +50,12 @@ class Stands:
         time.sleep(0.2)
         return self._thread.ident or 0
 
-    def __exit__(self, *error: object) -> None:
+    def go_on(self) -> None:
         self._end.set()
         self._thread.join()
+
+    def __exit__(self, *error: object) -> None:
+        self.go_on()
 
 
 class Waits(nn.Module):
@@ -68,9 +71,11 @@ def test_a_loader_is_between_two_steps() -> None:
         end.wait(20)
 
     with Stands(load) as thread:
-        position = read_position(thread)
+        position, stand = read_position(thread), read_stand(thread)
     assert position is not None
-    assert (position.phase, position.waits_in) == ("", None)
+    assert stand is not None
+    assert (position.phase, stand.waits_in) == ("", None)
+    assert position.mark == stand.mark
     # Of the user's code, not of Python's own, which is said apart.
     assert re.match(r"\S*test_hangs\.py:\d+ in load$", position.frames[0])
     assert position.inside is not None
@@ -84,9 +89,10 @@ def test_a_hook_within_backward_does_not_wait_for_other_ranks() -> None:
         loss.backward()
 
     with Stands(backward) as thread:
-        position = read_position(thread)
+        position, stand = read_position(thread), read_stand(thread)
     assert position is not None
-    assert (position.phase, position.waits_in) == ("backward", None)
+    assert stand is not None
+    assert (position.phase, stand.waits_in) == ("backward", None)
 
 
 def test_an_optimizer() -> None:
@@ -112,11 +118,49 @@ def _forward(rank: int) -> Any:
 
     with Stands(forward) as thread:
         position = read_position(thread)
-    return None if position is None else (position.phase, position.waits_in)
+        # A model that its thread changes at the same time has no names, and raises nothing.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.Module, "named_modules", _changes)
+            changing = read_position(thread)
+    return [each and each.phase for each in (position, changing)]
+
+
+def _changes(model: nn.Module) -> Any:
+    raise RuntimeError("dictionary changed size during iteration")
 
 
 def test_a_forward_pass_names_the_innermost_submodule() -> None:
-    assert run_ranks(1, _forward) == [("forward of 0.1", None)]
+    assert run_ranks(1, _forward) == [["forward of 0.1", "forward"]]
+
+
+def test_a_look_takes_no_names_and_keeps_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes twice a second: a large model's names take long, and what is kept would end in another thread."""
+    ended: list[int] = []
+
+    class Notes:
+        def __del__(self) -> None:
+            ended.append(threading.get_ident())
+
+    def run(end: threading.Event, notes: Any) -> None:
+        end.wait(20)
+
+    def start(end: threading.Event) -> None:
+        run(end, Notes())
+
+    stands = Stands(start)
+    with stands as thread:
+
+        def read_line(path: str, line: int) -> str:
+            # Another thread may run while a file is read.
+            stands.go_on()
+            return ""
+
+        monkeypatch.setattr("ddp_hooks.hangs.stack.linecache.getline", read_line)
+        monkeypatch.setattr("ddp_hooks.hangs.stack._is_users", lambda path: True)
+        monkeypatch.setattr(nn.Module, "named_modules", None)
+        stand = read_stand(thread)
+    assert stand is not None
+    assert ended == [thread]
 
 
 def _collectives(rank: int) -> list[Any]:
@@ -140,8 +184,8 @@ def _collectives(rank: int) -> list[Any]:
             thread = threading.Thread(target=call)
             thread.start()
             time.sleep(0.4)
-            position = read_position(thread.ident or 0)
-            found.append((position.phase, position.waits_in) if position is not None else None)
+            position, stand = read_position(thread.ident or 0), read_stand(thread.ident or 0)
+            found.append((position.phase, stand.waits_in) if position is not None and stand is not None else None)
             thread.join()
         else:
             time.sleep(1.0)
@@ -164,6 +208,27 @@ def test_what_computes_is_told_from_what_stands() -> None:
     assert not has_run(1.0, 1.00001)
     assert has_run(1.0, 1.1)
     assert not has_run(None, 1.0)  # where nobody counts
+
+
+def test_a_thread_that_has_ended_is_not_asked_for_its_time() -> None:
+    """C would read its memory, which may be gone: of many threads that end, not all leave it."""
+    code = """
+import threading, time, torch
+from ddp_hooks.hangs.activity import Activity, ModuleActivity
+from ddp_hooks.hangs.witness import Witness
+threading.stack_size(64 << 20)  # more than what is kept of threads that have ended
+activity = Activity()
+assert activity.cpu_seconds() > 0
+for _ in range(3):
+    thread = threading.Thread(target=lambda: activity.add(ModuleActivity("Net", (0, 1))))
+    thread.start()
+    thread.join()
+time.sleep(0.2)  # Python joins it a moment before it has gone
+assert activity.cpu_seconds() is None
+Witness(activity, 0, 2).look(0.5)
+print("looked")
+"""
+    assert run_python(code) == "looked"
 
 
 def test_an_error_is_told_with_its_line() -> None:
@@ -303,8 +368,8 @@ def test_of_silent_ranks_the_process_is_known() -> None:
         ended_or_stopped += find_missing(WAIT, 0, {}, {1: (host, child.pid)}).lines[:1]
     assert report.lines[0].startswith(f"rank 1 does not answer (process {child.pid} on {host}): its process lives")
     assert report.lines[1] == (
-        "rank 2 does not answer (process 5 on elsewhere): killed, stopped, or in a call that holds the GIL; it was "
-        "there in step 3"
+        "rank 2 does not answer (process 5 on elsewhere): it has ended, is stopped, is in a call that holds the GIL, "
+        "or has destroyed its process group; it was there in step 3"
     )
     assert "its process is stopped" in ended_or_stopped[0]
     assert "its process has ended" in ended_or_stopped[1]
@@ -436,10 +501,11 @@ def run_python(code: str, **environment: str) -> str:
 NAMES = """
 import ddp_hooks, os, signal, faulthandler, sys, threading
 print(sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread()))
+from ddp_hooks.hangs import watcher
+watcher._lock.acquire()  # as another thread may have, which the child does not have
 pid = os.fork()
 if pid == 0:
-    from ddp_hooks.hangs import watcher
-    os._exit(len(threading.enumerate()) - 1 if watcher._watcher is None else 9)
+    os._exit(len(threading.enumerate()) - 1 if watcher._watcher is None and watcher._lock.acquire(timeout=1) else 9)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 print(signal.getsignal(signal.SIGUSR1), faulthandler.is_enabled(), sys.excepthook is sys.__excepthook__)
 """
@@ -456,6 +522,41 @@ def test_only_what_a_launcher_has_started_is_watched_from_the_import_on() -> Non
     ):
         # A child that was forked has no thread, and does not take part.
         assert run_python(NAMES, **environment).replace("Handlers.SIG_DFL", "0") == f"{threads}\n{signals}"
+
+
+@pytest.mark.parametrize("what", ["thread", "store"])
+def test_training_goes_on_where_nobody_can_watch(what: str) -> None:
+    assert run_ranks(2, _nobody_watches, what) == [True, True]
+
+
+def _nobody_watches(rank: int, what: str) -> bool:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watcher, "_watcher", None)
+        if what == "thread":
+            patch.setattr(threading.Thread, "start", fail)
+        else:
+            patch.setattr(watcher, "Session", fail)
+        ddp_hooks.register(ddp)
+        ddp_hooks.sync.broadcast_parameters(ddp)
+        ddp(torch.ones(1, 2)).sum().backward()
+        if watcher._watcher is not None:
+            watcher._watcher.stop()
+    return ddp.module.weight.grad is not None
+
+
+def test_a_listener_that_raises_ends_nothing() -> None:
+    watching = watcher.Watcher()
+    called: list[int] = []
+    watching.listeners += [lambda: 1 / 0, lambda: called.append(1)]
+    deadline = time.monotonic() + 5
+    while not called and time.monotonic() < deadline:
+        time.sleep(0.05)
+    watching.stop()
+    assert called
 
 
 def _with_and_without(rank: int, seconds: float) -> list[bool]:

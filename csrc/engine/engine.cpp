@@ -41,6 +41,20 @@ void queue_error(std::string message) {
   });
 }
 
+// Says since when the hook has been at a bucket, however it leaves.
+class InHook {
+ public:
+  explicit InHook(std::atomic<std::chrono::steady_clock::rep>& since) : since_(since) {
+    since_ = std::chrono::steady_clock::now().time_since_epoch().count();
+  }
+  ~InHook() { since_ = 0; }
+  InHook(const InHook&) = delete;
+  InHook& operator=(const InHook&) = delete;
+
+ private:
+  std::atomic<std::chrono::steady_clock::rep>& since_;
+};
+
 void refuse_capture(c10::Device device) {
   TORCH_CHECK(
       !is_capturing(device),
@@ -130,7 +144,7 @@ void Engine::close(bool remove_hook, bool dying) {
 c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
   RECORD_FUNCTION("ddp_hooks::bucket", std::vector<c10::IValue>());
   const Stopwatch stopwatch;
-  in_hook_since_ = std::chrono::steady_clock::now().time_since_epoch().count();
+  const InHook in_hook(in_hook_since_);
   // A joined rank runs the hook outside of any backward pass and does not hold the Reducer's mutex.
   ReducerLock reducer_lock;
   // With its device, a future carries the point on the stream at which its value is there.
@@ -163,7 +177,6 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
   } catch (...) {
     if (!future->completed()) future->setError(std::current_exception());
   }
-  in_hook_since_ = 0;
   return future;
 }
 
@@ -180,6 +193,11 @@ std::exception_ptr Engine::explained(const std::exception_ptr& error) const {
   if (!explain_) return error;
   try {
     std::rethrow_exception(error);
+  } catch (c10::Error& failed) {
+    // Of a type that users may catch, so it stays the same error.
+    const std::string more = explain_(failed.what());
+    if (!more.empty()) failed.add_context(more);
+    return std::current_exception();
   } catch (const std::exception& failed) {
     const std::string said = failed.what();
     const std::string more = explain_(said);

@@ -62,18 +62,20 @@ class Activity:
         failed: where this rank waited in vain the last time; None after the next call.
         remarks: each says what else there is to say of this rank, in lines.
         thread: the one that trains.
+        clock: of that thread's processor time; None where nobody counts that.
     """
 
     modules: list[ModuleActivity] = field(default_factory=list)
     failed: Wait | None = None
     remarks: list[Callable[[], list[str]]] = field(default_factory=list)
     thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
+    clock: int | None = field(default_factory=lambda: _clock_of(threading.main_thread().ident or 0))
     _waits: list[_FunctionWait] = field(default_factory=list)
 
     def add(self, module: ModuleActivity) -> None:
         """Let a module count."""
         self.modules.append(module)
-        self.thread = threading.get_ident()
+        self._trains_here()
 
     def remark(self, remark: Callable[[], list[str]]) -> Callable[[], None]:
         """Let somebody say more of this rank; return what ends that."""
@@ -111,8 +113,21 @@ class Activity:
                 return Wait(f"backward of {module.name}", module.ranks, seconds, step=module.steps)
         return None
 
+    def _trains_here(self) -> None:
+        # Asked for while the thread lives: of one that has ended, C reads memory that may be gone.
+        self.thread = threading.get_ident()
+        self.clock = _clock_of(self.thread)
+
+    def cpu_seconds(self) -> float | None:
+        """Return how long the thread has run; None where nobody counts that, or if it has ended."""
+        try:
+            return None if self.clock is None else time.clock_gettime(self.clock)
+        except OSError:
+            return None
+
     def forget(self) -> None:
         """Begin anew, in a process that was forked."""
+        self._trains_here()
         self.modules.clear()
         self.remarks.clear()
         self._waits.clear()
@@ -121,6 +136,13 @@ class Activity:
     def steps(self) -> int:
         """Return the steps of the module that has had the most."""
         return max((module.steps for module in list(self.modules)), default=0)
+
+
+def _clock_of(thread: int) -> int | None:
+    try:
+        return time.pthread_getcpuclockid(thread)
+    except (AttributeError, OSError, OverflowError):
+        return None
 
 
 # This process's own.

@@ -122,8 +122,8 @@ def _describe_silent(rank: int, step: int, process: tuple[str, int] | None) -> s
     last = f"; it was there in step {step - 1:,}" if step > 1 else ""
     if process is None:
         return (
-            f"rank {rank} does not answer, and has left no word since it started: it has ended, or has not imported "
-            "ddp_hooks"
+            f"rank {rank} does not answer, and has left no word since it started: it has ended, or has called nothing "
+            "of ddp_hooks"
         )
     host, pid = process
     return f"rank {rank} does not answer (process {pid} on {host}): {_state_of(host, pid)}{last}"
@@ -142,7 +142,7 @@ def has_ended(pid: int) -> bool:
 def _state_of(host: str, pid: int) -> str:
     """Say what can be seen of a process that does not answer."""
     if host != this_host() or not os.path.isdir("/proc/self"):
-        return "killed, stopped, or in a call that holds the GIL"
+        return "it has ended, is stopped, is in a call that holds the GIL, or has destroyed its process group"
     with suppress(OSError, IndexError):
         # Behind the name, which may hold anything.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -150,7 +150,7 @@ def _state_of(host: str, pid: int) -> str:
             return "its process is stopped (SIGSTOP, or a debugger)"
         if state in "ZX":
             return "its process has ended"
-        return "its process lives, and no Python runs in it: it is in a call that holds the GIL, or was swapped out"
+        return "its process lives: it is in a call that holds the GIL, or has destroyed its process group"
     return "its process has ended"
 
 

@@ -277,14 +277,10 @@ class Session:
 
         Ranks that wait for the same ones say the same of them.
         """
-        if self._told is not None:
-            told, at, report = self._told
-            began_apart = abs(told.seconds + time.monotonic() - at - wait.seconds)
-            if (told.place, told.step) == (wait.place, wait.step) and began_apart < _SAME_WAIT_SECONDS:
-                return report
+        # Asked anew, because it may be long ago that it was printed.
         call = self.call()
         if call == 0:
-            return self._report_without_store(wait) if self._held_by_rank_0 and self.rank != 0 else None
+            return self._report_from_memory(wait)
         others = [rank for rank in wait.ranks if rank != self.rank]
         statuses = self._gather(call, others, GRACE_SECONDS)
         report = self._share(wait, self._report(wait, statuses, is_over=True))
@@ -292,6 +288,14 @@ class Session:
         while time.monotonic() < linger:
             self._pause()
         return report
+
+    def _report_from_memory(self, wait: Wait) -> Report | None:
+        if self._told is not None:
+            told, at, report = self._told
+            began_apart = abs(told.seconds + time.monotonic() - at - wait.seconds)
+            if (told.place, told.step) == (wait.place, wait.step) and began_apart < _SAME_WAIT_SECONDS:
+                return report
+        return self._report_without_store(wait) if self._held_by_rank_0 and self.rank != 0 else None
 
     def _share(self, wait: Wait, report: Report) -> Report:
         """Take over the lines of the first rank that has said the same ranks are missing there."""

@@ -1,8 +1,9 @@
 """What a thread of this process does, read from its stack by another one, at need: training itself notes nothing.
 
-Which phase of a step it is in, whether it stands in something that waits for other ranks, and the innermost lines of
-the user's own code. The frames of a thread that runs change while they are read, which the GIL makes harmless: what is
-read is then of a moment ago.
+Whether it stands in something that waits for other ranks, which is looked at again and again; and at need which phase
+of a step it is in, and the innermost lines of the user's own code. The frames of a thread that runs change while they
+are read, which the GIL makes harmless: what is read is then of a moment ago. Frames hold a function's objects, which
+must not end in the thread that reads; so they are let go of before anything is done that may let another thread run.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import re
 import site
 import sys
 import sysconfig
-import time
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -41,38 +43,94 @@ _WOKEN_UP_SECONDS = 30e-6
 
 
 @dataclass(frozen=True, slots=True)
+class Stand:
+    """Whether a thread stands, and in what.
+
+    Attributes:
+        waits_in: what waits for other ranks, as the user calls it: ``backward``, or a function's name; or None.
+        mark: changes when the thread has gone on to another line of any of its functions.
+    """
+
+    waits_in: str | None
+    mark: int
+
+
+@dataclass(frozen=True, slots=True)
 class Position:
     """Where a thread is.
 
     Attributes:
         phase: in words, as in "forward of vision.blocks.3"; empty between two steps.
-        waits_in: what waits for other ranks, as the user calls it: ``backward``, or a function's name; or None.
         frames: the innermost lines of the user's code, the innermost first, as "train.py:88 in load".
         inside: the innermost line of all, if that is somebody else's.
-        mark: changes when the thread has gone on to another line of any of its functions.
+        mark: as in :class:`Stand`.
     """
 
     phase: str
-    waits_in: str | None
     frames: tuple[str, ...]
     inside: str | None
     mark: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A frame without its objects."""
+
+    code: CodeType
+    instruction: int
+    line: int
+
+    @property
+    def path(self) -> str:
+        return self.code.co_filename
+
+    @property
+    def name(self) -> str:
+        return self.code.co_name
+
+
+def read_stand(thread: int) -> Stand | None:
+    """Look at a thread of this process, cheaply; None if it has ended."""
+    calls = _read_calls(thread)
+    return Stand(_find_wait(calls), _mark_of(calls)) if calls else None
+
+
 def read_position(thread: int) -> Position | None:
     """Read where a thread of this process is; None if it has ended."""
-    innermost = sys._current_frames().get(thread)
-    if innermost is None:
+    modules: list[weakref.ref[torch.nn.Module]] = []
+    calls = _read_calls(thread, modules)
+    if not calls:
         return None
-    frames = []
-    frame: FrameType | None = innermost
+    own = [call for call in calls if _is_users(call.path)] or [call for call in calls if _is_of_a_library(call.path)]
+    inside = None if not own or own[0] is calls[0] else _describe(calls[0])
+    return Position(_find_phase(calls, modules), tuple(map(_describe, own[:_MOST_FRAMES])), inside, _mark_of(calls))
+
+
+def _read_calls(thread: int, modules: list[weakref.ref[torch.nn.Module]] | None = None) -> list[_Call]:
+    """Read a thread's frames, the innermost first; none if it has ended.
+
+    Args:
+        thread: the thread.
+        modules: takes those that it calls, up to DDP's own forward pass, the innermost first.
+    """
+    calls = []
+    frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
-        frames.append(frame)
+        code = frame.f_code
+        calls.append(_Call(code, frame.f_lasti, frame.f_lineno or 0))
+        if modules is not None and code.co_filename == _DDP:
+            modules = None
+        elif modules is not None and code.co_filename == _MODULE and code.co_name == "_call_impl":
+            module = frame.f_locals.get("self")
+            if isinstance(module, torch.nn.Module):
+                modules.append(weakref.ref(module))
+            del module
         frame = frame.f_back
-    mark = hash(tuple((id(each.f_code), each.f_lasti) for each in frames))
-    own = [each for each in frames if _is_users(each)] or [each for each in frames if _is_of_a_library(each)]
-    inside = None if not own or own[0] is innermost else _describe(innermost)
-    return Position(_find_phase(frames), _find_wait(frames), tuple(map(_describe, own[:_MOST_FRAMES])), inside, mark)
+    return calls
+
+
+def _mark_of(calls: list[_Call]) -> int:
+    return hash(tuple((id(call.code), call.instruction) for call in calls))
 
 
 def read_error(error: BaseException) -> tuple[str, tuple[str, ...]]:
@@ -82,23 +140,15 @@ def read_error(error: BaseException) -> tuple[str, tuple[str, ...]]:
     places = []
     trace = error.__traceback__
     while trace is not None:
-        if _is_users(trace.tb_frame):
+        if _is_users(trace.tb_frame.f_code.co_filename):
             name = trace.tb_frame.f_code.co_name
             places.append(_describe_place(trace.tb_frame.f_code.co_filename, trace.tb_lineno, name))
         trace = trace.tb_next
     return text, tuple(reversed(places[-_MOST_FRAMES:]))
 
 
-def cpu_seconds(thread: int) -> float | None:
-    """Return how long a thread has run; None where nobody counts that."""
-    try:
-        return time.clock_gettime(time.pthread_getcpuclockid(thread))
-    except (AttributeError, OSError, OverflowError):
-        return None
-
-
 def has_run(before: float | None, now: float | None) -> bool:
-    """Say whether a thread has run between two values of :func:`cpu_seconds`, but for being woken up."""
+    """Say whether a thread has run between two values of its processor time, but for being woken up."""
     # What waits for a device may spin.
     if before is None or now is None or _uses_a_device():
         return False
@@ -112,66 +162,64 @@ def _uses_a_device() -> bool:
 # --- what a step consists of
 
 
-def _find_phase(frames: list[FrameType]) -> str:
-    for place, frame in enumerate(frames):
-        path, name = frame.f_code.co_filename, frame.f_code.co_name
+def _find_phase(calls: list[_Call], modules: list[weakref.ref[torch.nn.Module]]) -> str:
+    for call in calls:
+        path, name = call.path, call.name
         if path == _AUTOGRAD and name == "_engine_run_backward":
             return BACKWARD
         if path == _OPTIMIZER and name == "wrapper":
             return "optimizer"
         if path == _DDP and name in ("forward", "_pre_forward", "_run_ddp_forward"):
-            inner = _name_submodule(frames[:place])
+            inner = _name_submodule(modules)
             return f"forward of {inner}" if inner else "forward"
         if path == _DDP and name == "__init__":
             return "the construction of DistributedDataParallel"
     return ""
 
 
-def _name_submodule(frames: list[FrameType]) -> str:
-    """Name the innermost module that is called in these frames as the outermost one does, which is the model."""
-    called = [
-        frame.f_locals.get("self")
-        for frame in frames
-        if frame.f_code.co_filename == _MODULE and frame.f_code.co_name == "_call_impl"
-    ]
-    modules = [module for module in called if isinstance(module, torch.nn.Module)]
-    if len(modules) < 2:
-        return ""
-    names = {id(module): name for name, module in modules[-1].named_modules()}
-    return next((names[id(module)] for module in modules if names.get(id(module))), "")
+def _name_submodule(called: list[weakref.ref[torch.nn.Module]]) -> str:
+    """Name the innermost module that is called as the outermost one does, which is the model."""
+    modules = [module for reference in called if (module := reference()) is not None]
+    # Whoever trains may change the model meanwhile.
+    with suppress(RuntimeError):
+        if len(modules) > 1:
+            names = {id(module): name for name, module in modules[-1].named_modules()}
+            return next((names[id(module)] for module in modules if names.get(id(module))), "")
+    return ""
 
 
-def _find_wait(frames: list[FrameType]) -> str | None:
-    innermost = frames[0]
-    path, name = innermost.f_code.co_filename, innermost.f_code.co_name
+def _find_wait(calls: list[_Call]) -> str | None:
+    if not calls:
+        return None
+    path, name = calls[0].path, calls[0].name
     if path == _AUTOGRAD and name == "_engine_run_backward":
         return BACKWARD
     if path.startswith(_CUDA) and name in ("synchronize", "wait"):
         return "torch.cuda.synchronize"
     if path == _DDP or (path.startswith(_DISTRIBUTED) and not path.startswith(_ELASTIC)):
-        return _name_collective(frames)
-    if _is_users(innermost) or _is_of_a_library(innermost):
-        line = linecache.getline(path, innermost.f_lineno)
+        return _name_collective(calls)
+    if _is_users(path) or _is_of_a_library(path):
+        line = linecache.getline(path, calls[0].line)
         if _WAITS.search(line) or (_uses_a_device() and _WAITS_FOR_A_DEVICE.search(line)):
             return line.strip()[:60]
     return None
 
 
-def _name_collective(frames: list[FrameType]) -> str:
+def _name_collective(calls: list[_Call]) -> str:
     """Name what the user called of torch.distributed: the outermost function that leads to where the thread is."""
     name = ""
-    for frame in frames:
-        path = frame.f_code.co_filename
+    for call in calls:
+        path = call.path
         if path == _DDP:
-            if frame.f_code.co_name == "__init__":
+            if call.name == "__init__":
                 return "DistributedDataParallel()"
-            if frame.f_code.co_name in ("forward", "_pre_forward"):
+            if call.name in ("forward", "_pre_forward"):
                 return "forward"
         elif path == _WRAPPERS:
             continue
         elif not path.startswith(_DISTRIBUTED) and path != _MODULE:
             break
-        name = name if path == _MODULE else frame.f_code.co_name
+        name = name if path == _MODULE else call.name
     return name
 
 
@@ -198,16 +246,16 @@ def _owner(path: str) -> str:
     return owner
 
 
-def _is_users(frame: FrameType) -> bool:
-    return _owner(frame.f_code.co_filename) == "user"
+def _is_users(path: str) -> bool:
+    return _owner(path) == "user"
 
 
-def _is_of_a_library(frame: FrameType) -> bool:
-    return _owner(frame.f_code.co_filename) == "library"
+def _is_of_a_library(path: str) -> bool:
+    return _owner(path) == "library"
 
 
-def _describe(frame: FrameType) -> str:
-    return _describe_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+def _describe(call: _Call) -> str:
+    return _describe_place(call.path, call.line, call.name)
 
 
 def _describe_place(path: str, line: int, name: str) -> str:

@@ -104,7 +104,8 @@ class Watcher:
     def _wake_up(self, slept: float) -> float:
         """Look at this rank; return when to look again."""
         for listener in list(self.listeners):
-            listener()
+            with suppress(Exception):
+                listener()
         session, witness, patience = self.session, self.witness, report_after()
         if session is not None and (session.ended or not dist.is_initialized()):
             self._detach()
@@ -140,7 +141,7 @@ class Watcher:
             return now is not None and now.place == wait.place and now.seconds >= wait.seconds
 
         is_missing = session.tell(
-            call, wait, still_waits, witness.position, patience_seconds=report_after(), prints=not is_asked
+            call, wait, still_waits, witness.read_position(), patience_seconds=report_after(), prints=not is_asked
         )
         if is_asked:
             return
@@ -168,7 +169,7 @@ _lock = threading.Lock()
 
 
 def begin(seconds: float | None = None) -> Watcher | None:
-    """Watch this process from now on; called by the thread that trains, and often.
+    """Watch this process from now on; called by the thread that trains, and often. Raises nothing.
 
     Args:
         seconds: after how long a rank that waits asks who is missing; 0 for never, None for what was said before.
@@ -181,10 +182,12 @@ def begin(seconds: float | None = None) -> Watcher | None:
         _setting = seconds
     if _watcher is None and report_after() == 0:
         return None
-    watcher = _start()
-    if dist.is_initialized():
-        watcher.attach()
-    return watcher
+    # Training goes on where no thread can be started, or nothing be asked.
+    with suppress(Exception):
+        watcher = _start()
+        if dist.is_initialized():
+            watcher.attach()
+    return _watcher
 
 
 def listen(listener: Callable[[], object]) -> Callable[[], None]:
@@ -322,9 +325,9 @@ def _say_how_it_ended(session: Session, watcher: Watcher, error: BaseException) 
 
 
 def _forget() -> None:
-    # A child has neither the thread nor the role.
-    global _watcher
-    _watcher = None
+    # A child has neither the thread nor the role, nor whoever held the lock.
+    global _watcher, _lock
+    _watcher, _lock = None, threading.Lock()
     activity.forget()
 
 

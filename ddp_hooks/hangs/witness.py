@@ -8,7 +8,7 @@ import time
 
 from .activity import Activity
 from .report import this_host
-from .stack import BACKWARD, Position, cpu_seconds, has_run, read_position
+from .stack import BACKWARD, Position, Stand, has_run, read_position, read_stand
 from .status import Status, Wait
 
 # What wakes up so much later than it wanted to was stopped, and with it perhaps all ranks. Seconds.
@@ -22,13 +22,11 @@ class Witness:
         activity: what is known without reading its stack.
         rank: this rank, of the world.
         ranks: how many there are.
-
-    Attributes:
-        position: where the thread was at the last look.
     """
 
     def __init__(self, activity: Activity, rank: int, ranks: int) -> None:
-        self.position: Position | None = None
+        # Of the thread, at the last look.
+        self._stand: Stand | None = None
         self._activity = activity
         self._rank = rank
         self._everyone = tuple(range(ranks))
@@ -47,11 +45,12 @@ class Witness:
         now = time.monotonic()
         passed, self._looked = now - self._looked, now
         self._awake += passed if passed < expected_seconds + _STOPPED_SECONDS else expected_seconds
-        position, cpu = self._read_position(), cpu_seconds(self._activity.thread)
-        before = self.position
-        if position is None or before is None or position.mark != before.mark or has_run(self._cpu, cpu):
+        # What has wrapped the module need not live as long as what trains it.
+        stand, cpu = read_stand(self._activity.thread) or read_stand(_main_thread()), self._activity.cpu_seconds()
+        before = self._stand
+        if stand is None or before is None or stand.mark != before.mark or has_run(self._cpu, cpu):
             self._stands_since = self._awake
-        self.position, self._cpu = position, cpu
+        self._stand, self._cpu = stand, cpu
         self._notice_steps()
 
     def find_wait(self) -> Wait | None:
@@ -60,11 +59,11 @@ class Witness:
         if known is not None:
             return self._correct(known)
         self._known = None
-        position = self.position
-        if position is None or position.waits_in is None:
+        stand = self._stand
+        if stand is None or stand.waits_in is None:
             return None
         modules = list(self._activity.modules)
-        place, steps = position.waits_in, 0
+        place, steps = stand.waits_in, 0
         if place in (BACKWARD, "forward"):
             steps = self._activity.steps()
             place = f"{place} of {modules[0].name}" if len(modules) == 1 else place
@@ -78,7 +77,7 @@ class Witness:
 
     def make_status(self, call: int) -> Status:
         """Say what this rank does now; any thread may ask."""
-        position, before = self._read_position(), self.position
+        position, before = self.read_position(), self._stand
         stood = position is not None and before is not None and position.mark == before.mark
         return Status(
             rank=self._rank,
@@ -95,18 +94,19 @@ class Witness:
             remarks=tuple(line for remark in list(self._activity.remarks) for line in remark()),
         )
 
-    def _read_position(self) -> Position | None:
-        # What has wrapped the module need not live as long as what trains it.
-        return read_position(self._activity.thread) or read_position(threading.main_thread().ident or 0)
+    def read_position(self) -> Position | None:
+        """Read where the thread is now."""
+        return read_position(self._activity.thread) or read_position(_main_thread())
 
     def _correct(self, known: Wait) -> Wait:
         key, since = (known.place, known.ranks, known.step), self._awake - known.seconds
-        if self._known is None or self._known[0] != key:
+        before = self._known  # which another thread may set
+        if before is None or before[0] != key:
             # It began after the last look, whatever the clock says.
             since = max(since, self._awake - 2 * _STOPPED_SECONDS)
-        elif since < self._known[1] + _STOPPED_SECONDS:
+        elif since < before[1] + _STOPPED_SECONDS:
             # The same wait, to which a stop of the process does not count; otherwise another one at the same place.
-            since = self._known[1]
+            since = before[1]
         self._known = key, since
         return Wait(known.place, known.ranks, max(0.0, self._awake - since), step=known.step)
 
@@ -118,3 +118,7 @@ class Witness:
         for i, (count, (steps, last, _)) in enumerate(zip(counts, self._steps, strict=True)):
             if count != steps:
                 self._steps[i] = count, self._awake, last if count == steps + 1 else self._awake
+
+
+def _main_thread() -> int:
+    return threading.main_thread().ident or 0
