@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools import harness, testbed
-from watching import run_block
 
 WORKLOADS = ("layers:0", "layers:0.5")
 HOOK = "ours:auto:native"
@@ -35,16 +34,15 @@ def measure(plan: dict[str, Any]) -> dict[str, Any]:
     def switch(on: bool) -> None:
         if on:
             watcher.begin(watcher.REPORT_AFTER_SECONDS)
-        elif watcher._watcher is not None:
-            watcher._watcher.stop()
-            watcher._watcher = None
+        else:
+            watcher.end()
 
     workload = workloads.make(plan["workload"], plan["size"])
     torch.manual_seed(1234)
     context = peers.Context(workload, workload.build(), dist.get_rank(), [])
     hook = peers.PEERS[HOOK].build(context)
     steps = -(-plan["steps"] // workload.patterns) * workload.patterns
-    run_block(hook, workload.patterns, steps)
+    harness.run_block(hook, workload.patterns, steps)
     ratios: dict[str, list[float]] = {"watched": [], "again": []}
     seconds: dict[str, list[float]] = {"watched": [], "without": []}
     gc.collect()
@@ -54,7 +52,7 @@ def measure(plan: dict[str, Any]) -> dict[str, Any]:
         order = ("watched", "without", "again") if turn % 2 else ("again", "without", "watched")
         for kind in order:
             switch(kind == "watched")
-            blocks[kind], _ = run_block(hook, workload.patterns, steps)
+            blocks[kind], _ = harness.run_block(hook, workload.patterns, steps)
         for kind in ratios:
             ratios[kind].append(blocks[kind] / blocks["without"])
         for kind in seconds:

@@ -5,10 +5,10 @@
 Three ranks train a small model with the hook. From one backward pass to the next, each rank takes a random time of its
 own, up to eight seconds, in one of several places: the optimizer, a validation pass without gradients, before a barrier
 of the program's own, its data loader (asleep, or computing), a submodule's forward pass, a hook within backward. So
-ranks wait for each other for up to eight seconds all the time, and never for ten, after which a rank names who is
-missing. Whatever is
-written about missing ranks is counted: a false alarm. At the end one rank stays away for longer, to see that it would
-have been noticed.
+ranks wait for each other for up to eight seconds all the time, and not for ten, after which a rank names who is
+missing. Whatever is written about missing ranks is counted: a false alarm, unless the ranks' own clocks say that one
+came to that step more than ten seconds after another, because the machine was busy. At the end one rank stays away for
+longer, to see that it would have been noticed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import io
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from tools import harness, testbed
 RANKS = 3
 PLACES = ("loader", "computing", "forward", "backward", "optimizer", "validation", "barrier", "nowhere")
 SAID = "Missing:"
+IN_STEP = re.compile(r" in backward of \w+, step ([\d,]+) ")
 
 
 class CountingStream(io.TextIOBase):
@@ -58,7 +60,7 @@ class Training:
         import ddp_hooks
 
         self.rank = dist.get_rank()
-        self.longest = options.longest
+        self.longest, self.report_after = options.longest, options.report_after
         # A rank's times are its own; where the program goes is the same everywhere.
         self.rng, self.shared = random.Random(f"{options.seed}/{self.rank}"), random.Random(options.seed)
         torch.manual_seed(0)
@@ -70,6 +72,7 @@ class Training:
         self.model[1].register_forward_pre_hook(lambda module, args: self.take_time("forward"))
         self.optimizer.register_step_pre_hook(lambda *args: self.take_time("optimizer"))
         self.steps = 0
+        self.arrivals: list[float] = []  # in each step, on the clock that this host's processes share
         self.places: Counter[str] = Counter()
 
     def take_time(self, place: str) -> None:
@@ -90,13 +93,17 @@ class Training:
         self.take_time("computing")
         return torch.randn(4, 64)
 
+    def arrive(self) -> None:
+        self.take_time("backward")
+        self.arrivals.append(time.monotonic())
+
     def step(self) -> None:
         import torch
         import torch.distributed as dist
 
         output = self.ddp(self.next_batch())
         # Before the first parameter has its gradient, so that the others wait within backward.
-        output.register_hook(lambda grad: self.take_time("backward"))
+        output.register_hook(lambda grad: self.arrive())
         output.square().mean().backward()
         self.slow_in, self.seconds = self.rng.choice(PLACES), self.rng.random() * self.longest
         validates, meets = self.shared.random() < 0.3, self.shared.random() < 0.3
@@ -138,9 +145,8 @@ def run_rank(options: argparse.Namespace) -> None:
             dist.broadcast(is_over, 0)
         rows.append({**gather(training, stream), "minute": minute, "minutes_at_the_end": options.minutes})
         if header is not None:
-            print(
-                f"minute {minute:3}: {rows[-1]['steps']:5} steps, {rows[-1]['false_alarms']} false alarms", flush=True
-            )
+            counts = f"{rows[-1]['false_alarms']} false alarms, {rows[-1]['true_alarms']} true ones"
+            print(f"minute {minute:3}: {rows[-1]['steps']:5} steps, {counts}", flush=True)
             harness.write(
                 options.name, {"benchmark": options.name, "header": header, "rows": rows, "sentence": sentence(rows)}
             )
@@ -149,7 +155,7 @@ def run_rank(options: argparse.Namespace) -> None:
         time.sleep(1.5 * options.report_after + 2)
     training.slow_in = "nowhere"
     dist.barrier()
-    noticed = gather(training, stream)["false_alarms"] - rows[-1]["false_alarms"]
+    noticed = len(gather(training, stream)["said"]) - len(rows[-1]["said"])
     rows[-1]["noticed_at_the_end"] = noticed
     if header is not None:
         harness.write(
@@ -165,15 +171,28 @@ def gather(training: Training, stream: CountingStream) -> dict[str, Any]:
 
     everyone: list[Any] = [None] * RANKS
     waited = training.state.stats().exchange_wait_seconds
-    dist.all_gather_object(everyone, (list(stream.alarms), waited, dict(training.places)))
+    dist.all_gather_object(everyone, (list(stream.alarms), waited, dict(training.places), training.arrivals))
+    arrivals = [times for *_, times in everyone]
+    late = [max(times) - min(times) for times in zip(*arrivals, strict=True)]
+    said = [text for alarms, *_ in everyone for text in alarms]
+    true = [text for text in said if is_true(text, late, training.report_after)]
     return {
         "steps": training.steps,
         "longest_seconds": training.longest,
-        "false_alarms": sum(len(alarms) for alarms, _, _ in everyone),
-        "said": [text for alarms, _, _ in everyone for text in alarms],
-        "waited_for_masks_seconds": [round(waited, 1) for _, waited, _ in everyone],
-        "slow_in": [places for _, _, places in everyone],
+        "false_alarms": len(said) - len(true),
+        "true_alarms": len(true),
+        "said": said,
+        "latest_seconds": round(max(late), 2),
+        "waited_for_masks_seconds": [round(waited, 1) for _, waited, *_ in everyone],
+        "slow_in": [places for _, _, places, _ in everyone],
     }
+
+
+def is_true(text: str, late: Sequence[float], report_after: float) -> bool:
+    """Say whether a rank did come so much later than another to the step that an alarm is about."""
+    found = IN_STEP.search(text)
+    step = int(found[1].replace(",", "")) if found else 0
+    return 0 < step <= len(late) and late[step - 1] >= report_after
 
 
 def sentence(rows: Sequence[dict[str, Any]]) -> str:
@@ -184,6 +203,8 @@ def sentence(rows: Sequence[dict[str, Any]]) -> str:
         f"{last['longest_seconds']:g} s of its own and one stood for {waited:.0f} s waiting for masks, there were "
         f"{last['false_alarms']} false alarms"
     )
+    if last["true_alarms"]:
+        text += f", and {last['true_alarms']} true ones, of a rank that came up to {last['latest_seconds']:.1f} s late"
     if "noticed_at_the_end" in last:
         text += f"; a rank that then stayed away was told of {last['noticed_at_the_end']} time(s)"
     return f"{text}."

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import platform
@@ -103,6 +104,25 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
         return {"median": ordered[0], "q1": ordered[0], "q3": ordered[0]}
     q1, median, q3 = statistics.quantiles(ordered, n=4, method="inclusive")
     return {"median": median, "q1": q1, "q3": q3}
+
+
+def run_block(variant: Any, patterns: int, steps: int) -> tuple[float, float]:
+    """Run steps one after the other; return the median of a step, seconds, and what this host sent in one, bytes."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    before = testbed.read_counters(with_shaper=False)
+    ends = [time.perf_counter()]
+    for step in range(steps):
+        variant.step(step % patterns)
+        variant.clear(step % patterns)
+        ends.append(time.perf_counter())
+    after = testbed.read_counters(with_shaper=False)
+    everyone = torch.tensor([b - a for a, b in itertools.pairwise(ends)], dtype=torch.float64)
+    dist.all_reduce(everyone)
+    moved = 0.0 if before is None or after is None else (after - before).tx_bytes / steps
+    return float((everyone / dist.get_world_size()).median()), moved
 
 
 def run_ranks(plan: Plan) -> None:

@@ -190,6 +190,14 @@ def begin(seconds: float | None = None) -> Watcher | None:
     return _watcher
 
 
+def end() -> None:
+    """Watch this process no more, until :func:`begin` is called again."""
+    global _watcher
+    watcher, _watcher = _watcher, None
+    if watcher is not None:
+        watcher.stop()
+
+
 def listen(listener: Callable[[], object]) -> Callable[[], None]:
     """Call a function every half second in the watcher's thread; return what ends that."""
     watcher = _start()
@@ -308,7 +316,7 @@ def _end() -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None and watcher.session is not None and not watcher.session.ended:
             _say_how_it_ended(watcher.session, watcher, error)
-    watcher.stop()
+    end()
 
 
 def _say_how_it_ended(session: Session, watcher: Watcher, error: BaseException) -> None:
