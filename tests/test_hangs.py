@@ -22,6 +22,7 @@ from spawn import run_ranks
 from torch import nn
 
 import ddp_hooks
+import slow_steps
 from ddp_hooks.hangs import session as sessions
 from ddp_hooks.hangs import watcher
 from ddp_hooks.hangs.activity import Activity, ModuleActivity
@@ -606,6 +607,14 @@ def judge(*arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def test_the_soak_tells_true_alarms_from_false_ones() -> None:
+    said = "ddp_hooks: rank 1 waits in backward of Net, step {} (a.py:1), for 10 s so far. Missing: rank 0\n"
+    late = [0.1, 10.2, 3.0]
+    verdicts = [slow_steps.is_true(said.format(step), late, 10.0) for step in ("1", "2", "3", "4", "2,000")]
+    assert verdicts == [False, True, False, False, False]
+    assert not slow_steps.is_true("ddp_hooks: rank 1 waits in barrier (a.py:1), for 10 s", late, 10.0)
 
 
 def test_every_cause_is_named() -> None:

@@ -62,6 +62,9 @@ def environment_header(
             return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
+    script = Path(command[0]).resolve()
+    if not script.is_relative_to(ROOT):
+        script = ROOT / "benchmarks" / script.name
     changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_MADE_BY_BENCHMARKS)
     gpu = {}
     if torch.cuda.is_available():
@@ -76,7 +79,7 @@ def environment_header(
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": git("rev-parse", "--short=12", "HEAD") or os.environ.get("DDP_HOOKS_COMMIT"),
         "has_uncommitted_changes": bool(changes),
-        "command": " ".join(["python", f"benchmarks/{Path(command[0]).name}", *command[1:]]),
+        "command": " ".join(["python", script.relative_to(ROOT).as_posix(), *command[1:]]),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "backend": backend,
