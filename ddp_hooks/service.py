@@ -72,6 +72,25 @@ def agree_to_serve(
     return sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
 
 
+class _HookActivity:
+    """Asks the engine that a service has now, for another thread, which does not keep either."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = weakref.ref(service)
+
+    def seconds_in_hook(self) -> float:
+        engine = self._engine()
+        return 0.0 if engine is None else float(engine.seconds_in_hook())
+
+    def agreed_steps(self) -> int:
+        engine = self._engine()
+        return 0 if engine is None else int(engine.agreed_steps())
+
+    def _engine(self) -> Any:
+        service = self._service()
+        return None if service is None else service.engine
+
+
 class Service:
     """Serves one DDP module until it is closed, the module goes, or another one takes the module over.
 
@@ -129,7 +148,7 @@ class Service:
         self._declared_now: set[str] = set()  # for the one that has begun
         self._finalizer: Any = None  # closes when the module goes
         self._activity = ModuleActivity(
-            type(ddp.module).__name__, dist.get_process_group_ranks(ddp.process_group), self._seconds_in_hook()
+            type(ddp.module).__name__, dist.get_process_group_ranks(ddp.process_group), _HookActivity(self)
         )
         initialize_used_map(ddp)
         passes, pending = _left_over.pop(ddp, (None, frozenset()))
@@ -208,17 +227,6 @@ class Service:
         self._parameters, self._index = [], None
         self._names, self._places, self._reduced_bytes = [], {}, {}
         self._ddp = None
-
-    def _seconds_in_hook(self) -> Callable[[], float]:
-        # Asked by another thread, which must not be the one that drops the engine.
-        service = weakref.ref(self)
-
-        def seconds_in_hook() -> float:
-            living = service()
-            engine = None if living is None else living.engine
-            return 0.0 if engine is None else float(engine.seconds_in_hook())
-
-        return seconds_in_hook
 
     # --- engines
 

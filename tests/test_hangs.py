@@ -273,27 +273,44 @@ def test_a_wait_does_not_grow_while_the_process_is_stopped(monkeypatch: pytest.M
         assert wait.seconds == pytest.approx(0.5)
 
 
-def test_whoever_steps_fast_need_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+class Agrees:
+    steps = 0
+
+    def seconds_in_hook(self) -> float:
+        return 0.0
+
+    def agreed_steps(self) -> int:
+        return self.steps
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hook", "ever"), [((0, 1), Agrees(), True), ((0,), Agrees(), False), ((0, 1), None, False)]
+)
+def test_whoever_steps_fast_with_all_ranks_need_not_listen(
+    ranks: tuple[int, ...], hook: Agrees | None, ever: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    activity, module = Activity(), ModuleActivity("Net", (0, 1))
+    activity, module = Activity(), ModuleActivity("Net", ranks, hook)
     activity.add(module)
     witness = Witness(activity, 0, 2)
 
     def look(steps: int, seconds: float) -> bool:
-        module.steps += steps
+        module.steps += 3  # an evaluation's forward passes, which others need not have
+        if hook is not None:
+            hook.steps += steps
         for _ in range(int(seconds / 0.5)):
             now[0] += 0.5
             witness.look(0.5)
         return witness.is_brisk(5.0)
 
     assert not look(0, 0.5)
-    assert look(3, 0.5)
-    assert look(1, 4.0)
+    assert look(3, 0.5) == ever
+    assert look(1, 4.0) == ever
     assert not look(0, 5.0)
     # One step after a long time is not enough: others may have waited for it.
     assert not look(1, 0.5)
-    assert look(1, 0.5)
+    assert look(1, 0.5) == ever
 
 
 # --- what is said

@@ -186,8 +186,9 @@ void bind_engine(py::module_& m) {
              py::gil_scoped_release no_gil;
              engine.set_explain(std::move(held));
            })
-      // Without a lock, so it keeps the GIL.
+      // Without a lock, so they keep the GIL.
       .def("seconds_in_hook", &Engine::seconds_in_hook)
+      .def("agreed_steps", &Engine::agreed_steps)
       .def("register_natively", &Engine::register_natively, py::call_guard<py::gil_scoped_release>())
       .def("close", &Engine::close, py::kw_only(), py::arg("remove_hook"), py::arg("dying"),
            py::call_guard<py::gil_scoped_release>())

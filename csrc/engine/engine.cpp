@@ -377,6 +377,7 @@ void Engine::open_step(bool shadow) {
   for (const BucketLayout& bucket : layout_->buckets) statistics_.dense_bytes += bucket.bytes();
 
   const AgreedUsage usage = agree(shadow);
+  ++agreed_steps_;
   keep_untouched();
   // Alone there is nobody to send to, whatever is used.
   if (data_group_->getSize() == 1) return plan_parameters(prologue_->agreement().nothing(), Contributors());

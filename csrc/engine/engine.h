@@ -130,6 +130,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // For how long the hook has been at one bucket, where it waits for nothing but masks; 0 outside. Takes no lock.
   double seconds_in_hook() const;
 
+  // In how many steps every rank of the group has been heard of. Takes no lock.
+  int64_t agreed_steps() const { return agreed_steps_; }
+
   // Other settings from the next step on; throws within a step.
   void configure(const EngineSettings& settings);
 
@@ -213,6 +216,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Since when the hook has been at a bucket, on the steady clock, and 0 outside.
   std::atomic<std::chrono::steady_clock::rep> in_hook_since_{0};
   int64_t step_number_ = 0;
+  std::atomic<int64_t> agreed_steps_{0};
   std::shared_ptr<Step> step_;  // null between steps
   // Alive from a step's last bucket until this rank has done what others wait for at the end of its backward pass.
   std::weak_ptr<void> ending_;

@@ -49,7 +49,7 @@ class Watchdog:
         self._patience = patience_seconds
         self._end = end
         self._claimed = threading.Lock()
-        self._looks = threading.Lock()
+        self._looks = threading.RLock()
         self._ends = [activity.remark(self._remark), watcher.listen(self._look)]
 
     def stop(self) -> None:

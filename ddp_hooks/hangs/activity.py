@@ -10,11 +10,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .status import Wait
+
+
+class HookActivity(Protocol):
+    """What a hook knows without a lock."""
+
+    def seconds_in_hook(self) -> float:
+        """Return for how long it has been waiting for masks; 0 if it is not."""
+
+    def agreed_steps(self) -> int:
+        """Return in how many steps every rank of its group has been heard of."""
 
 
 class ModuleActivity:
@@ -23,7 +33,7 @@ class ModuleActivity:
     Args:
         name: its model's class.
         ranks: of its process group, as ranks of the world.
-        seconds_in_hook: for how long the hook has been waiting for masks, 0 if it is not; or None without a hook.
+        hook: what the hook knows; None without one.
 
     Attributes:
         steps: how many forward passes of synchronised steps have begun.
@@ -31,10 +41,18 @@ class ModuleActivity:
 
     steps = 0
 
-    def __init__(self, name: str, ranks: Sequence[int], seconds_in_hook: Callable[[], float] | None = None) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], hook: HookActivity | None = None) -> None:
         self.name = name
         self.ranks = tuple(ranks)
-        self.seconds_in_hook = seconds_in_hook
+        self.hook = hook
+
+    def seconds_in_hook(self) -> float:
+        """Return for how long the hook has been waiting for masks; 0 if it is not, or not there."""
+        return 0.0 if self.hook is None else self.hook.seconds_in_hook()
+
+    def agreed_steps(self) -> int | None:
+        """Return in how many steps this rank has heard of every other; None if nobody counts that."""
+        return None if self.hook is None else self.hook.agreed_steps()
 
     def forward_begins(self, module: torch.nn.Module, args: Any) -> None:
         """Count; a forward pre-hook of a DDP module without a hook of this package."""
@@ -108,7 +126,7 @@ class Activity:
             (wait,) = waits
             return Wait(wait.function, wait.ranks, time.monotonic() - wait.since)
         for module in list(self.modules):
-            seconds = 0.0 if module.seconds_in_hook is None else module.seconds_in_hook()
+            seconds = module.seconds_in_hook()
             if seconds > 0:
                 return Wait(f"backward of {module.name}", module.ranks, seconds, step=module.steps)
         return None

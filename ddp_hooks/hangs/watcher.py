@@ -292,7 +292,7 @@ def explain(place: str, ranks: Sequence[int], seconds: float, step: int = 0) -> 
 
 def explain_backward(module: ModuleActivity) -> str:
     """Say which ranks were missing in a backward pass that has failed in the hook; empty if that is not known."""
-    seconds = 0.0 if module.seconds_in_hook is None else module.seconds_in_hook()
+    seconds = module.seconds_in_hook()
     report = explain(f"{BACKWARD} of {module.name}", module.ranks, seconds, module.steps)
     if report is None or not report.missing:
         return ""

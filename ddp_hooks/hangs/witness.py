@@ -35,8 +35,8 @@ class Witness:
         self._looked = time.monotonic()
         self._stands_since = 0.0
         self._cpu: float | None = None
-        # Of each module: its steps, when the last one began, and when the one before it did.
-        self._steps: list[tuple[int, float, float]] = []
+        # Of each module: its steps with all ranks, when the last one was, and when the one before it was.
+        self._steps: list[tuple[int | None, float, float]] = []
         # Where this rank waits for sure, and since when.
         self._known: tuple[tuple[str, tuple[int, ...], int], float] | None = None
 
@@ -71,7 +71,10 @@ class Witness:
         return Wait(place, ranks, self._awake - self._stands_since, step=steps)
 
     def is_brisk(self, seconds: float) -> bool:
-        """Say whether every module has begun two steps within so many seconds, and nothing has failed."""
+        """Say whether every module has had two steps with all ranks within so many seconds, and nothing has failed.
+
+        Then nobody waits for this rank. A forward pass alone proves nothing: it may be one of an evaluation.
+        """
         steady = all(self._awake - earlier < seconds for _, _, earlier in self._steps)
         return bool(self._steps) and steady and self._activity.failed is None
 
@@ -111,13 +114,14 @@ class Witness:
         return Wait(known.place, known.ranks, max(0.0, self._awake - since), step=known.step)
 
     def _notice_steps(self) -> None:
-        counts = [module.steps for module in list(self._activity.modules)]
+        modules = list(self._activity.modules)
+        counts = [module.agreed_steps() if len(module.ranks) == len(self._everyone) else None for module in modules]
         if len(counts) != len(self._steps):
             self._steps = [(count, self._awake, float("-inf")) for count in counts]
             return
         for i, (count, (steps, last, _)) in enumerate(zip(counts, self._steps, strict=True)):
-            if count != steps:
-                self._steps[i] = count, self._awake, last if count == steps + 1 else self._awake
+            if count is not None and count != steps:
+                self._steps[i] = count, self._awake, last if count - 1 == steps else self._awake
 
 
 def _main_thread() -> int:
