@@ -477,6 +477,31 @@ def test_a_store_whose_process_went_hangs_nobody(client: Any, end: str) -> None:
     assert time.monotonic() - start < 6
 
 
+def test_the_store_stays_until_an_error_has_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that holds it ends with the error; a rank that waits may be slow to read it."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(sessions.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(sessions, "_rank_0_holds", lambda store: True)
+    session = sessions.Session(Stands(print), lambda call: status(0, call=call))  # type: ignore[arg-type]
+    board, read = Board(store, "hangs"), []
+
+    def wait_for_rank_0() -> None:
+        while not board.count("calls"):
+            time.sleep(0.02)
+        board.leave("status/1", status(1, call=1, wait=WAIT).to_dict())
+        time.sleep(1.5)
+        read.append(board.read(["status/0"]))
+        board.leave("report", {"call": 1, "place": WAIT.place, "missing": [0], "lines": []})
+
+    thread = threading.Thread(target=wait_for_rank_0)
+    thread.start()
+    session.say_goodbye(status(0, error="ValueError: x"))
+    assert read
+    thread.join()
+
+
 # --- a stream that is gone
 
 

@@ -129,7 +129,10 @@ class Session:
         self._has_left = True
         call = self._board.count("calls", 1)
         if self._held_by_rank_0 and self.rank == 0 and call is not None:
-            self._gather(call, range(1, self.ranks), _GOODBYE_SECONDS)
+            statuses = self._gather(call, range(1, self.ranks), _GOODBYE_SECONDS)
+            if any(status.wait is not None for status in statuses.values()):
+                # Whoever has answered still has to read what was asked for, and may not run at once.
+                self._wait_for_report(call)
             time.sleep(_LINGER_SECONDS)
 
     # --- who asks
