@@ -143,7 +143,8 @@ def run_rank(options: argparse.Namespace) -> None:
             training.step()
             is_over.fill_(float(time.monotonic() - began >= 60 * minute))
             dist.broadcast(is_over, 0)
-        rows.append({**gather(training, stream), "minute": minute, "minutes_at_the_end": options.minutes})
+        # What has come of all minutes so far.
+        rows = [{**gather(training, stream), "minute": minute, "minutes_at_the_end": options.minutes}]
         if header is not None:
             counts = f"{rows[-1]['false_alarms']} false alarms, {rows[-1]['true_alarms']} true ones"
             print(f"minute {minute:3}: {rows[-1]['steps']:5} steps, {counts}", flush=True)
