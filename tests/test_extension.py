@@ -212,7 +212,6 @@ RETURNED = {
     "PendingUnitScan",
     "Slice",
     "Statistics",
-    "Width",
 }
 # Each extension has memory of its own, and so a switch of its own.
 SWITCHES = {"leave_out_avx2"}
