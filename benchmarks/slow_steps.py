@@ -1,4 +1,4 @@
-"""Does anybody cry wolf? Steps of random length, of which nothing may be said, for an hour.
+"""Does anybody cry wolf? An hour of steps of random length, about which nothing may be said.
 
     python benchmarks/slow_steps.py --minutes 60
 
