@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension
-from .absentees import waited_in_vain
 from .agreement import settle
 from .errors import RefusedError
 from .groups import store_of
+from .hangs.watcher import waited_in_vain
 from .registration import propose
 
 _C = _extension.load()

@@ -100,6 +100,9 @@ class Tuning:
         min_divided_bytes: a parameter smaller than this is one unit, so it is sent whole or not at all. Bytes.
         min_unit_bytes: rows shorter than this are put together into units of at least this size. Bytes.
         max_unit_bytes: rows longer than this are divided into equal units where they can be. Bytes.
+        report_hang_after: how long a rank waits for others before it names those that are missing on standard error,
+            and where they stand (docs/troubleshooting.md, "My training hangs"); 0 for never. The variable
+            ``DDP_HOOKS_REPORT_HANG_AFTER`` goes before it. Seconds.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -121,6 +124,7 @@ class Tuning:
     min_unit_bytes: int = 256
     max_unit_bytes: int = 64 << 10
     min_owner_saving: float = 0.15
+    report_hang_after: float = 10.0
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -134,6 +138,12 @@ class Tuning:
                 raise ValueError(f"Tuning.{name}: expected between 0 and 1, received {short(value)}")
             # Ranks compare policies as text, in which 1 and 1.0, or 0.0 and -0.0, would differ.
             object.__setattr__(self, name, float(value) + 0.0)
+        seconds = self.report_hang_after
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise TypeError(f"Tuning.report_hang_after: expected a number of seconds, received {short(seconds)}")
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"Tuning.report_hang_after: expected from 0 on, and finite, received {short(seconds)}")
+        object.__setattr__(self, "report_hang_after", float(seconds) + 0.0)
         for name, least in (
             ("in_place_bytes", 0),
             ("pack_bytes", 0),

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from . import _extension
 from .agreement import settle
 from .control_groups import ControlGroups, new_name, open_control_groups
 from .engine_settings import engine_settings
+from .hangs import watcher
+from .hangs.activity import ModuleActivity, activity
 from .parameters import ParameterIndex, Selector
 from .policies import Policy
 from .reducer import (
@@ -67,6 +70,25 @@ def agree_to_serve(
     offers = settle(function, propose(ddp, function, description, problem, (new_name(), tuple(sharable))), error)
     shared = set(sharable).intersection(*(names for _, names in offers))
     return sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
+
+
+class _HookActivity:
+    """Asks the engine that a service has now, for another thread, which does not keep either."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = weakref.ref(service)
+
+    def seconds_in_hook(self) -> float:
+        engine = self._engine()
+        return 0.0 if engine is None else float(engine.seconds_in_hook())
+
+    def agreed_steps(self) -> int:
+        engine = self._engine()
+        return 0 if engine is None else int(engine.agreed_steps())
+
+    def _engine(self) -> Any:
+        service = self._service()
+        return None if service is None else service.engine
 
 
 class Service:
@@ -125,6 +147,9 @@ class Service:
         self._declared_once: set[str] = set()  # for the next forward pass
         self._declared_now: set[str] = set()  # for the one that has begun
         self._finalizer: Any = None  # closes when the module goes
+        self._activity = ModuleActivity(
+            type(ddp.module).__name__, dist.get_process_group_ranks(ddp.process_group), _HookActivity(self)
+        )
         initialize_used_map(ddp)
         passes, pending = _left_over.pop(ddp, (None, frozenset()))
         self._start_engine(ddp, pending if passes == _C.reducer_forward_passes(ddp.reducer) else frozenset())
@@ -133,6 +158,8 @@ class Service:
             ddp.register_forward_hook(self._forward_done),
         ]
         _services[ddp] = weakref.ref(self)
+        activity.add(self._activity)
+        watcher.begin(policy.tuning.report_hang_after)
         if native:
             # What DDP notes of a hook that is registered through it.
             ddp._comm_hooks.append((hook, state))
@@ -192,6 +219,7 @@ class Service:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        activity.remove(self._activity)
         self._finalizer.detach()
         self.engine = None
         self._control_groups = None
@@ -244,6 +272,7 @@ class Service:
 
         engine.set_rebuild(rebuild_module)
         engine.set_tell_unregistered(_warn_of_a_missing_hook)
+        engine.set_explain(partial(_explain, self._activity))
         return engine
 
     def rebuild(self, find_unused_parameters: bool | None) -> bool:
@@ -331,6 +360,7 @@ class Service:
         self._agree_between_steps(function, description, problem, None, error)
         self.engine.configure(engine_settings(policy, description))
         self._policy = policy
+        watcher.begin(policy.tuning.report_hang_after)
 
     def _agree_between_steps(
         self, function: str, description: Mapping[str, str], problem: str | None, own: object, error: Exception | None
@@ -359,6 +389,7 @@ class Service:
     def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
         if not self._is_watched(module) or not module.require_backward_grad_sync:
             return
+        self._activity.steps += 1
         # What was declared for a forward pass that raised is not this one's.
         if self._declared_now or self._declared_once:
             self._declared_now, self._declared_once = self._declared_once, set()
@@ -447,6 +478,11 @@ def _warn_of_a_missing_hook() -> None:
         "or make the state with ddp_hooks.register(ddp), which registers it",
         stacklevel=5,
     )
+
+
+def _explain(activity: ModuleActivity, error: str) -> str:
+    """Say what an error of the mask exchange does not: who was missing."""
+    return watcher.explain_backward(activity) if watcher.waited_in_vain(RuntimeError(error)) else ""
 
 
 def _ranks_of(count: int, ranks: int) -> tuple[int, ...] | None:
