@@ -124,6 +124,28 @@ class Disposition:
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
+# What collectives of a group take, in seconds: a message's among several under way, and a byte's that a rank sends.
+class CollectiveCosts:
+    @overload
+    def __init__(self) -> None: ...  # a byte takes the same however it travels, and a message nothing
+    @overload
+    def __init__(
+        self,
+        *,
+        all_reduce_seconds: float,
+        all_reduce_seconds_per_byte: float,
+        all_to_all_seconds: float,
+        all_to_all_seconds_per_byte: float,
+    ) -> None: ...
+    @property
+    def all_reduce_seconds(self) -> float: ...
+    @property
+    def all_reduce_seconds_per_byte(self) -> float: ...
+    @property
+    def all_to_all_seconds(self) -> float: ...
+    @property
+    def all_to_all_seconds_per_byte(self) -> float: ...
+
 class DirectSettings:
     def __init__(
         self,
@@ -134,6 +156,7 @@ class DirectSettings:
         least_saving_of_sums: float = 0.0,
         segment_bytes: int,
         min_bytes: int,
+        costs: CollectiveCosts = ...,
     ) -> None: ...
 
 class DirectPart:
@@ -159,6 +182,8 @@ class DirectGroup:
 class DirectMessage:
     @property
     def is_summed(self) -> bool: ...
+    @property
+    def is_gathered(self) -> bool: ...
     @property
     def numel(self) -> int: ...
     @property

@@ -81,9 +81,12 @@ class Tuning:
             group of at most 64 ranks; without them everything is all-reduced.
         owners: what some ranks contribute and others do not, one of them sums and sends on, which saves up to half of
             the bytes. It needs ``direct``.
-        min_owner_saving: the fraction of the busiest rank's bytes that these sums have to save in a bucket's rows.
-            Whole parameters have to save twice as much, because their all-reduces hide behind backward, at whose end
-            sums start (benchmarks/results/who_4_hosts.json).
+        min_owner_saving: the fraction of the time that these sums have to save in a bucket's rows. Whole parameters have
+            to save twice as much, because their all-reduces hide behind backward, at whose end sums start
+            (benchmarks/results/who_4_hosts.json).
+        calibrate: when a state is made, measure for about 0.1 s what collectives take on its process group, and decide
+            by that how gradients travel. Otherwise every byte counts the same. On three ranks and more the order of
+            sums depends on it, so two runs have the same bits only without.
         segment_bytes: about how much each rank puts into one message of these. Bytes.
         min_direct_bytes: when a step (or the units of a bucket) has less than this to send in these ways, it is all
             all-reduced. Bytes.
@@ -121,10 +124,11 @@ class Tuning:
     min_unit_bytes: int = 256
     max_unit_bytes: int = 64 << 10
     min_owner_saving: float = 0.15
+    calibrate: bool = True
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        for name in ("direct", "owners"):
+        for name in ("direct", "owners", "calibrate"):
             _check_flag(self, name)
         for name in ("gap_fraction", "min_zero_fraction", "min_owner_saving"):
             value = getattr(self, name)

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from . import _extension
+from .absentees import naming_absent_ranks
 from .agreement import settle
+from .collective_costs import measure_collective_costs
 from .control_groups import ControlGroups, new_name, open_control_groups
 from .engine_settings import engine_settings
 from .parameters import ParameterIndex, Selector
@@ -48,6 +51,8 @@ def agree_to_serve(
 ) -> ControlGroups:
     """Make sure that every rank can serve its module, and in the same way; open the groups for it, or share them.
 
+    Where the policy asks for it, measure what collectives take, unless that was done for the groups that are shared.
+
     Args:
         ddp: the module.
         function: what every rank calls.
@@ -66,7 +71,12 @@ def agree_to_serve(
     sharable = _groups_to_share(ddp)
     offers = settle(function, propose(ddp, function, description, problem, (new_name(), tuple(sharable))), error)
     shared = set(sharable).intersection(*(names for _, names in offers))
-    return sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
+    groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
+    asks = policy.skip_unused and policy.tuning.direct and policy.tuning.calibrate
+    if groups.costs is None and asks and _C.can_send_directly(ddp.process_group, ddp.device):
+        with naming_absent_ranks(ddp.process_group, function):
+            groups = replace(groups, costs=measure_collective_costs(ddp.process_group, ddp.device))
+    return groups
 
 
 class Service:
@@ -229,7 +239,9 @@ class Service:
         engine = _C.Engine(
             reducer=ddp.reducer,
             control_groups=self._control_groups.groups,
-            settings=engine_settings(self._policy, describe(self._policy, ddp, reduced, unmanaged)),
+            settings=engine_settings(
+                self._policy, describe(self._policy, ddp, reduced, unmanaged), self._control_groups.costs
+            ),
             unmanaged_parameters=unmanaged,
             names=self._names,
             pending=[i for i, parameter in enumerate(self._parameters) if id(parameter) in pending],
@@ -329,7 +341,8 @@ class Service:
             problem = "a backward pass is under way; call it between two steps"
         description = describe(policy, ddp, *parameters_of(ddp))
         self._agree_between_steps(function, description, problem, None, error)
-        self.engine.configure(engine_settings(policy, description))
+        assert self._control_groups is not None
+        self.engine.configure(engine_settings(policy, description, self._control_groups.costs))
         self._policy = policy
 
     def _agree_between_steps(

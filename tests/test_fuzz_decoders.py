@@ -72,7 +72,11 @@ OLD_STATE = {
         "units": "adaptive",
         "average": "world",
         "rebuild_after": 0,
-        **{name: value for name, value in STATE["policy"]["tuning"].items() if name != "min_owner_saving"},
+        **{
+            name: value
+            for name, value in STATE["policy"]["tuning"].items()
+            if name not in ("min_owner_saving", "calibrate")
+        },
     },
     "statistics": {
         {"skip_zeros_steps": "values_steps", "skip_zero_rows_steps": "units_steps"}.get(name, name): value

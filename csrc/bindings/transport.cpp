@@ -17,14 +17,30 @@ namespace py = pybind11;
 
 namespace ddp_hooks {
 void bind_transport(py::module_& m) {
+  py::class_<CollectiveCosts>(m, "CollectiveCosts")
+      .def(py::init([](double all_reduce_seconds, double all_reduce_seconds_per_byte, double all_to_all_seconds,
+                       double all_to_all_seconds_per_byte) {
+             return CollectiveCosts{all_reduce_seconds, all_reduce_seconds_per_byte, all_to_all_seconds,
+                                    all_to_all_seconds_per_byte};
+           }),
+           py::kw_only(), py::arg("all_reduce_seconds"), py::arg("all_reduce_seconds_per_byte"),
+           py::arg("all_to_all_seconds"), py::arg("all_to_all_seconds_per_byte"))
+      .def(py::init<>())
+      .def_readonly("all_reduce_seconds", &CollectiveCosts::all_reduce_seconds)
+      .def_readonly("all_reduce_seconds_per_byte", &CollectiveCosts::all_reduce_seconds_per_byte)
+      .def_readonly("all_to_all_seconds", &CollectiveCosts::all_to_all_seconds)
+      .def_readonly("all_to_all_seconds_per_byte", &CollectiveCosts::all_to_all_seconds_per_byte);
   py::class_<DirectSettings>(m, "DirectSettings")
       .def(py::init([](bool allowed, int world_size, bool sums, double least_saving_of_sums, int64_t segment_bytes,
-                       int64_t min_bytes) {
-             return DirectSettings{
+                       int64_t min_bytes, const CollectiveCosts& costs) {
+             DirectSettings settings{
                  {world_size, allowed, allowed && sums}, segment_bytes, min_bytes, least_saving_of_sums};
+             settings.costs = costs;
+             return settings;
            }),
            py::kw_only(), py::arg("allowed"), py::arg("world_size"), py::arg("sums"),
-           py::arg("least_saving_of_sums") = 0.0, py::arg("segment_bytes"), py::arg("min_bytes"));
+           py::arg("least_saving_of_sums") = 0.0, py::arg("segment_bytes"), py::arg("min_bytes"),
+           py::arg("costs") = CollectiveCosts());
   py::class_<DirectPart>(m, "DirectPart")
       .def_readonly("place", &DirectPart::place)
       .def_readonly("offset", &DirectPart::offset)
@@ -37,11 +53,13 @@ void bind_transport(py::module_& m) {
       .def_readonly("parts", &DirectGroup::parts);
   py::class_<DirectMessage>(m, "DirectMessage")
       .def_readonly("is_summed", &DirectMessage::is_summed)
+      .def_readonly("is_gathered", &DirectMessage::is_gathered)
       .def_readonly("numel", &DirectMessage::numel)
       .def_readonly("groups", &DirectMessage::groups);
 
   py::class_<PlanSettings>(m, "PlanSettings")
-      .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction, const DirectSettings& direct) {
+      .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction, DirectSettings direct) {
+             direct.pack_bytes = pack_bytes;
              return PlanSettings{in_place_bytes, pack_bytes, gap_fraction, direct};
            }),
            py::kw_only(), py::arg("in_place_bytes"), py::arg("pack_bytes"), py::arg("gap_fraction"),

@@ -2,9 +2,20 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
+#include <numeric>
 
 namespace ddp_hooks {
 namespace {
+
+// An all-gather takes as much of every rank as of the one with the most. Two ranks swap.
+bool is_gathered(const std::vector<int64_t>& bytes_for_all) {
+  constexpr double kMostPadding = 0.1;
+  const int64_t most = *std::max_element(bytes_for_all.begin(), bytes_for_all.end());
+  const auto total = static_cast<double>(std::accumulate(bytes_for_all.begin(), bytes_for_all.end(), int64_t{0}));
+  const size_t ranks = bytes_for_all.size();
+  return ranks > 2 && static_cast<double>(most) * static_cast<double>(ranks) <= (1 + kMostPadding) * total;
+}
 
 // What each rank owns, in the order in which it was given it, and what each has to send.
 class Ownership {
@@ -14,6 +25,7 @@ class Ownership {
         element_bytes_(element_bytes),
         segment_bytes_(segment_bytes),
         sent_bytes_(count()),
+        to_owners_(count()),
         broadcast_(count()),
         summed_(count()) {}
 
@@ -30,20 +42,53 @@ class Ownership {
     }
   }
 
-  // Of the rank with the most.
-  int64_t most_sent_bytes() const { return *std::max_element(sent_bytes_.begin(), sent_bytes_.end()); }
+  // How long it takes the rank with the most to send.
+  double seconds(const CollectiveCosts& costs) const {
+    std::vector<int64_t> all_to_alls = to_owners_;
+    double messages = messages_of(summed_), gathers = 0;
+    for (const Dealt* dealt : {&broadcast_, &summed_}) {
+      if (is_gathered(dealt->bytes_for_all)) {
+        const int64_t most = *std::max_element(dealt->bytes_for_all.begin(), dealt->bytes_for_all.end());
+        gathers += costs.of_all_gathers(static_cast<double>(most * others()), messages_of(*dealt));
+      } else {
+        messages += messages_of(*dealt);
+        for (size_t rank = 0; rank < count(); ++rank) all_to_alls[rank] += dealt->bytes_for_all[rank] * others();
+      }
+    }
+    const auto busiest = static_cast<double>(*std::max_element(all_to_alls.begin(), all_to_alls.end()));
+    return costs.of_all_to_alls(busiest, messages) + gathers;
+  }
 
   std::vector<DirectMessage> messages() const {
     std::vector<DirectMessage> messages;
     collect(broadcast_, false, messages);
     collect(summed_, true, messages);
+    for (DirectMessage& message : messages) {
+      std::vector<int64_t> for_all;
+      for (int rank = 0; rank < transports_.world_size; ++rank) {
+        for_all.push_back(bytes_for_all(message, rank, element_bytes_));
+      }
+      message.is_gathered = is_gathered(for_all);
+    }
     return messages;
   }
 
  private:
-  using PartsByRank = std::vector<std::vector<DirectPart>>;
+  // What was dealt out to be broadcast, or to be summed.
+  struct Dealt {
+    explicit Dealt(size_t ranks) : parts(ranks), contribution_bytes(ranks), bytes_for_all(ranks) {}
+    std::vector<std::vector<DirectPart>> parts;  // by rank, as are the others
+    std::vector<int64_t> contribution_bytes;     // of one contribution to each part
+    std::vector<int64_t> bytes_for_all;
+  };
 
   size_t count() const { return static_cast<size_t>(transports_.world_size); }
+  int64_t others() const { return transports_.world_size - 1; }
+
+  double messages_of(const Dealt& dealt) const {
+    const int64_t most = *std::max_element(dealt.contribution_bytes.begin(), dealt.contribution_bytes.end());
+    return std::ceil(static_cast<double>(most) / static_cast<double>(segment_bytes_));
+  }
 
   // Without what a packed part is rounded up to.
   int64_t part_bytes(int64_t length, Width width) const {
@@ -62,18 +107,19 @@ class Ownership {
     // Of what is broadcast all contributors send the same, so it is dealt out in turn.
     const size_t owner = is_summed || std::has_single_bit(part.contributors) ? least_loaded(part.contributors)
                                                                              : next_in_turn(part.contributors);
-    const int64_t others = transports_.world_size - 1;
     const int64_t contribution = part_bytes(part.length, part.width);
+    Dealt& dealt = is_summed ? summed_ : broadcast_;
     for (size_t rank = 0; rank < count(); ++rank) {
-      if (!contains(part.contributors, static_cast<int>(rank))) continue;
-      if (!is_summed) {
-        sent_bytes_[rank] += contribution * others;
-      } else if (rank != owner) {
-        sent_bytes_[rank] += contribution;
-      }
+      if (!contains(part.contributors, static_cast<int>(rank)) || (is_summed && rank == owner)) continue;
+      sent_bytes_[rank] += contribution * (is_summed ? 1 : others());
+      (is_summed ? to_owners_ : dealt.bytes_for_all)[rank] += contribution;
     }
-    if (is_summed) sent_bytes_[owner] += part.length * element_bytes_ * others;
-    (is_summed ? summed_ : broadcast_)[owner].push_back(part);
+    if (is_summed) {
+      sent_bytes_[owner] += part.length * element_bytes_ * others();
+      dealt.bytes_for_all[owner] += part.length * element_bytes_;
+    }
+    dealt.contribution_bytes[owner] += contribution;
+    dealt.parts[owner].push_back(part);
   }
 
   size_t next_in_turn(RankSet ranks) {
@@ -84,19 +130,19 @@ class Ownership {
   }
 
   // Message i holds the i-th segment of each rank.
-  void collect(const PartsByRank& parts, bool is_summed, std::vector<DirectMessage>& messages) const {
+  void collect(const Dealt& dealt, bool is_summed, std::vector<DirectMessage>& messages) const {
     const size_t first = messages.size();
     for (size_t owner = 0; owner < count(); ++owner) {
       size_t number = first;
       int64_t filled = 0;
-      for (const DirectPart& part : parts[owner]) {
+      for (const DirectPart& part : dealt.parts[owner]) {
         const int64_t bytes = part_bytes(part.length, part.width);
         if (filled > 0 && filled + bytes > segment_bytes_) {
           ++number;
           filled = 0;
         }
         filled += bytes;
-        if (number == messages.size()) messages.push_back({is_summed, {}, 0});
+        if (number == messages.size()) messages.push_back({is_summed, {}, 0, false});
         append(messages[number], part, static_cast<int>(owner));
       }
     }
@@ -117,10 +163,12 @@ class Ownership {
   const Transports transports_;
   const int64_t element_bytes_;
   const int64_t segment_bytes_;
-  std::vector<int64_t> sent_bytes_;  // by rank
+  // By rank: all that it sends, and of that the contributions to what others own.
+  std::vector<int64_t> sent_bytes_;
+  std::vector<int64_t> to_owners_;
   size_t turn_ = 0;
-  PartsByRank broadcast_;
-  PartsByRank summed_;
+  Dealt broadcast_;
+  Dealt summed_;
 };
 
 Ownership share_out(const std::vector<DirectPart>& stretches, int64_t element_bytes, const Transports& transports,
@@ -136,6 +184,15 @@ int64_t contribution_bytes(const DirectGroup& group, int rank, int64_t element_b
   int64_t bytes = 0;
   for (const DirectPart& part : group.parts) {
     if (contains(part.contributors, rank)) bytes += packed_bytes(part.length, part.width, element_bytes);
+  }
+  return bytes;
+}
+
+int64_t bytes_for_all(const DirectMessage& message, int rank, int64_t element_bytes) {
+  int64_t bytes = 0;
+  for (const DirectGroup& group : message.groups) {
+    if (!message.is_summed) bytes += contribution_bytes(group, rank, element_bytes);
+    if (message.is_summed && group.owner == rank) bytes += group.numel * element_bytes;
   }
   return bytes;
 }
@@ -159,13 +216,15 @@ Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t e
   constexpr double kMostOfARing = 0.95;
   const Transports& allowed = settings.transports;
   const auto ring = [&](int64_t bytes) {
-    return 2.0 * (allowed.world_size - 1) / allowed.world_size * static_cast<double>(bytes);
+    const double sent = 2.0 * (allowed.world_size - 1) / allowed.world_size * static_cast<double>(bytes);
+    const double messages = std::ceil(static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(1, settings.pack_bytes)));
+    return settings.costs.of_all_reduces(sent, messages);
   };
   struct Outcome {
     int64_t leaving_bytes = 0;  // of all stretches
     bool sums = false;          // owners sum some of that
-    double leaving = 0;         // what the busiest rank sends of what leaves the all-reduces, bytes,
-    double staying = 0;         // and of the rest
+    double leaving = 0;         // what it takes, seconds
+    double staying = 0;         // and the rest
   };
   const auto outcome = [&](const Transports& transports) {
     std::vector<DirectPart> leaving;
@@ -178,27 +237,25 @@ Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t e
       (leaves ? leaving_bytes : staying_bytes) += stretch.length * element_bytes;
       if (leaves) leaving.push_back(stretch);
     }
-    const auto busiest = share_out(leaving, element_bytes, transports, settings).most_sent_bytes();
-    return Outcome{leaving_bytes, sums, static_cast<double>(busiest), ring(staying_bytes)};
+    const double seconds = share_out(leaving, element_bytes, transports, settings).seconds(settings.costs);
+    return Outcome{leaving_bytes, sums, seconds, ring(staying_bytes)};
   };
   const Transports none{allowed.world_size, false, false};
   if (stretches.empty() || !allowed.broadcasts) return none;
   Transports chosen = none;
-  double sent = outcome(none).staying;
+  double seconds = outcome(none).staying;
   const Transports broadcasts{allowed.world_size, true, false};
   const Outcome with_broadcasts = outcome(broadcasts);
   if (with_broadcasts.leaving_bytes > 0 && with_broadcasts.leaving_bytes >= settings.min_bytes &&
       with_broadcasts.leaving <= kMostOfARing * ring(with_broadcasts.leaving_bytes)) {
     chosen = broadcasts;
-    sent = with_broadcasts.leaving + with_broadcasts.staying;
+    seconds = with_broadcasts.leaving + with_broadcasts.staying;
   }
   if (!allowed.sums) return chosen;
   const Outcome with_sums = outcome(allowed);
   const double least_saving = settings.least_saving_of_sums * (hidden ? 2 : 1);
-  const double sent_with_sums = with_sums.leaving + with_sums.staying;
-  return with_sums.sums && sent_with_sums <= (1 - least_saving) * sent && with_sums.leaving_bytes >= settings.min_bytes
-             ? allowed
-             : chosen;
+  const bool pays = with_sums.leaving + with_sums.staying <= (1 - least_saving) * seconds;
+  return with_sums.sums && pays && with_sums.leaving_bytes >= settings.min_bytes ? allowed : chosen;
 }
 
 std::vector<DirectMessage> make_direct_messages(const std::vector<DirectPart>& stretches, int64_t element_bytes,

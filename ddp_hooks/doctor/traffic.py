@@ -257,10 +257,14 @@ def _all_reduce(size: int, world: World) -> Traffic:
 
 def _direct(message: Any, element_bytes: int, world: World) -> Traffic:
     size = message.numel * element_bytes
-    sent, received = [0] * world.ranks, [size] * world.ranks
+    owned = [0] * world.ranks
     for group in message.groups:
-        received[group.owner] -= group.numel * element_bytes
-        sent[group.owner] += (world.ranks - 1) * group.numel * element_bytes
+        owned[group.owner] = group.numel * element_bytes
+    if message.is_gathered:  # as much of every rank as of the one with the most
+        owned = [max(owned)] * world.ranks
+    sent = [(world.ranks - 1) * own for own in owned]
+    received = [sum(owned) - own for own in owned]
+    for group in message.groups:
         for part in group.parts:
             for rank in range(world.ranks):
                 if rank != group.owner and part.contributors >> rank & 1:
