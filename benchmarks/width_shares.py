@@ -56,14 +56,9 @@ def flags_of(gradient: Numbers) -> Flags:
 
 def unit_length(parameter: torch.Tensor) -> int:
     """How many numbers the units of a parameter have under the policy `auto`."""
-    from ddp_hooks import _C, policies
+    from ddp_hooks import _C, engine_settings, policies
 
-    tuning = policies.resolve("auto", {}).tuning
-    settings = _C.UnitSettings(
-        min_divided_bytes=tuning.min_divided_bytes,
-        min_unit_bytes=tuning.min_unit_bytes,
-        max_unit_bytes=tuning.max_unit_bytes,
-    )
+    settings = engine_settings.unit_settings(policies.resolve("auto", {}))
     row = parameter[0].numel() if parameter.dim() > 0 and len(parameter) else 1
     slice_of_bucket = _C.ParameterSlice(0, 0, parameter.numel(), row)
     return int(_C.units_of(slice_of_bucket, parameter.element_size(), settings).length)

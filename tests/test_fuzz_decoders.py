@@ -56,7 +56,7 @@ CLEAR = (ValueError, TypeError, RuntimeError)
 WORDS = ("expected", "unexpected keyword argument", "required positional argument", "cannot be served: rank 1: ")
 STATE = {
     "version": 2,
-    "policy": ddp_hooks.policies.PRESETS["auto"].to_dict(),
+    "policy": ddp_hooks.policies.resolve("auto", {"narrow": "off"}).to_dict(),  # which version 1 did not know
     "statistics": ddp_hooks.statistics.Statistics(steps=3, dense_bytes=100, payload_bytes=50).to_dict(),
 }
 

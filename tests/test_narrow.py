@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
+import time
 from collections import Counter
 from typing import Any
 
@@ -424,3 +426,75 @@ def without_direct(rank: int) -> None:
 
 def test_what_is_all_reduced_is_never_narrow() -> None:
     run_ranks(2, without_direct)
+
+
+# --- beside collectives of the program's own
+
+
+class _SumInBackward(torch.autograd.Function):
+    """Its backward pass has a collective of its own, on the group that DDP uses, as synchronised normalisation has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        summed = gradient.clone()
+        dist.all_reduce(summed)
+        return summed
+
+
+class _Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient.clone(), None
+
+
+class SumsInBackward(nn.Module):
+    """Backward goes through pairs of layers, a bucket each; between the two of them it sums.
+
+    When a bucket is ready it pauses, on one rank, until masks are back there; then come a gradient, the sum, and the
+    gradient that makes the next bucket ready.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+        self.head = nn.Linear(64, 128, bias=False)  # as large as a pair
+
+    def forward(self, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        for first, second in zip(self.pairs[::2], self.pairs[1::2], strict=True):
+            x = _Pause.apply(torch.tanh(second(_SumInBackward.apply(first(x)))), seconds)
+        return self.head(x)
+
+
+def sums_in_backward(rank: int, native: bool) -> None:
+    torch.manual_seed(0)
+    model = SumsInBackward()
+    plain = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=2**-5)
+    ours = DistributedDataParallel(model, bucket_cap_mb=2**-5)
+    state = register(ours, NARROW, native)
+    for step in range(6):
+        data = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        for ddp in (plain, ours):
+            ddp.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                ddp(data, 0.05 * (rank == step % 2)).float().square().mean().backward()
+        for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+            assert a.grad is not None
+            assert b.grad is not None
+            assert torch.equal(a.grad, b.grad)
+    assert state.stats().narrow_bytes > 0
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_collectives_of_the_programs_own_within_backward(native: bool) -> None:
+    """What a rank starts on the group comes between the same two of these everywhere, whenever its masks are back."""
+    run_ranks(2, sums_in_backward, native, timeout=60.0)

@@ -115,22 +115,21 @@ def cell(value: float | None) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows in Markdown, as they stand in docs/internals/averages.md."""
+    """The longest runs in Markdown, as they stand in docs/internals/averages.md."""
     lines = [
-        "| Optimizer, tasks drawn, steps | Average | Best rate | Loss there | Minus world's (deviation) "
-        "| Weighed as drawn | Loss at world's best rate | At a quarter of it |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| Loss with | DDP's average | contributors (deviation) | DDP's at a quarter of its rate | heads' rate raised "
+        "| contributors |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
-    for row in rows:
-        gap = "" if row["way"] == WORLD else cell(row["minus_world"])
-        if gap and row["minus_world_deviation"] is not None:
-            gap += f" ({row['minus_world_deviation']:.3f})"
-        lines.append(
-            f"| {row['optimizer']}, {row['draw']}, {row['steps']} | {row['way']} | {row['best_rate']:g} "
-            f"| {cell(row['test_loss'])} | {gap} | {cell(row['test_loss_as_drawn'])} "
-            f"| {cell(row['test_loss_at_best_rate_of_world'])} "
-            f"| {cell(row['test_loss_at_quarter_of_it'])} |"
-        )
+    longest = choose(rows, steps=max(row["steps"] for row in rows))
+    for name in dict.fromkeys((row["optimizer"], row["draw"]) for row in longest):
+        of_way = {row["way"]: row for row in longest if (row["optimizer"], row["draw"]) == name}
+        ours = of_way[CONTRIBUTORS]
+        deviation = ours["minus_world_deviation"]
+        cells = [cell(of_way[WORLD]["test_loss"]), cell(ours["test_loss"])]
+        cells[1] += "" if deviation is None else f" ({deviation:.3f})"
+        cells += [cell(of_way[way]["test_loss_at_quarter_of_it"]) for way in COMPARED]
+        lines.append(f"| {', '.join(name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

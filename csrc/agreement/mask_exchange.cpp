@@ -129,13 +129,6 @@ class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
     }
   }
 
-  // And has not failed.
-  bool is_back(const MaskInTransit& transit) {
-    if (is_one_gather()) return transit.work->isCompleted() && transit.work->isSuccess();
-    std::lock_guard lock(mutex_);
-    return is_through(transit) && transit.error == nullptr;
-  }
-
   void wait(MaskInTransit& transit) {
     if (is_one_gather()) {
       transit.work->wait();
@@ -265,19 +258,6 @@ int64_t PendingExchange::payload_bytes() const {
     if (transit_->keeps_apart) length *= groups.axis(axis).getSize();
   }
   return messages * static_cast<int64_t>(transit_->words * sizeof(uint64_t));
-}
-
-bool PendingExchange::is_back() const {
-  if (!line_->is_back(*transit_)) return false;
-  uint64_t header[kHeaderWords] = {};
-  uint64_t needed = 0;
-  const auto [first, end] = gathered_by(*transit_);
-  for (const uint64_t* received = first; received != end; received += transit_->words) {
-    for (size_t i = 0; i < kHeaderWords; ++i) header[i] |= received[i];
-    if (transit_->units) needed = std::max(needed, received[kHeaderWords]);
-  }
-  const bool has_room = !transit_->units || needed <= transit_->words - kCompressedHeaderWords;
-  return same_everywhere(header) && same_everywhere(header + 2) && has_room;
 }
 
 UsageMask PendingExchange::wait() {

@@ -72,9 +72,6 @@ class PendingExchange {
   // Throws c10::Error, on every rank, when the ranks drifted apart; the process group's error when a rank is gone.
   UsageMask wait();
 
-  // Whether wait() would return at once, and with a compressed mask for which there was room.
-  bool is_back() const;
-
   // After wait():
   // Whether every rank sent the same mask, whatever it piggybacked on it.
   bool masks_were_identical() const { return identical_; }

@@ -8,9 +8,6 @@
 // parameters, though, all are settled with the last one: one of the ranks may reach a bucket long before another, which
 // stands in some other collective that waits for the first.
 //
-// What may be settled is settled before anything else of the next bucket, so a rank that finds the masks back may do it
-// earlier: the order stays the same.
-//
 // Always holds: buckets start and are settled in order, all of them when the last one is ready.
 // Thread-safety: none; the engine locks. Every rank must agree on: the buckets, the timing.
 #pragma once
@@ -35,26 +32,6 @@ class BucketPipeline {
   // The bucket `index` is scanned.
   void add(uint32_t index, Bucket bucket) { waiting_.push_back({std::move(bucket), index}); }
 
-  // The bucket `ready` is ready: calls `settle(bucket)` for those before whose masks have been under way meanwhile.
-  template <typename Settle>
-  void settle_under_way(uint32_t ready, const Settle& settle) {
-    while (!waiting_.empty() && !timing_.settles_last) {
-      Waiting& first = waiting_.front();
-      if (!first.has_started || first.started_with >= ready) return;
-      finish(first, ready, settle);
-    }
-  }
-
-  // Between two buckets: the same for those of which `is_back(bucket)`, on the CPU.
-  template <typename IsBack, typename Settle>
-  void settle_early(const IsBack& is_back, const Settle& settle) {
-    while (!waiting_.empty() && !timing_.settles_last && !timing_.answers_later) {
-      Waiting& first = waiting_.front();
-      if (!first.has_started || !is_back(first.bucket)) return;
-      finish(first, first.started_with, settle);
-    }
-  }
-
   // The bucket `ready` is ready, and was added if there is something in it to ask for. Calls `start(bucket)` and
   // `settle(bucket)`; if that returns false, it has started another exchange, and is called again, later.
   template <typename Start, typename Settle>
@@ -70,7 +47,11 @@ class BucketPipeline {
       Waiting& first = waiting_.front();
       const bool under_way = first.has_started && first.started_with < ready;
       if (!last && (timing_.settles_last || !under_way)) return;
-      finish(first, ready, settle);
+      if (settle(first.bucket)) {
+        waiting_.pop_front();
+      } else {
+        first.started_with = ready;
+      }
     }
   }
 
@@ -81,16 +62,6 @@ class BucketPipeline {
     bool has_started = false;
     uint32_t started_with = 0;  // the bucket that was ready then
   };
-
-  template <typename Settle>
-  void finish(Waiting& first, uint32_t ready, const Settle& settle) {
-    if (settle(first.bucket)) {
-      waiting_.pop_front();
-    } else {
-      first.started_with = ready;
-    }
-  }
-
   const PipelineTiming timing_;
   std::deque<Waiting> waiting_;  // in order
 };

@@ -79,15 +79,6 @@ void UnitsOfStep::bucket_ready(uint32_t bucket, const at::Tensor& flat, const Us
       [&](Bucket& first) { return try_settle(first, settled); });
 }
 
-void UnitsOfStep::settle_under_way(uint32_t bucket, const Settled& settled) {
-  pipeline_.settle_under_way(bucket, [&](Bucket& first) { return try_settle(first, settled); });
-}
-
-void UnitsOfStep::settle_early(const Settled& settled) {
-  pipeline_.settle_early([](const Bucket& first) { return first.exchange->is_back(); },
-                         [&](Bucket& first) { return try_settle(first, settled); });
-}
-
 UnitsOfStep::Bucket UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, const UsageMask& local) {
   RECORD_FUNCTION("ddp_hooks::scan_units", std::vector<c10::IValue>());
   const BucketLayout& layout = step_.layout.buckets[index];

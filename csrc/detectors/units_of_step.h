@@ -74,11 +74,6 @@ class UnitsOfStep {
   using Settled = std::function<std::vector<SentElements>(const SettledUnits&)>;
   void bucket_ready(uint32_t bucket, const at::Tensor& flat, const UsageMask& local, const Settled& settled);
 
-  // Before anything else of a bucket that is ready: settles those before it, whose masks have been under way meanwhile.
-  void settle_under_way(uint32_t bucket, const Settled& settled);
-  // Between two buckets: settles those whose masks are back already. Throws nothing that bucket_ready() would not.
-  void settle_early(const Settled& settled);
-
   // Of the buckets that were settled.
   const std::vector<UnitCounts>& counts() const { return counts_; }
 

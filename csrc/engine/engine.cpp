@@ -176,12 +176,10 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   if (step_->error) std::rethrow_exception(step_->error);
   check_bucket(index);
   if (!shadow) prepare_gradients(index);
-  const auto settled = [&](const SettledUnits& units) { return send_units(units); };
-  if (step_->units) step_->units->settle_under_way(index, settled);
   send_parameters(index);
   if (step_->units) {
     step_->units->bucket_ready(index, layout_->buckets[index].sparse ? at::Tensor() : step_->buckets[index].flat(),
-                               step_->local, settled);
+                               step_->local, [&](const SettledUnits& settled) { return send_units(settled); });
   }
   if (index + 1 < layout_->buckets.size()) return;
   send_sums();
@@ -580,24 +578,11 @@ void Engine::gradient_reported(size_t index) {
   if (!reducer_.expects_backward()) return prologue_->gradient_accumulated(index);
   if (!copies_early) return;
   // Before the step opens, nobody knows how a gradient will travel.
-  if (!step_ || step_->error) return;
+  if (!step_ || step_->error || !reducer_.is_final(index)) return;
   const Stopwatch stopwatch;
   const at::NoGradGuard no_grad;
-  settle_units_early();
-  if (reducer_.is_final(index)) sender_.copy_into_bucket_early(*step_, index);
+  sender_.copy_into_bucket_early(*step_, index);
   statistics_.hook_seconds += stopwatch.seconds();
-}
-
-// Rather than with the next bucket, whose gradients may take long.
-void Engine::settle_units_early() {
-  if (!step_->units) return;
-  try {
-    step_->units->settle_early([&](const SettledUnits& units) { return send_units(units); });
-  } catch (...) {
-    // As in run(): the buckets' futures tell.
-    step_->fail(std::current_exception());
-    sender_.drop();
-  }
 }
 
 // A state that is never registered would leave its module to plain DDP in silence. What counts is that the Reducer has

@@ -13,8 +13,7 @@
 //   outputs_reached          autograd, at an output       R, E        exchange starts, views    gradients_done
 //                                                                     are detached
 //   gradient_reported        autograd, each accumulator   none: marks what is absent ready      reduced_without_hook,
-//                                                         R, E: within a step copies early,     until there is a hook
-//                                                         sends units whose masks are back
+//                                                         R, E: copies early within a step      until there is a hook
 //   run, first bucket        Reducer, which holds R       R, E        open_step: waits for the  -
 //                                                                     agreed mask, plans
 //   run, every bucket        Reducer, which holds R       R, E        take_bucket: messages     -
@@ -146,7 +145,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void check_bucket(uint32_t bucket);
   void prepare_gradients(uint32_t bucket);
   void send_parameters(uint32_t bucket);
-  void settle_units_early();
   void open_step(bool shadow);
   AgreedUsage agree(bool shadow);
   void keep_untouched();

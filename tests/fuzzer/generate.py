@@ -220,7 +220,10 @@ class _Generator:
         policy = self._policy_but_for_widths()
         if not HAS_NARROW or policy == "allreduce" or self.narrows.random() < 0.4:
             return policy
-        settings = {**settings_of(policy), "narrow": self.narrows.choice(["on", "on", "on", "adaptive", "off"])}
+        settings = settings_of(policy)
+        if not settings.get("skip_unused", True):
+            return policy
+        settings["narrow"] = self.narrows.choice(["on", "on", "on", "adaptive", "off"])
         # Presets divide nothing that is as small as what is trained here, and wait long before they try.
         if settings["narrow"] == "adaptive":
             settings = {"first_pause_steps": 1, "longest_pause_steps": self.narrows.choice([1, 2]), **settings}
