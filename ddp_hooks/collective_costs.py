@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,14 @@ ENOUGH_SECONDS = 0.008
 LEAST_ROUNDS = 3
 MOST_ROUNDS = 7
 BUDGET_SECONDS = 0.05
+# Of a gradient that is made narrow: more than caches hold, as gradients are.
+NARROWED_BYTES = 16 << 20
 
 
 def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> _C.CollectiveCosts:
-    """Measure what all-reduces and all-to-alls take; every rank of the group calls it, and gets the same.
+    """Measure what all-reduces and all-to-alls take, and narrow gradients; every rank calls it, and gets the same.
 
-    At 1 Gbit/s it takes about 0.1 s. A slow link gets fewer bytes and rounds.
+    At 1 Gbit/s it takes about 0.2 s. A slow link gets fewer bytes and rounds.
 
     Args:
         group: the module's process group, of several ranks.
@@ -64,6 +67,7 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
         all_reduce_seconds_per_byte=per_byte[0],
         all_to_all_seconds=small[1] / MESSAGES,
         all_to_all_seconds_per_byte=per_byte[1],
+        narrowing_seconds_per_byte=_slowest(group, device, [_narrowing_seconds(device)])[0] / NARROWED_BYTES,
     )
 
 
@@ -71,10 +75,11 @@ def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int) -> S
     """Return the seconds of all-reduces and of all-to-alls in which each rank sends so much; of the slowest rank."""
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
     numel = sent_bytes // MESSAGES // 4
-    reduced = torch.zeros(MESSAGES, max(1, numel * ranks // (2 * (ranks - 1))), device=device)
+    options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    reduced = torch.zeros(MESSAGES, max(1, numel * ranks // (2 * (ranks - 1))), **options)
     to_each = max(1, numel // (ranks - 1))
     splits = [0 if other == here else to_each for other in range(ranks)]
-    sent, received = (torch.zeros(MESSAGES, sum(splits), device=device) for _ in range(2))
+    sent, received = (torch.zeros(MESSAGES, sum(splits), **options) for _ in range(2))
 
     def all_reduces() -> list[dist.Work]:
         return [dist.all_reduce(message, group=group, async_op=True) for message in reduced]
@@ -85,7 +90,25 @@ def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int) -> S
             for i in range(MESSAGES)
         ]
 
-    times = [_seconds(collectives, device) for collectives in (all_reduces, all_to_alls)]
+    return _slowest(group, device, [_seconds(collectives, device) for collectives in (all_reduces, all_to_alls)])
+
+
+def _narrowing_seconds(device: torch.device) -> float:
+    """Return the seconds that this rank needs at least, while the others do the same; 0 where nothing is narrow."""
+    if device.type != "cpu":
+        return 0.0
+    gradient = torch.ones(NARROWED_BYTES // 4, dtype=torch.float32, device=device)
+    packed = torch.zeros(NARROWED_BYTES // 2, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(LEAST_ROUNDS):
+        start = time.perf_counter()
+        _C.narrow_once(gradient, packed)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _slowest(group: dist.ProcessGroup, device: torch.device, times: Sequence[float]) -> Sequence[float]:
+    """Return of each time that of the rank that took longest."""
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return [float(seconds) for seconds in slowest.tolist()]

@@ -72,8 +72,7 @@ def agree_to_serve(
     offers = settle(function, propose(ddp, function, description, problem, (new_name(), tuple(sharable))), error)
     shared = set(sharable).intersection(*(names for _, names in offers))
     groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
-    asks = policy.skip_unused and policy.tuning.direct and policy.tuning.calibrate
-    if groups.costs is None and asks and _C.can_send_directly(ddp.process_group, ddp.device):
+    if groups.costs is None and policy.tuning.calibrate and _C.can_send_directly(ddp.process_group, ddp.device):
         with naming_absent_ranks(ddp.process_group, function):
             groups = replace(groups, costs=measure_collective_costs(ddp.process_group, ddp.device))
     return groups

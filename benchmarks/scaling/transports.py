@@ -235,7 +235,6 @@ class Ownership:
         self._ranks = ranks
         self._segment = segment
         self._sent = [0] * ranks
-        self._to_owners = [0] * ranks
         self._alone: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]  # (contributors, elements)
         self._summed: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
 
@@ -248,20 +247,12 @@ class Ownership:
             owner = min(members, key=self._sent.__getitem__)
             for rank in members:
                 self._sent[rank] += part * (self._ranks - 1 if rank == owner else 1)
-                self._to_owners[rank] += part * (rank != owner)
             (self._alone if len(members) == 1 else self._summed)[owner].append((contributors, part))
 
     @property
     def most_sent(self) -> int:
         """By the rank that sends most."""
-        sent, gathered = list(self._to_owners), 0
-        for parts in (self._alone, self._summed):
-            owned = [sum(part for _, part in of_rank) for of_rank in parts]
-            if is_gathered(owned):
-                gathered += (self._ranks - 1) * max(owned)
-            else:
-                sent = [own + (self._ranks - 1) * more for own, more in zip(sent, owned, strict=True)]
-        return max(sent) + gathered
+        return max(self._sent)
 
     def assigned(self, summed: bool) -> int:
         return sum(part for parts in (self._summed if summed else self._alone) for _, part in parts)

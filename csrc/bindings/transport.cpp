@@ -19,24 +19,26 @@ namespace ddp_hooks {
 void bind_transport(py::module_& m) {
   py::class_<CollectiveCosts>(m, "CollectiveCosts")
       .def(py::init([](double all_reduce_seconds, double all_reduce_seconds_per_byte, double all_to_all_seconds,
-                       double all_to_all_seconds_per_byte) {
+                       double all_to_all_seconds_per_byte, double narrowing_seconds_per_byte) {
              return CollectiveCosts{all_reduce_seconds, all_reduce_seconds_per_byte, all_to_all_seconds,
-                                    all_to_all_seconds_per_byte};
+                                    all_to_all_seconds_per_byte, narrowing_seconds_per_byte};
            }),
-           py::kw_only(), py::arg("all_reduce_seconds"), py::arg("all_reduce_seconds_per_byte"),
-           py::arg("all_to_all_seconds"), py::arg("all_to_all_seconds_per_byte"))
-      .def(py::init<>())
+           py::kw_only(), py::arg("all_reduce_seconds") = CollectiveCosts().all_reduce_seconds,
+           py::arg("all_reduce_seconds_per_byte") = CollectiveCosts().all_reduce_seconds_per_byte,
+           py::arg("all_to_all_seconds") = CollectiveCosts().all_to_all_seconds,
+           py::arg("all_to_all_seconds_per_byte") = CollectiveCosts().all_to_all_seconds_per_byte,
+           py::arg("narrowing_seconds_per_byte") = CollectiveCosts().narrowing_seconds_per_byte)
       .def_readonly("all_reduce_seconds", &CollectiveCosts::all_reduce_seconds)
       .def_readonly("all_reduce_seconds_per_byte", &CollectiveCosts::all_reduce_seconds_per_byte)
       .def_readonly("all_to_all_seconds", &CollectiveCosts::all_to_all_seconds)
-      .def_readonly("all_to_all_seconds_per_byte", &CollectiveCosts::all_to_all_seconds_per_byte);
+      .def_readonly("all_to_all_seconds_per_byte", &CollectiveCosts::all_to_all_seconds_per_byte)
+      .def_readonly("narrowing_seconds_per_byte", &CollectiveCosts::narrowing_seconds_per_byte)
+      .def("narrow_pays", &narrow_pays, py::arg("world_size"));
   py::class_<DirectSettings>(m, "DirectSettings")
       .def(py::init([](bool allowed, int world_size, bool sums, double least_saving_of_sums, int64_t segment_bytes,
                        int64_t min_bytes, const CollectiveCosts& costs) {
-             DirectSettings settings{
-                 {world_size, allowed, allowed && sums}, segment_bytes, min_bytes, least_saving_of_sums};
-             settings.costs = costs;
-             return settings;
+             return DirectSettings{
+                 {world_size, allowed, allowed && sums}, segment_bytes, min_bytes, least_saving_of_sums, costs};
            }),
            py::kw_only(), py::arg("allowed"), py::arg("world_size"), py::arg("sums"),
            py::arg("least_saving_of_sums") = 0.0, py::arg("segment_bytes"), py::arg("min_bytes"),
@@ -58,8 +60,7 @@ void bind_transport(py::module_& m) {
       .def_readonly("groups", &DirectMessage::groups);
 
   py::class_<PlanSettings>(m, "PlanSettings")
-      .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction, DirectSettings direct) {
-             direct.pack_bytes = pack_bytes;
+      .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction, const DirectSettings& direct) {
              return PlanSettings{in_place_bytes, pack_bytes, gap_fraction, direct};
            }),
            py::kw_only(), py::arg("in_place_bytes"), py::arg("pack_bytes"), py::arg("gap_fraction"),

@@ -304,7 +304,10 @@ EngineSettings Engine::fitted(EngineSettings settings) const {
                           DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
   transports.sums = transports.sums && transports.broadcasts;
   // On a device nothing reads how wide units are yet.
-  if (!transports.broadcasts || !reducer_.parameters().front().is_cpu()) settings.units.widths = ValuesDetector::kOff;
+  const bool is_possible = transports.broadcasts && reducer_.parameters().front().is_cpu();
+  const bool pays = settings.units.widths == ValuesDetector::kOn ||
+                    narrow_pays(settings.plan.direct.costs, transports.world_size);
+  if (!is_possible || !pays) settings.units.widths = ValuesDetector::kOff;
   settings.agreement.asks_who = transports.broadcasts || settings.averages_contributors;
   return settings;
 }

@@ -8,13 +8,26 @@
 namespace ddp_hooks {
 namespace {
 
-// An all-gather takes as much of every rank as of the one with the most. Two ranks swap.
-bool is_gathered(const std::vector<int64_t>& bytes_for_all) {
+int64_t most_of(const std::vector<int64_t>& bytes_by_rank) {
+  return *std::max_element(bytes_by_rank.begin(), bytes_by_rank.end());
+}
+
+// Whether an all-gather brings to all what each rank has for them. It takes as much of every rank as of the one with
+// the most. Two ranks swap.
+bool is_gathered(const std::vector<int64_t>& for_all_bytes) {
   constexpr double kMostPadding = 0.1;
-  const int64_t most = *std::max_element(bytes_for_all.begin(), bytes_for_all.end());
-  const auto total = static_cast<double>(std::accumulate(bytes_for_all.begin(), bytes_for_all.end(), int64_t{0}));
-  const size_t ranks = bytes_for_all.size();
-  return ranks > 2 && static_cast<double>(most) * static_cast<double>(ranks) <= (1 + kMostPadding) * total;
+  const auto total = static_cast<double>(std::accumulate(for_all_bytes.begin(), for_all_bytes.end(), int64_t{0}));
+  const auto padded = static_cast<double>(most_of(for_all_bytes)) * static_cast<double>(for_all_bytes.size());
+  return for_all_bytes.size() > 2 && padded <= (1 + kMostPadding) * total;
+}
+
+int64_t for_all_bytes(const DirectMessage& message, int rank, int64_t element_bytes) {
+  int64_t bytes = 0;
+  for (const DirectGroup& group : message.groups) {
+    if (!message.is_summed) bytes += contribution_bytes(group, rank, element_bytes);
+    if (message.is_summed && group.owner == rank) bytes += group.numel * element_bytes;
+  }
+  return bytes;
 }
 
 // What each rank owns, in the order in which it was given it, and what each has to send.
@@ -24,7 +37,6 @@ class Ownership {
       : transports_(transports),
         element_bytes_(element_bytes),
         segment_bytes_(segment_bytes),
-        sent_bytes_(count()),
         to_owners_(count()),
         broadcast_(count()),
         summed_(count()) {}
@@ -42,21 +54,19 @@ class Ownership {
     }
   }
 
-  // How long it takes the rank with the most to send.
+  // How long the rank takes that takes longest. Without what an all-gather pads.
   double seconds(const CollectiveCosts& costs) const {
-    std::vector<int64_t> all_to_alls = to_owners_;
-    double messages = messages_of(summed_), gathers = 0;
-    for (const Dealt* dealt : {&broadcast_, &summed_}) {
-      if (is_gathered(dealt->bytes_for_all)) {
-        const int64_t most = *std::max_element(dealt->bytes_for_all.begin(), dealt->bytes_for_all.end());
-        gathers += costs.of_all_gathers(static_cast<double>(most * others()), messages_of(*dealt));
-      } else {
-        messages += messages_of(*dealt);
-        for (size_t rank = 0; rank < count(); ++rank) all_to_alls[rank] += dealt->bytes_for_all[rank] * others();
-      }
+    double most = 0;
+    const bool gathers_sums = is_gathered(summed_.for_all_bytes), gathers = is_gathered(broadcast_.for_all_bytes);
+    for (size_t rank = 0; rank < count(); ++rank) {
+      const int64_t sums = others() * summed_.for_all_bytes[rank], own = others() * broadcast_.for_all_bytes[rank];
+      const int64_t gathered = (gathers_sums ? sums : 0) + (gathers ? own : 0);
+      most = std::max(most, costs.of_all_gathers(static_cast<double>(gathered), 0) +
+                                costs.of_all_to_alls(static_cast<double>(sent_bytes(rank) - gathered), 0));
     }
-    const auto busiest = static_cast<double>(*std::max_element(all_to_alls.begin(), all_to_alls.end()));
-    return costs.of_all_to_alls(busiest, messages) + gathers;
+    const double with_sums = messages_of(summed_), others = messages_of(broadcast_);
+    const double gathered = (gathers_sums ? with_sums : 0) + (gathers ? others : 0);
+    return most + costs.of_all_gathers(0, gathered) + costs.of_all_to_alls(0, 2 * with_sums + others - gathered);
   }
 
   std::vector<DirectMessage> messages() const {
@@ -64,29 +74,35 @@ class Ownership {
     collect(broadcast_, false, messages);
     collect(summed_, true, messages);
     for (DirectMessage& message : messages) {
-      std::vector<int64_t> for_all;
       for (int rank = 0; rank < transports_.world_size; ++rank) {
-        for_all.push_back(bytes_for_all(message, rank, element_bytes_));
+        message.for_all_bytes.push_back(for_all_bytes(message, rank, element_bytes_));
       }
-      message.is_gathered = is_gathered(for_all);
+      message.is_gathered = is_gathered(message.for_all_bytes);
     }
     return messages;
   }
 
  private:
-  // What was dealt out to be broadcast, or to be summed.
+  // What was dealt out to be broadcast, or to be summed; by rank.
   struct Dealt {
-    explicit Dealt(size_t ranks) : parts(ranks), contribution_bytes(ranks), bytes_for_all(ranks) {}
-    std::vector<std::vector<DirectPart>> parts;  // by rank, as are the others
-    std::vector<int64_t> contribution_bytes;     // of one contribution to each part
-    std::vector<int64_t> bytes_for_all;
+    explicit Dealt(size_t ranks) : parts(ranks), for_all_bytes(ranks) {}
+    std::vector<std::vector<DirectPart>> parts;
+    std::vector<int64_t> for_all_bytes;
   };
 
   size_t count() const { return static_cast<size_t>(transports_.world_size); }
   int64_t others() const { return transports_.world_size - 1; }
+  int64_t sent_bytes(size_t rank) const {
+    return to_owners_[rank] + others() * (broadcast_.for_all_bytes[rank] + summed_.for_all_bytes[rank]);
+  }
 
   double messages_of(const Dealt& dealt) const {
-    const int64_t most = *std::max_element(dealt.contribution_bytes.begin(), dealt.contribution_bytes.end());
+    int64_t most = 0;
+    for (const std::vector<DirectPart>& parts : dealt.parts) {
+      int64_t bytes = 0;
+      for (const DirectPart& part : parts) bytes += part_bytes(part.length, part.width);
+      most = std::max(most, bytes);
+    }
     return std::ceil(static_cast<double>(most) / static_cast<double>(segment_bytes_));
   }
 
@@ -98,7 +114,7 @@ class Ownership {
   size_t least_loaded(RankSet ranks) const {
     auto best = static_cast<size_t>(std::countr_zero(ranks));
     for (size_t rank = best + 1; rank < count(); ++rank) {
-      if (contains(ranks, static_cast<int>(rank)) && sent_bytes_[rank] < sent_bytes_[best]) best = rank;
+      if (contains(ranks, static_cast<int>(rank)) && sent_bytes(rank) < sent_bytes(best)) best = rank;
     }
     return best;
   }
@@ -111,14 +127,9 @@ class Ownership {
     Dealt& dealt = is_summed ? summed_ : broadcast_;
     for (size_t rank = 0; rank < count(); ++rank) {
       if (!contains(part.contributors, static_cast<int>(rank)) || (is_summed && rank == owner)) continue;
-      sent_bytes_[rank] += contribution * (is_summed ? 1 : others());
-      (is_summed ? to_owners_ : dealt.bytes_for_all)[rank] += contribution;
+      (is_summed ? to_owners_ : dealt.for_all_bytes)[rank] += contribution;
     }
-    if (is_summed) {
-      sent_bytes_[owner] += part.length * element_bytes_ * others();
-      dealt.bytes_for_all[owner] += part.length * element_bytes_;
-    }
-    dealt.contribution_bytes[owner] += contribution;
+    if (is_summed) dealt.for_all_bytes[owner] += part.length * element_bytes_;
     dealt.parts[owner].push_back(part);
   }
 
@@ -142,7 +153,7 @@ class Ownership {
           filled = 0;
         }
         filled += bytes;
-        if (number == messages.size()) messages.push_back({is_summed, {}, 0, false});
+        if (number == messages.size()) messages.push_back({is_summed, {}, 0, {}, false});
         append(messages[number], part, static_cast<int>(owner));
       }
     }
@@ -163,9 +174,7 @@ class Ownership {
   const Transports transports_;
   const int64_t element_bytes_;
   const int64_t segment_bytes_;
-  // By rank: all that it sends, and of that the contributions to what others own.
-  std::vector<int64_t> sent_bytes_;
-  std::vector<int64_t> to_owners_;
+  std::vector<int64_t> to_owners_;  // what each rank sends of what others own, bytes
   size_t turn_ = 0;
   Dealt broadcast_;
   Dealt summed_;
@@ -184,15 +193,6 @@ int64_t contribution_bytes(const DirectGroup& group, int rank, int64_t element_b
   int64_t bytes = 0;
   for (const DirectPart& part : group.parts) {
     if (contains(part.contributors, rank)) bytes += packed_bytes(part.length, part.width, element_bytes);
-  }
-  return bytes;
-}
-
-int64_t bytes_for_all(const DirectMessage& message, int rank, int64_t element_bytes) {
-  int64_t bytes = 0;
-  for (const DirectGroup& group : message.groups) {
-    if (!message.is_summed) bytes += contribution_bytes(group, rank, element_bytes);
-    if (message.is_summed && group.owner == rank) bytes += group.numel * element_bytes;
   }
   return bytes;
 }
@@ -216,9 +216,9 @@ Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t e
   constexpr double kMostOfARing = 0.95;
   const Transports& allowed = settings.transports;
   const auto ring = [&](int64_t bytes) {
-    const double sent = 2.0 * (allowed.world_size - 1) / allowed.world_size * static_cast<double>(bytes);
-    const double messages = std::ceil(static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(1, settings.pack_bytes)));
-    return settings.costs.of_all_reduces(sent, messages);
+    constexpr double kMessageBytes = 4 << 20;
+    const double carried = 2.0 * (allowed.world_size - 1) / allowed.world_size * static_cast<double>(bytes);
+    return settings.costs.of_all_reduces(carried, std::ceil(static_cast<double>(bytes) / kMessageBytes));
   };
   struct Outcome {
     int64_t leaving_bytes = 0;  // of all stretches

@@ -29,7 +29,6 @@ struct DirectSettings {
   int64_t min_bytes = 0;      // with less to send than this, nothing leaves the all-reduces
   // What sums have to save of the time, for what all-reduces would not hide behind backward either.
   double least_saving_of_sums = 0;
-  int64_t pack_bytes = 4 << 20;  // of an all-reduce, when it is estimated what these would take
   CollectiveCosts costs = {};
 };
 
@@ -58,15 +57,14 @@ struct DirectMessage {
   bool is_summed = false;           // by owners; otherwise each contributor broadcasts what it has
   std::vector<DirectGroup> groups;  // by owner, ascending; of those that own something
   int64_t numel = 0;
-  // Every rank has about as much for all others, so that an all-gather brings it to them; otherwise an all-to-all does.
+  // What each rank has for all others, by rank: what it broadcasts, or the sums that it owns. An all-gather brings it to
+  // them where all have about as much, otherwise an all-to-all.
+  std::vector<int64_t> for_all_bytes;
   bool is_gathered = false;
 };
 
 // What a rank contributes to a group: in how many bytes it travels.
 int64_t contribution_bytes(const DirectGroup& group, int rank, int64_t element_bytes);
-
-// What the rank has for all others: what it broadcasts, or the sums that it owns.
-int64_t bytes_for_all(const DirectMessage& message, int rank, int64_t element_bytes);
 
 // What the message is worth in a ring's bytes: what it carries, once; but what more than two ranks broadcast counts
 // half for each of them, and of what owners sum, contributions and sums count half each.

@@ -120,8 +120,9 @@ c10::intrusive_ptr<c10d::Work> DirectSender::all_to_all(at::Tensor received, at:
   return start_all_to_all(group_, received, sent, splits.received, splits.sent);
 }
 
-c10::intrusive_ptr<c10d::Work> DirectSender::all_gather(const FromAll& room, int64_t bytes) {
+c10::intrusive_ptr<c10d::Work> DirectSender::all_gather(const FromAll& room) {
   RECORD_FUNCTION("ddp_hooks::all_gather", std::vector<c10::IValue>());
+  const int64_t bytes = room.memory.numel() / world_size();
   statistics_.messages += 1;
   statistics_.sent_bytes += bytes * (world_size() - 1);
   std::vector<std::vector<at::Tensor>> received(1);
@@ -147,39 +148,37 @@ void DirectSender::send(Launch launch, const DirectMessage& message, DirectPlace
 
 DirectSender::FromAll DirectSender::take_room(const Launch& launch, const DirectMessage& message,
                                               const at::TensorOptions& options) {
-  const auto element_bytes = static_cast<int64_t>(options.dtype().itemsize());
+  const std::vector<int64_t>& bytes = message.for_all_bytes;
+  const auto own = static_cast<size_t>(rank());
+  const int64_t most = *std::max_element(bytes.begin(), bytes.end());
   FromAll room;
-  int64_t elsewhere = 0, here = 0, most = 0;
-  for (int from = 0; from < world_size(); ++from) {
-    const int64_t bytes = bytes_for_all(message, from, element_bytes);
-    room.begins.push_back(elsewhere);
-    (from == rank() ? here : elsewhere) += bytes;
-    most = std::max(most, bytes);
+  int64_t end = 0;
+  for (size_t from = 0; from < bytes.size(); ++from) {
+    room.begins.push_back(end);
+    if (message.is_gathered) {
+      end += most;
+    } else if (from != own) {
+      end += bytes[from];
+    }
   }
-  int64_t bytes = elsewhere + here * (world_size() - 1);
-  if (message.is_gathered) {
-    bytes = most * world_size();
-    for (int from = 0; from < world_size(); ++from) room.begins[static_cast<size_t>(from)] = most * from;
-  } else {
+  if (!message.is_gathered) {
     // Behind what is received, a copy for each of the others.
-    room.begins[static_cast<size_t>(rank())] = elsewhere;
+    room.begins[own] = end;
+    end += bytes[own] * (world_size() - 1);
   }
-  room.memory = staging_.take(*launch.step, bytes, options.dtype(at::kByte));
+  room.memory = staging_.take(*launch.step, end, options.dtype(at::kByte));
   return room;
 }
 
-c10::intrusive_ptr<c10d::Work> DirectSender::send_to_all(const DirectMessage& message, const FromAll& room,
-                                                         int64_t element_bytes) {
-  if (message.is_gathered) return all_gather(room, room.memory.numel() / world_size());
-  Splits splits = no_splits();
-  for (int other = 0; other < world_size(); ++other) {
-    if (other == rank()) continue;
-    splits.sent[static_cast<size_t>(other)] = bytes_for_all(message, rank(), element_bytes);
-    splits.received[static_cast<size_t>(other)] = bytes_for_all(message, other, element_bytes);
-  }
-  const int64_t received = room.begins[static_cast<size_t>(rank())];
-  const at::Tensor sent = room.memory.narrow(0, received, room.memory.numel() - received);
-  const int64_t others = world_size() - 1, here = sent.numel() / others;
+c10::intrusive_ptr<c10d::Work> DirectSender::send_to_all(const DirectMessage& message, const FromAll& room) {
+  if (message.is_gathered) return all_gather(room);
+  Splits splits{message.for_all_bytes, message.for_all_bytes};
+  const auto own = static_cast<size_t>(rank());
+  const int64_t here = message.for_all_bytes[own], others = world_size() - 1;
+  std::fill(splits.sent.begin(), splits.sent.end(), here);
+  splits.received[own] = splits.sent[own] = 0;
+  const int64_t received = room.begins[own];
+  const at::Tensor sent = room.memory.narrow(0, received, here * others);
   for (int64_t copy = 1; copy < others; ++copy) {
     sent.narrow(0, copy * here, here).copy_(sent.narrow(0, 0, here));
   }
@@ -188,10 +187,9 @@ c10::intrusive_ptr<c10d::Work> DirectSender::send_to_all(const DirectMessage& me
 
 void DirectSender::broadcast(Launch launch, const DirectMessage& message, DirectPlaces places) {
   const at::TensorOptions options = options_of(places);
-  const auto element_bytes = static_cast<int64_t>(options.dtype().itemsize());
   FromAll received = take_room(launch, message, options);
-  Packer packer(received.memory.narrow(0, received.begins[static_cast<size_t>(rank())],
-                                       bytes_for_all(message, rank(), element_bytes)));
+  const auto own = static_cast<size_t>(rank());
+  Packer packer(received.memory.narrow(0, received.begins[own], message.for_all_bytes[own]));
   for (size_t i = 0; i < message.groups.size(); ++i) {
     const std::vector<DirectPart>& parts = message.groups[i].parts;
     for (size_t part = 0; part < parts.size(); ++part) {
@@ -200,7 +198,7 @@ void DirectSender::broadcast(Launch launch, const DirectMessage& message, Direct
   }
   packer.finish();
 
-  const auto work = send_to_all(message, received, element_bytes);
+  const auto work = send_to_all(message, received);
   const c10::Device device = received.memory.device();
   when_back(*work, device, std::move(launch),
             [groups = message.groups, places = std::move(places), received = std::move(received), rank = rank(),
@@ -307,7 +305,7 @@ void DirectSender::broadcast_sums(const Waiting& waiting) {
     sum_contributions(waiting.received.memory, sums);
   }
 
-  const auto work = send_to_all(message, received, static_cast<int64_t>(options.dtype().itemsize()));
+  const auto work = send_to_all(message, received);
   const c10::Device device = received.memory.device();
   when_back(*work, device, waiting.launch,
             [groups = message.groups, places = waiting.places, received, sums_of](c10::ivalue::Future&) {

@@ -80,8 +80,8 @@ class DirectSender {
   // Memory for what each rank has for all others.
   FromAll take_room(const Launch& launch, const DirectMessage& message, const at::TensorOptions& options);
   // Sends what this rank has of that, once it lies there.
-  c10::intrusive_ptr<c10d::Work> send_to_all(const DirectMessage& message, const FromAll& room, int64_t element_bytes);
-  c10::intrusive_ptr<c10d::Work> all_gather(const FromAll& room, int64_t bytes);
+  c10::intrusive_ptr<c10d::Work> send_to_all(const DirectMessage& message, const FromAll& room);
+  c10::intrusive_ptr<c10d::Work> all_gather(const FromAll& room);
   c10::intrusive_ptr<c10d::Work> all_to_all(at::Tensor received, at::Tensor sent, Splits splits);
   Splits no_splits() const;
 
