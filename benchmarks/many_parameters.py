@@ -121,7 +121,7 @@ def _measure(parameters: int, buckets: int, used: float, search: bool, rounds: i
         )
 
     stride = round(1 / used)
-    kept = parameters - stride  # of which the last is frozen for `rebuild` at the end
+    kept = parameters - stride  # the last of these is frozen for `rebuild` at the end
 
     def chosen(shift: int) -> list[int]:
         return [i for i in range(kept) if (i + shift) % stride == 0]

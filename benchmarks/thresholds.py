@@ -3,7 +3,7 @@
     python benchmarks/thresholds.py                    # loopback, two ranks
     python benchmarks/thresholds.py --links 1gbit      # on the testbed; needs root and iproute2
 
-A model of equal layers of which every other one is unused, so that every run of used gradients is one layer; each size
+A model of equal layers. Every other one is unused, so that every run of used gradients is one layer; each size
 of a layer under policies that gather everything, send every run in place, or use the default.
 """
 

@@ -33,7 +33,7 @@ BUDGET_SECONDS = 0.05
 NARROWED_BYTES = 16 << 20
 
 
-def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> _C.CollectiveCosts:
+def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Measure what all-reduces and all-to-alls take, and narrow gradients; every rank calls it, and gets the same.
 
     At 1 Gbit/s it takes about 0.2 s. A slow link gets fewer bytes and rounds.
@@ -41,6 +41,9 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
     Args:
         group: the module's process group, of several ranks.
         device: where the module's gradients lie.
+
+    Returns:
+        A ``_C.CollectiveCosts``.
 
     Raises:
         RuntimeError: from the collectives, if a rank has gone.

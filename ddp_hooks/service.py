@@ -478,7 +478,7 @@ def _service_of(ddp: DistributedDataParallel) -> Service | None:
 
 
 def is_served(ddp: DistributedDataParallel) -> bool:
-    """Say whether the module has a state, the hook of which is registered or is going to be."""
+    """Say whether the module has a state whose hook is registered or is going to be."""
     service = _service_of(ddp)
     return service is not None and service.engine is not None
 

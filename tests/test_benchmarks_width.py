@@ -68,7 +68,7 @@ def odd_numbers() -> list[int]:
     generator = np.random.default_rng(5)
     for kept in (0xFFFFFFFF, 0xFFFFFF00, 0xFFFF0000, 0xFFFFE000):
         patterns += [int(bits) & kept for bits in generator.integers(0, 1 << 32, 300)]
-    # A NaN in float16 has a payload of 10 bits, and says nothing of which it was.
+    # A NaN in float16 has a payload of 10 bits, and does not say what it was.
     return [bits for bits in patterns if not (bits >> 23 & 0xFF == 0xFF and bits & 0x7FFFFF)]
 
 

@@ -353,7 +353,7 @@ def rebuild_in_the_block(rank: int) -> None:
     findings, ddp = run(Level(), 2, False)
     assert len(_C.reducer_parameters(ddp.reducer)) == 3
     assert findings.steps == 4
-    # At the end of the first step, of which then nothing is said; sizes differ.
+    # At the end of the first step, about which nothing is said then; sizes differ.
     model = Level()
     model.a = nn.Linear(8, 8)
     findings, ddp = run(model, 1, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ Mode = dict[str, Any]
 
 
 class Branches(nn.Module):
-    """A table and branches, of which a step uses some, and of their rows some."""
+    """A table and branches; a step uses some of them, and some of the rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,8 +167,77 @@ def compare_auto(rank: int, cycles: int) -> None:
     assert found.payload_bytes < diagnosis.findings.policy("skip_unused").payload_bytes
 
 
+class Narrow(nn.Module):
+    """Layers that autocast computes in 16 bits, some of them on one rank alone, and a table that it leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 64)
+        self.layers = nn.Sequential(nn.Linear(64, 300), nn.LayerNorm(300), nn.Linear(300, 700))
+        self.other = nn.Linear(700, 500)
+
+    def forward(self, rows: torch.Tensor, takes_other: bool) -> torch.Tensor:
+        x = self.layers(self.table(rows))
+        return (self.other(x) if takes_other else x).float().square().mean()
+
+
+def compare_narrow(rank: int, cycles: int) -> None:
+    """``auto`` under autocast, after it has settled, and with two passes a step, which leave nothing narrow."""
+    cycle = []
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        cycle.append((torch.randint(ROWS, (500,), generator=generator), step == 0 or rank == 0))
+
+    def make_narrow() -> DistributedDataParallel:
+        torch.manual_seed(0)
+        return DistributedDataParallel(Narrow(), bucket_cap_mb=1, find_unused_parameters=True)
+
+    def run(ddp: DistributedDataParallel, inputs: tuple[torch.Tensor, bool], passes: int) -> None:
+        ddp.zero_grad()
+        for number in range(passes):
+            rows, takes_other = inputs
+            with nullcontext() if number + 1 == passes else ddp.no_sync(), torch.autocast("cpu", torch.bfloat16):
+                loss = ddp((rows + 17 * number) % ROWS, takes_other)
+            with nullcontext() if number + 1 == passes else ddp.no_sync():
+                loss.backward()
+
+    narrow_fractions = []
+    for passes in (1, 2):
+        plain = make_narrow()
+        with ddp_hooks.diagnose(plain) as diagnosis:
+            for inputs in cycle * 2:
+                run(plain, inputs, passes)
+        found = diagnosis.findings.policy("auto")
+        ours = make_narrow()
+        state = ddp_hooks.register(ours, "auto")
+        for inputs in cycle * cycles:
+            run(ours, inputs, passes)
+        settled = state.stats()
+        sent = []
+        for inputs in cycle * 2:
+            before = state.stats()
+            run(ours, inputs, passes)
+            sent.append((state.stats() - before).payload_bytes)
+        total = state.stats() - settled
+        assert found.payload_bytes_by_step == tuple(sent)
+        assert (found.broadcast_bytes, found.narrow_bytes) == (total.broadcast_bytes, total.narrow_bytes)
+        assert found.sent_bytes[rank] == total.sent_bytes
+        assert diagnosis.findings.narrow_fraction is not None
+        narrow_fractions.append(diagnosis.findings.narrow_fraction)
+        text = " ".join(str(diagnosis).split())
+        asked = [one for one in diagnosis.findings.answers if "bits" in one.question or "bytes" in one.question]
+        assert [one.verdict for one in asked] == ["yes"] * passes, text
+        assert ("Does accumulation cost bytes?" in text) == (passes == 2)
+        if passes == 1:
+            assert found.narrow_bytes > 0
+            assert f"{narrow_fractions[0]:.0%} of their bytes are exactly numbers of half as many bits" in text
+    # Sums of two 16-bit numbers are none; rows that one pass alone looked up are no sums.
+    assert narrow_fractions[0] > 0.5 > 0.3 > narrow_fractions[1]
+
+
 def compare_everything(rank: int) -> dict[str, int]:
     compare_auto(rank, 12)
+    compare_narrow(rank, 12)
     seen = compare_random_steps(rank)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, seen)

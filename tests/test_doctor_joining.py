@@ -85,7 +85,7 @@ def raise_on_every_rank(rank: int) -> None:
         with pytest.raises(RuntimeError, match="catch the error outside of the block"):
             run_block(ddp, [False, True, True], swallow=True)
     check_block(ddp, [True] * (2 - rank))
-    # At its end likewise, where there is no further batch.
+    # At its end, too, where there is no further batch.
     if rank == 0:
         check_broken_block(ddp, [])
     else:

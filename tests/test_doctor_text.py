@@ -45,7 +45,8 @@ def a_bert(layers: int, ranks: int, steps: int) -> Findings:
         dense_bytes=10**9,
         parameters=tuple(parameters),
         modules=modules,
-        policies=(PolicyOutlook("skip_unused", 10**9 + 10, (10**9 + 10,), 0, (0,) * ranks, True, -1e-8, 1.5),),
+        policies=(PolicyOutlook("skip_unused", 10**9 + 10, (10**9 + 10,), 0, 0, (0,) * ranks, True, -1e-8, 1.5),),
+        narrow_fraction=None,
         division=None,
         answers=(Answer("Is find_unused_parameters needed?", "yes", f"unused: {names}"),),
         advice="Add, after wrapping: a line of code that is followed by its reason, which takes some more words.",
@@ -75,7 +76,7 @@ def test_the_text_fits_in_a_terminal() -> None:
 
 def a_model_of(*parameters: ParameterVerdict) -> Findings:
     modules = tuple(group_by_module(parameters))
-    return Findings(2, 4, 10**7, parameters, modules, (), None, (), "Add nothing.", ())
+    return Findings(2, 4, 10**7, parameters, modules, (), None, None, (), "Add nothing.", ())
 
 
 def used(name: str, *patterns: str) -> ParameterVerdict:

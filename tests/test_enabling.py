@@ -34,7 +34,7 @@ PLAIN = {name: getattr(DistributedDataParallel, name) for name in METHODS}
 
 
 class Heads(nn.Module):
-    """A model of which each rank uses a head of its own in every other step, and one head nobody."""
+    """Each rank uses a head of its own in every other step, and nobody uses one of the heads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ import ddp_hooks
 
 
 class Branches(nn.Module):
-    """The example of the DDP questions: a trunk, two branches, one of which is taken."""
+    """The example of the DDP questions: a trunk and two branches; one is taken."""
 
     def __init__(self, width: int = 64, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -841,7 +841,7 @@ def test_alone(scenario: type[Scenario], policy: str) -> None:
 
 
 class TwoBranches(nn.Module):
-    """Two branches, one of which each pass takes; also an embedding with sparse gradients, if asked for."""
+    """Two branches, and each pass takes one; also an embedding with sparse gradients, if asked for."""
 
     def __init__(self, dtype: torch.dtype, sparse: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The package's face: few names, each of which is there, and nothing loaded that training does not need."""
+"""The package's face: few names that are all there, and nothing loaded that training does not need."""
 
 from __future__ import annotations
 
@@ -51,3 +51,30 @@ def test_the_doctor_is_loaded_when_it_is_asked_for(name: str) -> None:
 def test_another_name_is_not_there() -> None:
     with pytest.raises(AttributeError, match="module 'ddp_hooks' has no attribute 'average_parameters'"):
         _ = ddp_hooks.average_parameters  # type: ignore[attr-defined]
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ddp_hooks
+from ddp_hooks import sync
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+with ddp_hooks.diagnose(ddp) as diagnosis:
+    ddp(torch.ones(1, 2)).sum().backward()
+state = ddp_hooks.register(ddp, "skip_zeros")
+ddp(torch.ones(1, 2)).sum().backward()
+sync.BufferSync(ddp, "average")
+sync.average_parameters(ddp)
+shared = sync.share_parameters(torch.nn.Linear(2, 2))
+shared.release()
+print(diagnosis.findings.steps, state.stats().steps, sync.verify_replicas(ddp).in_step)
+"""
+
+
+def test_nothing_needs_numpy() -> None:
+    assert in_a_fresh_process(WITHOUT_NUMPY).split() == ["1", "1", "True"]

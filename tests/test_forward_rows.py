@@ -230,7 +230,7 @@ class Accumulated(Unknown):
 
 
 class OnlyAccumulated(Unknown):
-    """The pass that is reduced does not use the table, of which .grad has rows."""
+    """The pass that is reduced does not use the table, and .grad has rows of it."""
 
     find_unused_parameters = True
 

@@ -1086,7 +1086,7 @@ def frozen_without_a_hook(rank: int) -> None:
     ddp_hooks.freeze(ddp, "2")
     steps(ddp)
 
-    # With a search; where nothing is frozen that DDP waits for; and for the model, of which nobody knows who wraps it.
+    # With a search; where nothing is frozen that DDP waits for; and for the model, where nobody knows who wraps it.
     searching = wrap(make_model(), find_unused_parameters=True)
     ddp_hooks.freeze(searching, "0")
     steps(searching)
@@ -1231,7 +1231,7 @@ def step_alike(ddp: nn.Module, plain: nn.Module, batch: torch.Tensor, head: str)
 
 
 def late_before_another_hook(rank: int) -> None:
-    """Likewise what the Reducer does not know, be it frozen again by then."""
+    """The same for what the Reducer does not know, even if it is frozen again by then."""
     for frozen in (False, True):
         plain, ddp = (wrap(TwoHeads(), find_unused_parameters=True) for _ in range(2))
         ddp.module.load_state_dict(plain.module.state_dict())

@@ -322,7 +322,7 @@ def test_odd_numbers(seed: int, world_size: int, dtype: torch.dtype, native: boo
 
 
 def count_bytes(rank: int, dtype: torch.dtype, exact: Any) -> None:
-    """A table of which some rows are looked up, and a dense layer: half of what is used, where that is narrow."""
+    """A table with some rows looked up, and a dense layer: half of what is used, where that is narrow."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(100, 64), nn.Flatten(), nn.Linear(4 * 64, 32))
     ddp = DistributedDataParallel(model)

@@ -14,7 +14,7 @@ from ddp_hooks.parameters import select
 
 
 class Tree(nn.Module):
-    """Names of which one begins like another: `a`, `a.b`, `a-b`, `ab`, `a/b` and so on."""
+    """Names that begin like another: `a`, `a.b`, `a-b`, `ab`, `a/b` and so on."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()

@@ -376,7 +376,7 @@ def test_leftovers_leave_with_the_last_bucket_that_adds_to_them() -> None:
 
 
 def test_a_hundred_nearly_empty_buckets_cost_one_message() -> None:
-    # 100 buckets of 25 MB, of which one bias of 4 kB each is used.
+    # 100 buckets of 25 MB with one bias of 4 kB used in each.
     case = with_default_settings((Bucket((6_000_000, 1000, 250_000)),) * 100, frozenset(range(1, 300, 3)))
     for plans in (case.plan(), case.plan_bucket_by_bucket()):
         assert packets(plans) == [[]] * 99 + [[(0, False, tuple((b, 6_000_000, 1000) for b in range(100)))]]

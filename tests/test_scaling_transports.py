@@ -199,7 +199,7 @@ def test_masks_that_are_kept_apart_by_hand() -> None:
 def test_rows_of_two_ranks_at_random_by_hand() -> None:
     # One in ten: 18% of the rows have one contributor (one transfer), 1% has two (a ring's two).
     assert transports.random_transfers(2, 0.1, True) == pytest.approx((0.18 + 0.02, 0.19 * 2))
-    # On more ranks next to the least, of which only a ring has less than its due, in the rare unit that most have.
+    # On more ranks next to the least; only a ring has less than its due, in the rare unit that most have.
     least = sum(math.comb(8, k) * 0.1**k * 0.9 ** (8 - k) * (8 + k - 2) for k in range(1, 9))
     assert transports.random_transfers(8, 0.1, True)[0] == pytest.approx(least, rel=1e-3)
 

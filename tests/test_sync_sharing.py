@@ -141,7 +141,7 @@ def _two_hosts(rank):
         drift()
         ddp_hooks.sync.broadcast_parameters(model, 2, buffers=False)
         assert all(parameter.eq(10).all() for parameter in model.parameters())
-        # The mean is over ranks, of which the first host has two.
+        # The mean is over ranks; the first host has two.
         drift()
         ddp_hooks.sync.average_parameters(model, buffers="ignore")
         for parameter in model.parameters():

@@ -170,7 +170,7 @@ class Table(nn.Module):
 
 
 class Rows(Scenario):
-    """An embedding of which few rows are used."""
+    """An embedding with few rows in use."""
 
     rows = 300
     check_bytes = False
@@ -676,7 +676,7 @@ def test_gradients_that_share_memory() -> None:
 
 
 class ForeignMemory(Rows):
-    """Two gradients of one memory, of which neither's storage knows."""
+    """Two gradients of one memory, though neither's storage knows."""
 
     steps = 4
     ddp_options = {"bucket_cap_mb": 0.0001}

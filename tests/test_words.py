@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("csrc", "ddp_hooks", "tests", "benchmarks", "docs", "examples")
+FOLDERS = ("csrc", "ddp_hooks", "ddp_hooks_testing", "tests", "benchmarks", "docs", "examples")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")
 SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", ".md", ".sh"}
 # What was measured is not written anew.
@@ -68,6 +68,18 @@ GIVEN_UP = {
         r"\b(?:the|a|its) pile\b",
         ["struct Hand {", "const Deal& deal", "std::vector<Hand> hands", "takes from the pile"],
     ),
+    "the order of speech": (
+        r"(?i)\bof\s+(?:(?://|#)\s*)?which\b(?! (?:buckets|gradients|has)\b)|\bbe\s+(?:(?://|#)\s*)?it\b|"
+        r"\blikewise\b|\bbears\b|\b(?:is|be) rid of\b",
+        [
+            "a mask, of which",
+            "words of\n  // which",
+            "a gradient, be it zero",
+            "Likewise here",
+            "bears",
+            "is rid of it",
+        ],
+    ),
 }
 FINE = [
     "units evenly spread over the slice",
@@ -86,6 +98,7 @@ FINE = [
     "bytes on the wire",
     "values/DDP",
     "memory is given back",
+    "which units of which gradients travel",
 ]
 
 

@@ -156,7 +156,7 @@ UsageMask clusters(size_t units) {
 }
 
 void time_codec(const std::string& pattern, const UsageMask& mask, int rounds) {
-  static const char* const kForms[] = {"none", "bitmap", "set bits", "cleared bits", "runs"};
+  static const char* const kForms[] = {"none", "bitmap", "runs"};
   const std::vector<uint64_t> sent = compress(mask);
   std::vector<uint64_t> copy(mask.words().size());
   UsageMask received(mask.size()), merged(mask.size());
@@ -279,6 +279,7 @@ int main(int count, char** arguments) {
         time_codec(density, mask_of(draw(units, std::atof(density), 5)), rounds);
       }
       time_codec("clustered", clusters(units), rounds);
+      time_codec("all", UsageMask(units, true), rounds);
     }
     // 64 MiB of bits: whether it stays linear.
     const size_t most = size_t{64} << 23;

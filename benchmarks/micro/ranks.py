@@ -151,7 +151,7 @@ def registration_rank(rounds: int) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     class Vectors(nn.Module):
-        """Vectors of which a step uses the last, or all."""
+        """Vectors; a step uses the last, or all."""
 
         def __init__(self) -> None:
             super().__init__()

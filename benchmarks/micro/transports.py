@@ -89,7 +89,7 @@ def _alone(numel: int) -> dict[str, Callable[[], Any]]:
 
 
 def _in_pairs(numel: int) -> dict[str, Callable[[], Any]]:
-    """Row i is contributed by ranks i and i + 1, each of which owns a half of it; a method returns all sums."""
+    """Row i is contributed by ranks i and i + 1, and each owns a half of it; a method returns all sums."""
     import torch
     import torch.distributed as dist
 

@@ -40,7 +40,7 @@ def draw_by_zipf(count: int, shape: tuple[int, ...], generator: torch.Generator)
 
 
 class RowWorkload(Workload):
-    """A workload with settings of its own for each size, of which `batch` and `sequence` are said for one rank."""
+    """A workload with settings of its own for each size; `batch` and `sequence` are those of one rank."""
 
     needs_find_unused = False
     is_static = True
@@ -119,7 +119,7 @@ class _Experts(FromConfiguration):
 
 
 class Mixtral(_Experts):
-    """Mixtral with 32 experts, of which each token takes 2."""
+    """Mixtral with 32 experts; each token takes 2."""
 
     name = "mixtral"
     question = "What are the experts without a token in stacked experts worth?"
@@ -144,7 +144,7 @@ class Mixtral(_Experts):
 
 
 class Qwen3Moe(_Experts):
-    """Qwen3-MoE with 128 experts, of which each token takes 8."""
+    """Qwen3-MoE with 128 experts; each token takes 8."""
 
     name = "qwen3_moe"
     question = "What are experts without a token worth when there are many small ones?"
@@ -230,7 +230,7 @@ class NCF(RowWorkload):
 
 
 class OmniReduce(RowWorkload):
-    """OmniReduce's microbenchmark (Fei et al. 2021): one tensor of which each rank fills a fraction of the blocks.
+    """OmniReduce's microbenchmark (Fei et al. 2021): each rank fills a fraction of a tensor's blocks.
 
     A block of 256 numbers is a row here. Each rank draws its own blocks, in every pattern others. As there, the
     gradient lies in the same memory in every step: fresh zeros would take longer to make than to send.

@@ -8,7 +8,7 @@ from typing import Any
 from tools.tables import number
 
 UNITS = "units"
-# A heading, whose gradients, of which kind, and in which stretches.
+# A heading, whose gradients, what kind, and in what stretches.
 _COLUMNS = (
     *((f"16 bits, {length:,}", "on_one_rank", "16 bits", str(length)) for length in (256, 1024, 4096, 16_384)),
     ("16 bits, units", "on_one_rank", "16 bits", UNITS),

@@ -227,7 +227,7 @@ class AllUsed(Workload):
 
 
 class PartOfLayers(Workload):
-    """Linear layers of equal size of which a step uses the given fraction, the same on every rank."""
+    """Linear layers of equal size; a step uses the given fraction of them, the same on every rank."""
 
     name = "layers"
     question = "What does the hook cost on the host?"
@@ -265,7 +265,7 @@ class _Layers(nn.Module):
 
 
 class Alternating(Workload):
-    """Vectors of equal size of which every other one is used, so that every run of used gradients is one of them."""
+    """Vectors of equal size. Every other one is used, so that every run of used gradients is one of them."""
 
     name = "alternate"
     question = "From what size should a run of used gradients travel in place?"

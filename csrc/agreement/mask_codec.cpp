@@ -9,20 +9,20 @@
 namespace ddp_hooks {
 namespace {
 
-enum class MaskForm : uint64_t { kBitmap = 1, kSetBits = 2, kClearedBits = 3, kRuns = 4 };
+enum class MaskForm : uint64_t { kBitmap = 1, kRuns = 2 };
 
 // None is 0, so that a message which nobody wrote is no mask.
 struct CodecHeader {
   MaskForm form = MaskForm::kBitmap;
-  unsigned k = 0;       // of distances
-  unsigned k_runs = 0;  // of the lengths of runs
-  uint64_t count = 0;
+  unsigned k_distances = 0;
+  unsigned k_lengths = 0;
+  uint64_t runs = 0;
 
   static constexpr unsigned kMostK = 40;
-  static constexpr uint64_t kMostCount = (uint64_t{1} << 40) - 1;
+  static constexpr uint64_t kMostRuns = (uint64_t{1} << 40) - 1;
 
   uint64_t word() const {
-    return static_cast<uint64_t>(form) | uint64_t{k} << 8 | uint64_t{k_runs} << 16 | count << 24;
+    return static_cast<uint64_t>(form) | uint64_t{k_distances} << 8 | uint64_t{k_lengths} << 16 | runs << 24;
   }
 };
 
@@ -58,6 +58,8 @@ class RunsOfMask {
 
   uint64_t set_bits() const { return set_bits_; }
   uint64_t count() const { return (edge_count_ + 1) / 2; }
+  // One past the last set bit. Bits above the size are zero, so a run has no end unless the size is that of the words.
+  uint64_t end() const { return edge_count_ % 2 == 1 ? size_ : last_edge_; }
 
   // Calls back with begin and end of each run, in order.
   template <typename Visit>
@@ -80,7 +82,6 @@ class RunsOfMask {
         for (; edges != 0; edges &= edges - 1) cross(64 * i + static_cast<size_t>(std::countr_zero(edges)));
       }
     }
-    // Bits above the size are zero, so a run ends there unless the size is that of the words.
     if (inside) visit(begin, size_);
   }
 
@@ -95,6 +96,7 @@ class RunsOfMask {
 
   void take_edges(size_t word, uint64_t edges) {
     edge_count_ += static_cast<uint64_t>(std::popcount(edges));
+    last_edge_ = 64 * word + 63 - static_cast<size_t>(std::countl_zero(edges));
     if (!listed_) return;
     for (; edges != 0; edges &= edges - 1) edges_.push_back(64 * word + static_cast<size_t>(std::countr_zero(edges)));
   }
@@ -103,6 +105,7 @@ class RunsOfMask {
   const size_t size_;
   uint64_t set_bits_ = 0;
   uint64_t edge_count_ = 0;
+  uint64_t last_edge_ = 0;
   bool listed_ = true;
   std::vector<size_t> edges_;  // where a run begins, where it ends, and so on; of no use unless listed_
 };
@@ -218,50 +221,14 @@ std::vector<uint64_t> compress_to_bitmap(const UsageMask& mask) {
   return words;
 }
 
-// In each form the next bit that can be in question is `next`: past a run stands a bit that is known to be clear.
-void write_set_bits(const RunsOfMask& runs, unsigned k, BitWriter& writer) {
+// `next` is the first bit that the next run can begin with: right after a run stands a bit that is clear.
+void write_runs(const RunsOfMask& runs, const CodecHeader& header, BitWriter& writer) {
   size_t next = 0;
   runs.visit([&](size_t begin, size_t end) {
-    writer.put_rice(begin - next, k);
-    for (size_t i = begin + 1; i < end; ++i) writer.put_rice(0, k);
-    next = end;
-  });
-}
-
-void write_cleared_bits(const RunsOfMask& runs, size_t size, unsigned k, BitWriter& writer) {
-  size_t cleared = 0;   // from here to the next run
-  size_t distance = 0;  // of the first of them
-  const auto write_before = [&](size_t begin) {
-    for (; cleared < begin; ++cleared) {
-      writer.put_rice(distance, k);
-      distance = 0;
-    }
-  };
-  runs.visit([&](size_t begin, size_t end) {
-    write_before(begin);
-    distance = end - begin;
-    cleared = end;
-  });
-  write_before(size);
-}
-
-void write_runs(const RunsOfMask& runs, unsigned k, unsigned k_runs, BitWriter& writer) {
-  size_t next = 0;
-  runs.visit([&](size_t begin, size_t end) {
-    writer.put_rice(begin - next, k);
-    writer.put_rice(end - begin - 1, k_runs);
+    writer.put_rice(begin - next, header.k_distances);
+    writer.put_rice(end - begin - 1, header.k_lengths);
     next = end + 1;
   });
-}
-
-// One past the last bit that is set, or with `flip` all ones, that is clear.
-size_t end_of_bits(const UsageMask& mask, uint64_t flip) {
-  for (size_t i = mask.words().size(); i > 0; --i) {
-    const size_t bits = std::min<size_t>(64, mask.size() - 64 * (i - 1));
-    const uint64_t word = (mask.words()[i - 1] ^ flip) & (~uint64_t{0} >> (64 - bits));
-    if (word != 0) return 64 * i - static_cast<size_t>(std::countl_zero(word));
-  }
-  return 0;
 }
 
 // --- decoding
@@ -331,42 +298,29 @@ class RiceReader {
 
 // Calls back with begin and end of what is set, in order. False where the codes are no mask.
 template <typename Visit>
-bool read_ranges(const CodecHeader& header, RiceReader reader, size_t size, const Visit& visit) {
+bool read_runs(const CodecHeader& header, RiceReader reader, size_t size, const Visit& visit) {
   uint64_t next = 0, distance = 0, length = 0;
-  for (uint64_t i = 0; i < header.count; ++i) {
-    if (next >= size || !reader.read(header.k, size - 1 - next, distance)) return false;
-    const uint64_t at = next + distance;
-    switch (header.form) {
-      case MaskForm::kSetBits:
-        visit(at, at + 1);
-        next = at + 1;
-        break;
-      case MaskForm::kClearedBits:
-        if (distance > 0) visit(next, at);
-        next = at + 1;
-        break;
-      default:
-        if (!reader.read(header.k_runs, size - 1 - at, length)) return false;
-        visit(at, at + length + 1);
-        next = at + length + 2;
-    }
+  for (uint64_t i = 0; i < header.runs; ++i) {
+    if (next >= size || !reader.read(header.k_distances, size - 1 - next, distance)) return false;
+    const uint64_t begin = next + distance;
+    if (!reader.read(header.k_lengths, size - 1 - begin, length)) return false;
+    visit(begin, begin + length + 1);
+    next = begin + length + 2;
   }
-  if (header.form == MaskForm::kClearedBits && next < size) visit(next, size);
   return reader.is_at_end();
 }
 
 CodecHeader read_header(uint64_t word, const UsageMask& into) {
   CodecHeader header;
   header.form = static_cast<MaskForm>(word & 0xff);
-  header.k = word >> 8 & 0xff;
-  header.k_runs = word >> 16 & 0xff;
-  header.count = word >> 24;
-  const bool is_bitmap = header.form == MaskForm::kBitmap, is_runs = header.form == MaskForm::kRuns;
-  const bool is_form =
-      is_bitmap || is_runs || header.form == MaskForm::kSetBits || header.form == MaskForm::kClearedBits;
-  if (!is_form || header.k > (is_bitmap ? 0 : CodecHeader::kMostK) ||
-      header.k_runs > (is_runs ? CodecHeader::kMostK : 0) || header.count > (is_bitmap ? 0 : into.size())) {
-    refuse(into, "the header of one of four forms, received " + std::to_string(word));
+  header.k_distances = word >> 8 & 0xff;
+  header.k_lengths = word >> 16 & 0xff;
+  header.runs = word >> 24;
+  const bool is_runs = header.form == MaskForm::kRuns;
+  const unsigned most_k = is_runs ? CodecHeader::kMostK : 0;
+  if ((!is_runs && header.form != MaskForm::kBitmap) || header.k_distances > most_k || header.k_lengths > most_k ||
+      header.runs > (is_runs ? into.size() : 0)) {
+    refuse(into, "the header of one of two forms, received " + std::to_string(word));
   }
   return header;
 }
@@ -387,59 +341,34 @@ void merge_bitmap(std::span<const uint64_t> bits, UsageMask& into) {
 
 std::vector<uint64_t> compress(const UsageMask& mask) {
   const size_t size = mask.size();
-  if (size > CodecHeader::kMostCount) return compress_to_bitmap(mask);
+  if (size > CodecHeader::kMostRuns) return compress_to_bitmap(mask);
   const RunsOfMask runs(mask);
-  const uint64_t set = runs.set_bits(), cleared = size - set;
-  const uint64_t clear_between = end_of_bits(mask, 0) - set, set_between = end_of_bits(mask, ~uint64_t{0}) - cleared;
-  const uint64_t known_clear = runs.count() > 0 ? runs.count() - 1 : 0;  // past each run but the last
-  RiceSearch set_bits(set, clear_between), cleared_bits(cleared, set_between);
-  RiceSearch distances(runs.count(), clear_between - known_clear), lengths(runs.count(), set - runs.count());
+  const uint64_t set = runs.set_bits(), count = runs.count();
+  const uint64_t known_clear = count > 0 ? count - 1 : 0;  // past each run but the last
+  RiceSearch distances(count, runs.end() - set - known_clear), lengths(count, set - count);
 
   const size_t bitmap_words = most_words(size);
-  const bool try_set_bits = words_with(set_bits.least_bits()) < bitmap_words;
-  const bool try_cleared_bits = words_with(cleared_bits.least_bits()) < bitmap_words;
-  const bool try_runs = words_with(distances.least_bits() + lengths.least_bits()) < bitmap_words;
-  for (bool known = !try_set_bits && !try_cleared_bits && !try_runs; !known;) {
-    for (RiceSearch* search : {&set_bits, &cleared_bits, &distances, &lengths}) search->begin_walk();
+  if (words_with(distances.least_bits() + lengths.least_bits()) >= bitmap_words) return compress_to_bitmap(mask);
+  for (bool known = false; !known;) {
+    distances.begin_walk();
+    lengths.begin_walk();
     size_t next = 0;
     runs.visit([&](size_t begin, size_t end) {
-      set_bits.add(begin - next);
-      distances.add(begin - next - (next > 0 ? 1 : 0));
+      distances.add(begin - next);
       lengths.add(end - begin - 1);
-      if (end < size) cleared_bits.add(end - begin);
-      next = end;
+      next = end + 1;
     });
-    const bool set_known = set_bits.end_walk(), cleared_known = cleared_bits.end_walk();
     const bool distances_known = distances.end_walk(), lengths_known = lengths.end_walk();
-    known = (set_known || !try_set_bits) && (cleared_known || !try_cleared_bits) &&
-            ((distances_known && lengths_known) || !try_runs);
+    known = distances_known && lengths_known;
   }
+  const size_t count_of_words = words_with(distances.bits() + lengths.bits());
+  if (count_of_words >= bitmap_words) return compress_to_bitmap(mask);
 
-  CodecHeader header;
-  size_t least_words = bitmap_words;
-  const auto consider = [&](bool tried, const CodecHeader& other, uint64_t bits) {
-    if (!tried || words_with(bits) >= least_words) return;
-    header = other;
-    least_words = words_with(bits);
-  };
-  consider(try_set_bits, {MaskForm::kSetBits, set_bits.k(), 0, set}, set_bits.bits());
-  consider(try_cleared_bits, {MaskForm::kClearedBits, cleared_bits.k(), 0, cleared}, cleared_bits.bits());
-  consider(try_runs, {MaskForm::kRuns, distances.k(), lengths.k(), runs.count()}, distances.bits() + lengths.bits());
-  if (header.form == MaskForm::kBitmap) return compress_to_bitmap(mask);
-
-  std::vector<uint64_t> words(least_words);
+  const CodecHeader header{MaskForm::kRuns, distances.k(), lengths.k(), count};
+  std::vector<uint64_t> words(count_of_words);
   words[0] = header.word();
   BitWriter writer(words.data() + 1);
-  switch (header.form) {
-    case MaskForm::kSetBits:
-      write_set_bits(runs, header.k, writer);
-      break;
-    case MaskForm::kClearedBits:
-      write_cleared_bits(runs, size, header.k, writer);
-      break;
-    default:
-      write_runs(runs, header.k, header.k_runs, writer);
-  }
+  write_runs(runs, header, writer);
   writer.finish();
   return words;
 }
@@ -455,18 +384,18 @@ void merge_compressed(std::span<const uint64_t> words, UsageMask& into) {
   const auto check = [&](bool is_mask) {
     if (!is_mask) refuse(into, "as many codes as the header says, and then zeros; received others");
   };
-  // Nothing may change before the last code has been read. A few ranges are remembered; more than take the memory of a
+  // Nothing may change before the last code has been read. A few runs are remembered; more than take the memory of a
   // mask go into one.
-  if (2 * (header.count + 1) <= into.words().size()) {
-    std::vector<std::array<size_t, 2>> ranges;
-    ranges.reserve(header.count + 1);
-    check(read_ranges(header, RiceReader(rest), into.size(),
-                      [&](size_t begin, size_t end) { ranges.push_back({begin, end}); }));
-    for (const auto& [begin, end] : ranges) into.set_range(begin, end);
+  if (2 * header.runs <= into.words().size()) {
+    std::vector<std::array<size_t, 2>> runs;
+    runs.reserve(header.runs);
+    check(read_runs(header, RiceReader(rest), into.size(),
+                    [&](size_t begin, size_t end) { runs.push_back({begin, end}); }));
+    for (const auto& [begin, end] : runs) into.set_range(begin, end);
   } else {
     UsageMask received(into.size());
-    check(read_ranges(header, RiceReader(rest), into.size(),
-                      [&](size_t begin, size_t end) { received.set_range(begin, end); }));
+    check(read_runs(header, RiceReader(rest), into.size(),
+                    [&](size_t begin, size_t end) { received.set_range(begin, end); }));
     into.merge(received);
   }
 }

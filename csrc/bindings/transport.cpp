@@ -55,9 +55,20 @@ void bind_transport(py::module_& m) {
       .def_readonly("parts", &DirectGroup::parts);
   py::class_<DirectMessage>(m, "DirectMessage")
       .def_readonly("is_summed", &DirectMessage::is_summed)
+      .def_readonly("for_all_bytes", &DirectMessage::for_all_bytes)
       .def_readonly("is_gathered", &DirectMessage::is_gathered)
       .def_readonly("numel", &DirectMessage::numel)
-      .def_readonly("groups", &DirectMessage::groups);
+      .def_readonly("groups", &DirectMessage::groups)
+      .def("bytes",
+           [](const DirectMessage& message, int64_t element_bytes) {
+             const MessageBytes bytes = bytes_of(message, element_bytes);
+             return std::make_pair(bytes.payload, bytes.narrow);
+           })
+      .def("contribution_bytes", [](const DirectMessage& message, int rank, int64_t element_bytes) {
+        std::vector<int64_t> bytes;
+        for (const DirectGroup& group : message.groups) bytes.push_back(contribution_bytes(group, rank, element_bytes));
+        return bytes;
+      });
 
   py::class_<PlanSettings>(m, "PlanSettings")
       .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction, const DirectSettings& direct) {

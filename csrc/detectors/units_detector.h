@@ -7,7 +7,7 @@
 // doubles each time. Where rows are agreed on anyhow, nobody needs a sample to ask how wide these are.
 //
 // A look at a dense gradient costs the CPU a glance, so it looks in every step. A device it costs a launch, and its
-// host more than that, so there they leave for a while, likewise, what they have looked at and some rank objects to.
+// host more than that, so there they leave for a while, too, what they have looked at and some rank objects to.
 //
 // Thread-safety: none; the engine locks. Ranks differ in their samples, and so in what they object to. Every rank must
 // agree on everything else: the layout, the settings, the agreed masks, the step number.
@@ -63,7 +63,7 @@ class UnitsDetector {
   UsageMask objections(bool none);
   // Whether units of some parameter may be agreed on in the next step.
   bool may_choose() const;
-  // In which of the `used` parameters units are agreed on in this step, of which `objections` are every rank's.
+  // In which of the `used` parameters units are agreed on in this step; `objections` are every rank's.
   ChosenUnits choose(const UsageMask& used, const UsageMask& objections, int64_t step);
 
   // Whether a parameter may be chosen in the step `next`, for its rows or for its widths, if nobody objects. The same

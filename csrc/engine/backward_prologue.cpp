@@ -18,17 +18,16 @@ bool is_restricted_pass() {
   return restricted != nullptr && !restricted->empty();
 }
 
-BackwardPrologue::BackwardPrologue(const ReducerView& reducer, BucketViews& views, const CurrentLayout& layout,
-                                   const std::vector<at::Tensor>& unmanaged, const std::vector<std::string>& names,
-                                   const std::vector<size_t>& pending, std::shared_ptr<const ControlGroups> groups,
-                                   const AgreementSettings& settings, UsageAgreement::Objections objections,
-                                   ExchangeStatistics& statistics)
-    : reducer_(reducer),
-      views_(views),
-      layout_(layout),
-      names_(names),
-      unused_(reducer, unmanaged, names, pending),
-      agreement_(reducer, unused_, names.size(), std::move(groups), settings, std::move(objections), statistics) {}
+BackwardPrologue::BackwardPrologue(const PartsOfPrologue& parts, const std::vector<size_t>& pending,
+                                   std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
+                                   UsageAgreement::Objections objections)
+    : reducer_(parts.reducer),
+      views_(parts.views),
+      layout_(parts.layout),
+      names_(parts.names),
+      unused_(reducer_, parts.unmanaged, names_, pending),
+      agreement_(reducer_, unused_, names_.size(), std::move(groups), settings, std::move(objections),
+                 parts.statistics) {}
 
 void BackwardPrologue::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises,
                                     const std::function<void()>& reached,

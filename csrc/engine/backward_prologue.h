@@ -31,15 +31,22 @@ namespace ddp_hooks {
 // alone finds them.
 bool is_restricted_pass();
 
+// The engine's parts that a prologue works with. They have to outlive it.
+struct PartsOfPrologue {
+  const ReducerView& reducer;
+  BucketViews& views;
+  const CurrentLayout& layout;
+  const std::vector<at::Tensor>& unmanaged;
+  const std::vector<std::string>& names;  // of the Reducer's parameters and then of the unmanaged ones
+  ExchangeStatistics& statistics;
+};
+
 class BackwardPrologue {
  public:
-  // All references have to outlive it. `names` are those of the Reducer's parameters and then of the `unmanaged` ones;
   // `pending` have a gradient already that no step has taken up.
-  BackwardPrologue(const ReducerView& reducer, BucketViews& views, const CurrentLayout& layout,
-                   const std::vector<at::Tensor>& unmanaged, const std::vector<std::string>& names,
-                   const std::vector<size_t>& pending, std::shared_ptr<const ControlGroups> groups,
-                   const AgreementSettings& settings, UsageAgreement::Objections objections,
-                   ExchangeStatistics& statistics);
+  BackwardPrologue(const PartsOfPrologue& parts, const std::vector<size_t>& pending,
+                   std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
+                   UsageAgreement::Objections objections);
 
   // What forward passes from now on do not use.
   void declare_unused(const std::vector<size_t>& parameters) { unused_.declare(parameters); }

@@ -77,9 +77,9 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
   const size_t parameters = reducer_.parameters().size() + unmanaged_parameters_.size();
   TORCH_CHECK(names_.size() == parameters, "ddp_hooks: expected a name for each of the module's ", parameters,
               " parameters, received ", names_.size());
-  prologue_ = std::make_unique<BackwardPrologue>(
-      reducer_, views_, layout_, unmanaged_parameters_, names_, pending, control_groups_, settings_.agreement,
-      [this](bool none) { return units_.objections(none); }, statistics_.exchanges);
+  const PartsOfPrologue parts{reducer_, views_, layout_, unmanaged_parameters_, names_, statistics_.exchanges};
+  prologue_ = std::make_unique<BackwardPrologue>(parts, pending, control_groups_, settings_.agreement,
+                                                 [this](bool none) { return units_.objections(none); });
   for (size_t i : pending) {
     if (i < reducer_.parameters().size()) reducer_.note_used(i);
   }
@@ -261,7 +261,7 @@ c10::intrusive_ptr<c10d::Work> Engine::contributions_to_sums(const std::shared_p
   return sender_.contributions(step);
 }
 
-// What travels from those who contribute, by what was agreed, would leave out a gradient of which nothing was said.
+// What travels from those who contribute, by what was agreed, would leave out a gradient that nobody announced.
 void Engine::note_unannounced(uint32_t bucket) {
   Step& step = *step_;
   if (!step.plan || step.plan->direct.count() == 0) return;
@@ -305,8 +305,8 @@ EngineSettings Engine::fitted(EngineSettings settings) const {
   transports.sums = transports.sums && transports.broadcasts;
   // On a device nothing reads how wide units are yet.
   const bool is_possible = transports.broadcasts && reducer_.parameters().front().is_cpu();
-  const bool pays = settings.units.widths == ValuesDetector::kOn ||
-                    narrow_pays(settings.plan.direct.costs, transports.world_size);
+  const bool pays =
+      settings.units.widths == ValuesDetector::kOn || narrow_pays(settings.plan.direct.costs, transports.world_size);
   if (!is_possible || !pays) settings.units.widths = ValuesDetector::kOff;
   settings.agreement.asks_who = transports.broadcasts || settings.averages_contributors;
   return settings;
@@ -462,7 +462,7 @@ void Engine::close_step() {
   looked_up_->forget();
   // A new Reducer would learn a static graph anew, in whatever pass comes next; under no_sync() torch cannot.
   if (settings_.rebuild_after_steps > 0 && !reducer_.has_static_graph()) {
-    // A joined rank runs no backward pass at the end of which it could rebuild.
+    // A joined rank runs no backward pass, so there is no end at which it could rebuild.
     const bool pays = uses_others_than_reduced(step, reducer_.parameters().size()) &&
                       !step.used.test(prologue_->agreement().joined_bit());
     step.rebuild = rebuild_timer_.step_closed(step.used.hash(), pays, settings_.rebuild_after_steps);

@@ -189,7 +189,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_ptr<BackwardPrologue> prologue_;  // null once this is closed
   // Asked with every gradient, so that only a pass with something to mark takes the lock for it.
   std::atomic<bool> has_marks_{false};
-  // Likewise: until the Reducer has a hook, or somebody was told that it has none.
+  // The same: until the Reducer has a hook, or somebody was told that it has none.
   std::atomic<bool> lacks_hook_{true};
   std::function<void()> tell_unregistered_;
   int64_t looked_for_hook_in_ = 0;  // the forward pass of the backward pass that has been looked at

@@ -34,7 +34,7 @@ struct Contribution {
 // What several ranks contribute to one slice, in the order of ranks.
 struct SliceSum {
   SliceOfTensor to;
-  std::vector<Contribution> contributions;  // one at least, of which at most one is `own`
+  std::vector<Contribution> contributions;  // one at least, and at most one is `own`
   double divisor = 1;
   bool divides = false;    // scaled as gather_divided does; otherwise as gather_scaled does by 1 / divisor
   bool adds_zero = false;  // +0.0 is added at the end, so that -0.0 becomes +0.0

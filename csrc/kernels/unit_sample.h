@@ -19,7 +19,7 @@
 
 namespace ddp_hooks {
 
-// A slice in units of so many elements, of which the last one may be shorter.
+// A slice in units of so many elements; the last one may be shorter.
 struct UnitsOfSlice {
   SliceOfTensor slice;
   int64_t unit_length = 0;

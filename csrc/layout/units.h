@@ -31,7 +31,7 @@ struct Units {
   int64_t length = 0;        // elements of a unit
   int64_t slice_length = 0;  // elements of all of them
   size_t first_bit = 0;      // a multiple of 64, so that masks are put together and counted by words
-  // The narrow forms that it was asked for, and where in the mask the bits begin that rule each out, likewise; kFull
+  // The narrow forms that it was asked for, and where in the mask the bits begin that rule each out, as above; kFull
   // where nobody asked.
   std::array<Width, 2> forms{Width::kFull, Width::kFull};
   std::array<size_t, 2> first_inexact_bits{};

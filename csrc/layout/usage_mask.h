@@ -42,7 +42,7 @@ class UsageMask {
   // Set union; throws std::invalid_argument when the sizes differ.
   void merge(const UsageMask& other);
 
-  // Set difference; throws likewise.
+  // Set difference; throws in the same case.
   void subtract(const UsageMask& other);
 
   size_t count() const;

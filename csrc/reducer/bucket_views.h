@@ -49,9 +49,9 @@ class BucketViews {
   // The gradient whose elements belong into a detached view, flat and real, if there is one that lies elsewhere in the
   // view's own order of elements. Otherwise undefined.
   at::Tensor find(size_t parameter) const;
-  // Likewise, but otherwise the view is filled.
+  // The same, but otherwise the view is filled.
   at::Tensor find_or_fill(size_t parameter);
-  // Likewise, for whoever writes into the gradient before backward has ended: only one that nobody else reads. Autograd
+  // The same, for whoever writes into the gradient before backward has ended: only one that nobody else reads. Autograd
   // hands on what it has, so that other gradients, or what is still to be differentiated, may be views of its memory;
   // and hooks behind ours, of another DDP module's Reducer for one, come for it later.
   at::Tensor find_own_or_fill(size_t parameter);
@@ -68,7 +68,7 @@ class BucketViews {
  private:
   struct Entry {
     at::Tensor variable;  // the placeholder, or while it is in the view, the parameter
-    at::Tensor view;      // likewise
+    at::Tensor view;      // the same
     bool detached = false;
     bool gradient_in_bucket = false;
   };

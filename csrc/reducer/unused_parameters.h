@@ -5,8 +5,8 @@
 //
 // A declaration may be wrong. It is checked when backward begins, without a search: each parameter's accumulator is
 // held by the graphs that lead to it, so one that nobody but the Reducer and we hold can get no gradient. A declared
-// parameter of which that is not true counts as used. What enters a graph only later, in a backward pass of its own (as
-// under reentrant checkpointing), is caught by a guard when its gradient comes.
+// parameter for which that is not true counts as used. What enters a graph only later, in a backward pass of its own
+// (as under reentrant checkpointing), is caught by a guard when its gradient comes.
 //
 // Always holds: what is absent was so when the last synchronising forward pass ended. It is forgotten when the
 // step that it belongs to closes, or another forward pass has begun that could not be watched. Thread-safety: none; the
@@ -49,7 +49,7 @@ class UnusedParameters {
   // not reduce, of an unmanaged one in any.
   void accumulated(size_t parameter) { accumulated_.set(parameter); }
   bool has_accumulated(size_t parameter) const;
-  // All parameters of which that is so between two passes, for an engine of the Reducer that comes after this one.
+  // All parameters for which that is so between two passes, for an engine of the Reducer that comes after this one.
   std::vector<size_t> pending() const;
   // What unmanaged parameters have got was averaged.
   void unmanaged_taken_up();

@@ -25,7 +25,7 @@ void bind_emulation(pybind11::module_& m);
 // docs/internals/new-torch.md.
 void bind_reducer_probes(pybind11::module_& m);
 
-// What decides a transport; and unmanaged gradients in a group of any size, of which the test plays all other ranks.
+// What decides a transport; and unmanaged gradients in a group of any size, where the test plays all other ranks.
 void bind_transports(pybind11::module_& m);
 
 }  // namespace ddp_hooks

@@ -6,7 +6,7 @@
 // add in the order of the ranks. What is broadcast leaves at once. Contributions may be narrow; sums never are.
 //
 // What a rank has to send decides how long it takes, so parts go to the contributor with the least to send so far. What
-// is broadcast has no owner, but is dealt out likewise, for messages to be put together by. Messages are cut small and
+// is broadcast has no owner, but is dealt out as well: messages are put together by that. Messages are cut small and
 // hold a segment of each rank's, so that links carry both directions at once.
 //
 // Always holds: every stretch is in the messages exactly once, perhaps cut; the owner of a part is one of its
@@ -57,8 +57,8 @@ struct DirectMessage {
   bool is_summed = false;           // by owners; otherwise each contributor broadcasts what it has
   std::vector<DirectGroup> groups;  // by owner, ascending; of those that own something
   int64_t numel = 0;
-  // What each rank has for all others, by rank: what it broadcasts, or the sums that it owns. An all-gather brings it to
-  // them where all have about as much, otherwise an all-to-all.
+  // What each rank has for all others, by rank: what it broadcasts, or the sums that it owns. An all-gather brings it
+  // to them where all have about as much, otherwise an all-to-all.
   std::vector<int64_t> for_all_bytes;
   bool is_gathered = false;
 };
@@ -79,8 +79,7 @@ MessageBytes bytes_of(const DirectMessage& message, int64_t element_bytes);
 Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t element_bytes,
                              const DirectSettings& settings, bool hidden);
 
-// For stretches of elements of one size, none of which is to be all-reduced by those `transports`. What leaves at once
-// comes first.
+// For stretches of elements of one size; those `transports` all-reduce none of them. What leaves at once comes first.
 std::vector<DirectMessage> make_direct_messages(const std::vector<DirectPart>& stretches, int64_t element_bytes,
                                                 const Transports& transports, const DirectSettings& settings);
 

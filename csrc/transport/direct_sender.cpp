@@ -287,7 +287,8 @@ void DirectSender::broadcast_sums(const Waiting& waiting) {
   const auto sums_of = [received, options](const DirectGroup& group) {
     const auto element_bytes = static_cast<int64_t>(options.dtype().itemsize());
     const int64_t begin = received.begins[static_cast<size_t>(group.owner)];
-    return received.memory.narrow(0, begin, group.numel * element_bytes).view(c10::typeMetaToScalarType(options.dtype()));
+    return received.memory.narrow(0, begin, group.numel * element_bytes)
+        .view(c10::typeMetaToScalarType(options.dtype()));
   };
   for (size_t i = 0; i < message.groups.size(); ++i) {
     const DirectGroup& group = message.groups[i];

@@ -55,7 +55,7 @@ class MessageSender {
   // it will be sent from while it is still in the processor's cache.
   void copy_into_bucket_early(StepInFlight& step, size_t parameter);
 
-  // Lets go of the staging memory, of which messages under way keep theirs, and of contributions that are waited for.
+  // Lets go of the staging memory (messages under way keep theirs) and of contributions that are waited for.
   void drop() {
     staging_.drop();
     direct_.drop();

@@ -1,7 +1,7 @@
 // Which units of which gradients travel together, and how: a pure function of (units, agreed mask, settings).
 //
 // A *run* is a maximal stretch of used units that lie next to each other. Long runs travel where they lie, a message
-// each; the others are gathered, until a message has `pack_bytes`. A gradient of which nearly all is used travels
+// each; the others are gathered, until a message has `pack_bytes`. A gradient that is used nearly whole travels
 // whole.
 //
 // What few ranks contribute to, or what is narrow, does not go round a ring, see direct_plan.h.

@@ -26,7 +26,7 @@ struct UnmanagedMessages {
   int64_t messages = 0;
   int64_t gradient_bytes = 0;
   int64_t flag_bytes = 0;
-  std::optional<size_t> sparse;  // of which of the gradients nothing was sent, because here it is a sparse one
+  std::optional<size_t> sparse;  // the gradient that was not sent, because here it is a sparse one
 };
 
 // Averages over the ranks of `group` the gradients that some rank used: times `factor`, or if that is 0, divided by how

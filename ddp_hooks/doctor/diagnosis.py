@@ -149,6 +149,7 @@ class Diagnosis:
             # A device copies beside the host.
             timing.measure_copying(recorder.largest_bucket_bytes if ddp.device_type == "cpu" else 0),
             tuple(recorder.missed),
+            recorder.before_accumulating,
         )
 
 

@@ -1,7 +1,7 @@
 """Assertions by name: an error on every rank in the step in which a parameter is no longer used, or is.
 
-*Used* means: in this synchronised step a gradient was accumulated into the parameter on some rank, be it all zeros;
-gradients of ``no_sync`` passes count for the step that reduces them. A parameter that is frozen is not used.
+*Used* means: in this synchronised step a gradient was accumulated into the parameter on some rank, even if it is all
+zeros; gradients of ``no_sync`` passes count for the step that reduces them. A parameter that is frozen is not used.
 
 What each rank used is put together when a synchronised backward pass has ended: after DDP has reduced everything and
 written every ``.grad``, in a small message of a byte for each parameter. So all ranks know the same, raise in the same

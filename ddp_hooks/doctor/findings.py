@@ -23,7 +23,8 @@ class PolicyOutlook:
         policy: its name.
         payload_bytes: what it hands to collectives of gradients in all steps. Bytes.
         payload_bytes_by_step: in each of them. Bytes.
-        broadcast_bytes: so many of them one rank alone has, and sends to the others. Bytes.
+        broadcast_bytes: so many of them those ranks that have them send to the others. Bytes.
+        narrow_bytes: so many of them travel in a narrow form. Bytes.
         sent_bytes: what each rank sends of gradients in all steps, as ``state.stats().sent_bytes`` counts. Bytes.
         exact: whether the hook sends exactly that; for ``auto`` it is what it settles at.
         saved_fraction: of plain DDP's bytes.
@@ -34,6 +35,7 @@ class PolicyOutlook:
     payload_bytes: int
     payload_bytes_by_step: tuple[int, ...]
     broadcast_bytes: int
+    narrow_bytes: int
     sent_bytes: tuple[int, ...]
     exact: bool
     saved_fraction: float
@@ -58,6 +60,8 @@ class RankRecord:
         world: what decides how gradients travel.
         copy_seconds_per_byte: how fast it copies in memory.
         missed: of the ranks' steps, counted from 0, those in which it had joined (``ddp.join()``).
+        before_accumulating: of the first pass that DDP did not reduce, which part of the bytes a narrow form holds to
+            the bit; None if there was none.
     """
 
     names: tuple[str, ...]
@@ -73,6 +77,7 @@ class RankRecord:
     world: World
     copy_seconds_per_byte: float
     missed: tuple[int, ...] = ()
+    before_accumulating: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,9 @@ class Findings:
         parameters: what became of each, in the model's order.
         modules: the same, put together by module.
         policies: what each policy would have made of it.
+        narrow_fraction: which part of the dense bytes, in parameters with several units, a narrow form holds to the
+            bit on every rank: bfloat16 or float16 for float32, float32 for float64; None where values were not looked
+            at.
         division: how a step divides; None before the second step.
         answers: to the questions that people ask.
         advice: the one line to add, or why not.
@@ -98,6 +106,7 @@ class Findings:
     parameters: tuple[ParameterVerdict, ...]
     modules: tuple[ModuleVerdict, ...]
     policies: tuple[PolicyOutlook, ...]
+    narrow_fraction: float | None
     division: Division | None
     answers: tuple[Answer, ...]
     advice: str
@@ -182,6 +191,7 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
             one.total.payload_bytes,
             tuple(sum(part.payload_bytes for part in step) for step in one.by_step),
             one.total.broadcast_bytes,
+            one.total.narrow_bytes,
             one.total.sent_bytes,
             one.exact,
             1 - one.total.payload_bytes / total if total and len(records) > 1 else 0.0,
@@ -189,6 +199,9 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         )
         for name, one in predictions.items()
     )
+    looked = total > 0 and all(step.looked for step in united)
+    narrow = sum(step.narrow_elements(i) * step.slots[i].element_bytes for step in united for i in step.divisible)
+    single = [record.before_accumulating for record in records if record.before_accumulating is not None]
     facts = Facts(
         len(records),
         count,
@@ -200,6 +213,8 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         _same_every_step(ranks),
         _same_order(ranks),
         division,
+        narrow / total if looked else None,
+        min(single, default=None),
     )
     savings = {one.policy: (one.saved_fraction, one.step_seconds) for one in outlooks}
     return Findings(
@@ -209,6 +224,7 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         facts.parameters,
         facts.modules,
         outlooks,
+        facts.narrow_fraction,
         division,
         tuple(answer_all(facts)),
         advise(facts, savings),

@@ -32,8 +32,8 @@ _followers: weakref.WeakKeyDictionary[DistributedDataParallel, list[weakref.ref[
 )
 # By module, what stands for the join block that it is in.
 _blocks: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
-# By name: what is wrapped of torch's, of which class, and by what. On the classes, because what is put on a module is
-# copied with it.
+# By name: what is wrapped of torch's, its class, and what it is wrapped by. On the classes, because what is put on a
+# module is copied with it.
 _wrapped: dict[str, tuple[type, Callable[..., Any], Callable[..., Any]]] = {}
 
 

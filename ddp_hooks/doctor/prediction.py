@@ -77,5 +77,5 @@ def _values_traffic(step: UnionStep, world: World) -> list[Traffic]:
     for number, bucket in enumerate(step.layout.buckets):
         chosen = [piece.parameter for piece in bucket.slices if piece.parameter in divided]
         if chosen:
-            units[number], _ = units_traffic(step, number, chosen, world)
+            units[number], _ = units_traffic(step, number, chosen, frozenset(), world)
     return mixed_traffic(step, divided, True, units, world)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .timing import Division
@@ -12,6 +12,8 @@ from .verdicts import FROZEN_AFTER, NEVER, SOME_RANKS, SOMETIMES, UNFROZEN, Modu
 LEAST_SAVED = 0.02
 # What looking at values has to save besides to be worth it.
 _LEAST_MORE = 0.05
+# How much of the bytes accumulation has to spoil to be worth a word.
+_LEAST_SPOILED = 0.25
 _UNUSED = (NEVER, SOMETIMES, SOME_RANKS, FROZEN_AFTER)
 _NAMES_SHOWN = 4
 
@@ -39,13 +41,16 @@ class Facts:
         ranks: how many.
         steps: how many were watched.
         find_unused_parameters: DDP's setting.
-        static_graph: likewise.
+        static_graph: DDP's setting, too.
         has_hook: a hook of this package is registered.
         parameters: what became of each.
         modules: the same by module.
         same_parameters: each rank used the same ones in every step.
         same_order: and their gradients came in the same order.
         division: how a step divides, or None.
+        narrow_fraction: which part of plain DDP's bytes a narrow form holds to the bit, on every rank, or None.
+        before_accumulating: the same of a single pass where several are accumulated, on the rank with the least; None
+            where none are.
     """
 
     ranks: int
@@ -58,6 +63,8 @@ class Facts:
     same_parameters: bool
     same_order: bool
     division: Division | None
+    narrow_fraction: float | None
+    before_accumulating: float | None
 
 
 def answer_all(facts: Facts) -> list[Answer]:
@@ -67,6 +74,7 @@ def answer_all(facts: Facts) -> list[Answer]:
     answers = [_is_the_search_needed(facts), _is_a_static_graph_legal(facts), _is_something_forgotten(facts)]
     if any(one.verdict == UNFROZEN for one in facts.parameters):
         answers.append(_is_something_apart(facts))
+    answers += _are_gradients_too_wide(facts)
     if facts.division is not None:
         answers.append(_what_does_the_search_cost(facts, facts.division))
     return answers
@@ -138,6 +146,26 @@ def _is_something_apart(facts: Facts) -> Answer:
         f"{_names(apart)} was frozen when DDP was built and is trained now; plain DDP does not average it, so the "
         "ranks' weights differ. ddp_hooks.register(ddp) averages it; or wrap the model after unfreezing",
     )
+
+
+def _are_gradients_too_wide(facts: Facts) -> Iterator[Answer]:
+    question = "Do gradients take more bits than they need?"
+    narrow, single = facts.narrow_fraction or 0.0, facts.before_accumulating or 0.0
+    if narrow >= LEAST_SAVED:
+        yield Answer(
+            question,
+            "yes",
+            f"{narrow:.0%} of their bytes are exactly numbers of half as many bits, as autocast computes them: policy "
+            '"auto" sends these in half the bytes',
+        )
+    if single >= LEAST_SAVED and single - narrow >= _LEAST_SPOILED:
+        yield Answer(
+            "Does accumulation cost bytes?",
+            "yes",
+            f"{single:.0%} of the bytes of a single backward pass are exactly numbers of half as many bits, but "
+            f"{narrow:.0%} of what several passes add up to: with fewer passes a step, "
+            'of larger batches, policy "auto" could send these in half the bytes',
+        )
 
 
 def _what_does_the_search_cost(facts: Facts, division: Division) -> Answer:

@@ -42,12 +42,14 @@ class Step:
         frozen: 1 if it requires no gradient now.
         values: NOTHING, EVERYTHING or SOMETHING.
         masks: of what holds SOMETHING, the mask of its units; long ones are compressed. See :func:`unpack`.
+        inexact: of what has several units, and some that a narrow form holds to the bit: for each of its slot's forms
+            the mask of the units that the form does not hold. Of all others no unit with a non-zero is held by any.
         layout: which of the rank's layouts.
         order: the parameters in the order in which gradients came, as 32-bit integers.
         ready: when each bucket was complete here, in seconds since the step before ended.
         copied: how much DDP had copied into its buckets by then; zeros, which it only writes, count half. Bytes.
-        gradients_seconds: when all gradients were there, likewise.
-        seconds: when DDP had finalised, likewise: what the step took.
+        gradients_seconds: when all gradients were there, since the step before ended.
+        seconds: when DDP had finalised, since the step before ended: what the step took.
         search_seconds: how long DDP took after the model's forward pass; it is then that it searches the graph.
         looked: whether the values were looked at; not any more when the memory for it is full.
         left_over: a gradient of an earlier pass was there of a parameter that this one leaves out, and would be sent
@@ -59,6 +61,7 @@ class Step:
     frozen: bytes
     values: bytes
     masks: dict[int, bytes]
+    inexact: dict[int, tuple[bytes, ...]]
     layout: int
     order: bytes
     ready: list[float]
@@ -86,6 +89,12 @@ class Slot:
     unit_length: int
     units: int
     sparse: bool
+    forms: tuple[Any, ...]  # the narrow ones that are tried for it, as ``_C.Width``
+
+    def elements_of(self, units: int) -> int:
+        """Return how many elements so many units have, given as the bits of an integer."""
+        short = self.units * self.unit_length - self.length if units >> self.units - 1 & 1 else 0
+        return units.bit_count() * self.unit_length - short
 
 
 def slots_of(layout: Any) -> dict[int, Slot]:
@@ -93,10 +102,11 @@ def slots_of(layout: Any) -> dict[int, Slot]:
     settings = unit_settings(PRESETS["skip_zeros"])
     slots = {}
     for number, bucket in enumerate(layout.buckets):
+        forms = tuple(form for form in bucket.narrow_forms() if form != _C.Width.FULL)
         for piece in bucket.slices:
             units = _C.units_of(piece, bucket.element_bytes, settings)
             slots[piece.parameter] = Slot(
-                number, piece.length, bucket.element_bytes, units.length, len(units), bucket.sparse
+                number, piece.length, bucket.element_bytes, units.length, len(units), bucket.sparse, forms
             )
     return slots
 
@@ -107,6 +117,7 @@ class _Pass:
 
     values: bytearray
     masks: dict[int, bytes] = field(default_factory=dict)
+    inexact: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     pending: list[tuple[int, Any]] = field(default_factory=list)
     times: dict[int, float] = field(default_factory=dict)
     begun: float = 0.0
@@ -137,6 +148,8 @@ class Recorder(Silence):
         is_cut_short: the Reducer was made anew, and nothing is written down any more.
         layouts: the bucket layouts that steps refer to.
         most_mask_bytes: what masks of rows may take. Bytes.
+        before_accumulating: of the first pass that DDP did not reduce, which part of the bytes that were looked at
+            some narrow form holds; None if there was no such pass.
         last_progress: when a step ended last, or recording began, on the monotonic clock.
         on_step: called with the number of steps when one has ended, or None; what it raises, ``backward()`` raises.
     """
@@ -147,6 +160,7 @@ class Recorder(Silence):
         self.finished = 0
         self.is_cut_short = False
         self.layouts: list[Any] = []
+        self.before_accumulating: float | None = None
         self.last_progress = time.monotonic()
         self.on_step: Any = None
         self.most_mask_bytes = most_mask_bytes
@@ -159,6 +173,8 @@ class Recorder(Silence):
         self._started: float | None = None  # when the step before ended
         self._model_done: float | None = None
         self._scans = ddp.device_type == "cpu" or (ddp.device_type == "cuda" and _C.has_cuda())
+        self._scans_widths = ddp.device_type == "cpu"
+        self._single_pass: dict[int, tuple[int, int]] | None = None  # by parameter: bytes, and how many are narrow
         # DDP's reduction begins with the first gradient where it finds out what is unused.
         self.find_unused_parameters = bool(ddp.find_unused_parameters)
         self._searches = self.find_unused_parameters and not ddp.static_graph
@@ -196,7 +212,11 @@ class Recorder(Silence):
     def pass_begins(self, synchronises: bool) -> None:
         """Look at gradients of before that DDP would send along for parameters that this pass leaves out."""
         if not synchronises:
+            self._note_single_pass()
+            if self.before_accumulating is None and self._scans_widths and not self.is_cut_short:
+                self._single_pass = {}
             return
+        self._note_single_pass()
         self._notice_another_reducer()
         self._pass.times = {}
         self._pass.begun = time.perf_counter()
@@ -207,6 +227,8 @@ class Recorder(Silence):
 
     def gradient_done(self, index: int, parameter: torch.Tensor, synchronises: bool) -> None:
         """Look at a gradient, and note the time."""
+        if self._single_pass is not None:
+            self._look_before_accumulating(index, parameter)
         if synchronises:
             if self._pass.looked:
                 self._look(index, parameter)
@@ -259,8 +281,10 @@ class Recorder(Silence):
 
     def _write_down(self, ddp: DistributedDataParallel, done: _Pass) -> None:
         for index, scan in done.pending:
-            self._take(done, index, scan.wait()[0])
+            self._take(done, index, scan)
         self._mask_bytes += sum(map(len, done.masks.values()))
+        # Equal ones are shared, but not where they are long.
+        self._mask_bytes += sum(len(mask) for masks in done.inexact.values() for mask in masks)
         start = self._started if self._started is not None else done.begun
         received = bytes(self.watch.used)
         frozen = bytes(not parameter.requires_grad for parameter in self.watch.parameters)
@@ -272,6 +296,7 @@ class Recorder(Silence):
                 self._intern(frozen),
                 self._intern(bytes(done.values)),
                 done.masks,
+                done.inexact,
                 self._read_layout(ddp),
                 self._intern(array("I", done.times).tobytes()),
                 *self._bucket_times(done, start, bool(ddp.gradient_as_bucket_view)),
@@ -386,23 +411,57 @@ class Recorder(Silence):
         if slot is None or slot.sparse or gradient is None or slot.length == 0:
             return
         flat = _flatten(gradient, parameter)
-        scan = _C.start_unit_scan(flat, 0, slot.length, slot.unit_length)
+        scan = _C.start_unit_scan(flat, 0, slot.length, slot.unit_length, widths=self._asks_width(slot))
         if flat.is_cpu:
-            self._take(self._pass, index, scan.wait()[0])
+            self._take(self._pass, index, scan)
         else:
             self._pass.pending.append((index, scan))
 
-    def _take(self, into: _Pass, index: int, words: list[int]) -> None:
+    def _asks_width(self, slot: Slot) -> bool:
+        return self._scans_widths and slot.units > 1 and bool(slot.forms)
+
+    def _look_before_accumulating(self, index: int, parameter: torch.Tensor) -> None:
+        slot, gradient = self._slots.get(index), parameter.grad
+        if slot is None or slot.sparse or gradient is None or slot.length == 0 or self._single_pass is None:
+            return
+        narrow = 0
+        if self._asks_width(slot):
+            flat = _flatten(gradient, parameter)
+            scan = _C.start_unit_scan(flat, 0, slot.length, slot.unit_length, widths=True)
+            used = _bits(scan.wait()[0])
+            narrow = max(slot.elements_of(used & ~_bits(words)) for words in scan.inexact()[: len(slot.forms)])
+        self._single_pass[index] = slot.length * slot.element_bytes, narrow * slot.element_bytes
+
+    def _note_single_pass(self) -> None:
+        if self._single_pass:
+            sizes, narrow = (sum(column) for column in zip(*self._single_pass.values(), strict=True))
+            self.before_accumulating = narrow / max(sizes, 1)
+        self._single_pass = None
+
+    def _take(self, into: _Pass, index: int, scan: Any) -> None:
+        words = scan.wait()[0]
         into.masks.pop(index, None)
+        into.inexact.pop(index, None)
+        if self._asks_width(self._slots[index]):
+            inexact = scan.inexact()[: len(self._slots[index].forms)]
+            if any(one != words for one in inexact):
+                into.inexact[index] = tuple(map(self._pack, inexact))
         if words == self._full[index]:
             into.values[index] = EVERYTHING
         elif any(words):
             into.values[index] = SOMETHING
-            mask = array("Q", words).tobytes()
-            # A compressor costs more to set up than a short mask is long.
-            into.masks[index] = self._intern(mask) if len(mask) < _SHORT_MASK_BYTES else zlib.compress(mask, 1)
+            into.masks[index] = self._pack(words)
         else:
             into.values[index] = NOTHING
+
+    def _pack(self, words: list[int]) -> bytes:
+        mask = array("Q", words).tobytes()
+        # A compressor costs more to set up than a short mask is long.
+        return self._intern(mask) if len(mask) < _SHORT_MASK_BYTES else zlib.compress(mask, 1)
+
+
+def _bits(words: list[int]) -> int:
+    return int.from_bytes(array("Q", words).tobytes(), sys.byteorder)
 
 
 def _full_words(bits: int) -> list[int]:

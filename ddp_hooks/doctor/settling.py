@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _extension
 from ..engine_settings import probe_settings, unit_settings
@@ -40,6 +40,20 @@ def settle(steps: Sequence[UnionStep], world: World) -> list[list[Traffic]]:
     return _Simulation(steps, world).run()
 
 
+class _Objections(NamedTuple):
+    """Whether some rank's sample of a parameter has too few units that are zero, or narrow."""
+
+    to_rows: bool
+    to_widths: bool
+
+
+class _Chosen(NamedTuple):
+    """Which parameters are agreed on by units, and which of them are asked for the width of each unit."""
+
+    parameters: frozenset[int]
+    widths: frozenset[int]
+
+
 @dataclass(slots=True)
 class _Facts:
     """What is the same each time a step comes round."""
@@ -47,9 +61,11 @@ class _Facts:
     step: UnionStep
     by_bucket: dict[int, list[int]]  # its parameters with several units, in the order of the bucket's slices
     used: Any  # the parameters with several units, a ``_C.UsageMask``
-    objects: dict[int, bool]  # some rank's sample has too few zeros
-    units: dict[tuple[int, ...], tuple[Traffic, dict[int, tuple[float, float]]]] = field(default_factory=dict)
-    traffic: dict[tuple[frozenset[int], bool], list[Traffic]] = field(default_factory=dict)
+    objects: dict[int, _Objections]
+    units: dict[tuple[tuple[int, ...], frozenset[int]], tuple[Traffic, dict[int, tuple[float, float]]]] = field(
+        default_factory=dict
+    )
+    traffic: dict[tuple[_Chosen, bool], list[Traffic]] = field(default_factory=dict)
 
 
 class _Simulation:
@@ -57,16 +73,19 @@ class _Simulation:
         policy = PRESETS["auto"]
         probe = probe_settings(policy, is_on_device=world.is_on_device)
         self._world = world
+        # As Engine::fitted: what is narrow does not go round a ring.
+        self._asks_widths = world.is_direct and policy.tuning.direct and not world.is_on_device
         self._values = _C.ValuesProbe(probe)
         self._units = _C.UnitsDetector(
             rows=_C.ValuesDetector.ADAPTIVE,
-            widths=_C.ValuesDetector.OFF,
+            widths=_C.ValuesDetector.ADAPTIVE if self._asks_widths else _C.ValuesDetector.OFF,
             units=unit_settings(policy),
             probe=probe,
         )
         self._facts = [self._find_facts(step) for step in steps]
         self._layout: Any = None
-        # Which of the detector's parameters some rank objects to; as on a rank that has not seen a gradient yet.
+        # What some rank objects to of the detector's parameters, first to their rows and then to their widths; as on a
+        # rank that has not seen a gradient yet.
         self._places: dict[int, int] = {}
         self._objections = _C.UsageMask(0)
         self._failed = False
@@ -102,15 +121,27 @@ class _Simulation:
         used = _C.UsageMask(step.layout.parameter_count)
         for index in divisible:
             used.set(index)
-        least = self._units.least_zero_fraction()
-        objects = {
-            i: any(
-                _objects(mask, step.slots[i].units, least, not self._world.is_on_device)
-                for mask in step.units_by_rank(i)
+        return _Facts(step, by_bucket, used, {i: self._find_objections(step, i) for i in divisible})
+
+    def _find_objections(self, step: UnionStep, index: int) -> _Objections:
+        units = step.slots[index].units
+        objections = _Objections(False, False)
+        for used, inexact in zip(step.units_by_rank(index), step.inexact_by_rank(index), strict=True):
+            # Of each form, the units that it holds and that are not zero.
+            narrow = [used & ~mask for mask in inexact] if self._asks_widths else []
+            # At a glance, on the CPU, a rank sees the beginnings of a few units; here the whole ones count.
+            if not self._world.is_on_device and not any(
+                _sampled(mask, units, _GLANCED_UNITS) for mask in (~used, *narrow)
+            ):
+                return _Objections(True, True)
+            zero_fraction = _sampled(~used, units, _SAMPLED_UNITS)
+            narrow_fraction = max((_sampled(mask, units, _SAMPLED_UNITS) for mask in narrow), default=0.0)
+            objections = _Objections(
+                objections.to_rows or zero_fraction < self._units.least_zero_fraction(),
+                # A rank without a gradient has nothing against it.
+                objections.to_widths or (used != 0 and narrow_fraction < self._units.least_narrow_fraction()),
             )
-            for i in divisible
-        }
-        return _Facts(step, by_bucket, used, objects)
+        return objections
 
     def _use_layout(self, step: UnionStep) -> None:
         if self._layout is step.layout:
@@ -120,37 +151,41 @@ class _Simulation:
         divisible = sorted(i for i, slot in step.slots.items() if slot.units > 1 and not slot.sparse)
         if list(self._places) != divisible:
             self._places = {index: place for place, index in enumerate(divisible)}
-            self._objections = _C.UsageMask(len(divisible), used=True)
+            self._objections = _C.UsageMask(len(divisible) * (2 if self._asks_widths else 1), used=True)
 
     def _step(self, number: int, facts: _Facts) -> list[Traffic]:
         self._use_layout(facts.step)
-        chosen = frozenset(self._units.choose(facts.used, self._objections, number)[0].indices())
+        chosen = _Chosen(
+            *(frozenset(mask.indices()) for mask in self._units.choose(facts.used, self._objections, number))
+        )
         values = self._values.wants_values(number)
         traffic = self._traffic(facts, chosen, values)
-        for bucket, parameters in facts.by_bucket.items():
-            self._observe_units(number, facts, bucket, [i for i in parameters if i in chosen])
+        for bucket in facts.by_bucket:
+            self._observe_units(number, facts, bucket, chosen)
         if values:
-            self._observe_values(number, facts.step, chosen)
-        for index in facts.objects.keys() - chosen:
+            self._observe_values(number, facts.step, chosen.parameters)
+        for index in facts.objects.keys() - chosen.parameters:
             if self._units.is_due(index, number + 1):
-                self._object(index, facts.objects[index])
+                self._object(self._places[index], facts.objects[index])
         return traffic
 
-    def _object(self, index: int, objects: bool) -> None:
-        (self._objections.set if objects else self._objections.clear)(self._places[index])
+    def _object(self, place: int, objections: _Objections) -> None:
+        for bit, objects in zip(range(place, len(self._objections), len(self._places)), objections, strict=False):
+            (self._objections.set if objects else self._objections.clear)(bit)
 
-    def _observe_units(self, number: int, facts: _Facts, bucket: int, chosen: Sequence[int]) -> None:
+    def _observe_units(self, number: int, facts: _Facts, bucket: int, chosen: _Chosen) -> None:
         _, sent = self._units_traffic(facts, bucket, chosen)
-        for index in chosen:
+        for index in sent:
             if not self._units.observe(index, number, facts.step.slots[index].length, *sent[index]):
                 self._failed = True
 
     def _units_traffic(
-        self, facts: _Facts, bucket: int, chosen: Sequence[int]
+        self, facts: _Facts, bucket: int, chosen: _Chosen
     ) -> tuple[Traffic, dict[int, tuple[float, float]]]:
-        key = tuple(chosen)
+        of_bucket = tuple(i for i in facts.by_bucket[bucket] if i in chosen.parameters)
+        key = of_bucket, chosen.widths.intersection(of_bucket)
         if key not in facts.units:
-            facts.units[key] = units_traffic(facts.step, bucket, key, self._world)
+            facts.units[key] = units_traffic(facts.step, bucket, *key, self._world) if of_bucket else (Traffic(), {})
         return facts.units[key]
 
     def _observe_values(self, number: int, step: UnionStep, chosen: frozenset[int]) -> None:
@@ -164,28 +199,19 @@ class _Simulation:
         if not self._values.observe(number, used_bytes, zero_bytes):
             self._failed = True
 
-    def _traffic(self, facts: _Facts, chosen: frozenset[int], values: bool) -> list[Traffic]:
+    def _traffic(self, facts: _Facts, chosen: _Chosen, values: bool) -> list[Traffic]:
         found = facts.traffic.get((chosen, values))
         if found is None:
             units = [Traffic()] * len(facts.step.layout.buckets)
-            for bucket, parameters in facts.by_bucket.items():
-                some = [i for i in parameters if i in chosen]
-                if some:
-                    units[bucket], _ = self._units_traffic(facts, bucket, some)
-            found = facts.traffic[chosen, values] = mixed_traffic(facts.step, chosen, values, units, self._world)
+            for bucket in facts.by_bucket:
+                units[bucket], _ = self._units_traffic(facts, bucket, chosen)
+            found = facts.traffic[chosen, values] = mixed_traffic(
+                facts.step, chosen.parameters, values, units, self._world
+            )
         return found
 
 
-def _objects(mask: int, units: int, least: float, glances: bool) -> bool:
-    """Say whether a rank's sample of a gradient has too few zeros.
-
-    At a glance, on the CPU, it sees the beginnings of a few units; here these count as zero where the whole unit is.
-    """
-    if glances and _zero_fraction(mask, units, _GLANCED_UNITS) == 0:
-        return True
-    return _zero_fraction(mask, units, _SAMPLED_UNITS) < least
-
-
-def _zero_fraction(mask: int, units: int, count: int) -> float:
+def _sampled(mask: int, units: int, count: int) -> float:
+    """Return which part of a sample of units has its bit in the mask; bits above the units do not count."""
     taken = min(count, units)
-    return sum(not mask >> (i * units // taken) & 1 for i in range(taken)) / max(taken, 1)
+    return sum(mask >> (i * units // taken) & 1 for i in range(taken)) / max(taken, 1)

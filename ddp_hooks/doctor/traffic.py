@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -41,7 +41,8 @@ class Traffic:
 
     Attributes:
         payload_bytes: the gradients that travel, however they do. Bytes.
-        broadcast_bytes: so many of them one rank alone has, and sends to the others. Bytes.
+        broadcast_bytes: so many of them those ranks that have them send to the others. Bytes.
+        narrow_bytes: so many of them travel in a narrow form. Bytes.
         sent_bytes: what each rank sends, as ``state.stats().sent_bytes`` counts. Bytes.
         ring_bytes: an all-reduce of so many would keep the busiest link as long. Bytes.
         messages: how many.
@@ -52,6 +53,7 @@ class Traffic:
     sent_bytes: tuple[int, ...] = ()
     ring_bytes: float = 0.0
     messages: int = 0
+    narrow_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
         """Return both together."""
@@ -65,6 +67,7 @@ class Traffic:
             sent,
             self.ring_bytes + other.ring_bytes,
             self.messages + other.messages,
+            self.narrow_bytes + other.narrow_bytes,
         )
 
 
@@ -94,6 +97,29 @@ class UnionStep:
         return frozenset(
             i for i in self.used if i in self.slots and self.slots[i].units > 1 and not self.slots[i].sparse
         )
+
+    def inexact_by_rank(self, index: int) -> list[tuple[int, ...]]:
+        """Return which units each of the slot's narrow forms does not hold, on each rank, as the bits of integers."""
+        slot = self.slots[index]
+        return [
+            tuple(unpack(mask, slot.units) for mask in step.inexact[index])
+            if index in step.inexact
+            else (units_of_rank(step, index, slot),) * len(slot.forms)
+            for step in self.ranks
+        ]
+
+    def narrow_elements(self, index: int) -> int:
+        """Return how many elements that travel by units some narrow form holds on every rank."""
+        slot = self.slots[index]
+        if not any(index in step.inexact for step in self.ranks):
+            return 0
+        wide = self.units.get(index, 0)
+        for ruled_out in zip(*self.inexact_by_rank(index), strict=True):
+            by_any = 0
+            for mask in ruled_out:
+                by_any |= mask
+            wide &= by_any
+        return slot.elements_of(self.units.get(index, 0) & ~wide)
 
     @property
     def is_alike(self) -> bool:
@@ -145,7 +171,7 @@ def zero_units(step: UnionStep, index: int) -> float:
 
 
 def units_traffic(
-    step: UnionStep, bucket: int, chosen: Sequence[int], world: World
+    step: UnionStep, bucket: int, chosen: Sequence[int], widths: Set[int], world: World
 ) -> tuple[Traffic, dict[int, tuple[float, float]]]:
     """Return what is sent of the units of some parameters of one bucket.
 
@@ -153,6 +179,7 @@ def units_traffic(
         step: the step.
         bucket: which.
         chosen: the parameters, in the order of the bucket's slices.
+        widths: which of them are asked for the width of each unit.
         world: who sends.
 
     Returns:
@@ -162,19 +189,31 @@ def units_traffic(
     element_bytes = step.layout.buckets[bucket].element_bytes
     settings = plan_settings("skip_zeros", world)
     knows = world.is_direct and PRESETS["skip_zeros"].tuning.direct
-    gradients: list[Any] = []
     used: list[int] = []
     by_rank: list[list[int]] = [[] for _ in range(world.ranks if knows else 0)]
-    for index in chosen:
-        slot = step.slots[index]
-        masks = step.units_by_rank(index)
-        gradients.append(_C.Units(slot.unit_length, slot.length, 64 * len(used)))
+
+    def add(masks: Sequence[int], units: int) -> int:
+        first_bit = 64 * len(used)
         union = 0
         for mask in masks:
             union |= mask
-        used += _words(union, slot.units)
+        used.extend(_words(union, units))
         for theirs, mask in zip(by_rank, masks, strict=False):
-            theirs += _words(mask, slot.units)
+            theirs += _words(mask, units)
+        return first_bit
+
+    slots = [step.slots[index] for index in chosen]
+    # As csrc/detectors/units_of_step.cpp puts masks together: what is used of all, then what is not exact.
+    first_bits = [add(step.units_by_rank(index), slot.units) for index, slot in zip(chosen, slots, strict=True)]
+    gradients: list[Any] = []
+    for index, slot, first_bit in zip(chosen, slots, first_bits, strict=True):
+        forms, first_inexact_bits = [_C.Width.FULL] * 2, [0, 0]
+        if index in widths:
+            for number, (form, masks) in enumerate(
+                zip(slot.forms, zip(*step.inexact_by_rank(index), strict=True), strict=True)
+            ):
+                forms[number], first_inexact_bits[number] = form, add(masks, slot.units)
+        gradients.append(_C.Units(slot.unit_length, slot.length, first_bit, forms, first_inexact_bits))
     everyone = [_C.UsageMask(64 * len(words), words) for words in by_rank]
     anyone = _C.UsageMask(64 * len(used), used)
     reduced, direct, sent = _C.make_unit_plan(gradients, anyone, element_bytes, settings, everyone)
@@ -256,24 +295,23 @@ def _all_reduce(size: int, world: World) -> Traffic:
 
 
 def _direct(message: Any, element_bytes: int, world: World) -> Traffic:
-    size = message.numel * element_bytes
-    owned = [0] * world.ranks
-    for group in message.groups:
-        owned[group.owner] = group.numel * element_bytes
-    if message.is_gathered:  # as much of every rank as of the one with the most
+    payload, narrow = message.bytes(element_bytes)
+    # Of an all-gather every rank takes as much of each rank as of the one with the most.
+    owned = message.for_all_bytes
+    if message.is_gathered:
         owned = [max(owned)] * world.ranks
     sent = [(world.ranks - 1) * own for own in owned]
     received = [sum(owned) - own for own in owned]
-    for group in message.groups:
-        for part in group.parts:
-            for rank in range(world.ranks):
-                if rank != group.owner and part.contributors >> rank & 1:
-                    sent[rank] += part.length * element_bytes
-                    received[group.owner] += part.length * element_bytes
+    if message.is_summed:
+        for rank in range(world.ranks):
+            for group, size in zip(message.groups, message.contribution_bytes(rank, element_bytes), strict=True):
+                if rank != group.owner:
+                    sent[rank] += size
+                    received[group.owner] += size
     # A link carries both directions at once.
     busiest = max(*sent, *received)
-    alone, messages = (0, 2) if message.is_summed else (size, 1)
-    return Traffic(size, alone, tuple(sent), busiest / world.ring, messages)
+    broadcast, messages = (0, 2) if message.is_summed else (payload, 1)
+    return Traffic(payload, broadcast, tuple(sent), busiest / world.ring, messages, narrow)
 
 
 def _sum(parts: Iterable[Traffic]) -> Traffic:

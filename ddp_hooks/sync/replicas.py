@@ -245,7 +245,8 @@ def _numbers(name: str, value: object) -> list[NamedTensor]:
 
 def _combine(digests: torch.Tensor) -> list[int]:
     """Hash the digests of all tensors to one of 128 bits, as two signed words."""
-    combined = hashlib.blake2b(digests.numpy().tobytes(), digest_size=16).digest()
+    words = b"".join(word.to_bytes(8, "little", signed=True) for word in digests.flatten().tolist())
+    combined = hashlib.blake2b(words, digest_size=16).digest()
     return [int.from_bytes(combined[i : i + 8], "little", signed=True) for i in (0, 8)]
 
 

@@ -19,7 +19,7 @@ from .program import Layer
 
 WIDTH = 8
 ROWS = 3
-# Of which a layer takes the remainder. A row has two tokens of this rank's, and two that are the same everywhere.
+# A layer takes its remainder. A row has two tokens of this rank's, and two that are the same everywhere.
 TOKENS = 1 << 20
 _COLUMNS = {"own": slice(0, 2), "shared": slice(2, 4), "both": slice(0, 4)}
 
@@ -80,7 +80,7 @@ def _look_up(table: nn.Module, rows: torch.Tensor, checkpointed: bool) -> torch.
 
 
 class Embedding(nn.Module):
-    """A table of which few rows are used: once, twice, or as a head, too, which uses all of them."""
+    """A table with few rows in use: once, twice, or as a head, too, which uses all of them."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Norm(nn.Module):
 
 
 class Loose(nn.Module):
-    """One parameter of any length: a scalar, none at all, a long one, of which perhaps a few rows are used."""
+    """One parameter of any length: a scalar, none at all, a long one with perhaps a few rows in use."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ Operations are dictionaries with `do`:
     hook        `kind` "tensor" or "accumulate" on parameter `on`, or "forward" on DDP, which multiplies with
                 `multipliers`, by rank
     register    take the hook off and register it anew
-    rebuild     make the Reducer anew; in ddp.join() between two steps, of which every rank has had the first
+    rebuild     make the Reducer anew; in ddp.join() between two steps, when every rank has had the first
     policy, broadcast, average, verify, checkpoint, evaluate
 """
 

@@ -11,7 +11,7 @@ namespace ddp_hooks::cpu {
 // are the same or do not overlap.
 void copy_scaled(void* to, const void* from, int64_t numel, ElementType type, double factor);
 
-// to[i] = from[i] / divisor, likewise: what plain DDP does with gradients that lie in the bucket already.
+// to[i] = from[i] / divisor, in the same way: what plain DDP does with gradients that lie in the bucket already.
 void copy_divided(void* to, const void* from, int64_t numel, ElementType type, double divisor);
 
 void copy(void* to, const void* from, int64_t numel, ElementType type);

@@ -34,7 +34,7 @@ void stream_lines(unsigned char* to, const unsigned char* from, size_t bytes) {
 void copy_streamed(void* to, const void* from, size_t bytes) {
   auto* out = static_cast<unsigned char*>(to);
   const auto* in = static_cast<const unsigned char*>(from);
-  // To the next cache line, of which the stores then fill every one whole.
+  // To the next cache line; from there the stores fill every line whole.
   const size_t head = std::min(bytes, (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64);
   const size_t lines = (bytes - head) / 64 * 64;
   std::memcpy(out, in, head);

@@ -1,6 +1,6 @@
 // A sample of the units of many slices of memory, as the kernel sees them: which warp looks at which unit.
 //
-// Each slice has kSampledUnits warps, of which each takes a unit, or nothing where the slice has fewer units. A warp
+// Each slice has kSampledUnits warps. Each takes a unit, or nothing where the slice has fewer units. A warp
 // leaves its unit at the first chunk with a non-zero, so that of a dense gradient a chunk a sampled unit is read. The
 // table travels by value, as in slice_table.h, and has an entry a slice, not a unit: what a gradient costs the host is
 // little, and a launch has room for those of any bucket.
@@ -24,7 +24,7 @@ constexpr int kSampledUnits = 64;
 constexpr int64_t kWidthElements = 1024;
 constexpr int kWordsPerSample = kSampledUnits / kUnitsPerWord;
 
-// A slice of more than 0 bytes, in units of which the last one may be shorter. All are multiples of the element's size.
+// A slice of more than 0 bytes, in units; the last one may be shorter. All are multiples of the element's size.
 struct UnitsOfMemory {
   const char* address = nullptr;
   int64_t bytes = 0;
