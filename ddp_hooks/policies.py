@@ -177,8 +177,8 @@ class Policy:
             ``torch.autocast``, and a float64 one in 32. What arrives is the same to the bit: stretches that do not
             fit on some rank are sent at full width. ``"on"`` reads every gradient once, and costs an exchange of
             compressed masks for each bucket. ``"adaptive"`` takes samples, and does it for the parameters for which it
-            pays. Needs ``skip_unused``. It does nothing with ``direct=False``, on more than 64 ranks, in groups that
-            are neither gloo nor NCCL, and on a GPU as yet.
+            pays, if links are slow enough (see ``calibrate``). Needs ``skip_unused``. It does nothing with
+            ``direct=False``, on more than 64 ranks, in groups that are neither gloo nor NCCL, and on a GPU as yet.
         average: ``"world"`` divides by the number of ranks, as DDP does. ``"contributors"`` divides each parameter's
             gradient by the number of ranks that used it in the step, so gradients differ from plain DDP's wherever a
             rank leaves something out (docs/internals/averages.md). Needs ``skip_unused``.
