@@ -65,6 +65,8 @@ class ControlGroups:
     """The same on every rank of the module, and given only once."""
     groups: Any
     """A ``_C.ControlGroups``, which closes them."""
+    costs: Any = None
+    """What collectives take on the group that gradients travel on, a ``_C.CollectiveCosts``; None if not measured."""
 
 
 @dataclass(frozen=True, slots=True)

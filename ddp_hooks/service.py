@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from . import _extension
+from .absentees import naming_absent_ranks
 from .agreement import settle
+from .collective_costs import measure_collective_costs
 from .control_groups import ControlGroups, new_name, open_control_groups
 from .engine_settings import engine_settings
 from .hangs import watcher
@@ -51,6 +54,8 @@ def agree_to_serve(
 ) -> ControlGroups:
     """Make sure that every rank can serve its module, and in the same way; open the groups for it, or share them.
 
+    Where the policy asks for it, measure what collectives take, unless that was done for the groups that are shared.
+
     Args:
         ddp: the module.
         function: what every rank calls.
@@ -67,9 +72,17 @@ def agree_to_serve(
     # A module that is refused may lack what is described.
     description = {} if problem else {_REGISTERED: "no", **describe(policy, ddp, *parameters_of(ddp))}
     sharable = _groups_to_share(ddp)
-    offers = settle(function, propose(ddp, function, description, problem, (new_name(), tuple(sharable))), error)
-    shared = set(sharable).intersection(*(names for _, names in offers))
-    return sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
+    # Two runs have the same bits only where times decide nothing.
+    may_measure = policy.tuning.calibrate and not torch.are_deterministic_algorithms_enabled()
+    own = (new_name(), tuple(sharable), may_measure)
+    offers = settle(function, propose(ddp, function, description, problem, own), error)
+    shared = set(sharable).intersection(*(names for _, names, _ in offers))
+    groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
+    measures = all(may_measure for _, _, may_measure in offers)
+    if groups.costs is None and measures and _C.can_send_directly(ddp.process_group, ddp.device):
+        with naming_absent_ranks(ddp.process_group, function):
+            groups = replace(groups, costs=measure_collective_costs(ddp.process_group, ddp.device))
+    return groups
 
 
 class _HookActivity:
@@ -257,7 +270,9 @@ class Service:
         engine = _C.Engine(
             reducer=ddp.reducer,
             control_groups=self._control_groups.groups,
-            settings=engine_settings(self._policy, describe(self._policy, ddp, reduced, unmanaged)),
+            settings=engine_settings(
+                self._policy, describe(self._policy, ddp, reduced, unmanaged), self._control_groups.costs
+            ),
             unmanaged_parameters=unmanaged,
             names=self._names,
             pending=[i for i, parameter in enumerate(self._parameters) if id(parameter) in pending],
@@ -358,7 +373,8 @@ class Service:
             problem = "a backward pass is under way; call it between two steps"
         description = describe(policy, ddp, *parameters_of(ddp))
         self._agree_between_steps(function, description, problem, None, error)
-        self.engine.configure(engine_settings(policy, description))
+        assert self._control_groups is not None
+        self.engine.configure(engine_settings(policy, description, self._control_groups.costs))
         self._policy = policy
         watcher.begin(policy.tuning.report_hang_after)
 

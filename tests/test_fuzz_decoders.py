@@ -63,7 +63,7 @@ STATE = {
 
 TUNING = ddp_hooks.Tuning()
 # Fields that version 1 did not have.
-NEWER = ("min_owner_saving", "report_hang_after")
+NEWER = ("min_owner_saving", "report_hang_after", "calibrate")
 # The same as version 1 wrote it.
 OLD_STATE = {
     "version": 1,

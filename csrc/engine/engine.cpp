@@ -349,7 +349,9 @@ EngineSettings Engine::fitted(EngineSettings settings) const {
   transports.broadcasts = transports.broadcasts && settings.agreement.graph_detector &&
                           DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
   transports.sums = transports.sums && transports.broadcasts;
-  if (!transports.broadcasts) settings.units.widths = ValuesDetector::kOff;
+  const bool pays =
+      settings.units.widths == ValuesDetector::kOn || narrow_pays(settings.plan.direct.costs, transports.world_size);
+  if (!transports.broadcasts || !pays) settings.units.widths = ValuesDetector::kOff;
   settings.agreement.asks_who = transports.broadcasts || settings.averages_contributors;
   return settings;
 }
