@@ -226,7 +226,7 @@ class Training:
 
 def run_rank(plan: Round, rank: int, directory: Path, port: int) -> None:
     """Train until somebody is missing; what is raised ends the program as any error does."""
-    # As torchrun starts ranks, each of which then imports this package.
+    # As torchrun starts ranks, which then import this package.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(plan.ranks))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(plan.holder != "rank 0")
     os.environ["DDP_HOOKS_REPORT_HANG_AFTER"] = str(plan.report_after)

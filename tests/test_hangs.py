@@ -174,22 +174,31 @@ def _collectives(rank: int) -> list[Any]:
         handles[-1].wait()
 
     found = []
-    for call in (
-        dist.barrier,
-        lambda: dist.all_reduce(torch.ones(1)),
-        lambda: dist.all_gather_object([None, None], 1),
-        lambda: ddp(torch.ones(1, 2)).sum().backward(),
-        wait_for_it,
+    store = dist.distributed_c10d._get_default_store()
+    for number, call in enumerate(
+        (
+            dist.barrier,
+            lambda: dist.all_reduce(torch.ones(1)),
+            lambda: dist.all_gather_object([None, None], 1),
+            lambda: ddp(torch.ones(1, 2)).sum().backward(),
+            wait_for_it,
+        )
     ):
         if rank == 0:
             thread = threading.Thread(target=call)
             thread.start()
             time.sleep(0.4)
-            position, stand = read_position(thread.ident or 0), read_stand(thread.ident or 0)
+            deadline = time.monotonic() + 20  # a busy machine is slow to come there
+            while (stand := read_stand(thread.ident or 0)) is None or stand.waits_in is None:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+            position = read_position(thread.ident or 0)
+            store.set(f"read {number}", "")
             found.append((position.phase, stand.waits_in) if position is not None and stand is not None else None)
             thread.join()
         else:
-            time.sleep(1.0)
+            store.wait([f"read {number}"])
             call()
         dist.barrier()
     return found
@@ -490,15 +499,16 @@ def test_the_store_stays_until_an_error_has_been_read(monkeypatch: pytest.Monkey
     def wait_for_rank_0() -> None:
         while not board.count("calls"):
             time.sleep(0.02)
+        session.answer()  # as the watcher of the rank that ends does, in its own thread
         board.leave("status/1", status(1, call=1, wait=WAIT).to_dict())
         time.sleep(1.5)
-        read.append(board.read(["status/0"]))
+        read.append((board.read(["status/0"]) or {})["status/0"]["error"])
         board.leave("report", {"call": 1, "place": WAIT.place, "missing": [0], "lines": []})
 
     thread = threading.Thread(target=wait_for_rank_0)
     thread.start()
     session.say_goodbye(status(0, error="ValueError: x"))
-    assert read
+    assert read == ["ValueError: x"]
     thread.join()
 
 

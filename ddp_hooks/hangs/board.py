@@ -82,10 +82,10 @@ class Board:
         """Add to a counter and return it; None if the store does not answer."""
         return self.ask(lambda store: int(store.add(key, more)))
 
-    def leave(self, key: str, word: Any) -> bool:
-        """Leave a word under a key, as JSON; return whether the store took it."""
+    def leave(self, key: str, word: Any, *, unless: Callable[[], bool] = lambda: False) -> bool:
+        """Leave a word under a key, as JSON, unless something has come to be so by then; return whether it is there."""
         text = json.dumps(word)
-        return self.ask(lambda store: store.set(key, text) is None) is True
+        return self.ask(lambda store: not unless() and store.set(key, text) is None) is True
 
     def read(self, keys: list[str]) -> dict[str, Any] | None:
         """Return the words that are there, by key; None if the store does not answer."""

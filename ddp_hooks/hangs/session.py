@@ -121,12 +121,13 @@ class Session:
         return calls
 
     def _leave(self, call: int) -> None:
-        self._board.leave(f"status/{self.rank}", self._make_status(call).to_dict())
+        # What it has said of its end, in another thread, holds.
+        self._board.leave(f"status/{self.rank}", self._make_status(call).to_dict(), unless=lambda: self._has_left)
 
     def say_goodbye(self, status: Status) -> None:
         """Leave what has ended this rank's program, for whoever will call, and for those that wait already."""
-        self._board.leave(f"status/{self.rank}", {**status.to_dict(), "call": sys.maxsize})
         self._has_left = True
+        self._board.leave(f"status/{self.rank}", {**status.to_dict(), "call": sys.maxsize})
         call = self._board.count("calls", 1)
         if self._held_by_rank_0 and self.rank == 0 and call is not None:
             statuses = self._gather(call, range(1, self.ranks), _GOODBYE_SECONDS)
@@ -229,8 +230,7 @@ class Session:
 
     def _pause(self) -> None:
         # Whoever asks at the same time waits for this rank's answer.
-        if not self._has_left:
-            self.answer()
+        self.answer()
         time.sleep(_POLL_SECONDS)
 
     def _gather(self, call: int, ranks: Sequence[int], seconds: float) -> dict[int, Status]:
