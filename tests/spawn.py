@@ -49,7 +49,6 @@ def _worker(rank: int, world_size: int, stack_file: str, environment: dict[str, 
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        _leave_out_measurements()
         while True:
             task = pipe.recv()
             if task is None:
@@ -57,6 +56,7 @@ def _worker(rank: int, world_size: int, stack_file: str, environment: dict[str, 
             function, args, store_file, backend, collective_timeout = task
             try:
                 torch.manual_seed(1234)
+                _leave_out_measurements()
                 dist.init_process_group(
                     backend,
                     store=dist.FileStore(store_file, world_size),
