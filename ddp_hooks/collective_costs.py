@@ -6,6 +6,7 @@ have to hold the same: each time is that of the rank that took longest.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,17 +21,22 @@ _C = _extension.load()
 
 # As many as the hook has under way: a gloo group works on two at a time.
 MESSAGES = 4
-# What a rank sends in a round. At 1 Gbit/s 2 MiB take 17 ms.
+# What a rank sends in a round. At 1 Gbit/s the last takes 34 ms.
 SMALL_BYTES = 16 << 10
-LARGE_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
-# A round is long enough if it takes so long, and twice as long as one of few bytes.
-ENOUGH_SECONDS = 0.015
-# Medians are taken of so many; of more while they have taken less than the budget.
-LEAST_ROUNDS = 3
-MOST_ROUNDS = 7
-BUDGET_SECONDS = 0.05
+LARGE_BYTES = (1 << 20, 4 << 20)
+# A round is long enough if it takes so long: several times what a link carries at once after a pause.
+ENOUGH_SECONDS = 0.03
+# Rounds come in pairs, because what comes first has the link after a pause. Of pairs medians are taken; there are so
+# many more while they have taken less than the budget.
+LEAST_PAIRS = 2
+MOST_PAIRS = 5
+BUDGET_SECONDS = 0.1
+# Bytes of all-reduces and of all-to-alls that take so nearly the same are taken to take the same: a measurement is not
+# better than that, and links do not tell them apart.
+SAME_WITHIN = 1.5
 # Of a gradient that is made narrow: more than caches hold, as gradients are.
 NARROWED_BYTES = 16 << 20
+_NARROWINGS = 3
 
 
 def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -48,33 +54,41 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
     Raises:
         RuntimeError: from the collectives, if a rank has gone.
     """
-    _round(group, device, SMALL_BYTES)  # makes memory, and meets the others
-    small_rounds = [_round(group, device, SMALL_BYTES)]
-    least_seconds = max(ENOUGH_SECONDS, *(2 * seconds for seconds in small_rounds[0]))
+    _pair(group, device, SMALL_BYTES)  # makes memory, and meets the others
     for sent in LARGE_BYTES:
-        large_rounds = [_round(group, device, sent)]
-        if min(large_rounds[0]) >= least_seconds:
+        if min(_pair(group, device, sent)) >= ENOUGH_SECONDS:
             break
     # Counted in times that are the same on every rank, so that all of them stop together.
+    pairs: list[list[Sequence[float]]] = []
     spent = 0.0
-    while len(large_rounds) < LEAST_ROUNDS or (len(large_rounds) < MOST_ROUNDS and spent < BUDGET_SECONDS):
-        small_rounds.append(_round(group, device, SMALL_BYTES))
-        large_rounds.append(_round(group, device, sent))
-        spent += sum(small_rounds[-1]) + sum(large_rounds[-1])
-    small = [statistics.median(times) for times in zip(*small_rounds, strict=True)]
-    large = [statistics.median(times) for times in zip(*large_rounds, strict=True)]
-    # Of messages that overlap, bytes take at least half.
-    per_byte = [max(large[i] - small[i], large[i] / 2) / sent for i in range(2)]
+    while len(pairs) < LEAST_PAIRS or (len(pairs) < MOST_PAIRS and spent < BUDGET_SECONDS):
+        pairs.append([_pair(group, device, size) for size in (SMALL_BYTES, sent // 4, sent)])
+        spent += 2 * sum(map(sum, pairs[-1]))
+    small, quarter, large = (
+        [statistics.median(times) for times in zip(*rounds, strict=True)] for rounds in zip(*pairs, strict=True)
+    )
+    # What takes as long whatever is sent is not a byte's. Of messages that overlap, bytes take at least half.
+    per_byte = [max((large[i] - quarter[i]) / 0.75, large[i] / 2) / sent for i in range(2)]
+    if 1 / SAME_WITHIN < per_byte[0] / per_byte[1] < SAME_WITHIN:
+        per_byte = [math.sqrt(per_byte[0] * per_byte[1])] * 2
+    narrowing, summing = _slowest(group, device, _narrowing_seconds(device))
     return _C.CollectiveCosts(
         all_reduce_seconds=small[0] / MESSAGES,
         all_reduce_seconds_per_byte=per_byte[0],
         all_to_all_seconds=small[1] / MESSAGES,
         all_to_all_seconds_per_byte=per_byte[1],
-        narrowing_seconds_per_byte=_slowest(group, device, [_narrowing_seconds(device)])[0] / NARROWED_BYTES,
+        narrowing_seconds_per_byte=narrowing / NARROWED_BYTES,
+        summing_seconds_per_byte=summing / NARROWED_BYTES,
     )
 
 
-def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int) -> Sequence[float]:
+def _pair(group: dist.ProcessGroup, device: torch.device, sent_bytes: int) -> Sequence[float]:
+    """Return the mean of two rounds, in which either comes first."""
+    rounds = [_round(group, device, sent_bytes, first) for first in (0, 1)]
+    return [statistics.fmean(times) for times in zip(*rounds, strict=True)]
+
+
+def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int, first: int) -> Sequence[float]:
     """Return the seconds of all-reduces and of all-to-alls in which each rank sends so much; of the slowest rank."""
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
     numel = sent_bytes // MESSAGES // 4
@@ -93,21 +107,25 @@ def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int) -> S
             for i in range(MESSAGES)
         ]
 
-    return _slowest(group, device, [_seconds(collectives, device) for collectives in (all_reduces, all_to_alls)])
+    seconds = [0.0, 0.0]
+    for i in (first, 1 - first):
+        seconds[i] = _seconds((all_reduces, all_to_alls)[i], device)
+    return _slowest(group, device, seconds)
 
 
-def _narrowing_seconds(device: torch.device) -> float:
-    """Return the seconds that it takes this rank's processor at least; 0 where nothing is narrow."""
+def _narrowing_seconds(device: torch.device) -> tuple[float, float]:
+    """Return the seconds that it takes this rank's processor at least, and by the clock; 0 on a device."""
     if device.type != "cpu":
-        return 0.0
+        return 0.0, 0.0
     gradient = torch.ones(NARROWED_BYTES // 4, dtype=torch.float32, device=device)
     packed = torch.zeros(NARROWED_BYTES // 2, dtype=torch.uint8, device=device)
-    seconds = []
-    for _ in range(LEAST_ROUNDS):
-        start = time.thread_time()  # whatever else runs meanwhile
+    by_processor, by_clock = [], []
+    for _ in range(_NARROWINGS):
+        starts = time.thread_time(), time.perf_counter()
         _C.narrow_once(gradient, packed)
-        seconds.append(time.thread_time() - start)
-    return min(seconds)
+        by_processor.append(time.thread_time() - starts[0])
+        by_clock.append(time.perf_counter() - starts[1])
+    return min(by_processor), statistics.median(by_clock)
 
 
 def _slowest(group: dist.ProcessGroup, device: torch.device, times: Sequence[float]) -> Sequence[float]:

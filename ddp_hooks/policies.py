@@ -84,7 +84,7 @@ class Tuning:
         min_owner_saving: the fraction of the time that these sums have to save in a bucket's rows. Whole parameters
             have to save twice as much, because their all-reduces hide behind backward, at whose end sums start
             (benchmarks/results/who_4_hosts.json).
-        calibrate: when a state is made, measure for about 0.3 s what collectives take on its process group. By that the
+        calibrate: when a state is made, measure for about a second what collectives take on its process group. By that the
             ranks decide what leaves the all-reduces, and whether ``narrow="adaptive"`` can pay. Without it every byte
             counts the same. On three ranks and more the order of sums depends on it, so two runs have the same bits
             only without. It needs what ``direct`` needs.

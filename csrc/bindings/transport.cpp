@@ -19,20 +19,22 @@ namespace ddp_hooks {
 void bind_transport(py::module_& m) {
   py::class_<CollectiveCosts>(m, "CollectiveCosts")
       .def(py::init([](double all_reduce_seconds, double all_reduce_seconds_per_byte, double all_to_all_seconds,
-                       double all_to_all_seconds_per_byte, double narrowing_seconds_per_byte) {
+                       double all_to_all_seconds_per_byte, double narrowing_seconds_per_byte, double summing_seconds_per_byte) {
              return CollectiveCosts{all_reduce_seconds, all_reduce_seconds_per_byte, all_to_all_seconds,
-                                    all_to_all_seconds_per_byte, narrowing_seconds_per_byte};
+                                    all_to_all_seconds_per_byte, narrowing_seconds_per_byte, summing_seconds_per_byte};
            }),
            py::kw_only(), py::arg("all_reduce_seconds") = CollectiveCosts().all_reduce_seconds,
            py::arg("all_reduce_seconds_per_byte") = CollectiveCosts().all_reduce_seconds_per_byte,
            py::arg("all_to_all_seconds") = CollectiveCosts().all_to_all_seconds,
            py::arg("all_to_all_seconds_per_byte") = CollectiveCosts().all_to_all_seconds_per_byte,
-           py::arg("narrowing_seconds_per_byte") = CollectiveCosts().narrowing_seconds_per_byte)
+           py::arg("narrowing_seconds_per_byte") = CollectiveCosts().narrowing_seconds_per_byte,
+           py::arg("summing_seconds_per_byte") = CollectiveCosts().summing_seconds_per_byte)
       .def_readonly("all_reduce_seconds", &CollectiveCosts::all_reduce_seconds)
       .def_readonly("all_reduce_seconds_per_byte", &CollectiveCosts::all_reduce_seconds_per_byte)
       .def_readonly("all_to_all_seconds", &CollectiveCosts::all_to_all_seconds)
       .def_readonly("all_to_all_seconds_per_byte", &CollectiveCosts::all_to_all_seconds_per_byte)
       .def_readonly("narrowing_seconds_per_byte", &CollectiveCosts::narrowing_seconds_per_byte)
+      .def_readonly("summing_seconds_per_byte", &CollectiveCosts::summing_seconds_per_byte)
       .def("narrow_pays", &narrow_pays, py::arg("world_size"));
   py::class_<DirectSettings>(m, "DirectSettings")
       .def(py::init([](bool allowed, int world_size, bool sums, double least_saving_of_sums, int64_t segment_bytes,

@@ -66,6 +66,9 @@ class Ownership {
     }
     const double with_sums = messages_of(summed_), others = messages_of(broadcast_);
     const double gathered = (gathers_sums ? with_sums : 0) + (gathers ? others : 0);
+    int64_t summed = 0;
+    for (const int64_t bytes : summed_.for_all_bytes) summed += bytes;
+    most += costs.summing_seconds_per_byte * static_cast<double>(summed);
     return most + costs.of_all_gathers(0, gathered) + costs.of_all_to_alls(0, 2 * with_sums + others - gathered);
   }
 
