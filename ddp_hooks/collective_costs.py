@@ -42,7 +42,7 @@ _NARROWINGS = 3
 def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Measure what all-reduces and all-to-alls take, and narrow gradients; every rank calls it, and gets the same.
 
-    At 1 Gbit/s it takes about 0.3 s. A slow link gets fewer bytes and rounds.
+    At 1 Gbit/s it takes about 0.7 s. A slow link gets fewer bytes and rounds.
 
     Args:
         group: the module's process group, of several ranks.
