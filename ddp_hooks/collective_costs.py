@@ -19,8 +19,10 @@ from . import _extension
 
 _C = _extension.load()
 
-# As many as the hook has under way: a gloo group works on two at a time.
+# How many are under way at once; a gloo group works on two at a time. Of few bytes as many as segments of a bucket, so
+# that a message takes what it keeps the others waiting.
 MESSAGES = 4
+SMALL_MESSAGES = 16
 # What a rank sends in a round. At 1 Gbit/s the last takes 34 ms.
 SMALL_BYTES = 16 << 10
 LARGE_BYTES = (1 << 20, 4 << 20)
@@ -42,7 +44,7 @@ _NARROWINGS = 3
 def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Measure what all-reduces and all-to-alls take, and narrow gradients; every rank calls it, and gets the same.
 
-    At 1 Gbit/s it takes about 0.3 s. A slow link gets fewer bytes and rounds.
+    At 1 Gbit/s it takes about 0.7 s. A slow link gets fewer bytes and rounds.
 
     Args:
         group: the module's process group, of several ranks.
@@ -73,9 +75,9 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
         per_byte = [math.sqrt(per_byte[0] * per_byte[1])] * 2
     narrowing, summing = _slowest(group, device, _narrowing_seconds(device))
     return _C.CollectiveCosts(
-        all_reduce_seconds=small[0] / MESSAGES,
+        all_reduce_seconds=small[0] / SMALL_MESSAGES,
         all_reduce_seconds_per_byte=per_byte[0],
-        all_to_all_seconds=small[1] / MESSAGES,
+        all_to_all_seconds=small[1] / SMALL_MESSAGES,
         all_to_all_seconds_per_byte=per_byte[1],
         narrowing_seconds_per_byte=narrowing / NARROWED_BYTES,
         summing_seconds_per_byte=summing / NARROWED_BYTES,
@@ -91,12 +93,13 @@ def _pair(group: dist.ProcessGroup, device: torch.device, sent_bytes: int) -> Se
 def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int, first: int) -> Sequence[float]:
     """Return the seconds of all-reduces and of all-to-alls in which each rank sends so much; of the slowest rank."""
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
-    numel = sent_bytes // MESSAGES // 4
+    messages = MESSAGES if sent_bytes > SMALL_BYTES else SMALL_MESSAGES
+    numel = sent_bytes // messages // 4
     options: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    reduced = torch.zeros(MESSAGES, max(1, numel * ranks // (2 * (ranks - 1))), **options)
+    reduced = torch.zeros(messages, max(1, numel * ranks // (2 * (ranks - 1))), **options)
     to_each = max(1, numel // (ranks - 1))
     splits = [0 if other == here else to_each for other in range(ranks)]
-    sent, received = (torch.zeros(MESSAGES, sum(splits), **options) for _ in range(2))
+    sent, received = (torch.zeros(messages, sum(splits), **options) for _ in range(2))
 
     def all_reduces() -> list[dist.Work]:
         return [dist.all_reduce(message, group=group, async_op=True) for message in reduced]
@@ -104,7 +107,7 @@ def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int, firs
     def all_to_alls() -> list[dist.Work]:
         return [
             dist.all_to_all_single(received[i], sent[i], splits, splits, group=group, async_op=True)
-            for i in range(MESSAGES)
+            for i in range(messages)
         ]
 
     seconds = [0.0, 0.0]

@@ -84,10 +84,11 @@ class Tuning:
         min_owner_saving: the fraction of the time that these sums have to save in a bucket's rows. Whole parameters
             have to save twice as much, because their all-reduces hide behind backward, at whose end sums start
             (benchmarks/results/who_4_hosts.json).
-        calibrate: when a state is made, measure for about a second what collectives take on its process group. By that the
-            ranks decide what leaves the all-reduces, and whether ``narrow="adaptive"`` can pay. Without it every byte
-            counts the same. On three ranks and more the order of sums depends on it, so two runs have the same bits
-            only without. It needs what ``direct`` needs.
+        calibrate: when a state is made, measure for about a second what collectives take on its process group. By that
+            the ranks decide what leaves the all-reduces, and whether ``narrow="adaptive"`` can pay. Without it every
+            byte counts the same. On three ranks and more the order of sums depends on it, so two runs have the same
+            bits only without: where some rank calls ``torch.use_deterministic_algorithms``, nothing is measured. It
+            needs what ``direct`` needs.
         segment_bytes: about how much each rank puts into one message of these. Bytes.
         min_direct_bytes: when a step (or the units of a bucket) has less than this to send in these ways, it is all
             all-reduced. Bytes.

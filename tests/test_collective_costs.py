@@ -164,6 +164,20 @@ def test_a_new_policy_and_a_rebuilt_reducer_keep_what_was_measured() -> None:
     run_ranks(2, costs_stay)
 
 
+def deterministic_on_a_rank(rank: int) -> None:
+    measurement = Measured(DEAR_ALL_TO_ALLS)
+    torch.use_deterministic_algorithms(rank == 1)
+    ddp = DistributedDataParallel(test_direct.Heads(3), find_unused_parameters=True)
+    state = register(ddp, DIRECT, True)
+    torch.use_deterministic_algorithms(False)
+    ddp(torch.ones(2, 64), rank).sum().backward()
+    assert (measurement.count, state.stats().broadcast_bytes > 0) == (0, True)
+
+
+def test_nothing_is_measured_where_runs_have_to_have_the_same_bits() -> None:
+    run_ranks(2, deterministic_on_a_rank)
+
+
 def narrow_steps(rank: int, narrow: Any, narrowing_seconds_per_byte: float) -> int:
     Measured(_C.CollectiveCosts(narrowing_seconds_per_byte=narrowing_seconds_per_byte))
     ddp = DistributedDataParallel(nn.Linear(256, 256))
