@@ -282,6 +282,10 @@ else:
     setuptools.setup(
         version=built_version(),
         install_requires=[f"torch=={torch.__version__.split('+')[0]}"],
-        ext_modules=[*map(extension, extensions), *planted_defects(), *([pretended_device()] if len(extensions) > 1 else [])],
+        ext_modules=[
+            *map(extension, extensions),
+            *planted_defects(),
+            *([pretended_device()] if len(extensions) > 1 else []),
+        ],
         cmdclass={"build_ext": Build},
     )

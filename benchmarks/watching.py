@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +37,7 @@ def measure(plan: dict[str, Any]) -> dict[str, Any]:
     context = peers.Context(workload, workload.build(), dist.get_rank(), [])
     plain = peers.PEERS[peers.BASELINE].build(context)
     steps = -(-plan["steps"] // workload.patterns) * workload.patterns
-    run_block(plain, workload.patterns, steps)
+    harness.run_block(plain, workload.patterns, steps)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     sent: dict[bool, list[float]] = {True: [], False: []}
     gc.collect()
@@ -48,9 +46,9 @@ def measure(plan: dict[str, Any]) -> dict[str, Any]:
         for watched in (True, False) if turn % 2 else (False, True):
             if watched:
                 with ddp_hooks.diagnose(plain.module):
-                    block, moved = run_block(plain, workload.patterns, steps)
+                    block, moved = harness.run_block(plain, workload.patterns, steps)
             else:
-                block, moved = run_block(plain, workload.patterns, steps)
+                block, moved = harness.run_block(plain, workload.patterns, steps)
             seconds[watched].append(block)
             sent[watched].append(moved)
     gc.enable()
@@ -71,25 +69,6 @@ def measure(plan: dict[str, Any]) -> dict[str, Any]:
         "sent_bytes": statistics.median(sent[False]) if has_counters else None,
         "watched_sent_bytes": statistics.median(sent[True]) if has_counters else None,
     }
-
-
-def run_block(variant: Any, patterns: int, steps: int) -> tuple[float, float]:
-    """Run steps one after the other; return the median of a step, seconds, and what this host sent in one, bytes."""
-    import torch
-    import torch.distributed as dist
-
-    dist.barrier()
-    before = testbed.read_counters(with_shaper=False)
-    ends = [time.perf_counter()]
-    for step in range(steps):
-        variant.step(step % patterns)
-        variant.clear(step % patterns)
-        ends.append(time.perf_counter())
-    after = testbed.read_counters(with_shaper=False)
-    everyone = torch.tensor([b - a for a, b in itertools.pairwise(ends)], dtype=torch.float64)
-    dist.all_reduce(everyone)
-    moved = 0.0 if before is None or after is None else (after - before).tx_bytes / steps
-    return float((everyone / dist.get_world_size()).median()), moved
 
 
 def describe(rows: Sequence[dict[str, Any]]) -> str:

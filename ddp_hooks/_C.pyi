@@ -124,6 +124,35 @@ class Disposition:
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
+# What collectives of a group take, in seconds: a message's among several under way, and a byte's that a rank sends; and
+# what it takes to send a gradient narrow, a byte of it. By default a byte takes the same however it travels, and
+# everything else nothing.
+class CollectiveCosts:
+    def __init__(
+        self,
+        *,
+        all_reduce_seconds: float = 0.0,
+        all_reduce_seconds_per_byte: float = 1.0,
+        all_to_all_seconds: float = 0.0,
+        all_to_all_seconds_per_byte: float = 1.0,
+        narrowing_seconds_per_byte: float = 0.0,
+        summing_seconds_per_byte: float = 0.0,
+    ) -> None: ...
+    @property
+    def all_reduce_seconds(self) -> float: ...
+    @property
+    def all_reduce_seconds_per_byte(self) -> float: ...
+    @property
+    def all_to_all_seconds(self) -> float: ...
+    @property
+    def all_to_all_seconds_per_byte(self) -> float: ...
+    @property
+    def narrowing_seconds_per_byte(self) -> float: ...
+    @property
+    def summing_seconds_per_byte(self) -> float: ...
+    # Whether links are so slow that it can save time to send a gradient narrow.
+    def narrow_pays(self, world_size: int) -> bool: ...
+
 class DirectSettings:
     def __init__(
         self,
@@ -134,6 +163,7 @@ class DirectSettings:
         least_saving_of_sums: float = 0.0,
         segment_bytes: int,
         min_bytes: int,
+        costs: CollectiveCosts = ...,
     ) -> None: ...
 
 class DirectPart:
@@ -159,6 +189,10 @@ class DirectGroup:
 class DirectMessage:
     @property
     def is_summed(self) -> bool: ...
+    @property
+    def for_all_bytes(self) -> list[int]: ...  # by rank
+    @property
+    def is_gathered(self) -> bool: ...
     @property
     def numel(self) -> int: ...
     @property
@@ -255,6 +289,9 @@ class Width:
     def __index__(self) -> int: ...
     def __hash__(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
+
+# What a rank does with a float32 gradient that travels as bfloat16, between two ranks; packed: uint8, half as large.
+def narrow_once(gradient: torch.Tensor, packed: torch.Tensor) -> None: ...
 
 # So that tests run what processors without AVX2 run; for the whole process.
 def leave_out_avx2(arg0: bool, /) -> None: ...

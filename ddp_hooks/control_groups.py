@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension
-from .absentees import waited_in_vain
 from .agreement import settle
 from .errors import RefusedError
 from .groups import store_of
+from .hangs.watcher import waited_in_vain
 from .registration import propose
 
 _C = _extension.load()
@@ -65,6 +65,8 @@ class ControlGroups:
     """The same on every rank of the module, and given only once."""
     groups: Any
     """A ``_C.ControlGroups``, which closes them."""
+    costs: Any = None
+    """What collectives take on the group that gradients travel on, a ``_C.CollectiveCosts``; None if not measured."""
 
 
 @dataclass(frozen=True, slots=True)

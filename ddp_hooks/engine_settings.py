@@ -20,12 +20,14 @@ _DETECTOR = {
 _MIN_ZERO_FRACTION_ON_DEVICE = 0.25
 
 
-def engine_settings(policy: Policy, description: Mapping[str, str]) -> Any:
+def engine_settings(policy: Policy, description: Mapping[str, str], costs: Any = None) -> Any:
     """Translate a policy for the engine of one module.
 
     Args:
         policy: the policy.
         description: what the module's ranks have in common; the engine's messages carry a hash of it.
+        costs: what collectives take on the module's process group, a ``_C.CollectiveCosts``; None without a
+            measurement.
 
     Returns:
         A ``_C.EngineSettings``.
@@ -48,6 +50,7 @@ def engine_settings(policy: Policy, description: Mapping[str, str]) -> Any:
                 least_saving_of_sums=policy.tuning.min_owner_saving,
                 segment_bytes=policy.tuning.segment_bytes,
                 min_bytes=policy.tuning.min_direct_bytes,
+                costs=costs if costs is not None and policy.tuning.calibrate else _C.CollectiveCosts(),
             ),
         ),
         probe=probe_settings(policy, is_on_device=description.get("device", "cpu") != "cpu"),

@@ -81,9 +81,14 @@ class Tuning:
             group of at most 64 ranks; without them everything is all-reduced.
         owners: what some ranks contribute and others do not, one of them sums and sends on, which saves up to half of
             the bytes. It needs ``direct``.
-        min_owner_saving: the fraction of the busiest rank's bytes that these sums have to save in a bucket's rows.
-            Whole parameters have to save twice as much, because their all-reduces hide behind backward, at whose end
-            sums start (benchmarks/results/who_4_hosts.json).
+        min_owner_saving: the fraction of the time that these sums have to save in a bucket's rows. Whole parameters
+            have to save twice as much, because their all-reduces hide behind backward, at whose end sums start
+            (benchmarks/results/who_4_hosts.json).
+        calibrate: when a state is made, measure for about a second what collectives take on its process group. By that
+            the ranks decide what leaves the all-reduces, and whether ``narrow="adaptive"`` can pay. Without it every
+            byte counts the same. On three ranks and more the order of sums depends on it, so two runs have the same
+            bits only without: where some rank calls ``torch.use_deterministic_algorithms``, nothing is measured. It
+            needs what ``direct`` needs.
         segment_bytes: about how much each rank puts into one message of these. Bytes.
         min_direct_bytes: when a step (or the units of a bucket) has less than this to send in these ways, it is all
             all-reduced. Bytes.
@@ -100,6 +105,9 @@ class Tuning:
         min_divided_bytes: a parameter smaller than this is one unit, so it is sent whole or not at all. Bytes.
         min_unit_bytes: rows shorter than this are put together into units of at least this size. Bytes.
         max_unit_bytes: rows longer than this are divided into equal units where they can be. Bytes.
+        report_hang_after: how long a rank waits for others before it names those that are missing on standard error,
+            and where they stand (docs/troubleshooting.md, "My training hangs"); 0 for never. The variable
+            ``DDP_HOOKS_REPORT_HANG_AFTER`` goes before it. Seconds.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -121,10 +129,12 @@ class Tuning:
     min_unit_bytes: int = 256
     max_unit_bytes: int = 64 << 10
     min_owner_saving: float = 0.15
+    calibrate: bool = True
+    report_hang_after: float = 10.0
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        for name in ("direct", "owners"):
+        for name in ("direct", "owners", "calibrate"):
             _check_flag(self, name)
         for name in ("gap_fraction", "min_zero_fraction", "min_owner_saving"):
             value = getattr(self, name)
@@ -134,6 +144,12 @@ class Tuning:
                 raise ValueError(f"Tuning.{name}: expected between 0 and 1, received {short(value)}")
             # Ranks compare policies as text, in which 1 and 1.0, or 0.0 and -0.0, would differ.
             object.__setattr__(self, name, float(value) + 0.0)
+        seconds = self.report_hang_after
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise TypeError(f"Tuning.report_hang_after: expected a number of seconds, received {short(seconds)}")
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"Tuning.report_hang_after: expected from 0 on, and finite, received {short(seconds)}")
+        object.__setattr__(self, "report_hang_after", float(seconds) + 0.0)
         for name, least in (
             ("in_place_bytes", 0),
             ("pack_bytes", 0),
@@ -172,8 +188,8 @@ class Policy:
             ``torch.autocast``, and a float64 one in 32. What arrives is the same to the bit: stretches that do not
             fit on some rank are sent at full width. ``"on"`` reads every gradient once, and costs an exchange of
             compressed masks for each bucket. ``"adaptive"`` takes samples, and does it for the parameters for which it
-            pays. Needs ``skip_unused``. It does nothing with ``direct=False``, on more than 64 ranks, and in groups
-            that are neither gloo nor NCCL.
+            pays, if links are slow enough (see ``calibrate``). Needs ``skip_unused``. It does nothing with
+            ``direct=False``, on more than 64 ranks, and in groups that are neither gloo nor NCCL.
         average: ``"world"`` divides by the number of ranks, as DDP does. ``"contributors"`` divides each parameter's
             gradient by the number of ranks that used it in the step, so gradients differ from plain DDP's wherever a
             rank leaves something out (docs/internals/averages.md). Needs ``skip_unused``.

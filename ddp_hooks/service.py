@@ -6,6 +6,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from . import _extension
+from .absentees import naming_absent_ranks
 from .agreement import settle
+from .collective_costs import measure_collective_costs
 from .control_groups import ControlGroups, new_name, open_control_groups
 from .engine_settings import engine_settings
+from .hangs import watcher
+from .hangs.activity import ModuleActivity, activity
 from .parameters import ParameterIndex, Selector
 from .policies import Policy
 from .reducer import (
@@ -48,6 +54,8 @@ def agree_to_serve(
 ) -> ControlGroups:
     """Make sure that every rank can serve its module, and in the same way; open the groups for it, or share them.
 
+    Where the policy asks for it, measure what collectives take, unless that was done for the groups that are shared.
+
     Args:
         ddp: the module.
         function: what every rank calls.
@@ -64,9 +72,36 @@ def agree_to_serve(
     # A module that is refused may lack what is described.
     description = {} if problem else {_REGISTERED: "no", **describe(policy, ddp, *parameters_of(ddp))}
     sharable = _groups_to_share(ddp)
-    offers = settle(function, propose(ddp, function, description, problem, (new_name(), tuple(sharable))), error)
-    shared = set(sharable).intersection(*(names for _, names in offers))
-    return sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
+    # Two runs have the same bits only where times decide nothing.
+    may_measure = policy.tuning.calibrate and not torch.are_deterministic_algorithms_enabled()
+    own = (new_name(), tuple(sharable), may_measure)
+    offers = settle(function, propose(ddp, function, description, problem, own), error)
+    shared = set(sharable).intersection(*(names for _, names, _ in offers))
+    groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
+    measures = all(may_measure for _, _, may_measure in offers)
+    if groups.costs is None and measures and _C.can_send_directly(ddp.process_group, ddp.device):
+        with naming_absent_ranks(ddp.process_group, function):
+            groups = replace(groups, costs=measure_collective_costs(ddp.process_group, ddp.device))
+    return groups
+
+
+class _HookActivity:
+    """Asks the engine that a service has now, for another thread, which does not keep either."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = weakref.ref(service)
+
+    def seconds_in_hook(self) -> float:
+        engine = self._engine()
+        return 0.0 if engine is None else float(engine.seconds_in_hook())
+
+    def agreed_steps(self) -> int:
+        engine = self._engine()
+        return 0 if engine is None else int(engine.agreed_steps())
+
+    def _engine(self) -> Any:
+        service = self._service()
+        return None if service is None else service.engine
 
 
 class Service:
@@ -125,6 +160,9 @@ class Service:
         self._declared_once: set[str] = set()  # for the next forward pass
         self._declared_now: set[str] = set()  # for the one that has begun
         self._finalizer: Any = None  # closes when the module goes
+        self._activity = ModuleActivity(
+            type(ddp.module).__name__, dist.get_process_group_ranks(ddp.process_group), _HookActivity(self)
+        )
         initialize_used_map(ddp)
         passes, pending = _left_over.pop(ddp, (None, frozenset()))
         self._start_engine(ddp, pending if passes == _C.reducer_forward_passes(ddp.reducer) else frozenset())
@@ -133,6 +171,8 @@ class Service:
             ddp.register_forward_hook(self._forward_done),
         ]
         _services[ddp] = weakref.ref(self)
+        activity.add(self._activity)
+        watcher.begin(policy.tuning.report_hang_after)
         if native:
             # What DDP notes of a hook that is registered through it.
             ddp._comm_hooks.append((hook, state))
@@ -192,6 +232,7 @@ class Service:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        activity.remove(self._activity)
         self._finalizer.detach()
         self.engine = None
         self._control_groups = None
@@ -229,7 +270,9 @@ class Service:
         engine = _C.Engine(
             reducer=ddp.reducer,
             control_groups=self._control_groups.groups,
-            settings=engine_settings(self._policy, describe(self._policy, ddp, reduced, unmanaged)),
+            settings=engine_settings(
+                self._policy, describe(self._policy, ddp, reduced, unmanaged), self._control_groups.costs
+            ),
             unmanaged_parameters=unmanaged,
             names=self._names,
             pending=[i for i, parameter in enumerate(self._parameters) if id(parameter) in pending],
@@ -244,6 +287,7 @@ class Service:
 
         engine.set_rebuild(rebuild_module)
         engine.set_tell_unregistered(_warn_of_a_missing_hook)
+        engine.set_explain(partial(_explain, self._activity))
         return engine
 
     def rebuild(self, find_unused_parameters: bool | None) -> bool:
@@ -329,8 +373,10 @@ class Service:
             problem = "a backward pass is under way; call it between two steps"
         description = describe(policy, ddp, *parameters_of(ddp))
         self._agree_between_steps(function, description, problem, None, error)
-        self.engine.configure(engine_settings(policy, description))
+        assert self._control_groups is not None
+        self.engine.configure(engine_settings(policy, description, self._control_groups.costs))
         self._policy = policy
+        watcher.begin(policy.tuning.report_hang_after)
 
     def _agree_between_steps(
         self, function: str, description: Mapping[str, str], problem: str | None, own: object, error: Exception | None
@@ -359,6 +405,7 @@ class Service:
     def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
         if not self._is_watched(module) or not module.require_backward_grad_sync:
             return
+        self._activity.steps += 1
         # What was declared for a forward pass that raised is not this one's.
         if self._declared_now or self._declared_once:
             self._declared_now, self._declared_once = self._declared_once, set()
@@ -447,6 +494,11 @@ def _warn_of_a_missing_hook() -> None:
         "or make the state with ddp_hooks.register(ddp), which registers it",
         stacklevel=5,
     )
+
+
+def _explain(activity: ModuleActivity, error: str) -> str:
+    """Say what an error of the mask exchange does not: who was missing."""
+    return watcher.explain_backward(activity) if watcher.waited_in_vain(RuntimeError(error)) else ""
 
 
 def _ranks_of(count: int, ranks: int) -> tuple[int, ...] | None:

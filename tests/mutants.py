@@ -3,8 +3,8 @@
     python tests/mutants.py            every deletion, some minutes each
     python tests/mutants.py NAME ...   some of them
 
-Each is made in a copy of the checkout, under build/, which is built anew; then test_pretend.py runs there, with one seed
-after another, until it fails. A deletion that no seed notices is an error, and so is one whose text is no longer there.
+Each is made in a copy of the checkout, under build/, which is built anew; then test_pretend.py runs there, with one
+seed after another, until it fails. A deletion that no seed notices is an error, and so is one whose text is gone.
 """
 
 from __future__ import annotations
@@ -97,15 +97,19 @@ def main(names: list[str]) -> int:
         begun = time.monotonic()
         source = COPY / "csrc" / deletion.file
         before = source.read_text()
-        if before.count(deletion.text) != 1:
-            sys.exit(f"{deletion.name}: expected its text once in {deletion.file}, found it {before.count(deletion.text)} times")
+        found = before.count(deletion.text)
+        if found != 1:
+            sys.exit(f"{deletion.name}: expected its text once in {deletion.file}, found it {found} times")
         source.write_text(before.replace(deletion.text, deletion.instead))
         try:
             seed = first_noticed(deletion)
         finally:
             source.write_text(before)
         seconds = time.monotonic() - begun
-        print(f"{deletion.name}: {'NOT NOTICED' if seed is None else f'noticed with seed {seed}'} ({seconds:.0f} s)", flush=True)
+        print(
+            f"{deletion.name}: {'NOT NOTICED' if seed is None else f'noticed with seed {seed}'} ({seconds:.0f} s)",
+            flush=True,
+        )
         if seed is None:
             unnoticed.append(deletion.name)
     return 1 if unnoticed else 0

@@ -59,6 +59,7 @@ def _worker(rank: int, world_size: int, stack_file: str, environment: dict[str, 
             function, args, store_file, backend, collective_timeout = task
             try:
                 torch.manual_seed(1234)
+                _leave_out_measurements()
                 dist.init_process_group(
                     backend,
                     store=dist.FileStore(store_file, world_size),
@@ -73,6 +74,13 @@ def _worker(rank: int, world_size: int, stack_file: str, environment: dict[str, 
             except BaseException:
                 pipe.send(("error", traceback.format_exc()))
                 return
+
+
+def _leave_out_measurements() -> None:
+    """Have no state measure its links, by which it would decide what to send: tests count bytes."""
+    from ddp_hooks import service
+
+    service.measure_collective_costs = lambda group, device: None
 
 
 class RankPool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import threading
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,9 +16,12 @@ from spawn import RankFailure, run_ranks
 from torch import nn
 
 import ddp_hooks
-from ddp_hooks import absentees
-from ddp_hooks.absentees import _Note, describe, naming_absent_ranks
+from ddp_hooks.absentees import describe, naming_absent_ranks
 from ddp_hooks.errors import RanksAbsentError
+from ddp_hooks.hangs import watcher
+from ddp_hooks.hangs.activity import activity
+from ddp_hooks.hangs.report import Report
+from ddp_hooks.hangs.status import Wait
 
 TIMEOUT = timedelta(seconds=2)
 TIMED_OUT = "Timed out waiting 2000ms for recv operation to complete"
@@ -29,23 +30,20 @@ TIMED_OUT = "Timed out waiting 2000ms for recv operation to complete"
 # --- without processes
 
 
-def test_ranks_elsewhere_and_silent_ranks_are_told_apart() -> None:
-    notes = {2: _Note("verify_replicas", (0, 1, 2, 3), 3.0), 3: _Note("average_parameters", (0, 1, 2, 3), 3.0)}
-    assert describe("average_parameters", 3.0, (0, 1, 2, 3), 0, notes, TIMED_OUT) == (
-        "average_parameters: waited 3.0 s for ranks 1, 2, which did not call it (rank 2 waits in verify_replicas; rank "
-        "1 left no word: busy with something else, or ended); every rank of the group (0, 1, 2, 3) has to call it, in "
-        f"the same order. The process group said: {TIMED_OUT}"
+def test_ranks_that_did_not_come_are_named_with_what_they_do() -> None:
+    report = Report((1, 2), {}, ("rank 1 is elsewhere", "  called from train.py:3", "rank 2 waits in verify_replicas"))
+    assert describe("average_parameters", 3.0, (0, 1, 2, 3), 0, report, TIMED_OUT) == (
+        "average_parameters: waited 3.0 s for ranks 1, 2, which did not call it; every rank of the group (0, 1, 2, 3) "
+        "has to call it, in the same order.\n"
+        "  rank 1 is elsewhere\n"
+        "    called from train.py:3\n"
+        "  rank 2 waits in verify_replicas\n"
+        f"The process group said: {TIMED_OUT}"
     )
 
 
-def test_the_same_function_of_another_group_is_another_call() -> None:
-    notes = {5: _Note("average_parameters", (5, 6), 3.0)}
-    message = describe("average_parameters", 3.0, (4, 5), 4, notes, TIMED_OUT)
-    assert "rank 5, which did not call it (rank 5 waits in it for another group, of the ranks 5, 6)" in message
-
-
 def test_a_rank_that_comes_too_late_is_told_from_one_that_never_does() -> None:
-    message = describe("register", 0.0, (0, 1), 1, {0: _Note("register", (0, 1), 3.0)}, "pair closure")
+    message = describe("register", 0.0, (0, 1), 1, Report((), {0: 3.0}, ()), "pair closure")
     assert message.startswith(
         "register: waited 0.0 s. Every rank called it, but rank 1 came at least 3.0 s after rank 0"
     )
@@ -53,7 +51,7 @@ def test_a_rank_that_comes_too_late_is_told_from_one_that_never_does() -> None:
 
 
 def test_a_connection_that_failed_with_all_there_is_nobodys_fault() -> None:
-    message = describe("register", 3.0, (0, 1), 1, {0: _Note("register", (0, 1), 3.1)}, "broken pipe")
+    message = describe("register", 3.0, (0, 1), 1, Report((), {0: 3.1}, ()), "broken pipe")
     assert "Every rank of the group called it, so the connection between them failed" in message
 
 
@@ -63,21 +61,20 @@ def test_without_a_store_only_what_is_known_is_said() -> None:
     assert "every rank of the group (0, 1) has to call it" in message
 
 
-def test_thousands_of_ranks_fit_in_a_sentence() -> None:
-    assert len(describe("register", 3.0, range(4096), 0, {}, TIMED_OUT)) < 700
-
-
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    """Put notes into a store of this process, as rank 0 of two, with a short grace."""
-    store = dist.HashStore()
-    monkeypatch.setattr(absentees, "_store", lambda: store)
-    monkeypatch.setattr(absentees, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(absentees, "_STORE_SECONDS", 0.3)
-    monkeypatch.setattr(absentees, "_note_left", False)
+def explained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let every wait in vain be for rank 1, and note for what was asked."""
+    asked: list[str] = []
+
+    def explain(place: str, ranks: Any, seconds: float, step: int = 0) -> Report:
+        asked.append(place)
+        return Report((1,), {}, ("rank 1 is elsewhere",))
+
+    monkeypatch.setattr(watcher, "explain", explain)
+    monkeypatch.setattr(watcher, "begin", lambda: None)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    return store
+    return asked
 
 
 def wait_in_vain(function: str = "register", error: Exception | None = None) -> None:
@@ -96,69 +93,37 @@ def wait_in_vain(function: str = "register", error: Exception | None = None) -> 
         dist.DistNetworkError("whatever a network says"),
     ],
 )
-def test_what_timeouts_and_lost_connections_are_called(store: dist.Store, error: Exception) -> None:
+def test_what_timeouts_and_lost_connections_are_called(explained: list[str], error: Exception) -> None:
     with pytest.raises(RanksAbsentError, match=r"register: waited .* s for rank 1, which did not call it") as caught:
         wait_in_vain(error=error)
     assert caught.value.__cause__ is error
     assert str(error) in str(caught.value)
+    assert explained == ["register"]
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("expected a float"), ValueError("Timed out"), RanksAbsentError("Timed out")]
 )
-def test_other_errors_pass_as_they_are(store: dist.Store, error: Exception) -> None:
+def test_other_errors_pass_as_they_are(explained: list[str], error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
         wait_in_vain(error=error)
     assert caught.value is error
-    assert not store.check(["0"])
+    assert explained == []
 
 
-def test_nothing_touches_the_store_while_all_goes_well(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(absentees, "_store", lambda: asked.append(1))
+def test_while_this_rank_waits_it_says_so(explained: list[str]) -> None:
     with naming_absent_ranks(None, "register"):  # type: ignore[arg-type]
-        pass
-    assert not asked
+        wait = activity.known_wait()
+    assert wait is not None
+    assert (wait.place, wait.ranks) == ("register", (0, 1))
+    assert activity.known_wait() is None
+    assert explained == []
 
 
-def test_a_note_is_taken_back_by_the_next_call(store: dist.Store) -> None:
-    with pytest.raises(RanksAbsentError):
-        wait_in_vain()
-    assert b"register" in store.get("0")
+def test_what_failed_is_forgotten_with_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "failed", Wait("register", (0, 1), 3.0))
     with naming_absent_ranks(None, "register"):  # type: ignore[arg-type]
-        assert not store.check(["0"])
-
-
-def test_a_store_that_hangs_does_not(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    for hangs in (lambda: threading.Event().wait(60), lambda: 1 / 0):
-        monkeypatch.setattr(absentees, "_store", hangs)
-        start = time.monotonic()
-        with pytest.raises(RanksAbsentError, match="the store of the process group does not answer"):
-            wait_in_vain()
-        assert time.monotonic() - start < 5
-
-
-_SERVER = """
-import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_store_whose_process_died_does_not_hang_either(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert server.stdout is not None
-        client = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
-    finally:
-        server.kill()
-        server.communicate()
-    monkeypatch.setattr(absentees, "_store", lambda: client)
-    start = time.monotonic()
-    with pytest.raises(RanksAbsentError, match="waited"):
-        wait_in_vain()
-    assert time.monotonic() - start < 5
+        assert activity.failed is None
 
 
 # --- on ranks: groups of their own fail, so that the default one serves the next test
@@ -174,6 +139,7 @@ def message_of(function: Callable[[], Any]) -> str:
 
 def _in_turn(rank: int, calls: list[str]) -> str:
     """Let each rank do what its entry says, on groups that time out soon."""
+    watcher.begin()  # as the import does in what a launcher has started
     world = dist.new_group(timeout=TIMEOUT)
     last_two = dist.new_group([dist.get_world_size() - 2, dist.get_world_size() - 1], timeout=TIMEOUT)
     module = nn.Linear(2, 2)
@@ -199,22 +165,27 @@ def test_a_rank_that_does_not_call() -> None:
     assert silent == "fine"
     assert alone.startswith("average_parameters: waited ")
     assert (
-        " s for rank 1, which did not call it (rank 1 left no word: busy with something else, or ended); every rank of "
-        "the group (0, 1) has to call it, in the same order. The process group said: "
+        " s for rank 1, which did not call it; every rank of the group (0, 1) has to call it, in the same order.\n"
+        "  rank 1 (process "
     ) in alone
+    assert re.search(r"waits in (new_group|barrier) at \S*test_absentees\.py:\d+ in _in_turn", alone)
 
 
 def test_ranks_that_wait_in_different_functions() -> None:
     average, verify = run_ranks(2, _in_turn, ["average", "verify"])
-    assert "for rank 1, which did not call it (rank 1 waits in verify_replicas); every rank" in average
-    assert "for rank 0, which did not call it (rank 0 waits in average_parameters); every rank" in verify
+    assert "for rank 1, which did not call it; every rank" in average
+    assert re.search(r"\n  rank 1 \(process \d+ on .*\) (waits|waited) in verify_replicas", average)
+    assert "for rank 0, which did not call it; every rank" in verify
+    assert re.search(r"\n  rank 0 \(process \d+ on .*\) (waits|waited) in average_parameters", verify)
 
 
 @pytest.mark.thorough
 def test_three_ranks_in_three_places() -> None:
     average, verify, silent = run_ranks(3, _in_turn, ["average", "verify", "nothing"])
-    assert "for ranks 1, 2, which did not call it (rank 1 waits in verify_replicas; rank 2 left no word" in average
-    assert "for rank 2, which did not call it (rank 2 left no word" in verify
+    assert "for ranks 1, 2, which did not call it" in average
+    assert re.search(r"\n  rank 1 .* (waits|waited) in verify_replicas", average)
+    assert "for rank 2, which did not call it" in verify
+    assert re.search(r"\n  rank 2 .* waits in (new_group|barrier)", verify)
     assert "every rank of the group (1, 2) has to call it" in verify
     assert silent == "fine"
 
@@ -230,9 +201,10 @@ def test_two_of_three_wait_for_the_same_rank() -> None:
 
 @pytest.mark.thorough
 def test_a_rank_that_comes_late() -> None:
-    for message in run_ranks(2, _in_turn, ["average", "late"]):
-        assert "Every rank called it, but rank 1 came at least" in message
-        assert "give the process group a longer timeout" in message
+    alone, late = run_ranks(2, _in_turn, ["average", "late"])
+    assert re.search(r"for rank 1, which did not call it.*\n  rank 1 .* at \S*test_absentees\.py:\d+", alone)
+    assert "Every rank called it, but rank 1 came at least" in late
+    assert "give the process group a longer timeout" in late
 
 
 def _forward_alone(rank: int) -> str:

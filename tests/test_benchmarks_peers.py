@@ -60,7 +60,7 @@ def compare(rank: int, name: str) -> None:
                 torch.testing.assert_close(found[key], gradient)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", ["ncf", "omnireduce:0.1", "zero_times_sum", "mixture"])
 def test_the_prototype_sends_used_rows_and_gives_the_gradients_of_ddp(name: str, ranks: int) -> None:
     run_ranks(ranks, compare, name)
@@ -101,7 +101,16 @@ def accumulate(rank: int, name: str) -> None:
 
 
 @needs_transformers
-@pytest.mark.parametrize("name", ["gpt2_autocast", "bert_autocast:bfloat16:3", "resnet_autocast:float16:2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2_autocast",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("bert_autocast:bfloat16:3", "resnet_autocast:float16:2")
+        ),
+    ],
+)
 def test_peers_under_autocast_and_with_accumulation(name: str) -> None:
     run_ranks(2, accumulate, name)
 

@@ -89,9 +89,16 @@ class Case:
     def contributors(self, parameter: int) -> int:
         return sum(mask.test(parameter) << rank for rank, mask in enumerate(self.by_rank))
 
-    def plan(self, least: int = 0) -> list[_C.BucketPlan]:
+    def plan(
+        self, least: int = 0, *, sums: bool = True, costs: _C.CollectiveCosts | None = None
+    ) -> list[_C.BucketPlan]:
         direct = _C.DirectSettings(
-            allowed=True, world_size=self.ranks, sums=True, segment_bytes=self.segment_bytes, min_bytes=least
+            allowed=True,
+            world_size=self.ranks,
+            sums=sums,
+            segment_bytes=self.segment_bytes,
+            min_bytes=least,
+            costs=costs or _C.CollectiveCosts(),
         )
         settings = _C.PlanSettings(in_place_bytes=400, pack_bytes=4000, gap_fraction=0.0, direct=direct)
         return _C.make_reduction_plan(self.layout, self.agreed, settings, by_rank=self.by_rank)

@@ -28,7 +28,7 @@ def steps_of(world: World, *density: float) -> list[UnionStep]:
         rows = sum(1 << row for row in random.Random(0).sample(range(ROWS), int(part * ROWS)))
         masks = {0: rows.to_bytes(ROWS // 8, "little")} if part < 1 else {}
         values = bytes([EVERYTHING if part == 1 else SOMETHING])
-        return Step(b"\1", b"\1", b"\0", values, masks, 0, b"", [0.0], [0.0], 0.0, 0.0, 0.0, True, False)
+        return Step(b"\1", b"\1", b"\0", values, masks, {}, 0, b"", [0.0], [0.0], 0.0, 0.0, 0.0, True, False)
 
     return [unite([step(part)] * 2, layout, slots) for part in density]
 

@@ -35,6 +35,9 @@ class Alone:
     def note_printed(self) -> None:
         self.printed = True
 
+    def close(self) -> None:
+        pass
+
 
 def watch(board: Alone) -> list[int]:
     """Return the exit codes with which the process would have ended."""

@@ -62,6 +62,8 @@ STATE = {
 
 
 TUNING = ddp_hooks.Tuning()
+# Fields that version 1 did not have.
+NEWER = ("min_owner_saving", "report_hang_after", "calibrate")
 # The same as version 1 wrote it.
 OLD_STATE = {
     "version": 1,
@@ -72,7 +74,7 @@ OLD_STATE = {
         "units": "adaptive",
         "average": "world",
         "rebuild_after": 0,
-        **{name: value for name, value in STATE["policy"]["tuning"].items() if name != "min_owner_saving"},
+        **{name: value for name, value in STATE["policy"]["tuning"].items() if name not in NEWER},
     },
     "statistics": {
         {"skip_zeros_steps": "values_steps", "skip_zero_rows_steps": "units_steps"}.get(name, name): value

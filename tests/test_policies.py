@@ -278,10 +278,12 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
         "narrow": "on",
         "direct": False,
         "owners": False,
+        "calibrate": False,
         "average": "contributors",
         "gap_fraction": 0.5,
         "min_zero_fraction": 0.5,
         "min_owner_saving": 0.5,
+        "report_hang_after": 60.0,
         "first_pause_steps": 2,
     }
     changed = resolve(Policy("mine"), {field: other.get(field, 1 << 21)})
@@ -310,7 +312,11 @@ def test_an_older_checkpoint_is_read_with_the_default_of_a_new_field(monkeypatch
 
 def test_every_checkpoint_has_held_what_is_there_today() -> None:
     assert set(policies._FIRST_FIELDS) == {*FIELDS, "tuning"} - {"narrow"}
-    assert set(policies._FIRST_FIELDS_OF_TUNING) == set(FIELDS_OF_TUNING) - {"min_owner_saving"}
+    assert set(policies._FIRST_FIELDS_OF_TUNING) == set(FIELDS_OF_TUNING) - {
+        "min_owner_saving",
+        "report_hang_after",
+        "calibrate",
+    }
 
 
 def test_a_checkpoint_of_version_1_is_read() -> None:

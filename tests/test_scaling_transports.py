@@ -69,13 +69,15 @@ def check_against_plan(case: cases.Case, buckets: list, ranks: int, settings: tr
     for message in itertools.chain.from_iterable(bucket.direct for bucket in plan):
         handed["owner" if message.is_summed else "broadcast"] += 4 * message.numel
         messages["owner" if message.is_summed else "broadcast"] += 1
+        owned = dict.fromkeys(range(ranks), 0) | {group.owner: group.numel for group in message.groups}
+        if message.is_gathered:  # padded
+            owned = dict.fromkeys(owned, max(owned.values()))
+        for owner, rank in itertools.permutations(range(ranks), 2):
+            move("sums" if message.is_summed else "broadcast", owner, rank, owned[owner])
         for group in message.groups:
-            others = [rank for rank in range(ranks) if rank != group.owner]
-            for rank in others:
-                move("sums" if message.is_summed else "broadcast", group.owner, rank, group.numel)
-                for part in group.parts:
-                    if part.contributors >> rank & 1:
-                        move("to_owners", rank, group.owner, part.length)
+            for rank, part in itertools.product(range(ranks), group.parts):
+                if rank != group.owner and part.contributors >> rank & 1:
+                    move("to_owners", rank, group.owner, part.length)
     told = transports.travel(buckets, case.contributors, ranks, settings)
     assert (told.ring_bytes, told.broadcast_bytes, told.owner_bytes) == tuple(
         handed[k] for k in ("ring", "broadcast", "owner")

@@ -637,6 +637,7 @@ def masks_on_a_grid(rank: int) -> None:
     masks_that_grow(rank, direct=False)
 
 
+@pytest.mark.thorough
 def test_masks_on_a_grid() -> None:
     """Six ranks are two axes."""
     run_ranks(6, masks_on_a_grid, timeout=300.0)

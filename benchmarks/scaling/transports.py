@@ -6,6 +6,7 @@ measured or read. Sizes are in bytes; `ranks` is the world size; a set of ranks 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ LARGEST_AXIS = 4  # of the grid in which ranks agree
 # What gains less than this on the busiest link is all-reduced.
 MOST_OF_A_RING = 0.95
 LEAST_GAIN = 0.1
+# What an all-gather pads, at most: it takes as much of every rank as of the one with the most.
+MOST_PADDING = 0.1
 AT_A_TIME = 2  # messages: the threads of a gloo group
 FIRST = ("broadcast", "to_owners")  # the phases of a step that wait for nothing; then come the sums
 
@@ -161,7 +164,7 @@ def travel(buckets: Sequence[Bucket], contributors: Sequence[int], ranks: int, s
 
 
 def _choose(buckets: Sequence[Bucket], found: Sequence[int], ranks: int, settings: Settings) -> set[int]:
-    """Choose the parameters that leave the all-reduces, by what the busiest rank sends."""
+    """Choose the parameters that leave the all-reduces, by what the busiest rank sends: as without a measurement."""
     sizes = {i: size // settings.element_bytes for bucket in buckets for i, size in bucket if size}
     ring_hops = model.ring_hops(ranks)
     candidates = {
@@ -257,29 +260,41 @@ class Ownership:
     def phases(self, element_bytes: int) -> tuple[Phase, Phase, Phase]:
         """What one rank alone has, what goes to owners, and the sums that come from them."""
         everyone = (1 << self._ranks) - 1
-        broadcast, to_owners, sums = (_Ledger(self._ranks) for _ in range(3))
+        to_owners = _Ledger(self._ranks)
         for owner in range(self._ranks):
-            others = everyone & ~(1 << owner)
-            for _, part in self._alone[owner]:
-                broadcast.move(1 << owner, others, part)
             for contributors, part in self._summed[owner]:
-                to_owners.move(contributors & others, 1 << owner, part)
-                sums.move(1 << owner, others, part)
-        alone, summed = (max(map(self._count, parts)) for parts in (self._alone, self._summed))
+                to_owners.move(contributors & everyone & ~(1 << owner), 1 << owner, part)
+        for_all = []
+        for parts in (self._alone, self._summed):
+            ledger = _Ledger(self._ranks)
+            messages = list(itertools.zip_longest(*map(self._cut, parts), fillvalue=0))
+            for owned in messages:
+                sent = [max(owned)] * self._ranks if is_gathered(owned) else owned
+                for owner, part in enumerate(sent):
+                    ledger.move(1 << owner, everyone & ~(1 << owner), part)
+            for_all.append((ledger, len(messages)))
+        (broadcast, alone), (sums, summed) = for_all
         return (
             broadcast.close(alone, element_bytes),
             to_owners.close(summed, element_bytes),
             sums.close(summed, element_bytes),
         )
 
-    def _count(self, parts: Sequence[tuple[int, int]]) -> int:
-        """Messages: each holds at most a segment of every rank's."""
-        messages = filled = 0
+    def _cut(self, parts: Sequence[tuple[int, int]]) -> list[int]:
+        """What a rank owns of each message: at most a segment."""
+        messages: list[int] = []
         for _, part in parts:
-            if messages == 0 or filled + part > self._segment:
-                messages, filled = messages + 1, 0
-            filled += part
+            if messages and messages[-1] + part <= self._segment:
+                messages[-1] += part
+            else:
+                messages.append(part)
         return messages
+
+
+def is_gathered(owned: Sequence[int]) -> bool:
+    """Say whether an all-gather brings to all what each rank owns of a message; otherwise an all-to-all does."""
+    ranks = len(owned)
+    return ranks > 2 and ranks * max(owned) <= (1 + MOST_PADDING) * sum(owned)
 
 
 class _Ledger:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import platform
@@ -61,6 +62,9 @@ def environment_header(
             return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
+    script = Path(command[0]).resolve()
+    if not script.is_relative_to(ROOT):
+        script = ROOT / "benchmarks" / script.name
     changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_MADE_BY_BENCHMARKS)
     gpu = {}
     if torch.cuda.is_available():
@@ -75,7 +79,7 @@ def environment_header(
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": git("rev-parse", "--short=12", "HEAD") or os.environ.get("DDP_HOOKS_COMMIT"),
         "has_uncommitted_changes": bool(changes),
-        "command": " ".join(["python", f"benchmarks/{Path(command[0]).name}", *command[1:]]),
+        "command": " ".join(["python", script.relative_to(ROOT).as_posix(), *command[1:]]),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "backend": backend,
@@ -103,6 +107,25 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
         return {"median": ordered[0], "q1": ordered[0], "q3": ordered[0]}
     q1, median, q3 = statistics.quantiles(ordered, n=4, method="inclusive")
     return {"median": median, "q1": q1, "q3": q3}
+
+
+def run_block(variant: Any, patterns: int, steps: int) -> tuple[float, float]:
+    """Run steps one after the other; return the median of a step, seconds, and what this host sent in one, bytes."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    before = testbed.read_counters(with_shaper=False)
+    ends = [time.perf_counter()]
+    for step in range(steps):
+        variant.step(step % patterns)
+        variant.clear(step % patterns)
+        ends.append(time.perf_counter())
+    after = testbed.read_counters(with_shaper=False)
+    everyone = torch.tensor([b - a for a, b in itertools.pairwise(ends)], dtype=torch.float64)
+    dist.all_reduce(everyone)
+    moved = 0.0 if before is None or after is None else (after - before).tx_bytes / steps
+    return float((everyone / dist.get_world_size()).median()), moved
 
 
 def run_ranks(plan: Plan) -> None:

@@ -82,6 +82,22 @@ std::function<void()> without_gil(py::function function) {
   };
 }
 
+// The same for one that is asked for words; an error of its own is none.
+std::function<std::string(const std::string&)> asked_without_gil(py::function function) {
+  auto held = std::shared_ptr<py::function>(new py::function(std::move(function)), [](py::function* function) {
+    py::gil_scoped_acquire gil;
+    delete function;
+  });
+  return [held](const std::string& said) {
+    py::gil_scoped_acquire gil;
+    try {
+      return (*held)(said).cast<std::string>();
+    } catch (const std::exception&) {
+      return std::string();
+    }
+  };
+}
+
 }  // namespace
 
 void bind_engine(py::module_& m) {
@@ -164,6 +180,15 @@ void bind_engine(py::module_& m) {
              py::gil_scoped_release no_gil;
              engine.set_tell_unregistered(std::move(held));
            })
+      .def("set_explain",
+           [](Engine& engine, py::function explain) {
+             auto held = asked_without_gil(std::move(explain));
+             py::gil_scoped_release no_gil;
+             engine.set_explain(std::move(held));
+           })
+      // Without a lock, so they keep the GIL.
+      .def("seconds_in_hook", &Engine::seconds_in_hook)
+      .def("agreed_steps", &Engine::agreed_steps)
       .def("register_natively", &Engine::register_natively, py::call_guard<py::gil_scoped_release>())
       .def("close", &Engine::close, py::kw_only(), py::arg("remove_hook"), py::arg("dying"),
            py::call_guard<py::gil_scoped_release>())

@@ -11,6 +11,7 @@
 #include "bindings/rooms.h"
 #include "kernels/cpu/instructions.h"
 #include "kernels/devices.h"
+#include "kernels/packing.h"
 #include "kernels/staging_copy.h"
 #include "kernels/tensor_hash.h"
 #include "kernels/unit_scan.h"
@@ -86,6 +87,19 @@ void bind_staging_copy(py::module_& m) {
         py::call_guard<py::gil_scoped_release>());
 }
 
+// What a rank does with a gradient that travels narrow between two: looks through it, packs it, and adds up what both
+// contribute. For measurements.
+void narrow_once(const at::Tensor& gradient, const at::Tensor& packed) {
+  constexpr int64_t kUnitLength = 4096;
+  const SliceOfTensor all{gradient, 0, gradient.numel()};
+  start_unit_scan(all, kUnitLength, true).wait();
+  pack(packed, {{all, Width::kBFloat16}});
+  SliceSum sum;
+  sum.to = all;
+  sum.contributions = {{0, Width::kBFloat16, false}, {0, Width::kBFloat16, true}};
+  sum_contributions(packed, {sum});
+}
+
 }  // namespace
 
 void bind_kernels(py::module_& m) {
@@ -95,6 +109,7 @@ void bind_kernels(py::module_& m) {
       .value("FLOAT16", Width::kFloat16)
       .value("FLOAT32", Width::kFloat32);
   m.def("leave_out_avx2", &cpu::leave_out_avx2);
+  m.def("narrow_once", &narrow_once, py::arg("gradient"), py::arg("packed"), py::call_guard<py::gil_scoped_release>());
   bind_unit_scan(m);
   bind_tensor_hash(m);
   bind_staging_copy(m);

@@ -17,14 +17,34 @@ namespace py = pybind11;
 
 namespace ddp_hooks {
 void bind_transport(py::module_& m) {
+  py::class_<CollectiveCosts>(m, "CollectiveCosts")
+      .def(py::init([](double all_reduce_seconds, double all_reduce_seconds_per_byte, double all_to_all_seconds,
+                       double all_to_all_seconds_per_byte, double narrowing_seconds_per_byte, double summing_seconds_per_byte) {
+             return CollectiveCosts{all_reduce_seconds, all_reduce_seconds_per_byte, all_to_all_seconds,
+                                    all_to_all_seconds_per_byte, narrowing_seconds_per_byte, summing_seconds_per_byte};
+           }),
+           py::kw_only(), py::arg("all_reduce_seconds") = CollectiveCosts().all_reduce_seconds,
+           py::arg("all_reduce_seconds_per_byte") = CollectiveCosts().all_reduce_seconds_per_byte,
+           py::arg("all_to_all_seconds") = CollectiveCosts().all_to_all_seconds,
+           py::arg("all_to_all_seconds_per_byte") = CollectiveCosts().all_to_all_seconds_per_byte,
+           py::arg("narrowing_seconds_per_byte") = CollectiveCosts().narrowing_seconds_per_byte,
+           py::arg("summing_seconds_per_byte") = CollectiveCosts().summing_seconds_per_byte)
+      .def_readonly("all_reduce_seconds", &CollectiveCosts::all_reduce_seconds)
+      .def_readonly("all_reduce_seconds_per_byte", &CollectiveCosts::all_reduce_seconds_per_byte)
+      .def_readonly("all_to_all_seconds", &CollectiveCosts::all_to_all_seconds)
+      .def_readonly("all_to_all_seconds_per_byte", &CollectiveCosts::all_to_all_seconds_per_byte)
+      .def_readonly("narrowing_seconds_per_byte", &CollectiveCosts::narrowing_seconds_per_byte)
+      .def_readonly("summing_seconds_per_byte", &CollectiveCosts::summing_seconds_per_byte)
+      .def("narrow_pays", &narrow_pays, py::arg("world_size"));
   py::class_<DirectSettings>(m, "DirectSettings")
       .def(py::init([](bool allowed, int world_size, bool sums, double least_saving_of_sums, int64_t segment_bytes,
-                       int64_t min_bytes) {
+                       int64_t min_bytes, const CollectiveCosts& costs) {
              return DirectSettings{
-                 {world_size, allowed, allowed && sums}, segment_bytes, min_bytes, least_saving_of_sums};
+                 {world_size, allowed, allowed && sums}, segment_bytes, min_bytes, least_saving_of_sums, costs};
            }),
            py::kw_only(), py::arg("allowed"), py::arg("world_size"), py::arg("sums"),
-           py::arg("least_saving_of_sums") = 0.0, py::arg("segment_bytes"), py::arg("min_bytes"));
+           py::arg("least_saving_of_sums") = 0.0, py::arg("segment_bytes"), py::arg("min_bytes"),
+           py::arg("costs") = CollectiveCosts());
   py::class_<DirectPart>(m, "DirectPart")
       .def_readonly("place", &DirectPart::place)
       .def_readonly("offset", &DirectPart::offset)
@@ -37,6 +57,8 @@ void bind_transport(py::module_& m) {
       .def_readonly("parts", &DirectGroup::parts);
   py::class_<DirectMessage>(m, "DirectMessage")
       .def_readonly("is_summed", &DirectMessage::is_summed)
+      .def_readonly("for_all_bytes", &DirectMessage::for_all_bytes)
+      .def_readonly("is_gathered", &DirectMessage::is_gathered)
       .def_readonly("numel", &DirectMessage::numel)
       .def_readonly("groups", &DirectMessage::groups)
       .def("bytes",

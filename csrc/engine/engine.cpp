@@ -41,6 +41,20 @@ void queue_error(std::string message) {
   });
 }
 
+// Says since when the hook has been at a bucket, however it leaves.
+class InHook {
+ public:
+  explicit InHook(std::atomic<std::chrono::steady_clock::rep>& since) : since_(since) {
+    since_ = std::chrono::steady_clock::now().time_since_epoch().count();
+  }
+  ~InHook() { since_ = 0; }
+  InHook(const InHook&) = delete;
+  InHook& operator=(const InHook&) = delete;
+
+ private:
+  std::atomic<std::chrono::steady_clock::rep>& since_;
+};
+
 void refuse_capture(c10::Device device) {
   TORCH_CHECK(
       !is_capturing(device),
@@ -97,6 +111,7 @@ void Engine::close(bool remove_hook, bool dying) {
   std::shared_ptr<const ControlGroups> control_groups;
   std::function<void()> rebuild;
   std::function<void()> tell_unregistered;
+  std::function<std::string(const std::string&)> explain;
   std::unique_ptr<c10d::CommHookInterface> hook;
   const bool reducer_is_gone = reducer_.is_gone();
   ReducerLock reducer_lock;
@@ -118,6 +133,7 @@ void Engine::close(bool remove_hook, bool dying) {
   control_groups.swap(control_groups_);
   rebuild.swap(rebuild_);
   tell_unregistered.swap(tell_unregistered_);
+  explain.swap(explain_);
   if (dying || reducer_is_gone) {
     data_group_.let_go_after(reducer_.lifetime());
   } else {
@@ -128,6 +144,7 @@ void Engine::close(bool remove_hook, bool dying) {
 c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
   RECORD_FUNCTION("ddp_hooks::bucket", std::vector<c10::IValue>());
   const Stopwatch stopwatch;
+  const InHook in_hook(in_hook_since_);
   // A joined rank runs the hook outside of any backward pass and does not hold the Reducer's mutex.
   ReducerLock reducer_lock;
   // With its device, a future carries the point on the stream at which its value is there.
@@ -145,7 +162,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
                   "ddp_hooks.register(ddp) on every rank");
       take_bucket(bucket, shadow, future);
     } catch (...) {
-      step_ ? step_->fail(std::current_exception()) : future->setError(std::current_exception());
+      const bool is_known = step_ && step_->error;
+      const std::exception_ptr error = is_known ? step_->error : explained(std::current_exception());
+      step_ ? step_->fail(error) : future->setError(error);
       // Collectives that are still under way keep their own references.
       sender_.drop();
     }
@@ -159,6 +178,33 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
     if (!future->completed()) future->setError(std::current_exception());
   }
   return future;
+}
+
+double Engine::seconds_in_hook() const {
+  using std::chrono::steady_clock;
+  const steady_clock::rep since = in_hook_since_;
+  if (since == 0) return 0;
+  const auto taken = steady_clock::now() - steady_clock::time_point(steady_clock::duration(since));
+  return std::chrono::duration<double>(taken).count();
+}
+
+// Asks who was missing, for seconds, while the others fail for the same reason.
+std::exception_ptr Engine::explained(const std::exception_ptr& error) const {
+  if (!explain_) return error;
+  try {
+    std::rethrow_exception(error);
+  } catch (c10::Error& failed) {
+    // Of a type that users may catch, so it stays the same error.
+    const std::string more = explain_(failed.what());
+    if (!more.empty()) failed.add_context(more);
+    return std::current_exception();
+  } catch (const std::exception& failed) {
+    const std::string said = failed.what();
+    const std::string more = explain_(said);
+    return more.empty() ? error : std::make_exception_ptr(std::runtime_error(said + "\n" + more));
+  } catch (...) {
+    return error;
+  }
 }
 
 void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future) {
@@ -303,7 +349,9 @@ EngineSettings Engine::fitted(EngineSettings settings) const {
   transports.broadcasts = transports.broadcasts && settings.agreement.graph_detector &&
                           DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
   transports.sums = transports.sums && transports.broadcasts;
-  if (!transports.broadcasts) settings.units.widths = ValuesDetector::kOff;
+  const bool pays =
+      settings.units.widths == ValuesDetector::kOn || narrow_pays(settings.plan.direct.costs, transports.world_size);
+  if (!transports.broadcasts || !pays) settings.units.widths = ValuesDetector::kOff;
   settings.agreement.asks_who = transports.broadcasts || settings.averages_contributors;
   return settings;
 }
@@ -330,6 +378,7 @@ void Engine::open_step(bool shadow) {
   for (const BucketLayout& bucket : layout_->buckets) statistics_.dense_bytes += bucket.bytes();
 
   const AgreedUsage usage = agree(shadow);
+  ++agreed_steps_;
   keep_untouched();
   // Alone there is nobody to send to, whatever is used.
   if (data_group_->getSize() == 1) return plan_parameters(prologue_->agreement().nothing(), Contributors());
@@ -647,6 +696,11 @@ void Engine::set_rebuild(std::function<void()> rebuild) {
   // What was set before goes when the lock is free again.
   std::lock_guard lock(mutex_);
   rebuild_.swap(rebuild);
+}
+
+void Engine::set_explain(std::function<std::string(const std::string&)> explain) {
+  std::lock_guard lock(mutex_);
+  explain_.swap(explain);
 }
 
 void Engine::set_tell_unregistered(std::function<void()> tell) {

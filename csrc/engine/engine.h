@@ -38,7 +38,9 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -122,6 +124,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Called once, at the end of a backward pass that the Reducer has reduced without any hook.
   void set_tell_unregistered(std::function<void()> tell);
 
+  // Called with what a failed exchange of masks said, by whoever has waited for it; what it returns is added.
+  void set_explain(std::function<std::string(const std::string&)> explain);
+
+  // For how long the hook has been at one bucket, where it waits for nothing but masks; 0 outside. Takes no lock.
+  double seconds_in_hook() const;
+
+  // In how many steps every rank of the group has been heard of. Takes no lock.
+  int64_t agreed_steps() const { return agreed_steps_; }
+
   // Other settings from the next step on; throws within a step.
   void configure(const EngineSettings& settings);
 
@@ -141,6 +152,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void gradient_reported(size_t parameter);
   void unmanaged_gradient_reported(size_t parameter);
   void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
+  std::exception_ptr explained(const std::exception_ptr& error) const;
   void forget_broken_pass(const c10d::GradBucket& bucket);
   void check_bucket(uint32_t bucket);
   void prepare_gradients(uint32_t bucket);
@@ -200,7 +212,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   PlanCache plans_;
   RebuildTimer rebuild_timer_;
   std::function<void()> rebuild_;
+  std::function<std::string(const std::string&)> explain_;
+  // Since when the hook has been at a bucket, on the steady clock, and 0 outside.
+  std::atomic<std::chrono::steady_clock::rep> in_hook_since_{0};
   int64_t step_number_ = 0;
+  std::atomic<int64_t> agreed_steps_{0};
   std::shared_ptr<Step> step_;  // null between steps
   // Alive from a step's last bucket until this rank has done what others wait for at the end of its backward pass.
   std::weak_ptr<void> ending_;

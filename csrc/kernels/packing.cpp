@@ -93,8 +93,8 @@ void pack_on_device(const at::Tensor& to, const std::vector<PackedSlice>& from) 
     check_aligned(slice.flat);
     slices.push_back({address_of(slice), slice.length, width, 1 / divisor});
   }
-  const char* error = kernels_of(to.device())
-                          .pack(buffer, slices.data(), slices.size(), type, current_stream_handle(to.device()));
+  const char* error =
+      kernels_of(to.device()).pack(buffer, slices.data(), slices.size(), type, current_stream_handle(to.device()));
   check_launch(error, to.device(), "pack gradients");
 }
 
@@ -107,7 +107,7 @@ struct KindOfSum {
 };
 
 void sum_alike_on_device(const char* packed, const std::vector<const SliceSum*>& sums, const KindOfSum& kind,
-                       c10::Device device) {
+                         c10::Device device) {
   size_t count = 0;
   for (const SliceSum* sum : sums) count += sum->contributions.size();
   std::vector<cuda::TermToAdd> terms;

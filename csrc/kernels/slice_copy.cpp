@@ -113,10 +113,9 @@ void gather_scaled(const at::Tensor& message, const std::vector<SliceOfTensor>& 
     const c10::DeviceGuard guard(message.device());
     check_aligned(message);
     const std::vector<cuda::SliceOfMemory> memory = addresses(slices);
-    const char* error =
-        kernels_of(message.device())
-            .gather_scaled(message.data_ptr(), memory.data(), memory.size(), type, factor,
-                           current_stream_handle(message.device()));
+    const char* error = kernels_of(message.device())
+                            .gather_scaled(message.data_ptr(), memory.data(), memory.size(), type, factor,
+                                           current_stream_handle(message.device()));
     return check_launch(error, message.device(), "gather gradients");
   }
   int64_t position = 0;

@@ -25,6 +25,33 @@ struct Transports {
   bool sums = false;  // by owner
 };
 
+// What collectives of a group take, measured when the state was made (ddp_hooks/collective_costs.py); the same on every
+// rank. A message's time is that of one among several under way. A byte's is for what a rank sends: in an all-reduce as
+// a ring would, in an all-to-all the rank with the most. Without a measurement only bytes count, wherever they travel.
+struct CollectiveCosts {
+  double all_reduce_seconds = 0;  // a message
+  double all_reduce_seconds_per_byte = 1;
+  double all_to_all_seconds = 0;
+  double all_to_all_seconds_per_byte = 1;
+  // Of a gradient: to find that it is narrow, to pack it, to add up what arrives.
+  double narrowing_seconds_per_byte = 0;
+  // The same by the clock, while every rank does it: what owners sum is packed, added up and put back by cores that ranks
+  // may have to share.
+  double summing_seconds_per_byte = 0;
+
+  double of_all_reduces(double bytes, double messages) const {
+    return bytes * all_reduce_seconds_per_byte + messages * all_reduce_seconds;
+  }
+  // Half of a ring's hops, with as many bytes in each.
+  double of_all_gathers(double bytes, double messages) const { return of_all_reduces(bytes, messages / 2); }
+  double of_all_to_alls(double bytes, double messages) const {
+    return bytes * all_to_all_seconds_per_byte + messages * all_to_all_seconds;
+  }
+};
+
+// Whether links are so slow that it can save time to send a gradient narrow.
+bool narrow_pays(const CollectiveCosts& costs, int world_size);
+
 // Which part of its bytes a contribution takes in a form.
 double part_of_bytes(Width width);
 

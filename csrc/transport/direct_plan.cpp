@@ -2,9 +2,33 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
+#include <numeric>
 
 namespace ddp_hooks {
 namespace {
+
+int64_t most_of(const std::vector<int64_t>& bytes_by_rank) {
+  return *std::max_element(bytes_by_rank.begin(), bytes_by_rank.end());
+}
+
+// Whether an all-gather brings to all what each rank has for them. It takes as much of every rank as of the one with
+// the most. Two ranks swap.
+bool is_gathered(const std::vector<int64_t>& for_all_bytes) {
+  constexpr double kMostPadding = 0.1;
+  const auto total = static_cast<double>(std::accumulate(for_all_bytes.begin(), for_all_bytes.end(), int64_t{0}));
+  const auto padded = static_cast<double>(most_of(for_all_bytes)) * static_cast<double>(for_all_bytes.size());
+  return for_all_bytes.size() > 2 && padded <= (1 + kMostPadding) * total;
+}
+
+int64_t for_all_bytes(const DirectMessage& message, int rank, int64_t element_bytes) {
+  int64_t bytes = 0;
+  for (const DirectGroup& group : message.groups) {
+    if (!message.is_summed) bytes += contribution_bytes(group, rank, element_bytes);
+    if (message.is_summed && group.owner == rank) bytes += group.numel * element_bytes;
+  }
+  return bytes;
+}
 
 // What each rank owns, in the order in which it was given it, and what each has to send.
 class Ownership {
@@ -13,7 +37,7 @@ class Ownership {
       : transports_(transports),
         element_bytes_(element_bytes),
         segment_bytes_(segment_bytes),
-        sent_bytes_(count()),
+        to_owners_(count()),
         broadcast_(count()),
         summed_(count()) {}
 
@@ -30,20 +54,60 @@ class Ownership {
     }
   }
 
-  // Of the rank with the most.
-  int64_t most_sent_bytes() const { return *std::max_element(sent_bytes_.begin(), sent_bytes_.end()); }
+  // How long the rank takes that takes longest. Without what an all-gather pads.
+  double seconds(const CollectiveCosts& costs) const {
+    double most = 0;
+    const bool gathers_sums = is_gathered(summed_.for_all_bytes), gathers = is_gathered(broadcast_.for_all_bytes);
+    for (size_t rank = 0; rank < count(); ++rank) {
+      const int64_t sums = others() * summed_.for_all_bytes[rank], own = others() * broadcast_.for_all_bytes[rank];
+      const int64_t gathered = (gathers_sums ? sums : 0) + (gathers ? own : 0);
+      most = std::max(most, costs.of_all_gathers(static_cast<double>(gathered), 0) +
+                                costs.of_all_to_alls(static_cast<double>(sent_bytes(rank) - gathered), 0));
+    }
+    const double with_sums = messages_of(summed_), others = messages_of(broadcast_);
+    const double gathered = (gathers_sums ? with_sums : 0) + (gathers ? others : 0);
+    int64_t summed = 0;
+    for (const int64_t bytes : summed_.for_all_bytes) summed += bytes;
+    most += costs.summing_seconds_per_byte * static_cast<double>(summed);
+    return most + costs.of_all_gathers(0, gathered) + costs.of_all_to_alls(0, 2 * with_sums + others - gathered);
+  }
 
   std::vector<DirectMessage> messages() const {
     std::vector<DirectMessage> messages;
     collect(broadcast_, false, messages);
     collect(summed_, true, messages);
+    for (DirectMessage& message : messages) {
+      for (int rank = 0; rank < transports_.world_size; ++rank) {
+        message.for_all_bytes.push_back(for_all_bytes(message, rank, element_bytes_));
+      }
+      message.is_gathered = is_gathered(message.for_all_bytes);
+    }
     return messages;
   }
 
  private:
-  using PartsByRank = std::vector<std::vector<DirectPart>>;
+  // What was dealt out to be broadcast, or to be summed; by rank.
+  struct Dealt {
+    explicit Dealt(size_t ranks) : parts(ranks), for_all_bytes(ranks) {}
+    std::vector<std::vector<DirectPart>> parts;
+    std::vector<int64_t> for_all_bytes;
+  };
 
   size_t count() const { return static_cast<size_t>(transports_.world_size); }
+  int64_t others() const { return transports_.world_size - 1; }
+  int64_t sent_bytes(size_t rank) const {
+    return to_owners_[rank] + others() * (broadcast_.for_all_bytes[rank] + summed_.for_all_bytes[rank]);
+  }
+
+  double messages_of(const Dealt& dealt) const {
+    int64_t most = 0;
+    for (const std::vector<DirectPart>& parts : dealt.parts) {
+      int64_t bytes = 0;
+      for (const DirectPart& part : parts) bytes += part_bytes(part.length, part.width);
+      most = std::max(most, bytes);
+    }
+    return std::ceil(static_cast<double>(most) / static_cast<double>(segment_bytes_));
+  }
 
   // Without what a packed part is rounded up to.
   int64_t part_bytes(int64_t length, Width width) const {
@@ -53,7 +117,7 @@ class Ownership {
   size_t least_loaded(RankSet ranks) const {
     auto best = static_cast<size_t>(std::countr_zero(ranks));
     for (size_t rank = best + 1; rank < count(); ++rank) {
-      if (contains(ranks, static_cast<int>(rank)) && sent_bytes_[rank] < sent_bytes_[best]) best = rank;
+      if (contains(ranks, static_cast<int>(rank)) && sent_bytes(rank) < sent_bytes(best)) best = rank;
     }
     return best;
   }
@@ -62,18 +126,14 @@ class Ownership {
     // Of what is broadcast all contributors send the same, so it is dealt out in turn.
     const size_t owner = is_summed || std::has_single_bit(part.contributors) ? least_loaded(part.contributors)
                                                                              : next_in_turn(part.contributors);
-    const int64_t others = transports_.world_size - 1;
     const int64_t contribution = part_bytes(part.length, part.width);
+    Dealt& dealt = is_summed ? summed_ : broadcast_;
     for (size_t rank = 0; rank < count(); ++rank) {
-      if (!contains(part.contributors, static_cast<int>(rank))) continue;
-      if (!is_summed) {
-        sent_bytes_[rank] += contribution * others;
-      } else if (rank != owner) {
-        sent_bytes_[rank] += contribution;
-      }
+      if (!contains(part.contributors, static_cast<int>(rank)) || (is_summed && rank == owner)) continue;
+      (is_summed ? to_owners_ : dealt.for_all_bytes)[rank] += contribution;
     }
-    if (is_summed) sent_bytes_[owner] += part.length * element_bytes_ * others;
-    (is_summed ? summed_ : broadcast_)[owner].push_back(part);
+    if (is_summed) dealt.for_all_bytes[owner] += part.length * element_bytes_;
+    dealt.parts[owner].push_back(part);
   }
 
   size_t next_in_turn(RankSet ranks) {
@@ -84,19 +144,19 @@ class Ownership {
   }
 
   // Message i holds the i-th segment of each rank.
-  void collect(const PartsByRank& parts, bool is_summed, std::vector<DirectMessage>& messages) const {
+  void collect(const Dealt& dealt, bool is_summed, std::vector<DirectMessage>& messages) const {
     const size_t first = messages.size();
     for (size_t owner = 0; owner < count(); ++owner) {
       size_t number = first;
       int64_t filled = 0;
-      for (const DirectPart& part : parts[owner]) {
+      for (const DirectPart& part : dealt.parts[owner]) {
         const int64_t bytes = part_bytes(part.length, part.width);
         if (filled > 0 && filled + bytes > segment_bytes_) {
           ++number;
           filled = 0;
         }
         filled += bytes;
-        if (number == messages.size()) messages.push_back({is_summed, {}, 0});
+        if (number == messages.size()) messages.push_back({is_summed, {}, 0, {}, false});
         append(messages[number], part, static_cast<int>(owner));
       }
     }
@@ -117,10 +177,10 @@ class Ownership {
   const Transports transports_;
   const int64_t element_bytes_;
   const int64_t segment_bytes_;
-  std::vector<int64_t> sent_bytes_;  // by rank
+  std::vector<int64_t> to_owners_;  // what each rank sends of what others own, bytes
   size_t turn_ = 0;
-  PartsByRank broadcast_;
-  PartsByRank summed_;
+  Dealt broadcast_;
+  Dealt summed_;
 };
 
 Ownership share_out(const std::vector<DirectPart>& stretches, int64_t element_bytes, const Transports& transports,
@@ -159,13 +219,15 @@ Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t e
   constexpr double kMostOfARing = 0.95;
   const Transports& allowed = settings.transports;
   const auto ring = [&](int64_t bytes) {
-    return 2.0 * (allowed.world_size - 1) / allowed.world_size * static_cast<double>(bytes);
+    constexpr double kMessageBytes = 4 << 20;
+    const double carried = 2.0 * (allowed.world_size - 1) / allowed.world_size * static_cast<double>(bytes);
+    return settings.costs.of_all_reduces(carried, std::ceil(static_cast<double>(bytes) / kMessageBytes));
   };
   struct Outcome {
     int64_t leaving_bytes = 0;  // of all stretches
     bool sums = false;          // owners sum some of that
-    double leaving = 0;         // what the busiest rank sends of what leaves the all-reduces, bytes,
-    double staying = 0;         // and of the rest
+    double leaving = 0;         // what it takes, seconds
+    double staying = 0;         // and the rest
   };
   const auto outcome = [&](const Transports& transports) {
     std::vector<DirectPart> leaving;
@@ -178,27 +240,25 @@ Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t e
       (leaves ? leaving_bytes : staying_bytes) += stretch.length * element_bytes;
       if (leaves) leaving.push_back(stretch);
     }
-    const auto busiest = share_out(leaving, element_bytes, transports, settings).most_sent_bytes();
-    return Outcome{leaving_bytes, sums, static_cast<double>(busiest), ring(staying_bytes)};
+    const double seconds = share_out(leaving, element_bytes, transports, settings).seconds(settings.costs);
+    return Outcome{leaving_bytes, sums, seconds, ring(staying_bytes)};
   };
   const Transports none{allowed.world_size, false, false};
   if (stretches.empty() || !allowed.broadcasts) return none;
   Transports chosen = none;
-  double sent = outcome(none).staying;
+  double seconds = outcome(none).staying;
   const Transports broadcasts{allowed.world_size, true, false};
   const Outcome with_broadcasts = outcome(broadcasts);
   if (with_broadcasts.leaving_bytes > 0 && with_broadcasts.leaving_bytes >= settings.min_bytes &&
       with_broadcasts.leaving <= kMostOfARing * ring(with_broadcasts.leaving_bytes)) {
     chosen = broadcasts;
-    sent = with_broadcasts.leaving + with_broadcasts.staying;
+    seconds = with_broadcasts.leaving + with_broadcasts.staying;
   }
   if (!allowed.sums) return chosen;
   const Outcome with_sums = outcome(allowed);
   const double least_saving = settings.least_saving_of_sums * (hidden ? 2 : 1);
-  const double sent_with_sums = with_sums.leaving + with_sums.staying;
-  return with_sums.sums && sent_with_sums <= (1 - least_saving) * sent && with_sums.leaving_bytes >= settings.min_bytes
-             ? allowed
-             : chosen;
+  const bool pays = with_sums.leaving + with_sums.staying <= (1 - least_saving) * seconds;
+  return with_sums.sums && pays && with_sums.leaving_bytes >= settings.min_bytes ? allowed : chosen;
 }
 
 std::vector<DirectMessage> make_direct_messages(const std::vector<DirectPart>& stretches, int64_t element_bytes,

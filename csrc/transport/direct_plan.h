@@ -27,8 +27,9 @@ struct DirectSettings {
   Transports transports;      // what may leave the all-reduces
   int64_t segment_bytes = 1;  // what one rank owns of one message
   int64_t min_bytes = 0;      // with less to send than this, nothing leaves the all-reduces
-  // What sums have to save of the busiest rank's bytes, for what all-reduces would not hide behind backward either.
+  // What sums have to save of the time, for what all-reduces would not hide behind backward either.
   double least_saving_of_sums = 0;
+  CollectiveCosts costs = {};
 };
 
 struct DirectPart {
@@ -56,6 +57,10 @@ struct DirectMessage {
   bool is_summed = false;           // by owners; otherwise each contributor broadcasts what it has
   std::vector<DirectGroup> groups;  // by owner, ascending; of those that own something
   int64_t numel = 0;
+  // What each rank has for all others, by rank: what it broadcasts, or the sums that it owns. An all-gather brings it
+  // to them where all have about as much, otherwise an all-to-all.
+  std::vector<int64_t> for_all_bytes;
+  bool is_gathered = false;
 };
 
 // What a rank contributes to a group: in how many bytes it travels.
@@ -69,8 +74,8 @@ struct MessageBytes {
 };
 MessageBytes bytes_of(const DirectMessage& message, int64_t element_bytes);
 
-// What shall leave the all-reduces of these, which may, by what the busiest rank sends. Sums start when backward has
-// ended: where all-reduces are `hidden` behind it, they have to save twice as much.
+// What shall leave the all-reduces of these, which may, by how long either takes. Sums start when backward has ended:
+// where all-reduces are `hidden` behind it, they have to save twice as much.
 Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t element_bytes,
                              const DirectSettings& settings, bool hidden);
 

@@ -55,12 +55,6 @@ void add_sums(const DirectGroup& group, const std::vector<DirectPlace>& places, 
   }
 }
 
-const DirectGroup* group_of(const std::vector<DirectGroup>& groups, int owner) {
-  const auto group = std::find_if(groups.begin(), groups.end(),
-                                  [&](const DirectGroup& candidate) { return candidate.owner == owner; });
-  return group == groups.end() ? nullptr : &*group;
-}
-
 // Torch 2.13 calls it by another name than those before.
 template <typename Group>
 c10::intrusive_ptr<c10d::Work> start_all_to_all(Group& group, at::Tensor& received, at::Tensor& sent,
@@ -83,7 +77,8 @@ bool DirectSender::is_possible(c10d::ProcessGroup& group, c10::Device device) {
   // A group of several backends, one for each device, has no name of its own; and one written in Python no backend.
   std::string name = backend_name(group, device.type());
   if (name.empty()) name = group.getBackendName();
-  return group.getSize() > 1 && group.getSize() <= kMostRanksInSet && (name == "gloo" || is_on_streams(name, device.type()));
+  return group.getSize() > 1 && group.getSize() <= kMostRanksInSet &&
+         (name == "gloo" || is_on_streams(name, device.type()));
 }
 
 c10::intrusive_ptr<c10d::Work> DirectSender::all_to_all(at::Tensor received, at::Tensor sent, Splits splits) {
@@ -91,6 +86,17 @@ c10::intrusive_ptr<c10d::Work> DirectSender::all_to_all(at::Tensor received, at:
   statistics_.messages += 1;
   statistics_.sent_bytes += static_cast<int64_t>(sent.nbytes());
   return start_all_to_all(group_, received, sent, splits.received, splits.sent);
+}
+
+c10::intrusive_ptr<c10d::Work> DirectSender::all_gather(const FromAll& room) {
+  RECORD_FUNCTION("ddp_hooks::all_gather", std::vector<c10::IValue>());
+  const int64_t bytes = room.memory.numel() / world_size();
+  statistics_.messages += 1;
+  statistics_.sent_bytes += bytes * (world_size() - 1);
+  std::vector<std::vector<at::Tensor>> received(1);
+  for (const int64_t begin : room.begins) received.front().push_back(room.memory.narrow(0, begin, bytes));
+  std::vector<at::Tensor> sent{received.front()[static_cast<size_t>(rank())]};
+  return group_.allgather(received, sent);
 }
 
 DirectSender::Splits DirectSender::no_splits() const {
@@ -108,29 +114,50 @@ void DirectSender::send(Launch launch, const DirectMessage& message, DirectPlace
                     : broadcast(std::move(launch), message, std::move(places));
 }
 
-void DirectSender::broadcast(Launch launch, const DirectMessage& message, DirectPlaces places) {
-  const at::TensorOptions options = options_of(places);
-  const int64_t element_bytes = static_cast<int64_t>(options.dtype().itemsize());
-  Splits splits = no_splits();
-  Contributions received;
-  int64_t here = 0, elsewhere = 0;
-  for (int from = 0; from < world_size(); ++from) {
-    int64_t bytes = 0;
-    for (const DirectGroup& group : message.groups) bytes += contribution_bytes(group, from, element_bytes);
-    received.begins.push_back(elsewhere);
-    if (from == rank()) {
-      here = bytes;
-    } else {
-      splits.received[static_cast<size_t>(from)] = bytes;
-      elsewhere += bytes;
+DirectSender::FromAll DirectSender::take_room(const Launch& launch, const DirectMessage& message,
+                                              const at::TensorOptions& options) {
+  const std::vector<int64_t>& bytes = message.for_all_bytes;
+  const auto own = static_cast<size_t>(rank());
+  const int64_t most = *std::max_element(bytes.begin(), bytes.end());
+  FromAll room;
+  int64_t end = 0;
+  for (size_t from = 0; from < bytes.size(); ++from) {
+    room.begins.push_back(end);
+    if (message.is_gathered) {
+      end += most;
+    } else if (from != own) {
+      end += bytes[from];
     }
   }
-  // Behind what is received, a copy for each of the others.
-  received.begins[static_cast<size_t>(rank())] = elsewhere;
-  const int64_t others = world_size() - 1;
-  received.memory = staging_.take(*launch.step, elsewhere + here * others, options.dtype(at::kByte));
-  const at::Tensor sent = received.memory.narrow(0, elsewhere, here * others);
-  Packer packer(sent.narrow(0, 0, here));
+  if (!message.is_gathered) {
+    // Behind what is received, a copy for each of the others.
+    room.begins[own] = end;
+    end += bytes[own] * (world_size() - 1);
+  }
+  room.memory = staging_.take(*launch.step, end, options.dtype(at::kByte));
+  return room;
+}
+
+c10::intrusive_ptr<c10d::Work> DirectSender::send_to_all(const DirectMessage& message, const FromAll& room) {
+  if (message.is_gathered) return all_gather(room);
+  Splits splits{message.for_all_bytes, message.for_all_bytes};
+  const auto own = static_cast<size_t>(rank());
+  const int64_t here = message.for_all_bytes[own], others = world_size() - 1;
+  std::fill(splits.sent.begin(), splits.sent.end(), here);
+  splits.received[own] = splits.sent[own] = 0;
+  const int64_t received = room.begins[own];
+  const at::Tensor sent = room.memory.narrow(0, received, here * others);
+  for (int64_t copy = 1; copy < others; ++copy) {
+    sent.narrow(0, copy * here, here).copy_(sent.narrow(0, 0, here));
+  }
+  return all_to_all(room.memory.narrow(0, 0, received), sent, std::move(splits));
+}
+
+void DirectSender::broadcast(Launch launch, const DirectMessage& message, DirectPlaces places) {
+  const at::TensorOptions options = options_of(places);
+  FromAll received = take_room(launch, message, options);
+  const auto own = static_cast<size_t>(rank());
+  Packer packer(received.memory.narrow(0, received.begins[own], message.for_all_bytes[own]));
   for (size_t i = 0; i < message.groups.size(); ++i) {
     const std::vector<DirectPart>& parts = message.groups[i].parts;
     for (size_t part = 0; part < parts.size(); ++part) {
@@ -138,13 +165,9 @@ void DirectSender::broadcast(Launch launch, const DirectMessage& message, Direct
     }
   }
   packer.finish();
-  for (int64_t copy = 1; copy < others; ++copy) {
-    sent.narrow(0, copy * here, here).copy_(sent.narrow(0, 0, here));
-  }
-  for (int to = 0; to < world_size(); ++to) splits.sent[static_cast<size_t>(to)] = to == rank() ? 0 : here;
 
-  const auto work = all_to_all(received.memory.narrow(0, 0, elsewhere), sent, std::move(splits));
-  const c10::Device device = sent.device();
+  const auto work = send_to_all(message, received);
+  const c10::Device device = received.memory.device();
   when_back(*work, device, std::move(launch),
             [groups = message.groups, places = std::move(places), received = std::move(received), rank = rank(),
              ranks = world_size()](c10::ivalue::Future&) {
@@ -186,14 +209,14 @@ void DirectSender::collect(Launch launch, const DirectMessage& message, DirectPl
   StepInFlight& step = *launch.step;
   const at::TensorOptions bytes = options.dtype(at::kByte);
   Waiting waiting{std::move(launch),
-                  message.groups,
+                  message,
                   std::move(places),
                   staging_.take(step, sent, bytes),
                   {staging_.take(step, received + own, bytes), std::move(begins)},
                   nullptr};
   int64_t filled = 0;
-  for (size_t i = 0; i < waiting.groups.size(); ++i) {
-    const DirectGroup& group = waiting.groups[i];
+  for (size_t i = 0; i < message.groups.size(); ++i) {
+    const DirectGroup& group = message.groups[i];
     const bool is_own = group.owner == rank();
     const int64_t size = contribution_bytes(group, rank(), element_bytes);
     Packer packer(is_own ? waiting.received.memory.narrow(0, received, size) : waiting.sent.narrow(0, filled, size));
@@ -225,54 +248,44 @@ void DirectSender::send_sums(const std::shared_ptr<StepInFlight>& step) {
 
 // The second phase: to all others what this rank owns.
 void DirectSender::broadcast_sums(const Waiting& waiting) {
-  Splits splits = no_splits();
-  int64_t elsewhere = 0;
-  for (const DirectGroup& group : waiting.groups) {
-    if (group.owner == rank()) continue;
-    splits.received[static_cast<size_t>(group.owner)] = group.numel;
-    elsewhere += group.numel;
-  }
-  const DirectGroup* owned = group_of(waiting.groups, rank());
-  const int64_t here = owned == nullptr ? 0 : owned->numel;
-  const int64_t others = world_size() - 1;
+  const DirectMessage& message = waiting.message;
   const at::TensorOptions options = options_of(waiting.places);
-  at::Tensor sent = staging_.take(*waiting.launch.step, here * others, options);
-  at::Tensor received = staging_.take(*waiting.launch.step, elsewhere, options);
-  const at::Tensor own = sent.narrow(0, 0, here);
-  if (owned != nullptr) {
-    const std::vector<DirectPlace>& places = waiting.places[static_cast<size_t>(owned - waiting.groups.data())];
+  const FromAll received = take_room(waiting.launch, message, options);
+  // The group's sums, which lie where its owner's part begins.
+  const auto sums_of = [received, options](const DirectGroup& group) {
+    const auto element_bytes = static_cast<int64_t>(options.dtype().itemsize());
+    const int64_t begin = received.begins[static_cast<size_t>(group.owner)];
+    return received.memory.narrow(0, begin, group.numel * element_bytes)
+        .view(c10::typeMetaToScalarType(options.dtype()));
+  };
+  for (size_t i = 0; i < message.groups.size(); ++i) {
+    const DirectGroup& group = message.groups[i];
+    if (group.owner != rank()) continue;
+    const at::Tensor own = sums_of(group);
     std::vector<DirectPlace> into;
     int64_t filled = 0;
-    for (size_t i = 0; i < owned->parts.size(); ++i) {
-      into.push_back({{own, filled, owned->parts[i].length}, places[i].divisor});
-      filled += owned->parts[i].length;
+    for (size_t part = 0; part < group.parts.size(); ++part) {
+      into.push_back({{own, filled, group.parts[part].length}, waiting.places[i][part].divisor});
+      filled += group.parts[part].length;
     }
     std::vector<SliceSum> sums;
     std::vector<int64_t> positions = waiting.received.begins;
-    add_sums(*owned, into, -1, world_size(), positions, sums);
+    add_sums(group, into, -1, world_size(), positions, sums);
     sum_contributions(waiting.received.memory, sums);
   }
-  for (int64_t copy = 1; copy < others; ++copy) sent.narrow(0, copy * here, here).copy_(own);
-  for (int to = 0; to < world_size(); ++to) splits.sent[static_cast<size_t>(to)] = to == rank() ? 0 : here;
 
-  const auto work = all_to_all(received, sent, std::move(splits));
-  const c10::Device device = sent.device();
+  const auto work = send_to_all(message, received);
+  const c10::Device device = received.memory.device();
   when_back(*work, device, waiting.launch,
-            [groups = waiting.groups, places = waiting.places, own, received, rank = rank()](c10::ivalue::Future&) {
+            [groups = message.groups, places = waiting.places, received, sums_of](c10::ivalue::Future&) {
               RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
-              int64_t arrived = 0;
               for (size_t i = 0; i < groups.size(); ++i) {
                 std::vector<SliceOfTensor> slices;
+                slices.reserve(places[i].size());
                 for (const DirectPlace& place : places[i]) slices.push_back(place.slice);
-                if (groups[i].owner == rank) {
-                  scatter(own, slices);
-                } else {
-                  scatter(received.narrow(0, arrived, groups[i].numel), slices);
-                  arrived += groups[i].numel;
-                }
+                scatter(sums_of(groups[i]), slices);
               }
-              keep_for_stream(own);
-              keep_for_stream(received);
+              keep_for_stream(received.memory);
             });
 }
 

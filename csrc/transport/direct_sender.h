@@ -56,18 +56,18 @@ class DirectSender {
   void drop() { waiting_.clear(); }
 
  private:
-  // What has arrived of contributions to some parts, and where each rank's begin in it.
-  struct Contributions {
+  // What comes from all ranks, and where each rank's part of it begins; this rank's own is there, too.
+  struct FromAll {
     at::Tensor memory;            // uint8
-    std::vector<int64_t> begins;  // by rank, bytes; this rank's own are there, too
+    std::vector<int64_t> begins;  // by rank, bytes
   };
   // A message whose owners wait for contributions.
   struct Waiting {
     Launch launch;
-    std::vector<DirectGroup> groups;
+    DirectMessage message;
     DirectPlaces places;
     at::Tensor sent;  // to owners, by owner
-    Contributions received;
+    FromAll received;
     c10::intrusive_ptr<c10d::Work> work;
   };
   struct Splits {
@@ -77,6 +77,11 @@ class DirectSender {
   void broadcast(Launch launch, const DirectMessage& message, DirectPlaces places);
   void collect(Launch launch, const DirectMessage& message, DirectPlaces places);
   void broadcast_sums(const Waiting& waiting);
+  // Memory for what each rank has for all others.
+  FromAll take_room(const Launch& launch, const DirectMessage& message, const at::TensorOptions& options);
+  // Sends what this rank has of that, once it lies there.
+  c10::intrusive_ptr<c10d::Work> send_to_all(const DirectMessage& message, const FromAll& room);
+  c10::intrusive_ptr<c10d::Work> all_gather(const FromAll& room);
   c10::intrusive_ptr<c10d::Work> all_to_all(at::Tensor received, at::Tensor sent, Splits splits);
   Splits no_splits() const;
 

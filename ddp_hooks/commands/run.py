@@ -6,6 +6,8 @@ import argparse
 from typing import Any
 
 from ddp_hooks import run_report
+from ddp_hooks.ddp_methods import watch_construction_from_its_beginning
+from ddp_hooks.hangs import watcher
 from ddp_hooks.policies import PRESETS, parse_settings, resolve
 from ddp_hooks.script import run_script
 
@@ -17,7 +19,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         usage="torchrun ... -m ddp_hooks run [--policy NAME] [--set NAME=VALUE]\n           [--report FILE] [--quiet] "
-        "[-m] SCRIPT ...",
+        "[--watch] [-m] SCRIPT ...",
         help="run a training script with ddp_hooks in it, and print what was saved",
         description="Runs a training script as if it had been started itself, after ddp_hooks.enable(): each "
         "DistributedDataParallel module that it makes gets the hook. At the end rank 0 prints the statistics to "
@@ -33,6 +35,11 @@ def add_to(commands: Any) -> None:
         default=[],
         help="set a field of the policy or of its tuning, as in `--set rebuild_after=100`; may be given again",
     )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="register no hook: plain DDP trains, and only the ranks are named that others wait for",
+    )
     parser.add_argument("--quiet", action="store_true", help="print no statistics")
     parser.add_argument("--report", type=parse_new_file, metavar="FILE", help="write the statistics to FILE, as JSON")
     add_script_to(parser)
@@ -45,6 +52,9 @@ def _execute(parsed: argparse.Namespace) -> int:
         policy = resolve(parsed.policy, parse_settings(parsed.settings))
     except (TypeError, ValueError) as error:
         parsed.refuse(f"argument --set: {error}")
+    watcher.begin(policy.tuning.report_hang_after)
+    if parsed.watch:
+        return _watch(script, as_module=parsed.as_module)
     report = run_report.RunReport(policy, script)
     report.start()
     failed = False
@@ -58,4 +68,15 @@ def _execute(parsed: argparse.Namespace) -> int:
     finally:
         # Also where the script raised, or left by sys.exit().
         report.end(failed=failed, quiet=parsed.quiet, file=parsed.report)
+    return 0
+
+
+def _watch(script: list[str], *, as_module: bool) -> int:
+    with watch_construction_from_its_beginning(watcher.watch_construction):
+        try:
+            run_script(script, as_module=as_module)
+        except BaseException as error:
+            if explain_missing_launcher("run", error):
+                return 2
+            raise
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
+from ..hangs import watcher
 from ..registration import find_ddp
 from ..service import registered_service
 from . import timing
@@ -39,6 +41,7 @@ class Diagnosis:
         self._findings: Findings | None = None
         self._channel: SideChannel | None = None
         self.recorder: Recorder | None = None
+        self._end_watching: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Diagnosis:
         """Begin to watch.
@@ -52,6 +55,8 @@ class Diagnosis:
         problem = why_not_watched(ddp, "open the block between two steps")
         self._channel = SideChannel(ddp, "diagnose", problem)
         self.recorder = Recorder(ddp)
+        if registered_service(ddp) is None:
+            self._end_watching = watcher.watch_module(ddp)
         return self
 
     def __exit__(
@@ -127,6 +132,7 @@ class Diagnosis:
         if self.recorder is None or self._channel is None:
             raise RuntimeError("diagnose: expected a block, as in `with ddp_hooks.diagnose(ddp) as diagnosis:`")
         self.recorder.close()
+        self._end_watching()
         return self.recorder, self._channel
 
     def _describe(self, recorder: Recorder) -> RankRecord:

@@ -296,19 +296,18 @@ def _all_reduce(size: int, world: World) -> Traffic:
 
 def _direct(message: Any, element_bytes: int, world: World) -> Traffic:
     payload, narrow = message.bytes(element_bytes)
-    # By rank what it contributes to each group.
-    contributions = [message.contribution_bytes(rank, element_bytes) for rank in range(world.ranks)]
-    everything = sum(map(sum, contributions))
-    others = world.ranks - 1
+    # Of an all-gather every rank takes as much of each rank as of the one with the most.
+    owned = message.for_all_bytes
+    if message.is_gathered:
+        owned = [max(owned)] * world.ranks
+    sent = [(world.ranks - 1) * own for own in owned]
+    received = [sum(owned) - own for own in owned]
     if message.is_summed:
-        sent, received = [sum(own) for own in contributions], [message.numel * element_bytes] * world.ranks
-        for number, group in enumerate(message.groups):
-            size, owner = group.numel * element_bytes, group.owner
-            sent[owner] += others * size - contributions[owner][number]
-            received[owner] += sum(own[number] for own in contributions) - contributions[owner][number] - size
-    else:
-        sent = [others * sum(own) for own in contributions]
-        received = [everything - sum(own) for own in contributions]
+        for rank in range(world.ranks):
+            for group, size in zip(message.groups, message.contribution_bytes(rank, element_bytes), strict=True):
+                if rank != group.owner:
+                    sent[rank] += size
+                    received[group.owner] += size
     # A link carries both directions at once.
     busiest = max(*sent, *received)
     broadcast, messages = (0, 2) if message.is_summed else (payload, 1)

@@ -1,4 +1,7 @@
-"""Notices that a run stands still or dies because ranks used different parameters, and names them before it ends."""
+"""Ends a run that stands still or dies because ranks used different parameters, and names these before.
+
+It looks at the run in the thread of :mod:`ddp_hooks.hangs`, which tells by itself which ranks others wait for.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..hangs import watcher
+from ..hangs.activity import activity
+from ..wording import short_list
 from .noticeboard import Noticeboard
 from .recorder import Recorder
 from .text import describe_unfinished
 
-_POLL_SECONDS = 0.5
 # How long ranks wait for each other's word, and for rank 0 to print them.
 WORD_SECONDS = 5.0
 _PRINT_SECONDS = 2 * WORD_SECONDS
@@ -23,7 +28,7 @@ _NOBODY_READS = (OSError, ValueError)
 
 
 class Watchdog:
-    """A thread beside the run.
+    """Looks at the run beside it.
 
     Args:
         recorder: what this rank writes down.
@@ -43,16 +48,21 @@ class Watchdog:
         self._board = board
         self._patience = patience_seconds
         self._end = end
-        self._stopped = threading.Event()
         self._claimed = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="ddp_hooks doctor", daemon=True)
-        self._thread.start()
+        self._looks = threading.RLock()
+        self._ends = [activity.remark(self._remark), watcher.listen(self._look)]
 
     def stop(self) -> None:
-        """Let the thread end; may be called again."""
-        self._stopped.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_PRINT_SECONDS)
+        """Look no more; may be called again, and from within a look."""
+        self._stop_looking()
+        # What has begun to explain ends the process.
+        if self._looks.acquire(timeout=_PRINT_SECONDS):
+            self._looks.release()
+        self._board.close()
+
+    def _stop_looking(self) -> None:
+        for end in self._ends:
+            end()
 
     def explain(self, reason: str) -> None:
         """Put together what every rank misses, and print it on rank 0, or here if rank 0 does not.
@@ -64,7 +74,7 @@ class Watchdog:
             # The other thread of this process is at it.
             self._board.wait_until_printed(_PRINT_SECONDS)
             return
-        self._stopped.set()
+        self._stop_looking()
         own = {"reason": reason, "missing": self._recorder.missing(), "steps": self._recorder.finished}
         self._board.leave(own)
         if self._board.rank != 0 and self._board.wait_until_printed(_PRINT_SECONDS):
@@ -83,19 +93,22 @@ class Watchdog:
             return  # the others wait for rank 0 in vain, and say it themselves
         self._board.note_printed()
 
-    def _run(self) -> None:
-        while not self._stopped.wait(_POLL_SECONDS):
-            stood = time.monotonic() - self._recorder.last_progress
-            if stood > self._patience:
-                reason = f"no step has ended for {stood:.0f} s"
-            elif self._board.someone_calls():
-                reason = f"waiting, for {stood:.0f} s"
-            else:
-                continue
+    def _remark(self) -> list[str]:
+        missing = self._recorder.missing() if self._recorder.is_unfinished() else []
+        return [f"no gradient yet of {short_list(missing)}"] if missing else []
+
+    def _look(self) -> None:
+        stood = time.monotonic() - self._recorder.last_progress
+        if stood > self._patience:
+            reason = f"no step has ended for {stood:.0f} s"
+        elif self._board.someone_calls():
+            reason = f"waiting, for {stood:.0f} s"
+        else:
+            return
+        with self._looks:
             try:
                 self.explain(reason)
                 with suppress(*_NOBODY_READS):
                     sys.stdout.flush()
             finally:
                 self._end(EXIT_CODE)
-            return

@@ -247,6 +247,7 @@ class _Generator:
             "segment_bytes": max(self.transports.choice([1, 40, 1000, 1 << 20]), 10_000 * large),
             "owners": self.transports.random() < 0.7,
             "min_owner_saving": self.transports.choice([0.0, 0.15]),
+            "calibrate": False,  # what is sent would be another thing when it is run again
         }
         return {**settings_of(policy), **direct}
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from ddp_hooks import _C
 from ddp_hooks_testing import _pretend
 

@@ -89,9 +89,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex /*index*/) const override {
     return at::detail::getDefaultCPUGenerator();
   }
-  at::Generator getNewGenerator(c10::DeviceIndex /*index*/) const override {
-    return at::detail::createCPUGenerator();
-  }
+  at::Generator getNewGenerator(c10::DeviceIndex /*index*/) const override { return at::detail::createCPUGenerator(); }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)

@@ -50,8 +50,7 @@ const char* play_gather_scaled(void* message, const SliceOfMemory* slices, size_
 
 const char* play_scatter(const void* message, const SliceOfMemory* slices, size_t count, StreamHandle stream) {
   auto* const from = static_cast<char*>(const_cast<void*>(message));  // which is not written
-  put(stream,
-      [from, all = std::vector<SliceOfMemory>(slices, slices + count)] { emulate_scatter(from, all); });
+  put(stream, [from, all = std::vector<SliceOfMemory>(slices, slices + count)] { emulate_scatter(from, all); });
   return nullptr;
 }
 
@@ -68,9 +67,8 @@ const char* play_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, Eleme
                            uint32_t* device_bitmaps, uint32_t* host_bitmaps, StreamHandle stream) {
   const Units units = divide_units(slice.address, slice.bytes, unit_bytes);
   const auto words = static_cast<size_t>(bitmap_count(type, widths) * words_of_bitmap(units.count));
-  put_with_answer(stream, device_bitmaps, host_bitmaps, words, [=](std::vector<uint32_t>& bitmaps) {
-    emulate_unit_scan(slice, unit_bytes, type, widths, bitmaps);
-  });
+  put_with_answer(stream, device_bitmaps, host_bitmaps, words,
+                  [=](std::vector<uint32_t>& bitmaps) { emulate_unit_scan(slice, unit_bytes, type, widths, bitmaps); });
   return nullptr;
 }
 
@@ -78,9 +76,8 @@ const char* play_unit_sample(const UnitsOfMemory* slices, size_t count, ElementT
                              uint32_t* device_words, uint32_t* host_words, StreamHandle stream) {
   const auto words = count * static_cast<size_t>(words_of_sample(type, widths));
   put_with_answer(stream, device_words, host_words, words,
-                  [all = std::vector<UnitsOfMemory>(slices, slices + count), type, widths](std::vector<uint32_t>& found) {
-                    emulate_unit_sample(all, type, widths, found);
-                  });
+                  [all = std::vector<UnitsOfMemory>(slices, slices + count), type,
+                   widths](std::vector<uint32_t>& found) { emulate_unit_sample(all, type, widths, found); });
   return nullptr;
 }
 

@@ -13,10 +13,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "seed", [](uint64_t seed, double lateness) { Queues::get().seed(seed, lateness); }, py::arg("seed"),
       py::arg("lateness") = 0.3);
-  m.def(
-      "synchronize", [] { Queues::get().synchronize_all(); }, py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "stop", [] { Queues::get().stop(); }, py::call_guard<py::gil_scoped_release>());
+  m.def("synchronize", [] { Queues::get().synchronize_all(); }, py::call_guard<py::gil_scoped_release>());
+  m.def("stop", [] { Queues::get().stop(); }, py::call_guard<py::gil_scoped_release>());
   m.def("counts", [] { return std::make_pair(Queues::get().works(), pretend::allocations()); });
   m.def("make_group", &pretend::make_group, py::call_guard<py::gil_scoped_release>());
   m.def("kernels", [] { return py::capsule(&pretend::kernels()); });

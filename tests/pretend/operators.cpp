@@ -1,17 +1,19 @@
 // The operators of the pretended device: torch's for the CPU, put on the current stream.
 //
-// What an operator returns is found by asking the same of meta tensors, so that the host goes on at once. Operators that
-// cannot be asked so, and those that return numbers, wait for the stream, as a few do on a GPU.
+// What an operator returns is found by asking the same of meta tensors, so that the host goes on at once. Operators
+// that cannot be asked so, and those that return numbers, wait for the stream, as a few do on a GPU.
 //
 // Tensors of the device are read and written as CPU tensors at the same addresses, which hold nothing alive: what is
 // given back too early is poison when its turn comes.
 
+#include "operators.h"
+
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
@@ -23,7 +25,6 @@
 #include <vector>
 
 #include "memory.h"
-#include "operators.h"
 #include "queues.h"
 
 namespace pretend {
@@ -85,7 +86,8 @@ c10::IValue replaced(const c10::IValue& value, const Replace& replace) {
 struct ToMeta {
   at::Tensor operator()(const at::Tensor& tensor) const {
     if (!tensor.defined() || !tensor.device().is_privateuseone()) return tensor;
-    return at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.dtype()).device(at::kMeta));
+    return at::empty_strided(tensor.sizes(), tensor.strides(),
+                             at::TensorOptions().dtype(tensor.dtype()).device(at::kMeta));
   }
   static c10::Device device() { return at::kMeta; }
 };
@@ -168,7 +170,8 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     const int argument = written_argument(op, i);
     if (argument >= 0) {
       outputs.push_back((*stack)[first + static_cast<size_t>(argument)]);
-      if (outputs.back().isTensor() && shapes[i].isTensor() && outputs.back().toTensor().sizes() != shapes[i].toTensor().sizes()) {
+      if (outputs.back().isTensor() && shapes[i].isTensor() &&
+          outputs.back().toTensor().sizes() != shapes[i].toTensor().sizes()) {
         outputs.back().toTensor().resize_(shapes[i].toTensor().sizes());
         (*inputs)[static_cast<size_t>(argument)] = as_cpu(outputs.back().toTensor());
       }
@@ -177,7 +180,9 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     }
     TORCH_CHECK(op.schema().returns()[i].alias_info() == nullptr, "pretend: ", op.schema(), " returns a view");
     struct ToDevice {
-      at::Tensor operator()(const at::Tensor& shape) const { return shape.defined() ? empty_like_on_device(shape) : shape; }
+      at::Tensor operator()(const at::Tensor& shape) const {
+        return shape.defined() ? empty_like_on_device(shape) : shape;
+      }
       static c10::Device device() { return {kDevice, 0}; }
     };
     outputs.push_back(replaced(shapes[i], ToDevice()));
@@ -227,11 +232,11 @@ const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::
 at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
                         c10::SymIntArrayRef stride) {
   self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
-  self.unsafeGetTensorImpl()->set_sizes_and_strides(
-      C10_AS_INTARRAYREF_SLOW(size),
-      stride.data() == nullptr && !size.empty() ? at::detail::defaultStrides(C10_AS_INTARRAYREF_SLOW(size))
-                                                : C10_AS_INTARRAYREF_SLOW(stride).vec(),
-      offset.expect_int());
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size),
+                                                    stride.data() == nullptr && !size.empty()
+                                                        ? at::detail::defaultStrides(C10_AS_INTARRAYREF_SLOW(size))
+                                                        : C10_AS_INTARRAYREF_SLOW(stride).vec(),
+                                                    offset.expect_int());
   return self;
 }
 

@@ -83,9 +83,8 @@ class QueuedGroup final : public c10d::Backend {
     });
   }
   c10::intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return put(c10d::OpType::BROADCAST, tensors, tensors, [options](c10d::Backend& gloo, Tensors& in, Tensors&) {
-      return gloo.broadcast(in, options);
-    });
+    return put(c10d::OpType::BROADCAST, tensors, tensors,
+               [options](c10d::Backend& gloo, Tensors& in, Tensors&) { return gloo.broadcast(in, options); });
   }
   c10::intrusive_ptr<Work> allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                      const c10d::AllgatherOptions& options) override {

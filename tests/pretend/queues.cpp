@@ -77,7 +77,8 @@ void Queues::run() {
   constexpr std::chrono::microseconds kPause(20);
   std::unique_lock lock(mutex_);
   while (!stopped_) {
-    const bool idle = std::all_of(streams_.begin(), streams_.end(), [](const auto& s) { return s.second.waiting.empty(); });
+    const bool idle =
+        std::all_of(streams_.begin(), streams_.end(), [](const auto& s) { return s.second.waiting.empty(); });
     if (idle) {
       put_.wait(lock);
     } else if (!advance(lock)) {

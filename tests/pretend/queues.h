@@ -1,7 +1,7 @@
 // A device that is pretended: streams are queues, and a thread runs what is on them in any legal order.
 //
-// What is put on one stream runs in order; between streams only what waits for a ticket is ordered. Which stream goes on
-// next, and how long it is left alone, a generator with a seed draws: so a missing wait shows sooner or later, in a
+// What is put on one stream runs in order; between streams only what waits for a ticket is ordered. Which stream goes
+// on next, and how long it is left alone, a generator with a seed draws: so a missing wait shows sooner or later, in a
 // round that the seed gives again, as far as the host is as fast again.
 //
 // A piece of work is called until it says that it is done, so that one that waits for other processes, a collective,

@@ -1,0 +1,147 @@
+"""What collectives take on a module's process group, measured when its ranks make a state.
+
+By these times the ranks decide what leaves the all-reduces (docs/internals/protocol.md, "By which transport"), so they
+have to hold the same: each time is that of the rank that took longest.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _extension
+
+_C = _extension.load()
+
+# How many are under way at once; a gloo group works on two at a time. Of few bytes as many as segments of a bucket, so
+# that a message takes what it keeps the others waiting.
+MESSAGES = 4
+SMALL_MESSAGES = 16
+# What a rank sends in a round. At 1 Gbit/s the last takes 34 ms.
+SMALL_BYTES = 16 << 10
+LARGE_BYTES = (1 << 20, 4 << 20)
+# A round is long enough if it takes so long: several times what a link carries at once after a pause.
+ENOUGH_SECONDS = 0.03
+# Rounds come in pairs, because what comes first has the link after a pause. Of pairs medians are taken; there are so
+# many more while they have taken less than the budget.
+LEAST_PAIRS = 2
+MOST_PAIRS = 5
+BUDGET_SECONDS = 0.1
+# Bytes of all-reduces and of all-to-alls that take so nearly the same are taken to take the same: a measurement is not
+# better than that, and links do not tell them apart.
+SAME_WITHIN = 1.5
+# Of a gradient that is made narrow: more than caches hold, as gradients are.
+NARROWED_BYTES = 16 << 20
+_NARROWINGS = 3
+
+
+def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Measure what all-reduces and all-to-alls take, and narrow gradients; every rank calls it, and gets the same.
+
+    At 1 Gbit/s it takes about 0.7 s. A slow link gets fewer bytes and rounds.
+
+    Args:
+        group: the module's process group, of several ranks.
+        device: where the module's gradients lie.
+
+    Returns:
+        A ``_C.CollectiveCosts``.
+
+    Raises:
+        RuntimeError: from the collectives, if a rank has gone.
+    """
+    _pair(group, device, SMALL_BYTES)  # makes memory, and meets the others
+    for sent in LARGE_BYTES:
+        if min(_pair(group, device, sent)) >= ENOUGH_SECONDS:
+            break
+    # Counted in times that are the same on every rank, so that all of them stop together.
+    pairs: list[list[Sequence[float]]] = []
+    spent = 0.0
+    while len(pairs) < LEAST_PAIRS or (len(pairs) < MOST_PAIRS and spent < BUDGET_SECONDS):
+        pairs.append([_pair(group, device, size) for size in (SMALL_BYTES, sent // 4, sent)])
+        spent += 2 * sum(map(sum, pairs[-1]))
+    small, quarter, large = (
+        [statistics.median(times) for times in zip(*rounds, strict=True)] for rounds in zip(*pairs, strict=True)
+    )
+    # What takes as long whatever is sent is not a byte's. Of messages that overlap, bytes take at least half.
+    per_byte = [max((large[i] - quarter[i]) / 0.75, large[i] / 2) / sent for i in range(2)]
+    if 1 / SAME_WITHIN < per_byte[0] / per_byte[1] < SAME_WITHIN:
+        per_byte = [math.sqrt(per_byte[0] * per_byte[1])] * 2
+    narrowing, summing = _slowest(group, device, _narrowing_seconds(device))
+    return _C.CollectiveCosts(
+        all_reduce_seconds=small[0] / SMALL_MESSAGES,
+        all_reduce_seconds_per_byte=per_byte[0],
+        all_to_all_seconds=small[1] / SMALL_MESSAGES,
+        all_to_all_seconds_per_byte=per_byte[1],
+        narrowing_seconds_per_byte=narrowing / NARROWED_BYTES,
+        summing_seconds_per_byte=summing / NARROWED_BYTES,
+    )
+
+
+def _pair(group: dist.ProcessGroup, device: torch.device, sent_bytes: int) -> Sequence[float]:
+    """Return the mean of two rounds, in which either comes first."""
+    rounds = [_round(group, device, sent_bytes, first) for first in (0, 1)]
+    return [statistics.fmean(times) for times in zip(*rounds, strict=True)]
+
+
+def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int, first: int) -> Sequence[float]:
+    """Return the seconds of all-reduces and of all-to-alls in which each rank sends so much; of the slowest rank."""
+    ranks, here = dist.get_world_size(group), dist.get_rank(group)
+    messages = MESSAGES if sent_bytes > SMALL_BYTES else SMALL_MESSAGES
+    numel = sent_bytes // messages // 4
+    options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    reduced = torch.zeros(messages, max(1, numel * ranks // (2 * (ranks - 1))), **options)
+    to_each = max(1, numel // (ranks - 1))
+    splits = [0 if other == here else to_each for other in range(ranks)]
+    sent, received = (torch.zeros(messages, sum(splits), **options) for _ in range(2))
+
+    def all_reduces() -> list[dist.Work]:
+        return [dist.all_reduce(message, group=group, async_op=True) for message in reduced]
+
+    def all_to_alls() -> list[dist.Work]:
+        return [
+            dist.all_to_all_single(received[i], sent[i], splits, splits, group=group, async_op=True)
+            for i in range(messages)
+        ]
+
+    seconds = [0.0, 0.0]
+    for i in (first, 1 - first):
+        seconds[i] = _seconds((all_reduces, all_to_alls)[i], device)
+    return _slowest(group, device, seconds)
+
+
+def _narrowing_seconds(device: torch.device) -> tuple[float, float]:
+    """Return the seconds that it takes this rank's processor at least, and by the clock; 0 on a device."""
+    if device.type != "cpu":
+        return 0.0, 0.0
+    gradient = torch.ones(NARROWED_BYTES // 4, dtype=torch.float32, device=device)
+    packed = torch.zeros(NARROWED_BYTES // 2, dtype=torch.uint8, device=device)
+    by_processor, by_clock = [], []
+    for _ in range(_NARROWINGS):
+        starts = time.thread_time(), time.perf_counter()
+        _C.narrow_once(gradient, packed)
+        by_processor.append(time.thread_time() - starts[0])
+        by_clock.append(time.perf_counter() - starts[1])
+    return min(by_processor), statistics.median(by_clock)
+
+
+def _slowest(group: dist.ProcessGroup, device: torch.device, times: Sequence[float]) -> Sequence[float]:
+    """Return of each time that of the rank that took longest."""
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return [float(seconds) for seconds in slowest.tolist()]
+
+
+def _seconds(start_all: Callable[[], list[dist.Work]], device: torch.device) -> float:
+    start = time.perf_counter()
+    for work in start_all():
+        work.wait()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - start

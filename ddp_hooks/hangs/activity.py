@@ -1,0 +1,167 @@
+"""What this process is known to do without a look at its stack: plain fields, which training writes.
+
+Writing one is a store of a field. Nobody locks: what the watcher reads may be of a moment ago.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from .status import Wait
+
+
+class HookActivity(Protocol):
+    """What a hook knows without a lock."""
+
+    def seconds_in_hook(self) -> float:
+        """Return for how long it has been waiting for masks; 0 if it is not."""
+
+    def agreed_steps(self) -> int:
+        """Return in how many steps every rank of its group has been heard of."""
+
+
+class ModuleActivity:
+    """One DDP module.
+
+    Args:
+        name: its model's class.
+        ranks: of its process group, as ranks of the world.
+        hook: what the hook knows; None without one.
+
+    Attributes:
+        steps: how many forward passes of synchronised steps have begun.
+    """
+
+    steps = 0
+
+    def __init__(self, name: str, ranks: Sequence[int], hook: HookActivity | None = None) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.hook = hook
+
+    def seconds_in_hook(self) -> float:
+        """Return for how long the hook has been waiting for masks; 0 if it is not, or not there."""
+        return 0.0 if self.hook is None else self.hook.seconds_in_hook()
+
+    def agreed_steps(self) -> int | None:
+        """Return in how many steps this rank has heard of every other; None if nobody counts that."""
+        return None if self.hook is None else self.hook.agreed_steps()
+
+    def forward_begins(self, module: torch.nn.Module, args: Any) -> None:
+        """Count; a forward pre-hook of a DDP module without a hook of this package."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and module.require_backward_grad_sync:
+            self.steps += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave everything behind: a module is copied with its hooks, and what counts there counts for nobody."""
+        return {}
+
+
+@dataclass(slots=True)
+class _FunctionWait:
+    function: str
+    ranks: tuple[int, ...]
+    since: float
+
+
+@dataclass(slots=True)
+class Activity:
+    """What a process does.
+
+    Attributes:
+        modules: those that train.
+        failed: where this rank waited in vain the last time; None after the next call.
+        remarks: each says what else there is to say of this rank, in lines.
+        thread: the one that trains.
+        clock: of that thread's processor time; None where nobody counts that.
+    """
+
+    modules: list[ModuleActivity] = field(default_factory=list)
+    failed: Wait | None = None
+    remarks: list[Callable[[], list[str]]] = field(default_factory=list)
+    thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
+    clock: int | None = field(default_factory=lambda: _clock_of(threading.main_thread().ident or 0))
+    _waits: list[_FunctionWait] = field(default_factory=list)
+
+    def add(self, module: ModuleActivity) -> None:
+        """Let a module count."""
+        self.modules.append(module)
+        self._trains_here()
+
+    def remark(self, remark: Callable[[], list[str]]) -> Callable[[], None]:
+        """Let somebody say more of this rank; return what ends that."""
+        self.remarks.append(remark)
+
+        def end() -> None:
+            if remark in self.remarks:
+                self.remarks.remove(remark)
+
+        return end
+
+    def remove(self, module: ModuleActivity) -> None:
+        """Let it count no more; may be called again."""
+        self.modules[:] = [other for other in self.modules if other is not module]
+
+    @contextmanager
+    def waiting(self, function: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Say that this rank waits in a function for other ranks while the block is open."""
+        wait = _FunctionWait(function, tuple(ranks), time.monotonic())
+        self._waits.append(wait)
+        try:
+            yield
+        finally:
+            self._waits.remove(wait)
+
+    def known_wait(self) -> Wait | None:
+        """Return where this rank waits, as far as it is known for sure: in a function, or in the hook."""
+        waits = self._waits[:1]
+        if waits:
+            (wait,) = waits
+            return Wait(wait.function, wait.ranks, time.monotonic() - wait.since)
+        for module in list(self.modules):
+            seconds = module.seconds_in_hook()
+            if seconds > 0:
+                return Wait(f"backward of {module.name}", module.ranks, seconds, step=module.steps)
+        return None
+
+    def _trains_here(self) -> None:
+        # Asked for while the thread lives: of one that has ended, C reads memory that may be gone.
+        self.thread = threading.get_ident()
+        self.clock = _clock_of(self.thread)
+
+    def cpu_seconds(self) -> float | None:
+        """Return how long the thread has run; None where nobody counts that, or if it has ended."""
+        try:
+            return None if self.clock is None else time.clock_gettime(self.clock)
+        except OSError:
+            return None
+
+    def forget(self) -> None:
+        """Begin anew, in a process that was forked."""
+        self._trains_here()
+        self.modules.clear()
+        self.remarks.clear()
+        self._waits.clear()
+        self.failed = None
+
+    def steps(self) -> int:
+        """Return the steps of the module that has had the most."""
+        return max((module.steps for module in list(self.modules)), default=0)
+
+
+def _clock_of(thread: int) -> int | None:
+    try:
+        return time.pthread_getcpuclockid(thread)
+    except (AttributeError, OSError, OverflowError):
+        return None
+
+
+# This process's own.
+activity = Activity()

@@ -1,0 +1,163 @@
+"""In words: which ranks are missing where others wait, and what each of them does instead."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..wording import describe_ranks, short_list
+from .status import Status, Wait
+
+_MOST_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one round of questions came to.
+
+    Attributes:
+        missing: the ranks that are not where others wait for them.
+        waited: how long each rank has waited that has come and given up. Seconds.
+        lines: what is known of the missing, those first that wait for nobody.
+    """
+
+    missing: tuple[int, ...]
+    waited: Mapping[int, float]
+    lines: tuple[str, ...]
+
+
+def find_missing(
+    wait: Wait,
+    own: int,
+    statuses: Mapping[int, Status],
+    processes: Mapping[int, tuple[str, int]],
+    *,
+    is_over: bool = False,
+) -> Report:
+    """Find out who is missing where a rank waits.
+
+    Args:
+        wait: where it waits.
+        own: that rank.
+        statuses: what each rank says of itself, those that answered.
+        processes: of each rank, as far as it said so when it began, the host and the process id.
+        is_over: the wait was in vain, so that who has given up there counts as one that came.
+    """
+    others = [rank for rank in wait.ranks if rank != own]
+    here = {
+        rank: status
+        for rank, status in statuses.items()
+        if rank in others and (status.comes_to(wait) or (is_over and status.came_to(wait)))
+    }
+    missing = [rank for rank in others if rank not in here]
+    waited = {
+        rank: status.failed.seconds
+        for rank, status in here.items()
+        if status.failed is not None and status.came_to(wait)
+    }
+
+    # Who waits for nobody is what all others wait for in the end.
+    def depends(rank: int) -> int:
+        status = statuses.get(rank)
+        return 0 if status is None or status.wait is None or status.error is not None else 1
+
+    lines = []
+    for rank in sorted(missing, key=lambda rank: (depends(rank), rank))[:_MOST_RANKS]:
+        status = statuses.get(rank)
+        if status is None:
+            lines.append(_describe_silent(rank, wait.step, processes.get(rank)))
+        else:
+            lines += _describe_elsewhere(status, wait, is_over)
+    if len(missing) > _MOST_RANKS:
+        lines.append(f"and {len(missing) - _MOST_RANKS} more")
+    return Report(tuple(missing), waited, tuple(lines))
+
+
+def headline(wait: Wait, there: Sequence[int], missing: Sequence[int], position: str) -> str:
+    """Say who waits where for whom; what stands before the lines of a report."""
+    place = f"{wait.place}, step {wait.step:,}" if wait.step else wait.place
+    at = f" ({position})" if position else ""
+    who = f"{describe_ranks(there)} {'waits' if len(there) == 1 else 'wait'}"
+    return f"ddp_hooks: {who} in {place}{at}, for {_seconds(wait.seconds)} so far. Missing: {describe_ranks(missing)}"
+
+
+def _describe_elsewhere(status: Status, wait: Wait, is_over: bool) -> list[str]:
+    who = f"rank {status.rank} (process {status.pid} on {status.host})"
+    place = f" at {status.frames[0]}" if status.frames else ""
+    other = status.failed if is_over and status.failed is not None else status.wait
+    if status.error is not None:
+        text = f"{who} has ended, {_describe_steps(status)}, with {status.error}" + (place and f", raised{place}")
+    elif other is None:
+        stood = f"has stood{place} for {_seconds(status.seconds)}" if status.seconds >= 1 else f"is{place} now"
+        text = f"{who} is {_describe_phase(status)}, and {stood}"
+    elif other.place == wait.place:
+        text = f"{who} waits in it for another group, of the ranks {short_list(other.ranks)}{place}"
+    elif other is not status.wait:
+        text = f"{who} waited in {other.place}, in vain, and is{place} now"
+    else:
+        text = f"{who} waits in {other.place}{place}, {_describe_steps(status)}, for {_seconds(other.seconds)}"
+    lines = [text, *(f"  called from {frame}" for frame in status.frames[1:])]
+    if status.inside is not None:
+        lines.append(f"  innermost: {status.inside}")
+    return [*lines, *(f"  {remark}" for remark in status.remarks)]
+
+
+def _describe_steps(status: Status) -> str:
+    if status.steps == 0:
+        return "before its first step"
+    return f"after {status.steps:,} step{'' if status.steps == 1 else 's'}"
+
+
+def _describe_phase(status: Status) -> str:
+    if status.phase:
+        return f"in {status.phase}, " + (f"step {status.steps:,}" if status.steps else _describe_steps(status))
+    return _describe_steps(status) if status.steps == 0 else f"between two steps, {_describe_steps(status)}"
+
+
+def _describe_silent(rank: int, step: int, process: tuple[str, int] | None) -> str:
+    last = f"; it was there in step {step - 1:,}" if step > 1 else ""
+    if process is None:
+        return (
+            f"rank {rank} does not answer, and has left no word since it started: it has ended, or has called nothing "
+            "of ddp_hooks"
+        )
+    host, pid = process
+    return f"rank {rank} does not answer (process {pid} on {host}): {_state_of(host, pid)}{last}"
+
+
+def has_ended(pid: int) -> bool:
+    """Say whether a process of this machine has ended, as far as that can be seen."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return os.path.isdir("/proc/self")
+    except (OSError, IndexError):
+        return False
+
+
+def _state_of(host: str, pid: int) -> str:
+    """Say what can be seen of a process that does not answer."""
+    if host != this_host() or not os.path.isdir("/proc/self"):
+        return "it has ended, is stopped, is in a call that holds the GIL, or has destroyed its process group"
+    with suppress(OSError, IndexError):
+        # Behind the name, which may hold anything.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state in "Tt":
+            return "its process is stopped (SIGSTOP, or a debugger)"
+        if state in "ZX":
+            return "its process has ended"
+        return "its process lives: it is in a call that holds the GIL, or has destroyed its process group"
+    return "its process has ended"
+
+
+def this_host() -> str:
+    """Return the name of this machine."""
+    return socket.gethostname()
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:,.0f} s"

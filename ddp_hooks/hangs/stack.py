@@ -1,0 +1,273 @@
+"""What a thread of this process does, read from its stack by another one, at need: training itself notes nothing.
+
+Whether it stands in something that waits for other ranks, which is looked at again and again; and at need which phase
+of a step it is in, and the innermost lines of the user's own code. The frames of a thread that runs change while they
+are read, which the GIL makes harmless: what is read is then of a moment ago. Frames hold a function's objects, which
+must not end in the thread that reads; so they are let go of before anything is done that may let another thread run.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import site
+import sys
+import sysconfig
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+import torch
+
+BACKWARD = "backward"
+_MOST_FRAMES = 3
+_LONGEST_ERROR = 200
+_TORCH = os.path.dirname(torch.__file__)
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_DDP = os.path.join(_TORCH, "nn", "parallel", "distributed.py")
+_MODULE = os.path.join(_TORCH, "nn", "modules", "module.py")
+_AUTOGRAD = os.path.join(_TORCH, "autograd", "graph.py")
+_OPTIMIZER = os.path.join(_TORCH, "optim", "optimizer.py")
+_CUDA = os.path.join(_TORCH, "cuda")
+_DISTRIBUTED = os.path.join(_TORCH, "distributed") + os.sep
+# What logs the calls of collectives, and what waits for no rank of the group.
+_WRAPPERS = os.path.join(_DISTRIBUTED, "c10d_logger.py")
+_ELASTIC = os.path.join(_DISTRIBUTED, "elastic") + os.sep
+# Calls into C that wait for a collective, and those that wait for a device, on which one may be under way.
+_WAITS = re.compile(r"\.wait\(")
+_WAITS_FOR_A_DEVICE = re.compile(r"\.(item|cpu|tolist|synchronize)\(")
+# What a thread may run between two looks and have stood all the same: it is woken up now and then. Seconds.
+_WOKEN_UP_SECONDS = 30e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Whether a thread stands, and in what.
+
+    Attributes:
+        waits_in: what waits for other ranks, as the user calls it: ``backward``, or a function's name; or None.
+        mark: changes when the thread has gone on to another line of any of its functions.
+    """
+
+    waits_in: str | None
+    mark: int
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a thread is.
+
+    Attributes:
+        phase: in words, as in "forward of vision.blocks.3"; empty between two steps.
+        frames: the innermost lines of the user's code, the innermost first, as "train.py:88 in load".
+        inside: the innermost line of all, if that is somebody else's.
+        mark: as in :class:`Stand`.
+    """
+
+    phase: str
+    frames: tuple[str, ...]
+    inside: str | None
+    mark: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A frame without its objects."""
+
+    code: CodeType
+    instruction: int
+    line: int
+
+    @property
+    def path(self) -> str:
+        return self.code.co_filename
+
+    @property
+    def name(self) -> str:
+        return self.code.co_name
+
+
+def read_stand(thread: int) -> Stand | None:
+    """Look at a thread of this process, cheaply; None if it has ended."""
+    calls = _read_calls(thread)
+    return Stand(_find_wait(calls), _mark_of(calls)) if calls else None
+
+
+def read_position(thread: int) -> Position | None:
+    """Read where a thread of this process is; None if it has ended."""
+    modules: list[weakref.ref[torch.nn.Module]] = []
+    calls = _read_calls(thread, modules)
+    if not calls:
+        return None
+    own = [call for call in calls if _is_users(call.path)] or [call for call in calls if _is_of_a_library(call.path)]
+    inside = None if not own or own[0] is calls[0] else _describe(calls[0])
+    return Position(_find_phase(calls, modules), tuple(map(_describe, own[:_MOST_FRAMES])), inside, _mark_of(calls))
+
+
+def _read_calls(thread: int, modules: list[weakref.ref[torch.nn.Module]] | None = None) -> list[_Call]:
+    """Read a thread's frames, the innermost first; none if it has ended.
+
+    Args:
+        thread: the thread.
+        modules: takes those that it calls, up to DDP's own forward pass, the innermost first.
+    """
+    calls = []
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None:
+        code = frame.f_code
+        calls.append(_Call(code, frame.f_lasti, frame.f_lineno or 0))
+        if modules is not None and code.co_filename == _DDP:
+            modules = None
+        elif modules is not None and code.co_filename == _MODULE and code.co_name == "_call_impl":
+            module = frame.f_locals.get("self")
+            if isinstance(module, torch.nn.Module):
+                modules.append(weakref.ref(module))
+            del module
+        frame = frame.f_back
+    return calls
+
+
+def _mark_of(calls: list[_Call]) -> int:
+    return hash(tuple((id(call.code), call.instruction) for call in calls))
+
+
+def read_error(error: BaseException) -> tuple[str, tuple[str, ...]]:
+    """Return an error in a line, and the lines of the user's code that it came through, the innermost first."""
+    said = str(error).strip().splitlines()[:1]
+    text = ": ".join([type(error).__name__, *said])[:_LONGEST_ERROR]
+    places = []
+    trace = error.__traceback__
+    while trace is not None:
+        if _is_users(trace.tb_frame.f_code.co_filename):
+            name = trace.tb_frame.f_code.co_name
+            places.append(_describe_place(trace.tb_frame.f_code.co_filename, trace.tb_lineno, name))
+        trace = trace.tb_next
+    return text, tuple(reversed(places[-_MOST_FRAMES:]))
+
+
+def has_run(before: float | None, now: float | None) -> bool:
+    """Say whether a thread has run between two values of its processor time, but for being woken up."""
+    # What waits for a device may spin.
+    if before is None or now is None or _uses_a_device():
+        return False
+    return now - before > _WOKEN_UP_SECONDS
+
+
+def _uses_a_device() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+# --- what a step consists of
+
+
+def _find_phase(calls: list[_Call], modules: list[weakref.ref[torch.nn.Module]]) -> str:
+    for call in calls:
+        path, name = call.path, call.name
+        if path == _AUTOGRAD and name == "_engine_run_backward":
+            return BACKWARD
+        if path == _OPTIMIZER and name == "wrapper":
+            return "optimizer"
+        if path == _DDP and name in ("forward", "_pre_forward", "_run_ddp_forward"):
+            inner = _name_submodule(modules)
+            return f"forward of {inner}" if inner else "forward"
+        if path == _DDP and name == "__init__":
+            return "the construction of DistributedDataParallel"
+    return ""
+
+
+def _name_submodule(called: list[weakref.ref[torch.nn.Module]]) -> str:
+    """Name the innermost module that is called as the outermost one does, which is the model."""
+    modules = [module for reference in called if (module := reference()) is not None]
+    # Whoever trains may change the model meanwhile.
+    with suppress(RuntimeError):
+        if len(modules) > 1:
+            names = {id(module): name for name, module in modules[-1].named_modules()}
+            return next((names[id(module)] for module in modules if names.get(id(module))), "")
+    return ""
+
+
+def _find_wait(calls: list[_Call]) -> str | None:
+    if not calls:
+        return None
+    path, name = calls[0].path, calls[0].name
+    if path == _AUTOGRAD and name == "_engine_run_backward":
+        return BACKWARD
+    if path.startswith(_CUDA) and name in ("synchronize", "wait"):
+        return "torch.cuda.synchronize"
+    if path == _DDP or (path.startswith(_DISTRIBUTED) and not path.startswith(_ELASTIC)):
+        return _name_collective(calls)
+    if _is_users(path) or _is_of_a_library(path):
+        line = linecache.getline(path, calls[0].line)
+        if _WAITS.search(line) or (_uses_a_device() and _WAITS_FOR_A_DEVICE.search(line)):
+            return line.strip()[:60]
+    return None
+
+
+def _name_collective(calls: list[_Call]) -> str:
+    """Name what the user called of torch.distributed: the outermost function that leads to where the thread is."""
+    name = ""
+    for call in calls:
+        path = call.path
+        if path == _DDP:
+            if call.name == "__init__":
+                return "DistributedDataParallel()"
+            if call.name in ("forward", "_pre_forward"):
+                return "forward"
+        elif path == _WRAPPERS:
+            continue
+        elif not path.startswith(_DISTRIBUTED) and path != _MODULE:
+            break
+        name = name if path == _MODULE else call.name
+    return name
+
+
+# --- whose code it is
+
+
+_STANDARD = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib")})
+_PACKAGES = tuple(
+    {path + os.sep for path in [*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_paths()["purelib"]]}
+)
+_whose: dict[str, str] = {}
+
+
+def _owner(path: str) -> str:
+    owner = _whose.get(path)
+    if owner is None:
+        if path.startswith((_TORCH + os.sep, _OURS + os.sep, "<frozen")):
+            owner = "ours"
+        elif path.startswith(_PACKAGES):
+            owner = "library"
+        else:
+            owner = "ours" if path.startswith(_STANDARD) else "user"
+        _whose[path] = owner
+    return owner
+
+
+def _is_users(path: str) -> bool:
+    return _owner(path) == "user"
+
+
+def _is_of_a_library(path: str) -> bool:
+    return _owner(path) == "library"
+
+
+def _describe(call: _Call) -> str:
+    return _describe_place(call.path, call.line, call.name)
+
+
+def _describe_place(path: str, line: int, name: str) -> str:
+    place = f"{shorten(path)}:{line}"
+    return place if name == "<module>" else f"{place} in {name}"
+
+
+def shorten(path: str) -> str:
+    """Return a file's path from the folder in which Python's packages lie, or from the current one."""
+    try:
+        folders = [*_PACKAGES, *_STANDARD, os.getcwd() + os.sep]
+    except OSError:
+        folders = [*_PACKAGES, *_STANDARD]
+    inside = [path[len(folder) :] for folder in folders if path.startswith(folder)]
+    return min(inside, key=len, default=path)
