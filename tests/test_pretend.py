@@ -58,7 +58,7 @@ FEW = [
     on_cpu.MixedDtypes,
     on_cpu.Complex,
     on_cpu.SpecialValues,
-    on_cpu.ManyTinyParameters,
+    pytest.param(on_cpu.ManyTinyParameters, marks=pytest.mark.thorough),
     on_cpu.FrozenAfterWrapping,
     on_cpu.MaskedGradients,
     on_cpu.Experts,
@@ -75,7 +75,7 @@ def test_same_as_plain_ddp(scenario: type[Scenario], policy: ddp_hooks.Policy | 
     run_pretended(2, 1, compare, on_device(scenario()), policy, native)
 
 
-@pytest.mark.parametrize("scenario", [on_cpu.StepBranches, on_cpu.MixedDtypes, on_cpu.ManyTinyParameters])
+@pytest.mark.parametrize("scenario", [on_cpu.StepBranches, on_cpu.MixedDtypes, on_cpu.SmallBuckets])
 @pytest.mark.parametrize("policy", [PACK_ALL, SPLIT_ALL, "allreduce"], ids=["pack", "split", "allreduce"])
 def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | str) -> None:
     run_pretended(2, 2, compare, on_device(scenario()), policy, True)
