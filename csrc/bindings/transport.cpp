@@ -19,9 +19,10 @@ namespace ddp_hooks {
 void bind_transport(py::module_& m) {
   py::class_<CollectiveCosts>(m, "CollectiveCosts")
       .def(py::init([](double all_reduce_seconds, double all_reduce_seconds_per_byte, double all_to_all_seconds,
-                       double all_to_all_seconds_per_byte, double narrowing_seconds_per_byte, double summing_seconds_per_byte) {
-             return CollectiveCosts{all_reduce_seconds, all_reduce_seconds_per_byte, all_to_all_seconds,
-                                    all_to_all_seconds_per_byte, narrowing_seconds_per_byte, summing_seconds_per_byte};
+                       double all_to_all_seconds_per_byte, double narrowing_seconds_per_byte,
+                       double summing_seconds_per_byte) {
+             return CollectiveCosts{all_reduce_seconds,          all_reduce_seconds_per_byte, all_to_all_seconds,
+                                    all_to_all_seconds_per_byte, narrowing_seconds_per_byte,  summing_seconds_per_byte};
            }),
            py::kw_only(), py::arg("all_reduce_seconds") = CollectiveCosts().all_reduce_seconds,
            py::arg("all_reduce_seconds_per_byte") = CollectiveCosts().all_reduce_seconds_per_byte,

@@ -35,8 +35,8 @@ struct CollectiveCosts {
   double all_to_all_seconds_per_byte = 1;
   // Of a gradient: to find that it is narrow, to pack it, to add up what arrives.
   double narrowing_seconds_per_byte = 0;
-  // The same by the clock, while every rank does it: what owners sum is packed, added up and put back by cores that ranks
-  // may have to share.
+  // The same by the clock, while every rank does it: cores that ranks may have to share pack, add up and put back what
+  // owners sum.
   double summing_seconds_per_byte = 0;
 
   double of_all_reduces(double bytes, double messages) const {
