@@ -200,21 +200,23 @@ def planted_defects() -> list[setuptools.Extension]:
     ]
 
 
-def pretended_device() -> setuptools.Extension:
-    """Describe the device that only tests know: tests/pretend/queues.h."""
-    paths = cpp_extension.include_paths()
-    return setuptools.Extension(
-        "ddp_hooks_testing._pretend",
-        [
-            *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "pretend").glob("*.cpp")),
-            "csrc/testing/emulation.cpp",
-        ],
-        include_dirs=[str(ROOT / "csrc"), str(ROOT / "tests" / "pretend"), *paths],
-        library_dirs=cpp_extension.library_paths("cpu"),
-        libraries=["c10", "torch", "torch_cpu", "torch_python"],
-        extra_compile_args={"cxx": ["-std=c++20", "-O1", "-g0", "-fvisibility=hidden", "-w"]},
-        language="c++",
-    )
+def pretended_device() -> list[setuptools.Extension]:
+    """Describe the device that only tests know (tests/pretend/queues.h), for an ordinary build in a checkout."""
+    folder = ROOT / "tests" / "pretend"
+    if not folder.exists() or sanitizer_flags()[0]:
+        return []
+    sources = [*sorted(folder.glob("*.cpp")), ROOT / "csrc" / "testing" / "emulation.cpp"]
+    return [
+        setuptools.Extension(
+            "ddp_hooks_testing._pretend",
+            [str(path.relative_to(ROOT)) for path in sources],
+            include_dirs=[str(ROOT / "csrc"), str(folder), *cpp_extension.include_paths()],
+            library_dirs=cpp_extension.library_paths("cpu"),
+            libraries=["c10", "torch", "torch_cpu", "torch_python"],
+            extra_compile_args={"cxx": ["-std=c++20", "-O1", "-g0", "-fvisibility=hidden", "-w"]},
+            language="c++",
+        )
+    ]
 
 
 def extension(name: str) -> setuptools.Extension:
@@ -285,7 +287,7 @@ else:
         ext_modules=[
             *map(extension, extensions),
             *planted_defects(),
-            *([pretended_device()] if len(extensions) > 1 else []),
+            *(pretended_device() if len(extensions) > 1 else []),
         ],
         cmdclass={"build_ext": Build},
     )

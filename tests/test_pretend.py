@@ -58,7 +58,6 @@ FEW = [
     on_cpu.MixedDtypes,
     on_cpu.Complex,
     on_cpu.SpecialValues,
-    pytest.param(on_cpu.ManyTinyParameters, marks=pytest.mark.thorough),
     on_cpu.FrozenAfterWrapping,
     on_cpu.MaskedGradients,
     on_cpu.Experts,
