@@ -201,9 +201,12 @@ def planted_defects() -> list[setuptools.Extension]:
 
 
 def pretended_device() -> list[setuptools.Extension]:
-    """Describe the device that only tests know (tests/pretend/queues.h), for an ordinary build in a checkout."""
+    """Describe the device that only tests know (tests/pretend/queues.h), for an ordinary build in a checkout.
+
+    It is written for the inside of one torch.
+    """
     folder = ROOT / "tests" / "pretend"
-    if not folder.exists() or sanitizer_flags()[0]:
+    if not folder.exists() or sanitizer_flags()[0] or WITH_CUDA or not torch.__version__.startswith("2.13."):
         return []
     sources = [*sorted(folder.glob("*.cpp")), ROOT / "csrc" / "testing" / "emulation.cpp"]
     return [
