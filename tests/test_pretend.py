@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import test_cuda_hook
 import test_equivalence as on_cpu
 import test_narrow
 import torch
@@ -52,22 +53,8 @@ def on_device(scenario: Scenario) -> Scenario:
     return scenario
 
 
-FEW = [
-    on_cpu.AllUsed,
-    on_cpu.BucketsAreRebuilt,
-    on_cpu.StepBranches,
-    on_cpu.BucketViews,
-    on_cpu.ZeroedBucketViews,
-    on_cpu.NoSync,
-    on_cpu.StaticGraph,
-    on_cpu.Joined,
-    on_cpu.MixedDtypes,
-    on_cpu.Complex,
-    on_cpu.SpecialValues,
-    on_cpu.FrozenAfterWrapping,
-    on_cpu.MaskedGradients,
-    on_cpu.Experts,
-]
+# That of many parameters takes half a minute each.
+FEW = [scenario for scenario in test_cuda_hook.FEW if scenario is not on_cpu.ManyTinyParameters]
 
 
 @pytest.mark.parametrize("scenario", FEW, ids=lambda s: s.__name__)
