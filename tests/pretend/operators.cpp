@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "counts.h"
 #include "memory.h"
 #include "queues.h"
 
@@ -41,6 +42,7 @@ at::Tensor as_cpu(const at::Tensor& tensor) {
 }
 
 void put_on_current_stream(std::function<void()> act) {
+  ++Counts::get().launches;
   Queues::get().put(current_stream(), [act = std::move(act)] {
     const at::NoGradGuard no_grad;
     const c10::impl::ExcludeDispatchKeyGuard without_autograd(c10::autograd_dispatch_keyset);
@@ -50,6 +52,7 @@ void put_on_current_stream(std::function<void()> act) {
 }
 
 void synchronize_current_stream() {
+  ++Counts::get().host_waits;
   Queues::get().synchronize(Queues::get().ticket(current_stream()));
 }
 
