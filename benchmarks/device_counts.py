@@ -9,12 +9,14 @@ step, so what is more than its count is the price of the hook. Counts are of the
 
 The modules have the parameters of GPT-2 (124M) and ResNet-50 in their order and shapes. Each gradient is dense and has
 no zero, and those of `autocast` are exactly bfloat16 numbers. An adaptive policy is counted after 40 steps, in which it
-has settled; the looks that it takes now and then are in the mean of the ten steps that count.
+has settled; it looks again in one of the ten steps that count, and pauses twice as long each time. So the median is
+what a step takes, and the mean shows a look's price.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,18 +129,23 @@ def measure(shape: str, variant: str) -> None:
         _pretend.synchronize()
     if dist.get_rank() == 0:
         means = {name: sum(one[name] for one in counted) / len(counted) for name in COUNTS}
-        testbed.report({"shape": shape, "variant": variant, "parameters": len(model.weights), **means})
+        medians = {name: statistics.median(one[name] for one in counted) for name in COUNTS}
+        row = {"shape": shape, "variant": variant, "parameters": len(model.weights), **medians, "means": means}
+        testbed.report(row)
     dist.destroy_process_group()
 
 
 def sentence_of(rows: list[dict[str, Any]]) -> str:
     """Say what `auto` asks for beyond allreduce_hook."""
-    parts = [
-        f"{row['over_allreduce_hook']['launches']:+.2f} launches and {row['over_allreduce_hook']['host_waits']:+.2f} "
-        f"host waits ({row['shape']}{', gradients of 16 bits' if 'autocast' in row['variant'] else ''})"
-        for row in rows
-        if row["variant"].startswith("auto")
-    ]
+    parts = []
+    for row in rows:
+        if row["variant"].startswith("auto"):
+            more = row["over_allreduce_hook"]
+            what = row["shape"] + (", gradients of 16 bits" if "autocast" in row["variant"] else "")
+            parts.append(
+                f"{more['launches']:+.0f} launches and {more['host_waits']:+.0f} host waits a step, and "
+                f"{row['means']['host_waits']:.1f} waits in the mean of steps with a look ({what})"
+            )
     return f"Against torch's allreduce_hook a settled `auto` asks for {', '.join(parts)}."
 
 
@@ -161,7 +168,7 @@ def main() -> int:
             base = next((one for one in rows if one["shape"] == shape and one["variant"] == ALLREDUCE), row)
             row["over_allreduce_hook"] = {name: row[name] - base[name] for name in COUNTS}
             rows.append(row)
-            print(f"{shape:12}{variant:22}" + "".join(f"{row[name]:14.2f}" for name in COUNTS), flush=True)
+            print(f"{shape:12}{variant:22}" + "".join(f"{row[name]:14.1f}" for name in COUNTS), flush=True)
     sentence = sentence_of(rows)
     print(sentence)
     harness.write(options.name, {"benchmark": "device_counts", "header": header, "rows": rows, "sentence": sentence})
