@@ -164,6 +164,9 @@ def main() -> int:
     for shape in options.shapes:
         for variant in options.variants:
             argv = [str(Path(__file__)), "--shapes", shape, "--variants", variant]
+            # To play how kernels pack as much as this takes half an hour.
+            if (shape, variant) == ("gpt2", "narrow=on:autocast"):
+                continue
             row = testbed.launch(argv, 2, testbed.LOOPBACK, echo_rank=None)[0].results[0]
             base = next((one for one in rows if one["shape"] == shape and one["variant"] == ALLREDUCE), row)
             row["over_allreduce_hook"] = {name: row[name] - base[name] for name in COUNTS}

@@ -15,8 +15,11 @@ import test_cuda_hook
 import test_equivalence as on_cpu
 import test_narrow
 import torch
+from fuzzer.campaign import run_many
+from fuzzer.generate import generate
 from spawn import run_ranks
 from test_equivalence import EAGER_AUTO, PACK_ALL, SPLIT_ALL
+from test_fuzz import assert_same
 from training import Scenario, compare
 
 import ddp_hooks
@@ -88,3 +91,9 @@ def test_narrow_under_autocast(scenario: type[Scenario], policy: ddp_hooks.Polic
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_odd_numbers(ranks: int) -> None:
     run_pretended(ranks, 4, test_narrow.odd, 0, torch.float32, test_narrow.SMALL_SEGMENTS, True, "pretend")
+
+
+@pytest.mark.parametrize("programs", [15, pytest.param(60, marks=pytest.mark.thorough)])
+def test_random_programs(programs: int) -> None:
+    """What each program does, and in which order the device runs it, a seed draws: tests/fuzz.py --device pretend."""
+    run_many((generate(seed, 2, "pretend") for seed in range(programs)), on_failure=assert_same)
