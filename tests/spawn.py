@@ -30,6 +30,8 @@ DEFAULT_TIMEOUT_SECONDS = 90.0
 COLLECTIVE_TIMEOUT_SECONDS = 30.0
 # How long the other ranks may go on after one failed: their own error is worth having, their hang is not.
 GRACE_SECONDS = 5.0
+# ThreadSanitizer hangs in what was forked. Without forks each rank imports torch itself.
+FORKS = os.environ.get("DDP_HOOKS_RANKS_FORK", "1") == "1"
 # More than any message to or from a process that forks ranks.
 ORDER_BYTES = 4096
 # How many processes stay, those of all pools together. With a sanitizer each takes more than a gigabyte.
@@ -60,8 +62,10 @@ def _fork_ranks(environment: dict[str, str], orders: socket.socket) -> None:
         answer: int | None
         if descriptors:
             pipe = Connection(descriptors[0])
-            answer = os.fork()  # nothing has made a thread yet
+            answer = os.fork() if FORKS else 0  # nothing has made a thread yet
             if answer == 0:
+                if not FORKS:
+                    orders.sendall(repr(os.getpid()).encode())
                 orders.close()
                 return _run_tasks(order.decode(), pipe)
             pipe.close()
@@ -126,7 +130,8 @@ class Parent:
     def __init__(self, environment: dict[str, str]) -> None:
         self._orders, theirs = socket.socketpair()
         context = multiprocessing.get_context("spawn")
-        context.Process(target=_fork_ranks, args=(environment, theirs), daemon=True).start()
+        self._process = context.Process(target=_fork_ranks, args=(environment, theirs), daemon=True)
+        self._process.start()
         theirs.close()
 
     def order_fork(self, stack_file: Path) -> Connection:
@@ -144,6 +149,9 @@ class Parent:
 
     def exit_code(self, pid: int) -> int | None:
         """Return a process's exit code, which can be asked for once; None if it has not ended."""
+        if not FORKS:
+            self._process.join(GRACE_SECONDS)
+            return self._process.exitcode
         self._orders.sendall(str(pid).encode())
         return self.answer()
 
@@ -158,7 +166,7 @@ class Rank:
     def __init__(self, number: int, environment: dict[str, str], stack_file: Path) -> None:
         self.stack_file = stack_file
         key = repr((number, environment))
-        if key not in _parents:
+        if key not in _parents or not FORKS:
             _parents[key] = Parent(environment)
         self._parent = _parents[key]
         self.pipe = self._parent.order_fork(stack_file)
