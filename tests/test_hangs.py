@@ -164,6 +164,49 @@ def test_a_look_takes_no_names_and_keeps_no_objects(monkeypatch: pytest.MonkeyPa
     assert ended == [thread]
 
 
+READS_WHAT_RUNS = """
+import gc, random, threading, time
+from ddp_hooks.hangs.stack import read_position, read_stand
+
+def make_function(variables):
+    body = "".join(f" v{i} = float({i})\\n" for i in range(variables))
+    scope = {}
+    exec(f"def call(following):\\n{body} return following[0](following[1:]) if following else 0\\n", scope)
+    return scope["call"]
+
+def run():
+    while not ended.is_set():
+        functions = [make_function(random.randrange(40)) for _ in range(20)]
+        for _ in range(20):
+            random.shuffle(functions)
+            functions[0](functions[1:random.randrange(2, 20)])
+
+def let_it_run(phase, info):
+    if threading.get_ident() == reader:
+        time.sleep(1e-5)
+
+reader = threading.get_ident()
+ended = threading.Event()
+thread = threading.Thread(target=run, daemon=True)
+thread.start()
+gc.callbacks.append(let_it_run)
+gc.set_threshold(1)
+until = time.monotonic() + 3
+while time.monotonic() < until:
+    read_stand(thread.ident)
+    read_position(thread.ident)
+ended.set()
+thread.join()
+assert gc.isenabled()
+"""
+
+
+def test_a_thread_that_runs_is_read_as_a_whole() -> None:
+    """It must not go on meanwhile, which a finalizer may let it, and then a call that it has left is read as memory."""
+    done = subprocess.run([sys.executable, "-c", READS_WHAT_RUNS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def _collectives(rank: int) -> list[Any]:
     """Rank 0 stands in each of these, waiting for rank 1, and reads its own stack."""
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))

@@ -14,5 +14,7 @@ void bind_agreement(pybind11::module_& m);
 void bind_detectors(pybind11::module_& m);
 void bind_transport(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);
+// Of no room: what the threads of this process are in.
+void bind_threads(pybind11::module_& m);
 
 }  // namespace ddp_hooks

@@ -8,7 +8,7 @@ from typing import Any
 
 from .stack import BACKWARD
 
-# The place of a wait of which only its error is known.
+# The place of a wait when nothing but its error is known.
 SOME_COLLECTIVE = "a collective"
 
 
