@@ -51,6 +51,8 @@ std::vector<Call> read_calls(unsigned long thread, const py::object& method) {
 
 }  // namespace
 
-void bind_threads(py::module_& m) { m.def("read_calls", &read_calls, py::arg("thread"), py::arg("method")); }
+void bind_threads(py::module_& m) {
+  m.def("read_calls", &read_calls, py::arg("thread"), py::arg("method"));
+}
 
 }  // namespace ddp_hooks
