@@ -284,6 +284,7 @@ def test_policies() -> None:
         # Without reading gradients, zeros are not seen, nor what is narrow.
         assert stacked["skip_unused"].payload_bytes == stacked["skip_unused"].dense_bytes
         assert unused["skip_zeros"].narrow_bytes == 0 < unused["skip_zeros"].payload_bytes
+        # At full width it goes straight to owners, and there is no exchange.
         assert all(stats["allreduce"].payload_bytes == stats["allreduce"].dense_bytes for stats in sent.values())
         assert all(stats["allreduce"].exchanges == 0 for stats in sent.values())
         assert dense["skip_unused"].exchanges == dense["skip_unused"].buckets_whole
@@ -451,6 +452,73 @@ def differ(rank: int) -> None:
 
 def test_different_gradients_are_an_error_by_name() -> None:
     run_ranks(2, differ)
+
+
+# --- over hosts
+
+
+def shard_over_hosts(case: Case, mesh: Any, ours: bool, replicates: bool = False) -> nn.Module:
+    """Make the case's model for a mesh of hosts x ranks of a host, for FSDP2 alone or for register(mesh=...)."""
+    if replicates:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        # Alone it needs a mesh of one dimension.
+        over = {"mesh": mesh["local"] if ours else mesh["hosts"]}
+        apply: Any = replicate
+    else:
+        over = {"mesh": mesh["local"] if ours else mesh}
+        apply = fully_shard
+    torch.manual_seed(7)
+    model = Model(case.layers())
+    for layer in model.layers:
+        apply(layer, mp_policy=case.mixed, **over)
+    apply(model, mp_policy=case.mixed, **over)
+    model.set_reduce_scatter_unused_params(case.sends_unused)  # type: ignore[operator]
+    return model
+
+
+def average_over_hosts(rank: int, shape: tuple[int, int], replicates: bool) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("hosts", "local"))
+    sent = {}
+    for name in ("dense", "float32", "several passes", "unused here and there", "stacked experts", "adapters"):
+        case = CASES[name]
+        plain = list(train(case, shard_over_hosts(case, mesh, False, replicates), rank, range(3)))
+        for policy in ("on", "restless", "allreduce"):
+            model = shard_over_hosts(case, mesh, True, replicates)
+            state = fsdp.register(model, POLICIES[policy], mesh=mesh)
+            assert fsdp.register(model, POLICIES[policy], mesh=mesh) is state
+            for step, (ours, expected) in enumerate(zip(train(case, model, rank, range(3)), plain, strict=True)):
+                if shape[0] == 2:
+                    assert_same(ours, expected, f"{name}, {policy}, step {step}")
+                else:  # added up in another order
+                    for parameter, gradient in expected.items():
+                        assert gradient is None or torch.allclose(ours[parameter], gradient, atol=3e-3), parameter
+            sent[name, policy] = state.host_stats()
+            if name == "unused here and there" and policy == "on":
+                usage = state.usage()
+                assert not usage["layers.1.never.weight"].used_anywhere
+                ranks = range(shape[0] * shape[1])
+                chosen = set().union(*(by_rank_and_step(other, 2, 1) for other in ranks))
+                for expert in range(4):
+                    one = usage[f"layers.1.experts.{expert}.weight"]
+                    assert one.used_anywhere == (expert in chosen)
+                    assert one.ranks is None
+            state.close()
+    return sent
+
+
+@pytest.mark.parametrize(("shape", "replicates"), [((2, 2), False), ((2, 1), False), ((2, 1), True), ((3, 1), True)])
+def test_averages_over_hosts(shape: tuple[int, int], replicates: bool) -> None:
+    for sent in run_ranks(shape[0] * shape[1], average_over_hosts, shape, replicates):
+
+        def part(name: str, policy: str = "on", sent: dict[Any, Any] = sent) -> float:
+            return sent[name, policy].payload_bytes / sent[name, policy].dense_bytes  # type: ignore[no-any-return]
+
+        assert part("dense", "allreduce") == 1
+        # Gradients of one rank are narrow, sums are not; but sums of two hosts' are sent in full.
+        assert part("dense") < (0.85 if shape[1] == 1 else 1.001)
+        assert part("unused here and there") < 0.9
+        assert part("stacked experts") < 0.8
 
 
 # --- what is refused

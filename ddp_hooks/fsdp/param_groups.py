@@ -113,6 +113,16 @@ class ParamGroup:
         """Whether the all-reduce is due, too: not under ``set_requires_all_reduce(False)``."""
         return bool(self._inner.all_reduce_grads)
 
+    @property
+    def divides_by_itself(self) -> bool:
+        """Whether ``set_gradient_divide_factor`` says what all ranks' sum is divided by."""
+        return getattr(self._inner, "gradient_divide_factor", None) is not None
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether reduced gradients pass through a hook."""
+        return self._inner._all_reduce_hook is not None
+
     def columns(self) -> list[Column]:
         """Return what each parameter takes of a part, in their order."""
         columns = []
@@ -130,10 +140,10 @@ class ParamGroup:
         """Return the elements of the whole parameter."""
         return self._inner.fsdp_params[index].sharded_param.numel()  # type: ignore[no-any-return]
 
-    def take_participants(self) -> Participants | None:
-        """Return what the reduction has that is under way, once."""
-        participants, self._participants = self._participants, None
-        return participants
+    @property
+    def participants(self) -> Participants | None:
+        """What the reduction has that is under way; None if none is."""
+        return self._participants
 
     def _look_at_gradients(self) -> Participants:
         sends_unused = getattr(self._inner, "reduce_scatter_unused_params", False)

@@ -24,6 +24,8 @@ from .param_groups import Column, Participants
 
 _C = _extension.load()
 
+# What can be scanned and added up.
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # What a word of a message holds of a set of parameters: not the sign.
 _BITS_OF_WORD = 62
 _WORD_BYTES = 8
@@ -217,6 +219,14 @@ class Exchange:
         self.count(messages=1, payload_bytes=sum(sent_sizes), sent_bytes=sum(sent_sizes))
         return received
 
+    def receive_all(self, group: dist.ProcessGroup, flat: torch.Tensor) -> torch.Tensor:
+        """Send each rank its part as it is; return what came of all of them, the own part too, as bytes."""
+        received = self._staging.take("received", flat.nbytes)
+        dist.all_to_all_single(received.view(flat.dtype), flat, group=group)
+        sent_bytes = flat.nbytes - flat.nbytes // dist.get_world_size(group)
+        self.count(messages=1, payload_bytes=sent_bytes, sent_bytes=sent_bytes)
+        return received
+
     def count(self, **counters: float) -> None:
         """Add to the statistics."""
         now = {name: getattr(self.statistics, name) + more for name, more in counters.items()}
@@ -255,6 +265,7 @@ class ReduceScatter:
             for element_bytes in (2, 4, 8)
         )
         self._exchange = Exchange(staging, len(columns), most)
+        self._wholes: dict[int, Any] = {}  # units of parts that travel as they are, by their elements
         self.announced: list[Announcement] | None = None  # in the last reduction, where there was an exchange
 
     @property
@@ -275,17 +286,14 @@ class ReduceScatter:
         Raises:
             LayoutsDiffer: on every rank.
         """
-        ranks, own = dist.get_world_size(group), dist.get_rank(group)
-        exchange = self._exchange
+        ranks, own, exchange = dist.get_world_size(group), dist.get_rank(group), self._exchange
         dense_bytes = (ranks - 1) * output.numel() * output.element_size()
         self.announced = None
         exchange.count(steps=1, dense_bytes=dense_bytes)
-        done = (
-            op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-            and output.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-            and self._questions.any
-            and self._looks.begin_step()
-            and self._reduce(output, flat, group, participants, own, ranks, dense_bytes)
+        can_be_ours = self._questions.any and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and output.dtype in DTYPES
+        done = can_be_ours and (
+            (self._looks.begin_step() and self._reduce(output, flat, group, participants, own, ranks, dense_bytes))
+            or self._reduce_in_full(output, flat, group, own, ranks)
         )
         if not done:
             exchange.count(buckets_whole=1, messages=1, payload_bytes=dense_bytes, sent_bytes=dense_bytes)
@@ -348,6 +356,24 @@ class ReduceScatter:
             buckets_packed=int(most > 0),
             buckets_skipped=int(most == 0),
         )
+        return True
+
+    def _reduce_in_full(
+        self, output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, own: int, ranks: int
+    ) -> bool:
+        """Send all of it; where torch's reduce-scatter is an all-reduce inside, twice as much, as gloo's is."""
+        if not self._policy.tuning.direct or dist.get_backend(group) != "gloo":
+            return False
+        received = self._exchange.receive_all(group, flat)
+        start = time.perf_counter()
+        numel = output.numel()
+        if numel not in self._wholes:
+            self._wholes[numel] = _C.ShardUnits([(numel, numel)])
+        units = self._wholes[numel]
+        codes = torch.full((ranks, units.code_bytes), 255, dtype=torch.uint8, device="cpu")
+        sizes = [output.nbytes] * ranks
+        units.sum(output, flat, received, codes, own, sizes, order_of_ring(own, ranks))
+        self._exchange.count(hook_seconds=time.perf_counter() - start, buckets_whole=1)
         return True
 
     def _layout(self, participants: Participants, element_bytes: int) -> Layout:
