@@ -4,11 +4,11 @@
     python benchmarks/fsdp_link.py --links loopback --size tiny --name try
 
 Ways of training one model live side by side and take turns, a step each, in an order that rotates; ratios are made
-within a round. A step is forward, backward and SGD; it takes as long as its slowest rank. Afterwards all of them train a
-few more steps, untimed, in which gradients are compared, to the bit, and bytes on the wire are counted.
+within a round. A step is forward, backward and SGD; it takes as long as its slowest rank. Afterwards all of them train
+a few more steps, untimed, in which gradients are compared, to the bit, and bytes on the wire are counted.
 
-gloo's reduce-scatter is an all-reduce inside, so it sends twice what it has to. The way "all-to-all" shows what is saved
-by that alone: each rank sends each owner its part as it is.
+gloo's reduce-scatter is an all-reduce inside, so it sends twice what it has to. The way "all-to-all" shows what is
+saved by that alone: each rank sends each owner its part as it is.
 """
 
 from __future__ import annotations

@@ -386,5 +386,8 @@ class ReduceScatter:
 
 
 def order_of_ring(own: int, ranks: int) -> list[int]:
-    """Return in which order gloo's reduce-scatter adds up the part of rank ``own``: down from the one before it."""
+    """Return in which order the part of rank ``own`` is added up: down from the rank before it, itself last.
+
+    That is gloo's order, too, but for a few numbers where parts meet: its ring's segments begin a little later there.
+    """
     return [(own - 1 - i) % ranks for i in range(ranks)]
