@@ -7,7 +7,7 @@ sequence, so ranks use different ones: what routers make of short sequences abou
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -134,8 +134,11 @@ _MIXTRAL = {
     "tiny": Shape(words=500, width=32, inner=64, layers=2, heads=4, experts=4, sequence=16),
     "default": Shape(words=4_000, width=256, inner=640, layers=4, heads=4, experts=8),
 }
+_FEW_WORDS = {size: replace(shape, words=16) for size, shape in _LLAMA.items()}
 WORKLOADS = {
     "llama": FsdpWorkload("Llama's shape", _LLAMA),
     "llama_float32": FsdpWorkload("Llama's shape, float32", _LLAMA, is_mixed=False),
+    # Every word is looked up in every step, so there is nothing to leave out.
+    "llama_all_used": FsdpWorkload("Llama's shape, float32, all used", _FEW_WORDS, is_mixed=False),
     "mixtral": FsdpWorkload("Mixtral's shape", _MIXTRAL, sends_unused=True),
 }

@@ -104,7 +104,11 @@ def _sum(counted: Sequence[Statistics]) -> Statistics:
     for each in counted:
         total += each
     # Otherwise a step would count once for each group.
-    return replace(total, steps=max((each.steps for each in counted), default=0))
+    steps = {
+        name: max((getattr(each, name) for each in counted), default=0)
+        for name in ("steps", "narrow_steps", "skip_zero_rows_steps")
+    }
+    return replace(total, **steps)
 
 
 class _ServedGroup:
