@@ -219,8 +219,8 @@ def register(
 ) -> ShardState:
     """Have FSDP2's reduce-scatters leave out zeros and send narrow what is narrow. Every rank calls it, between steps.
 
-    Gradients are those of plain FSDP2: to the bit on two ranks, on more up to the order of additions. Call it once, after
-    the last ``fully_shard``. Calling it again with the same policy returns the state that the module has.
+    Gradients are those of plain FSDP2: to the bit on two ranks, on more up to the order of additions. Call it once,
+    after the last ``fully_shard``. Calling it again with the same policy returns the state that the module has.
 
     Args:
         module: the root module with ``torch.distributed.fsdp.fully_shard`` applied, or what ``torch.compile`` returned
