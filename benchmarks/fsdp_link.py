@@ -79,9 +79,8 @@ def all_to_all() -> Any:
     """Make a reduce-scatter in which each rank sends each owner its part, which that one adds up."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-    class AllToAll(ReduceScatter):
+    class AllToAll:
         def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             return torch.empty(*size, dtype=dtype, device=device)
 
