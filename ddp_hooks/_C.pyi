@@ -1,6 +1,8 @@
 # What csrc/bindings/ shows to Python. Offsets, lengths and numels are in elements.
 
+import weakref
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import ClassVar, overload
 
 import torch
@@ -490,6 +492,14 @@ def reducer_skips_unused_by_local_list(arg0: Reducer, /) -> bool: ...
 # --- hashes of tensors ---
 
 def hash_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor: ...
+
+# --- the threads of this process ---
+
+# Of each call, the innermost first: its code, the index of its last instruction, the line, and its self if the code is
+# that of `method`. None if the thread has ended.
+def read_calls(
+    thread: int, method: CodeType
+) -> list[tuple[CodeType, int, int, weakref.ref[torch.nn.Module] | None]]: ...
 
 # --- between tensors and a staging buffer ---
 

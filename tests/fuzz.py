@@ -4,6 +4,7 @@ python tests/fuzz.py --seed 17 --ranks 2            one program, printed, with t
 python tests/fuzz.py --seeds 0:5000 --ranks 2       many, in one set of rank processes
 python tests/fuzz.py --minutes 60                   as many as fit, from a random seed on, on 2 ranks and now and then 3
 python tests/fuzz.py --program small.json           a program that was kept
+python tests/fuzz.py --seeds 0:1000 --device pretend   on the device that tests pretend (tests/pretend/), in any order
 
 What fails is made small and printed, with the command that runs it again. The exit code is 1 if anything failed.
 """
@@ -23,13 +24,16 @@ from fuzzer.generate import generate
 from fuzzer.program import Program
 from fuzzer.shrink import shrink
 
+# For ddp_hooks_testing, which holds the pretended device. Last, so that what is tested is the installed package.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
 
 def main() -> int:
     options = _arguments()
     if options.program:
         return _one(Program.from_json(_read(options.program)), options)
     if options.seed is not None:
-        return _one(generate(options.seed, options.ranks), options)
+        return _one(generate(options.seed, options.ranks, options.device), options)
     return _many(options)
 
 
@@ -41,6 +45,8 @@ def _arguments() -> argparse.Namespace:
     what.add_argument("--minutes", type=float, help="run programs for so long")
     what.add_argument("--program", metavar="FILE", help="run a program in JSON; - for standard input")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--until-failure", action="store_true", help="stop at the first program that fails")
+    parser.add_argument("--device", choices=["cpu", "pretend"], default="cpu")
     parser.add_argument("--shrink-seconds", type=float, default=60.0, help="how long to make a failing program smaller")
     parser.add_argument("--keep", type=Path, help="a folder for the programs that fail")
     return parser.parse_args()
@@ -67,10 +73,10 @@ def _many(options: argparse.Namespace) -> int:
         until = started + 60 * options.minutes
         first = random.SystemRandom().randrange(10**9)
         # Three ranks share two cores badly, and find little that two do not.
-        programs = (generate(seed, 3 if seed % 10 == 0 else 2) for seed in itertools.count(first))
+        programs = (generate(seed, 3 if seed % 10 == 0 else 2, options.device) for seed in itertools.count(first))
     else:
         first, end = (int(number) for number in options.seeds.split(":"))
-        programs = (generate(seed, options.ranks) for seed in range(first, end))
+        programs = (generate(seed, options.ranks, options.device) for seed in range(first, end))
 
     def failed(program: Program, verdict: Verdict) -> None:
         print(f"\nseed {program.seed} on {program.ranks} ranks {verdict.kind}: {verdict.report.strip()[:4000]}")
@@ -83,7 +89,13 @@ def _many(options: argparse.Namespace) -> int:
             next_line[0] = time.monotonic() + 10
             print(f"{tally}, {(time.monotonic() - started) / tally.programs:.2f} s each", flush=True)
 
-    tally = run_many(_from_seed(programs, first), until=until, on_failure=failed, on_progress=progress)
+    tally = run_many(
+        _from_seed(programs, first),
+        until=until,
+        on_failure=failed,
+        on_progress=progress,
+        until_failure=options.until_failure,
+    )
     print(f"{tally}; {time.monotonic() - started:.0f} s from seed {first}")
     return 1 if tally.bad else 0
 
@@ -103,7 +115,8 @@ def _show_small(program: Program, verdict: Verdict, options: argparse.Namespace)
         (options.keep / f"{verdict.kind.replace(' ', '_')}_{program.seed}_{program.ranks}.json").write_text(
             small.to_json()
         )
-    print(f"again, in full: python tests/fuzz.py --seed {program.seed} --ranks {program.ranks}")
+    device = "" if program.options.device == "cpu" else f" --device {program.options.device}"
+    print(f"again, in full: python tests/fuzz.py --seed {program.seed} --ranks {program.ranks}{device}")
     print(f"again, small: echo '{small.to_json()}' | python tests/fuzz.py --program -", flush=True)
 
 

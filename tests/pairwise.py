@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
+
+import pytest
 
 Pair = tuple[tuple[int, int], tuple[int, int]]
 
@@ -35,3 +38,21 @@ def pairwise(tested: Sequence[Sequence[int]]) -> set[int]:
         brought = set(left[best])
         left = [pairs - brought for pairs in left]
     return chosen
+
+
+def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Return all combinations as parameters; those in which each value of the longer meets the next are not thorough.
+
+    For what is slow and is tested with all pairs elsewhere.
+    """
+    turns = max(len(first), len(second))
+    chosen = {(turn % len(first), turn % len(second)) for turn in range(turns)}
+    return [
+        pytest.param(a, b, id=f"{_name(b)}-{_name(a)}", marks=[] if (i, j) in chosen else pytest.mark.thorough)
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
+
+
+def _name(value: Any) -> str:
+    return value if isinstance(value, str) else str(getattr(value, "__name__", None) or value.name)

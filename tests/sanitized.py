@@ -134,7 +134,7 @@ def sanitized_environment(build: Path, logs: Path) -> dict[str, str]:
     mine = {name: ":".join(filter(None, [value, os.environ.get(name)])) for name, value in options.items()}
     path = os.pathsep.join(filter(None, [str(build), str(TESTS), os.environ.get("PYTHONPATH")]))
     mine |= {"PYTHONPATH": path, "LD_PRELOAD": runtime_libraries(build), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **mine, "DDP_HOOKS_RANKS_KEPT": "6"}
+    return {**os.environ, **mine, "DDP_HOOKS_RANKS_KEPT": "6", "DDP_HOOKS_RANKS_FORK": "0"}
 
 
 def fix_addresses() -> None:

@@ -1,18 +1,20 @@
 """Runs a function on several ranks: brings tracebacks home, shows the stack of what hangs, and kills it.
 
-The rank processes are started once for each world size (and environment) and reused, because importing torch takes
-longer than most tests. Each call gets a process group of its own. A rank that fails or hangs costs the whole pool:
-nothing a broken rank left behind reaches the next test.
+Importing torch takes longer than most tests, so a process for each rank number (and environment) does that once, and
+forks itself into rank processes. Those stay and run one test after another; each call gets a process group of its own.
+A rank that fails or hangs costs the ranks that it ran with: nothing a broken rank left behind reaches the next test.
 """
 
 from __future__ import annotations
 
+import ast
 import atexit
 import faulthandler
 import importlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -28,6 +30,10 @@ DEFAULT_TIMEOUT_SECONDS = 90.0
 COLLECTIVE_TIMEOUT_SECONDS = 30.0
 # How long the other ranks may go on after one failed: their own error is worth having, their hang is not.
 GRACE_SECONDS = 5.0
+# ThreadSanitizer hangs in what was forked. Without forks each rank imports torch itself.
+FORKS = os.environ.get("DDP_HOOKS_RANKS_FORK", "1") == "1"
+# More than any message to or from a process that forks ranks.
+ORDER_BYTES = 4096
 # How many processes stay, those of all pools together. With a sanitizer each takes more than a gigabyte.
 RANKS_KEPT = int(os.environ.get("DDP_HOOKS_RANKS_KEPT", "24"))
 
@@ -40,23 +46,58 @@ class RankDied(RankFailure):
     """A rank died of a signal, such as SIGSEGV."""
 
 
-def _worker(rank: int, world_size: int, stack_file: str, environment: dict[str, str], pipe: Connection) -> None:
+def _fork_ranks(environment: dict[str, str], orders: socket.socket) -> None:
+    """Import torch, and fork a process for each order; each runs what comes through the pipe that came with it."""
     # Before torch is imported: some of it is read only once.
     os.environ.update({"OMP_NUM_THREADS": "1", **environment})
+    import torch
+    import torch._dynamo  # optimizers import it when they are made
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES, 1)
+        if not order:
+            return
+        answer: int | None
+        if descriptors:
+            pipe = Connection(descriptors[0])
+            answer = os.fork() if FORKS else 0  # nothing has made a thread yet
+            if answer == 0:
+                if not FORKS:
+                    orders.sendall(repr(os.getpid()).encode())
+                orders.close()
+                return _run_tasks(order.decode(), pipe)
+            pipe.close()
+        else:
+            answer = _wait_for(int(order))
+        orders.sendall(repr(answer).encode())
+
+
+def _wait_for(child: int) -> int | None:
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    return None
+
+
+def _run_tasks(stack_file: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         faulthandler.enable(stacks)
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        if module := environment.get("DDP_HOOKS_IMPORT_FIRST"):
+        if module := os.environ.get("DDP_HOOKS_IMPORT_FIRST"):
             importlib.import_module(module)
         while True:
             task = pipe.recv()
             if task is None:
                 return
-            function, args, store_file, backend, collective_timeout = task
+            function, args, store_file, backend, collective_timeout, rank, world_size = task
             try:
                 torch.manual_seed(1234)
                 _leave_out_measurements()
@@ -83,6 +124,80 @@ def _leave_out_measurements() -> None:
     service.measure_collective_costs = lambda group, device: None
 
 
+class Parent:
+    """A process that has imported torch, and forks the ranks of one number, in one environment."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._orders, theirs = socket.socketpair()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_fork_ranks, args=(environment, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def order_fork(self, stack_file: Path) -> Connection:
+        """Have it fork once it has imported torch; :meth:`answer` is the process id."""
+        ours, theirs = multiprocessing.Pipe()
+        socket.send_fds(self._orders, [os.fsencode(stack_file)], [theirs.fileno()])
+        theirs.close()
+        return ours
+
+    def answer(self) -> int | None:
+        answer = self._orders.recv(ORDER_BYTES)
+        if not answer:
+            raise RuntimeError("the process that forks ranks has died; its error is on stderr")
+        return ast.literal_eval(answer.decode())  # type: ignore[no-any-return]
+
+    def exit_code(self, pid: int) -> int | None:
+        """Return a process's exit code, which can be asked for once; None if it has not ended."""
+        if not FORKS:
+            self._process.join(GRACE_SECONDS)
+            return self._process.exitcode
+        self._orders.sendall(str(pid).encode())
+        return self.answer()
+
+
+# One for each rank number, because hashes of strings, by which sets are ordered, and addresses differ between ranks.
+_parents: dict[str, Parent] = {}
+
+
+class Rank:
+    """A process that runs one task after another."""
+
+    def __init__(self, number: int, environment: dict[str, str], stack_file: Path) -> None:
+        self.stack_file = stack_file
+        key = repr((number, environment))
+        if key not in _parents or not FORKS:
+            _parents[key] = Parent(environment)
+        self._parent = _parents[key]
+        self.pipe = self._parent.order_fork(stack_file)
+        self._pid: int | None = None
+        self._exit_code: int | None = None
+
+    def await_start(self) -> None:
+        self._pid = self._parent.answer()
+
+    @property
+    def is_alive(self) -> bool:
+        """Only for one that has no task: a process that has ended closes its pipe."""
+        return not self.pipe.closed and not self.pipe.poll()
+
+    def exit_code(self) -> int | None:
+        if self._exit_code is None and self._pid is not None:
+            self._exit_code = self._parent.exit_code(self._pid)
+        return self._exit_code
+
+    def signal(self, number: int) -> None:
+        if self._exit_code is None and self._pid is not None:
+            os.kill(self._pid, number)
+
+    def stack(self) -> str:
+        if self._exit_code is not None:
+            return "(dead)"
+        self.signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return self.stack_file.read_text() or "(no Python stack: it hangs in native code)"
+
+
 class RankPool:
     """`world_size` processes that run one function after another, each time in a fresh process group."""
 
@@ -90,24 +205,14 @@ class RankPool:
         self.world_size = world_size
         self._directory = tempfile.TemporaryDirectory(prefix="ddp_hooks_ranks_")
         self._runs = 0
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, world_size, str(self._stack_file(rank)), environments[rank], theirs)
-            process = context.Process(target=_worker, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def _stack_file(self, rank: int) -> Path:
-        return Path(self._directory.name) / f"stack{rank}"
+        folder = Path(self._directory.name)
+        self._ranks = [Rank(rank, environments[rank], folder / f"stack{rank}") for rank in range(world_size)]
+        for rank in self._ranks:
+            rank.await_start()
 
     @property
     def alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+        return all(rank.is_alive for rank in self._ranks)
 
     def run(
         self,
@@ -125,26 +230,25 @@ class RankPool:
         """
         self._runs += 1
         store_file = str(Path(self._directory.name) / f"store{self._runs}")
-        for pipe in self._pipes:
-            pipe.send((function, args, store_file, backend, collective_timeout))
+        for number, rank in enumerate(self._ranks):
+            rank.pipe.send((function, args, store_file, backend, collective_timeout, number, self.world_size))
         outcomes: dict[int, tuple[str, Any]] = {}
         failure: type[RankFailure] = RankFailure
         deadline = time.monotonic() + timeout
         while len(outcomes) < self.world_size:
-            waiting = {self._pipes[r]: r for r in range(self.world_size) if r not in outcomes}
+            waiting = {rank.pipe: number for number, rank in enumerate(self._ranks) if number not in outcomes}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
+                number = waiting[pipe]  # type: ignore[index]
                 try:
-                    outcomes[rank] = pipe.recv()  # type: ignore[union-attr]
+                    outcomes[number] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
-                    self._processes[rank].join(1)
-                    stacks = self._stack_file(rank).read_text()
-                    code = self._processes[rank].exitcode
+                    code = self._ranks[number].exit_code()
+                    stacks = self._ranks[number].stack_file.read_text()
                     if code is not None and code < 0:
                         failure = RankDied
-                    outcomes[rank] = ("error", f"died with exit code {code}\n{stacks}")
-                if outcomes[rank][0] == "error":
+                    outcomes[number] = ("error", f"died with exit code {code}\n{stacks}")
+                if outcomes[number][0] == "error":
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             if not ready:
                 break
@@ -156,29 +260,22 @@ class RankPool:
 
     def _describe(self, outcomes: dict[int, tuple[str, Any]]) -> str:
         parts = []
-        for rank in range(self.world_size):
-            kind, value = outcomes.get(rank, ("hung", None))
+        for number, rank in enumerate(self._ranks):
+            kind, value = outcomes.get(number, ("hung", None))
             if kind == "hung":
-                parts.append(f"--- rank {rank} hung; its stack:\n{self._stack(rank)}")
+                parts.append(f"--- rank {number} hung; its stack:\n{rank.stack()}")
             elif kind == "error":
-                parts.append(f"--- rank {rank} failed:\n{value}")
+                parts.append(f"--- rank {number} failed:\n{value}")
             else:
-                parts.append(f"--- rank {rank} returned")
+                parts.append(f"--- rank {number} returned")
         return "\n" + "\n".join(parts)
 
-    def _stack(self, rank: int) -> str:
-        process = self._processes[rank]
-        if not process.is_alive() or process.pid is None:
-            return "(dead)"
-        os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return self._stack_file(rank).read_text() or "(no Python stack: it hangs in native code)"
-
     def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join(5)
+        for rank in self._ranks:
+            rank.signal(signal.SIGKILL)
+        for rank in self._ranks:
+            rank.exit_code()
+            rank.pipe.close()
         self._directory.cleanup()
 
 

@@ -21,6 +21,7 @@ EXCEPTIONS = {
     "os._exit": "is documented, underscore and all",
     "ddp_hooks._C": "has the kernels, which are measured without what Python puts around them",
     "ddp_hooks_testing._C": "has those that the package runs within a step only",
+    "ddp_hooks_testing._pretend": "counts what the pretended device is asked to do, which only it knows",
     "torch.cuda._sleep": "keeps the device busy, which nothing public does",
     "torch._foreach_copy_": "is the fastest copy there is, to compare with",
     "dist._broadcast_coalesced": "is how DDP itself sends parameters, to compare with",

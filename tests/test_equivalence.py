@@ -815,12 +815,12 @@ SPLIT_ALL = ddp_hooks.Policy("split_all", tuning=ddp_hooks.Tuning(in_place_bytes
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 @pytest.mark.parametrize(
     ("policy", "native"),
     [("skip_unused", False), ("skip_unused", True), ("skip_zeros", True), (EAGER_AUTO, False)],
     ids=["graph-python", "graph-native", "values-native", "auto-python"],
 )
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_same_as_plain_ddp(
     scenario: type[Scenario], world_size: int, policy: ddp_hooks.Policy | str, native: bool
 ) -> None:
@@ -828,8 +828,8 @@ def test_same_as_plain_ddp(
     run(world_size, compare, scenario(), policy, native)
 
 
-@pytest.mark.parametrize("scenario", [StepBranches, MixedDtypes, Experts, ManyTinyParameters, Complex, Joined])
 @pytest.mark.parametrize("policy", [PACK_ALL, SPLIT_ALL, "allreduce"], ids=["pack", "split", "allreduce"])
+@pytest.mark.parametrize("scenario", [StepBranches, MixedDtypes, Experts, ManyTinyParameters, Complex, Joined])
 def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | str) -> None:
     run_ranks(2, compare, scenario(), policy, True)
 

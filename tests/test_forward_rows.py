@@ -62,12 +62,12 @@ class Counted(Rows):
     find_unused_parameters = False
     # How many tables; in each step but the first, before which nobody knows the layout. None: that does not matter.
     known: ClassVar[int | None] = 1
-    counts: Counter[str] | None = None  # of plain DDP's run, which comes first, nothing
+    counts: Counter[str]
 
     def run(self, t: Trainer) -> None:
-        if self.counts is None:
-            self.counts = Counter()
+        if not t.ddp._comm_hooks:
             return super().run(t)
+        self.counts = Counter()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             super().run(t)
         # Making a tree of them, as events() does, takes longer than the steps.

@@ -629,8 +629,15 @@ def test_usage_is_known_after_a_rebuild() -> None:
     run_ranks(2, usage_is_known_after_a_rebuild)
 
 
-def buckets_are_given_back(rank: int) -> None:
+def strided_tensors() -> list[torch.Tensor]:
+    gc.collect()
+    found = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    return [tensor for tensor in found if tensor.layout == torch.strided]  # those that are sparse have no storage
 
+
+def buckets_are_given_back(rank: int) -> None:
+    earlier = strided_tensors()  # of tests before; held, so that no other gets the identity of one
+    known = set(map(id, earlier))
     model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 500), nn.Linear(500, 4))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     ddp_hooks.register(ddp, "skip_unused")
@@ -641,10 +648,7 @@ def buckets_are_given_back(rank: int) -> None:
     assert torch.equal(model[0].weight.grad, kept)
     layout = _C.reducer_layout(ddp.reducer)
     assert sum(bucket.numel for bucket in layout.buckets) == sum(p.numel() for p in model[1:].parameters())
-    gc.collect()
-    found = [tensor for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor)]
-    # An earlier test may have left a sparse tensor behind, which has no storage.
-    sizes = [tensor.untyped_storage().nbytes() for tensor in found if tensor.layout == torch.strided]
+    sizes = [tensor.untyped_storage().nbytes() for tensor in strided_tensors() if id(tensor) not in known]
     assert max(sizes) <= 500 * 501 * 4
 
 

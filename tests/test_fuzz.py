@@ -26,7 +26,8 @@ MORE_SECONDS = 15.0
 def assert_same(program: Program, verdict: Verdict) -> None:
     pytest.fail(
         f"{program}\n{verdict.kind}: {verdict.report}\n"
-        f"make it small with: python tests/fuzz.py --seed {program.seed} --ranks {program.ranks}"
+        f"make it small with: python tests/fuzz.py --seed {program.seed} --ranks {program.ranks} "
+        f"--device {program.options.device}"
     )
 
 

@@ -30,7 +30,7 @@ from ddp_hooks.hangs.board import Board
 from ddp_hooks.hangs.report import find_missing, headline
 from ddp_hooks.hangs.session import print_to_stderr
 from ddp_hooks.hangs.stack import has_run, read_error, read_position, read_stand
-from ddp_hooks.hangs.status import Status, Wait
+from ddp_hooks.hangs.status import SOME_COLLECTIVE, Status, Wait
 from ddp_hooks.hangs.witness import Witness
 
 HERE = Path(__file__)
@@ -162,6 +162,49 @@ def test_a_look_takes_no_names_and_keeps_no_objects(monkeypatch: pytest.MonkeyPa
         stand = read_stand(thread)
     assert stand is not None
     assert ended == [thread]
+
+
+READS_WHAT_RUNS = """
+import gc, random, threading, time
+from ddp_hooks.hangs.stack import read_position, read_stand
+
+def make_function(variables):
+    body = "".join(f" v{i} = float({i})\\n" for i in range(variables))
+    scope = {}
+    exec(f"def call(following):\\n{body} return following[0](following[1:]) if following else 0\\n", scope)
+    return scope["call"]
+
+def run():
+    while not ended.is_set():
+        functions = [make_function(random.randrange(40)) for _ in range(20)]
+        for _ in range(20):
+            random.shuffle(functions)
+            functions[0](functions[1:random.randrange(2, 20)])
+
+def let_it_run(phase, info):
+    if threading.get_ident() == reader:
+        time.sleep(1e-5)
+
+reader = threading.get_ident()
+ended = threading.Event()
+thread = threading.Thread(target=run, daemon=True)
+thread.start()
+gc.callbacks.append(let_it_run)
+gc.set_threshold(1)
+until = time.monotonic() + 3
+while time.monotonic() < until:
+    read_stand(thread.ident)
+    read_position(thread.ident)
+ended.set()
+thread.join()
+assert gc.isenabled()
+"""
+
+
+def test_a_thread_that_runs_is_read_as_a_whole() -> None:
+    """It must not go on meanwhile, which a finalizer may let it, and then a call that it has left is read as memory."""
+    done = subprocess.run([sys.executable, "-c", READS_WHAT_RUNS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def _collectives(rank: int) -> list[Any]:
@@ -358,6 +401,21 @@ def test_whoever_waits_for_nobody_is_named_first() -> None:
     )
 
 
+def test_who_waits_as_well_is_not_named_where_it_is_not_known_which_collective_failed() -> None:
+    """As gloo's errors, which name none: rank 0's came while rank 2 waited in the same one for the same rank."""
+    wait = Wait(SOME_COLLECTIVE, (0, 1, 2), 0.0)
+    ended = status(1, error="ValueError: x")
+    waits = status(2, wait=Wait("forward of Net", (0, 1, 2), 0.3))
+    explains = status(2, failed=WAIT)
+    ended_in_vain = status(2, failed=wait, error="RuntimeError: Connection closed by peer")
+    for other in (waits, explains, ended_in_vain):
+        assert find_missing(wait, 0, {1: ended, 2: other}, {}, is_over=True).missing == (1,)
+    # Nobody else is to blame.
+    assert find_missing(wait, 0, {1: status(1, wait=WAIT), 2: waits}, {}, is_over=True).missing == (1, 2)
+    # Where it is known, a rank that waits elsewhere is missing.
+    assert find_missing(WAIT, 0, {1: ended, 2: waits}, {}, is_over=True).missing == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("place", "here"), [("backward of Net", True), ("backward", True), ("backward of Other", False), ("barrier", False)]
 )
@@ -474,12 +532,21 @@ def test_the_store_answers_while_another_thread_waits_for_a_key(client: Any) -> 
     thread.join(5)
 
 
+def wait_for_state(pid: int, states: str) -> None:
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in states:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_a_store_whose_process_went_hangs_nobody(client: Any, end: str) -> None:
     store, server = client
     board = Board(store, "test")
     assert board.count("calls") == 0
     os.kill(server.pid, 9 if end == "killed" else 19)
+    # It may answer once more until the signal is there.
+    wait_for_state(server.pid, "ZX" if end == "killed" else "T")
     start = time.monotonic()
     for _ in range(5):
         assert board.count("calls") is None

@@ -302,10 +302,10 @@ def test_what_is_sent_to_waste_time(form: int, filling: int) -> None:
     for k in (0, 1, 17, 40):
         for count in (1, size, 2**40 - 1):
             words = [form | k << 8 | k << 16 | count << 24] + [filling] * 200_000
-            start = time.perf_counter()
+            start = time.thread_time()
             try:
                 testing.merge_compressed(words, received)
             except ValueError:
                 assert received.count() == 0
-            assert time.perf_counter() - start < 0.5
+            assert time.thread_time() - start < 0.5
             received = _C.UsageMask(size)

@@ -152,8 +152,8 @@ def test_a_message_is_counted_as_what_a_ring_of_the_same_bytes_would_carry() -> 
 @pytest.mark.parametrize(
     "world_size", [2, pytest.param(3, marks=pytest.mark.thorough), pytest.param(4, marks=pytest.mark.thorough)]
 )
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_same_as_plain_ddp(scenario: type[Scenario], world_size: int, native: bool) -> None:
     made = scenario()
     made.check_bytes = False  # what is counted here are whole parameters
@@ -223,9 +223,9 @@ class AutocastJoined(Joined):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("scenario", [Autocast, Float16Autocast, Accumulated, AutocastBucketViews, AutocastJoined])
 @pytest.mark.parametrize("policy", [NARROW, SMALL_SEGMENTS, ADAPTIVE], ids=lambda p: p.name)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize("scenario", [Autocast, Float16Autocast, Accumulated, AutocastBucketViews, AutocastJoined])
 def test_autocast(scenario: type[Scenario], world_size: int, policy: Policy, native: bool) -> None:
     run_ranks(world_size, compare, scenario(), policy, native)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from pairwise import pairwise
+from pairwise import in_turn, pairwise
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 4, 2), (2, 2, 2, 2), (5, 1, 3, 2)])
@@ -33,3 +33,13 @@ def test_one_parameter_keeps_all() -> None:
 def test_it_chooses_the_same_each_time() -> None:
     tested = list(product(range(6), range(4), range(2)))
     assert pairwise(tested) == pairwise(list(tested))
+
+
+@pytest.mark.parametrize(("first", "second"), [("abcdefg", "xyz"), ("ab", "wxyz"), ("abc", "xyz"), ("ab", "x")])
+def test_in_turn_every_value_is_there(first: str, second: str) -> None:
+    parameters = in_turn(first, second)
+    assert {one.values for one in parameters} == set(product(first, second))
+    chosen = [one.values for one in parameters if not one.marks]
+    assert len(chosen) == max(len(first), len(second))
+    assert {a for a, _ in chosen} == set(first)
+    assert {b for _, b in chosen} == set(second)

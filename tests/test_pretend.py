@@ -15,8 +15,12 @@ import test_cuda_hook
 import test_equivalence as on_cpu
 import test_narrow
 import torch
+from fuzzer.campaign import run_many
+from fuzzer.generate import generate
+from pairwise import in_turn
 from spawn import run_ranks
 from test_equivalence import EAGER_AUTO, PACK_ALL, SPLIT_ALL
+from test_fuzz import assert_same
 from training import Scenario, compare
 
 import ddp_hooks
@@ -57,30 +61,35 @@ def on_device(scenario: Scenario) -> Scenario:
 FEW = [scenario for scenario in test_cuda_hook.FEW if scenario is not on_cpu.ManyTinyParameters]
 
 
-@pytest.mark.parametrize("scenario", FEW, ids=lambda s: s.__name__)
-@pytest.mark.parametrize(
-    ("policy", "native"),
-    [("skip_unused", True), ("skip_unused", False), ("skip_zeros", True), (EAGER_AUTO, False)],
-    ids=["graph-native", "graph-python", "values-native", "auto-python"],
-)
-def test_same_as_plain_ddp(scenario: type[Scenario], policy: ddp_hooks.Policy | str, native: bool) -> None:
-    run_pretended(2, 1, compare, on_device(scenario()), policy, native)
+WAYS = {
+    "graph-native": ("skip_unused", True),
+    "values-native": ("skip_zeros", True),
+    "graph-python": ("skip_unused", False),
+    "auto-python": (EAGER_AUTO, False),
+}
+PACKED = [on_cpu.StepBranches, on_cpu.MixedDtypes, on_cpu.SmallBuckets]
+UNDER_AUTOCAST = [
+    test_narrow.Autocast,
+    test_narrow.Float16Autocast,
+    test_narrow.Accumulated,
+    test_narrow.AutocastBucketViews,
+]
 
 
-@pytest.mark.parametrize("scenario", [on_cpu.StepBranches, on_cpu.MixedDtypes, on_cpu.SmallBuckets])
-@pytest.mark.parametrize("policy", [PACK_ALL, SPLIT_ALL, "allreduce"], ids=["pack", "split", "allreduce"])
+@pytest.mark.parametrize(("scenario", "way"), in_turn(FEW, list(WAYS)))
+def test_same_as_plain_ddp(scenario: type[Scenario], way: str) -> None:
+    run_pretended(2, 1, compare, on_device(scenario()), *WAYS[way])
+
+
+@pytest.mark.parametrize(("scenario", "policy"), in_turn(PACKED, [PACK_ALL, SPLIT_ALL, "allreduce"]))
 def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | str) -> None:
     run_pretended(2, 2, compare, on_device(scenario()), policy, True)
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [test_narrow.Autocast, test_narrow.Float16Autocast, test_narrow.Accumulated, test_narrow.AutocastBucketViews],
-    ids=lambda s: s.__name__,
-)
-@pytest.mark.parametrize(
-    "policy", [test_narrow.NARROW, test_narrow.SMALL_SEGMENTS, test_narrow.ADAPTIVE], ids=lambda p: p.name
-)
+NARROW_POLICIES = [test_narrow.NARROW, test_narrow.SMALL_SEGMENTS, test_narrow.ADAPTIVE]
+
+
+@pytest.mark.parametrize(("scenario", "policy"), in_turn(UNDER_AUTOCAST, NARROW_POLICIES))
 def test_narrow_under_autocast(scenario: type[Scenario], policy: ddp_hooks.Policy) -> None:
     run_pretended(2, 3, compare, on_device(scenario()), policy, True)
 
@@ -88,3 +97,9 @@ def test_narrow_under_autocast(scenario: type[Scenario], policy: ddp_hooks.Polic
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_odd_numbers(ranks: int) -> None:
     run_pretended(ranks, 4, test_narrow.odd, 0, torch.float32, test_narrow.SMALL_SEGMENTS, True, "pretend")
+
+
+@pytest.mark.parametrize("programs", [15, pytest.param(60, marks=pytest.mark.thorough)])
+def test_random_programs(programs: int) -> None:
+    """What each program does, and in which order the device runs it, a seed draws: tests/fuzz.py --device pretend."""
+    run_many((generate(seed, 2, "pretend") for seed in range(programs)), on_failure=assert_same)

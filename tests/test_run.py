@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairwise import in_turn
 
 import ddp_hooks
 from ddp_hooks import __main__ as command_line
@@ -140,16 +141,15 @@ def test_one_process_and_a_module(tmp_path: Path) -> None:
     assert "package/program.py" in frames[0]
 
 
-@pytest.mark.parametrize("command", ["run", "doctor"])
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.distributed.init_process_group('gloo')",
-        "torch.distributed.init_process_group()",
-        "torch.distributed.init_process_group('gloo', rank=int(os.environ['RANK']))",
-        "int(os.environ['LOCAL_RANK'])",
-    ],
-)
+WITHOUT_A_LAUNCHER = [
+    "torch.distributed.init_process_group('gloo')",
+    "torch.distributed.init_process_group()",
+    "torch.distributed.init_process_group('gloo', rank=int(os.environ['RANK']))",
+    "int(os.environ['LOCAL_RANK'])",
+]
+
+
+@pytest.mark.parametrize(("command", "line"), in_turn(["run", "doctor"], WITHOUT_A_LAUNCHER))
 def test_without_a_launcher(command: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

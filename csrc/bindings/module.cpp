@@ -13,4 +13,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   ddp_hooks::bind_transport(m);
   ddp_hooks::bind_shards(m);
   ddp_hooks::bind_engine(m);
+  ddp_hooks::bind_threads(m);
 }

@@ -16,5 +16,7 @@ void bind_detectors(pybind11::module_& m);
 void bind_transport(pybind11::module_& m);
 void bind_shards(pybind11::module_& m);  // of transport/, too
 void bind_engine(pybind11::module_& m);
+// Of no room: what the threads of this process are in.
+void bind_threads(pybind11::module_& m);
 
 }  // namespace ddp_hooks

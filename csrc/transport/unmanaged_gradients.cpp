@@ -74,7 +74,8 @@ void average_alike(c10d::Backend& group, const std::vector<UnmanagedGradient>& g
   }
   const Flags flags(group, parts.front().scalar_type());
   parts.push_back(flags.write(gradients, parts.front().options()));
-  at::Tensor message = at::cat(parts);
+  // A control group carries the host's memory, wherever gradients are.
+  const at::Tensor message = at::cat(parts).cpu();
   sent.messages += 1;
   sent.flag_bytes += static_cast<int64_t>(parts.back().nbytes());
   sent.gradient_bytes += static_cast<int64_t>(message.nbytes() - parts.back().nbytes());

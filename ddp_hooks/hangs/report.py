@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..wording import describe_ranks, short_list
-from .status import Status, Wait
+from .status import SOME_COLLECTIVE, Status, Wait
 
 _MOST_RANKS = 8
 
@@ -48,23 +48,30 @@ def find_missing(
         is_over: the wait was in vain, so that who has given up there counts as one that came.
     """
     others = [rank for rank in wait.ranks if rank != own]
+
+    def depends(rank: int) -> bool:
+        status = statuses.get(rank)
+        if status is None:
+            return False
+        gave_up = status.failed is not None and (is_over or status.error is not None)
+        return gave_up or (status.wait is not None and status.error is None)
+
     here = {
         rank: status
         for rank, status in statuses.items()
         if rank in others and (status.comes_to(wait) or (is_over and status.came_to(wait)))
     }
     missing = [rank for rank in others if rank not in here]
+    # Who waits for nobody is what all others wait for in the end. Where it is not known in which collective this rank
+    # was, a rank that waits as well may be in the same one.
+    roots = [rank for rank in missing if not depends(rank)]
+    if wait.place == SOME_COLLECTIVE and roots:
+        missing = roots
     waited = {
         rank: status.failed.seconds
         for rank, status in here.items()
         if status.failed is not None and status.came_to(wait)
     }
-
-    # Who waits for nobody is what all others wait for in the end.
-    def depends(rank: int) -> int:
-        status = statuses.get(rank)
-        return 0 if status is None or status.wait is None or status.error is not None else 1
-
     lines = []
     for rank in sorted(missing, key=lambda rank: (depends(rank), rank))[:_MOST_RANKS]:
         status = statuses.get(rank)

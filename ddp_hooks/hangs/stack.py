@@ -2,8 +2,7 @@
 
 Whether it stands in something that waits for other ranks, which is looked at again and again; and at need which phase
 of a step it is in, and the innermost lines of the user's own code. The frames of a thread that runs change while they
-are read, which the GIL makes harmless: what is read is then of a moment ago. Frames hold a function's objects, which
-must not end in the thread that reads; so they are let go of before anything is done that may let another thread run.
+are read; so they are read without letting it run (`csrc/bindings/threads.cpp`), and what was read is of a moment ago.
 """
 
 from __future__ import annotations
@@ -12,14 +11,15 @@ import linecache
 import os
 import re
 import site
-import sys
 import sysconfig
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType
 
 import torch
+
+from .. import _C
 
 BACKWARD = "backward"
 _MOST_FRAMES = 3
@@ -74,11 +74,12 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A frame without its objects."""
+    """A frame without its objects; of a module's call, the module."""
 
     code: CodeType
     instruction: int
     line: int
+    module: weakref.ref[torch.nn.Module] | None
 
     @property
     def path(self) -> str:
@@ -97,36 +98,17 @@ def read_stand(thread: int) -> Stand | None:
 
 def read_position(thread: int) -> Position | None:
     """Read where a thread of this process is; None if it has ended."""
-    modules: list[weakref.ref[torch.nn.Module]] = []
-    calls = _read_calls(thread, modules)
+    calls = _read_calls(thread)
     if not calls:
         return None
     own = [call for call in calls if _is_users(call.path)] or [call for call in calls if _is_of_a_library(call.path)]
     inside = None if not own or own[0] is calls[0] else _describe(calls[0])
-    return Position(_find_phase(calls, modules), tuple(map(_describe, own[:_MOST_FRAMES])), inside, _mark_of(calls))
+    return Position(_find_phase(calls), tuple(map(_describe, own[:_MOST_FRAMES])), inside, _mark_of(calls))
 
 
-def _read_calls(thread: int, modules: list[weakref.ref[torch.nn.Module]] | None = None) -> list[_Call]:
-    """Read a thread's frames, the innermost first; none if it has ended.
-
-    Args:
-        thread: the thread.
-        modules: takes those that it calls, up to DDP's own forward pass, the innermost first.
-    """
-    calls = []
-    frame: FrameType | None = sys._current_frames().get(thread)
-    while frame is not None:
-        code = frame.f_code
-        calls.append(_Call(code, frame.f_lasti, frame.f_lineno or 0))
-        if modules is not None and code.co_filename == _DDP:
-            modules = None
-        elif modules is not None and code.co_filename == _MODULE and code.co_name == "_call_impl":
-            module = frame.f_locals.get("self")
-            if isinstance(module, torch.nn.Module):
-                modules.append(weakref.ref(module))
-            del module
-        frame = frame.f_back
-    return calls
+def _read_calls(thread: int) -> list[_Call]:
+    """Read a thread's calls, the innermost first; none if it has ended."""
+    return [_Call(*call) for call in _C.read_calls(thread, torch.nn.Module._call_impl.__code__)]
 
 
 def _mark_of(calls: list[_Call]) -> int:
@@ -162,9 +144,12 @@ def _uses_a_device() -> bool:
 # --- what a step consists of
 
 
-def _find_phase(calls: list[_Call], modules: list[weakref.ref[torch.nn.Module]]) -> str:
+def _find_phase(calls: list[_Call]) -> str:
+    modules: list[weakref.ref[torch.nn.Module]] = []
     for call in calls:
         path, name = call.path, call.name
+        if call.module is not None:
+            modules.append(call.module)
         if path == _AUTOGRAD and name == "_engine_run_backward":
             return BACKWARD
         if path == _OPTIMIZER and name == "wrapper":

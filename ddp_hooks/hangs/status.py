@@ -8,6 +8,9 @@ from typing import Any
 
 from .stack import BACKWARD
 
+# The place of a wait when nothing but its error is known.
+SOME_COLLECTIVE = "a collective"
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:
@@ -54,7 +57,8 @@ class Status:
         phase: what it does, in words, as in "forward of vision.blocks.3".
         seconds: for how long it has stood there.
         wait: what it waits for now; None if nothing.
-        failed: what it has waited for in vain since it called anything else; None if nothing.
+        failed: what it has waited for in vain since it called anything else, or until its program ended; None if
+            nothing.
         frames: the innermost lines of the user's code, the innermost first.
         inside: the innermost line of all, if that is somebody else's.
         error: what has ended its program, or None.

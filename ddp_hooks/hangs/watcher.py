@@ -24,7 +24,7 @@ from .activity import ModuleActivity, activity
 from .report import Report
 from .session import Session, print_to_stderr
 from .stack import BACKWARD, read_error
-from .status import Wait
+from .status import SOME_COLLECTIVE, Wait
 from .witness import Witness
 
 # How long a rank waits before it asks who is missing, where nobody says otherwise. Seconds.
@@ -322,14 +322,16 @@ def _end() -> None:
 def _say_how_it_ended(session: Session, watcher: Watcher, error: BaseException) -> None:
     if watcher.witness is None:
         return
-    if waited_in_vain(error) and not isinstance(error, RanksAbsentError) and NAMED not in str(error):
-        report = explain("a collective", range(session.ranks), 0.0)
+    in_vain = waited_in_vain(error)
+    if in_vain and not isinstance(error, RanksAbsentError) and NAMED not in str(error):
+        report = explain(SOME_COLLECTIVE, range(session.ranks), 0.0)
         if report is not None and report.missing:
             lines = "".join(f"\n  {line}" for line in report.lines)
             print_to_stderr(f"ddp_hooks: rank {session.rank} has failed because other ranks {NAMED}:{lines}\n")
     status = watcher.witness.make_status(0)
     text, frames = read_error(error)
-    session.say_goodbye(replace(status, error=text, frames=frames, wait=None, failed=None, inside=None))
+    failed = status.failed if in_vain else None
+    session.say_goodbye(replace(status, error=text, frames=frames, wait=None, failed=failed, inside=None))
 
 
 def _forget() -> None:

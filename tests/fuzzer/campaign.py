@@ -21,8 +21,8 @@ PROGRAM_TIMEOUT = 40.0
 COLLECTIVE_TIMEOUT = 15.0
 # What starts and imports does not count as a hang, however busy the machine.
 START_TIMEOUT = 300.0
-# The numbers of ranks for which there are processes that have imported everything.
-_warm: set[int] = set()
+# The numbers of ranks, and devices, for which there are processes that have imported everything.
+_warm: set[tuple[int, str]] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +40,26 @@ class Verdict:
 
 def judge(program: Program, register: Register | None = None) -> Verdict:
     """Run a program and say whether the hook did as plain DDP."""
-    if program.ranks not in _warm:
-        run_ranks(program.ranks, warm_up, timeout=START_TIMEOUT)
-        _warm.add(program.ranks)
+    processes = (program.ranks, program.options.device)
+    where: dict[str, Any] = {}
+    if program.options.device == "pretend":
+        where = {"backend": "cpu:gloo,pretend:pretend", "environment": _with_pretended_device}
+    if processes not in _warm:
+        run_ranks(program.ranks, warm_up, timeout=START_TIMEOUT, **where)
+        _warm.add(processes)
     arguments: list[Any] = [program.to_json(), *([register] if register is not None else [])]
     try:
         results = run_ranks(
-            program.ranks, run_program, *arguments, timeout=PROGRAM_TIMEOUT, collective_timeout=COLLECTIVE_TIMEOUT
+            program.ranks,
+            run_program,
+            *arguments,
+            timeout=PROGRAM_TIMEOUT,
+            collective_timeout=COLLECTIVE_TIMEOUT,
+            **where,
         )
     except RankFailure as failure:
         # The processes are gone with it.
-        _warm.discard(program.ranks)
+        _warm.discard(processes)
         report = str(failure)
         if "OracleFailed" in report:
             return Verdict("oracle fails", report)
@@ -58,6 +67,10 @@ def judge(program: Program, register: Register | None = None) -> Verdict:
         return Verdict("fails" if " failed:" in report else "hangs", report)
     found = list(_differences(program, results))
     return Verdict("differs", "\n".join(found[:12])) if found else Verdict("same")
+
+
+def _with_pretended_device(rank: int) -> dict[str, str]:
+    return {"DDP_HOOKS_IMPORT_FIRST": "pretend"}
 
 
 def _differences(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
@@ -183,8 +196,12 @@ def run_many(
     register: Register | None = None,
     on_failure: Callable[[Program, Verdict], None],
     on_progress: Callable[[Tally], None] = lambda tally: None,
+    until_failure: bool = False,
 ) -> Tally:
-    """Judge one program after another, until there are no more or the time (as of time.monotonic) has come."""
+    """Judge one program after another, until there are no more or the time (as of time.monotonic) has come.
+
+    Or until the first one that does not do as plain DDP.
+    """
     tally = Tally()
     for program in programs:
         if until is not None and time.monotonic() >= until:
@@ -193,5 +210,7 @@ def run_many(
         tally.count(verdict)
         if verdict.kind != "same":
             on_failure(program, verdict)
+            if until_failure:
+                break
         on_progress(tally)
     return tally

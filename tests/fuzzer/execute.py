@@ -73,6 +73,10 @@ class OracleFailed(Exception):
 def run_program(rank: int, text: str, register: Register = register_hook) -> dict[str, Any]:
     """Run a program on this rank, and return what the ranks have to compare among each other."""
     program = Program.from_json(text)
+    if program.options.device == "pretend":
+        from ddp_hooks_testing import _pretend
+
+        _pretend.seed(1000 * program.seed + rank)
     with _filled_memory() if program.options.fills_memory else contextlib.nullcontext():
         return _run_both(program, rank, register)
 
@@ -136,7 +140,7 @@ class _Run:
         self.own_options = oracle.own_options_will_do(program)
         self.idles = oracle.idleness_will_do(program)
         torch.manual_seed(program.seed)
-        self.model = Model(program.layers, self.options.output)
+        self.model = Model(program.layers, self.options.output).to(self.options.device)
         self.named = dict(self.model.named_parameters())
         self.trace.sizes = {name: p.numel() * p.element_size() for name, p in self.named.items()}
         self.trace.shapes = {name: (parts_of(p).numel(), rows_of(p)) for name, p in self.named.items()}
@@ -248,7 +252,7 @@ class _Run:
         return [name for name, p in self.named.items() if id(p) not in known]
 
     def _loss(self, operation: Operation) -> torch.Tensor:
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=self.options.device)
         for forward in range(operation.get("forwards", 1)):
             loss = loss + loss_of(self._forward(operation, forward))
         used = self._used_parameters(operation)
@@ -268,7 +272,7 @@ class _Run:
         factors = {int(index): float(by_rank[self.rank]) for index, by_rank in operation.get("factors", {}).items()}
         used = operation["used"][self.rank]
         dtype = DTYPES.get(operation.get("autocast"))
-        with self._declaring(operation), torch.autocast("cpu", dtype, enabled=dtype is not None):
+        with self._declaring(operation), torch.autocast(self.options.device, dtype, enabled=dtype is not None):
             return self.ddp(x, tokens, used, factors)
 
     @contextlib.contextmanager
@@ -299,7 +303,7 @@ class _Run:
         shared = torch.Generator().manual_seed(number)
         x = torch.randn(ROWS, WIDTH, generator=generator)
         own, common = (torch.randint(TOKENS, (ROWS, 2), generator=g) for g in (generator, shared))
-        return x, torch.cat([own, common], 1)
+        return x.to(self.options.device), torch.cat([own, common], 1).to(self.options.device)
 
     def _used_parameters(self, operation: Operation) -> list[nn.Parameter]:
         names = self.model.names

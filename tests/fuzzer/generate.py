@@ -19,9 +19,19 @@ HAS_NARROW = "narrow" in {setting.name for setting in fields(ddp_hooks.Policy)}
 _MAY_SPOIL_WEIGHTS = ("nan", "inf", "-inf")
 
 
-def generate(seed: int, ranks: int) -> Program:
-    """Return the program of that seed."""
-    return _Generator(seed, ranks).generate()
+def generate(seed: int, ranks: int, device: str = "cpu") -> Program:
+    """Return the program of that seed; on another device without the layers that do not run there."""
+    program = _Generator(seed, ranks).generate()
+    program.options.device = device
+    if device != "cpu":
+        program.layers = [layer for layer in program.layers if _runs_on_devices(layer)]
+    return program
+
+
+def _runs_on_devices(layer: Layer) -> bool:
+    # Torch has no convolution for a device of somebody's own. The pretended one goes by what torch says of meta
+    # tensors, which is wrong for a bag's backward pass, and has no sparse tensors.
+    return layer["kind"] not in ("convolution", "bag") and not layer.get("sparse")
 
 
 class _Generator:

@@ -251,5 +251,5 @@ def loss_of(output: Any) -> torch.Tensor:
     if isinstance(output, dict):
         output = (output["a"], *output["rest"])
     if isinstance(output, tuple):
-        return sum((part.square().sum() for part in output), torch.zeros(()))
+        return sum((part.square().sum() for part in output), torch.zeros((), device=output[0].device))
     return output.square().sum()

@@ -43,7 +43,7 @@ _PATTERNS = (
 def odd_gradient(gradient: torch.Tensor, odd: Odd, kind: str, seed: int) -> torch.Tensor:
     """Return what a dense gradient is exchanged for; the same for the same seed and parameter."""
     generator = torch.Generator().manual_seed(seed * 7919 + zlib.crc32(odd["on"].encode()) % 10**6)
-    numbers = _numbers(kind, gradient.numel(), gradient.dtype, generator).view(gradient.shape)
+    numbers = _numbers(kind, gradient.numel(), gradient.dtype, generator).view(gradient.shape).to(gradient.device)
     return numbers if odd.get("where") != "used" else torch.where(gradient != 0, numbers, gradient)
 
 

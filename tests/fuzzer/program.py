@@ -59,6 +59,8 @@ class Options:
     fills_memory: bool = False
     # How the module returns its output: "tensor", "tuple" or "dict".
     output: str = "tensor"
+    # Where the module lies: "cpu", or "pretend" (see tests/pretend/), where the program's seed says what runs when.
+    device: str = "cpu"
 
 
 @dataclass

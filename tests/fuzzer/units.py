@@ -31,8 +31,8 @@ def rows_of(parameter: torch.Tensor) -> int:
 
 
 def unit_numbers(parameter: torch.Tensor, policy: ddp_hooks.Policy) -> torch.Tensor | None:
-    """Return for each (real) element of a parameter to which unit it belongs; None if it is not divided."""
-    parts = parts_of(parameter)
+    """Return for each (real) element of a parameter to which unit it belongs; None if it is not divided. On the CPU."""
+    parts = parts_of(parameter).cpu()
     length = unit_length(parts.numel(), rows_of(parameter), parts.element_size(), policy)
     if length == 0:
         return None
@@ -43,8 +43,11 @@ def unit_numbers(parameter: torch.Tensor, policy: ddp_hooks.Policy) -> torch.Ten
 
 
 def nonzero_in_memory(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return which (real) elements of a dense gradient are not zero, in the order of the parameter's memory."""
-    parts = parts_of(parameter)
+    """Return which (real) elements of a dense gradient are not zero, in the order of the parameter's memory.
+
+    On the CPU, wherever the parameter is.
+    """
+    parts, gradient = parts_of(parameter).cpu(), gradient.cpu()
     nonzero = torch.empty_like(parts, dtype=torch.bool)
     nonzero.copy_(parts_of(gradient) != 0)
     return nonzero.as_strided((parts.numel(),), (1,)).clone()

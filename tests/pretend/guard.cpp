@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "counts.h"
 #include "memory.h"
 #include "queues.h"
 
@@ -48,23 +49,32 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return Queues::get().is_through(Queues::get().ticket(stream.id()));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    ++Counts::get().host_waits;
     Queues::get().synchronize(Queues::get().ticket(stream.id()));
   }
-  void synchronizeDevice(const c10::DeviceIndex /*index*/) const override { Queues::get().synchronize_all(); }
+  void synchronizeDevice(const c10::DeviceIndex /*index*/) const override {
+    ++Counts::get().host_waits;
+    Queues::get().synchronize_all();
+  }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex /*index*/,
               const c10::EventFlag /*flag*/) const override {
+    ++Counts::get().events;
     if (*event == nullptr) *event = new Event();
     static_cast<Event*>(*event)->ticket = Queues::get().ticket(stream.id());
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) Queues::get().wait(stream.id(), static_cast<Event*>(event)->ticket);
+    if (event == nullptr) return;
+    ++Counts::get().stream_waits;
+    Queues::get().wait(stream.id(), static_cast<Event*>(event)->ticket);
   }
   bool queryEvent(void* event) const override {
     return event == nullptr || Queues::get().is_through(static_cast<Event*>(event)->ticket);
   }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) Queues::get().synchronize(static_cast<Event*>(event)->ticket);
+    if (event == nullptr) return;
+    ++Counts::get().host_waits;
+    Queues::get().synchronize(static_cast<Event*>(event)->ticket);
   }
   void destroyEvent(void* event, const c10::DeviceIndex /*index*/) const noexcept override {
     delete static_cast<Event*>(event);

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "counts.h"
 #include "kernels/cuda/widths.h"
 #include "queues.h"
 #include "testing/emulation.h"
@@ -20,6 +21,7 @@ using namespace ddp_hooks;        // NOLINT: what is played
 using namespace ddp_hooks::cuda;  // NOLINT
 
 void put(StreamHandle stream, std::function<void()> act) {
+  ++Counts::get().launches;
   Queues::get().put(reinterpret_cast<intptr_t>(stream), [act = std::move(act)] {
     act();
     return true;

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "counts.h"
+
 namespace pretend {
 namespace {
 
@@ -28,7 +30,6 @@ struct Memory {
   std::map<const void*, Block*> pinned;  // by its beginning
   std::map<std::pair<StreamId, size_t>, std::vector<Block*>> free;
   std::map<size_t, std::vector<Block*>> free_pinned;
-  uint64_t allocations = 0;
 };
 
 Memory& memory() {
@@ -89,10 +90,10 @@ class DeviceAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device(c10::kPrivateUse1, 0);
     if (bytes == 0) return {nullptr, nullptr, &free_on_device_of_nothing, device};
+    ++Counts::get().allocations;
     Block* block = nullptr;
     {
       std::lock_guard lock(memory().mutex);
-      ++memory().allocations;
       block = take(memory().free, std::make_pair(current, rounded(bytes)));
     }
     if (block == nullptr) block = new_block(rounded(bytes));
@@ -186,11 +187,6 @@ void record_on_stream(const c10::DataPtr& pointer, StreamId stream) {
 void note_use_of_pinned(const void* pointer, StreamId stream) {
   std::lock_guard lock(memory().mutex);
   if (Block* const block = find_pinned(pointer)) block->used_on.insert(stream);
-}
-
-uint64_t allocations() {
-  std::lock_guard lock(memory().mutex);
-  return memory().allocations;
 }
 
 StreamId current_stream() {

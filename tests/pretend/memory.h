@@ -19,7 +19,6 @@ c10::Allocator* pinned_allocator();
 bool is_pinned(const void* pointer);
 void record_on_stream(const c10::DataPtr& pointer, StreamId stream);
 void note_use_of_pinned(const void* pointer, StreamId stream);
-uint64_t allocations();  // so far, of the device
 
 // The calling thread's.
 StreamId current_stream();

@@ -1,5 +1,9 @@
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
+#include <string>
+
+#include "counts.h"
 #include "kernels.h"
 #include "memory.h"
 #include "process_group.h"
@@ -15,7 +19,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("lateness") = 0.3);
   m.def("synchronize", [] { Queues::get().synchronize_all(); }, py::call_guard<py::gil_scoped_release>());
   m.def("stop", [] { Queues::get().stop(); }, py::call_guard<py::gil_scoped_release>());
-  m.def("counts", [] { return std::make_pair(Queues::get().works(), pretend::allocations()); });
+  m.def("counts", [] {
+    const pretend::Counts& counts = pretend::Counts::get();
+    return std::map<std::string, uint64_t>{{"launches", counts.launches},     {"allocations", counts.allocations},
+                                           {"events", counts.events},         {"stream_waits", counts.stream_waits},
+                                           {"host_waits", counts.host_waits}, {"collectives", counts.collectives}};
+  });
   m.def("make_group", &pretend::make_group, py::call_guard<py::gil_scoped_release>());
   m.def("kernels", [] { return py::capsule(&pretend::kernels()); });
   m.def("exchange_stream", &pretend::exchange_stream);

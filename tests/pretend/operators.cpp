@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "counts.h"
 #include "memory.h"
 #include "queues.h"
 
@@ -41,6 +42,7 @@ at::Tensor as_cpu(const at::Tensor& tensor) {
 }
 
 void put_on_current_stream(std::function<void()> act) {
+  ++Counts::get().launches;
   Queues::get().put(current_stream(), [act = std::move(act)] {
     const at::NoGradGuard no_grad;
     const c10::impl::ExcludeDispatchKeyGuard without_autograd(c10::autograd_dispatch_keyset);
@@ -50,6 +52,7 @@ void put_on_current_stream(std::function<void()> act) {
 }
 
 void synchronize_current_stream() {
+  ++Counts::get().host_waits;
   Queues::get().synchronize(Queues::get().ticket(current_stream()));
 }
 
@@ -127,13 +130,18 @@ int written_argument(const c10::OperatorHandle& op, size_t number) {
   return -1;
 }
 
+// What the CPU does not make, such as what it needs no statistics of, meta tensors may have a shape for.
+void copy_result(const at::Tensor& from, const at::Tensor& to) {
+  if (to.defined() && from.defined() && from.numel() > 0) to.copy_(from);
+}
+
 void copy_results(const std::vector<c10::IValue>& from, const std::vector<c10::IValue>& to) {
   for (size_t i = 0; i < to.size(); ++i) {
     if (to[i].isTensor()) {
-      if (to[i].toTensor().defined()) to[i].toTensor().copy_(from[i].toTensor());
+      copy_result(from[i].toTensor(), to[i].toTensor());
     } else if (to[i].isTensorList()) {
       const auto a = from[i].toTensorVector(), b = to[i].toTensorVector();
-      for (size_t k = 0; k < b.size(); ++k) b[k].copy_(a[k]);
+      for (size_t k = 0; k < b.size(); ++k) copy_result(a[k], b[k]);
     }
   }
 }
@@ -233,11 +241,16 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset
                         c10::SymIntArrayRef stride) {
   self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
   self.unsafeGetTensorImpl()->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size),
-                                                    stride.data() == nullptr && !size.empty()
+                                                    stride.empty() && !size.empty()
                                                         ? at::detail::defaultStrides(C10_AS_INTARRAYREF_SLOW(size))
                                                         : C10_AS_INTARRAYREF_SLOW(stride).vec(),
                                                     offset.expect_int());
   return self;
+}
+
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
+  const auto numel = static_cast<int64_t>(source.nbytes() / self.element_size());
+  return set_storage(self, std::move(source), 0, {c10::SymInt(numel)}, {});
 }
 
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
@@ -308,6 +321,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_", set_nothing);
   m.impl("record_stream", record_stream);

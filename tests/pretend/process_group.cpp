@@ -13,6 +13,7 @@
 #include <memory>
 #include <utility>
 
+#include "counts.h"
 #include "memory.h"
 #include "operators.h"
 #include "queues.h"
@@ -40,7 +41,10 @@ class QueuedWork final : public Work {
   }
   bool isCompleted() override { return Queues::get().is_through(ticket_); }
   bool isSuccess() const override { return true; }
-  void synchronize() override { Queues::get().wait(current_stream(), ticket_); }
+  void synchronize() override {
+    ++Counts::get().stream_waits;
+    Queues::get().wait(current_stream(), ticket_);
+  }
   bool wait(std::chrono::milliseconds /*timeout*/) override {
     synchronize();
     return true;
@@ -110,6 +114,7 @@ class QueuedGroup final : public c10d::Backend {
                });
   }
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
+    ++Counts::get().host_waits;
     Queues::get().synchronize(Queues::get().ticket(stream_));
     return gloo_->barrier(options);
   }
@@ -123,6 +128,7 @@ class QueuedGroup final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs, Start start) {
+    ++Counts::get().collectives;
     Queues& queues = Queues::get();
     queues.wait(stream_, queues.ticket(current_stream()));
     for (const Tensors* some : {&inputs, &outputs}) {

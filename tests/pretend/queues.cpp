@@ -24,7 +24,6 @@ void Queues::put(StreamId stream, Work work) {
   std::lock_guard lock(mutex_);
   streams_[stream].waiting.push_back(std::move(work));
   ++streams_[stream].put;
-  ++works_;
   put_.notify_all();
 }
 
@@ -66,11 +65,6 @@ void Queues::stop() {
     put_.notify_all();
   }
   thread_.join();
-}
-
-uint64_t Queues::works() const {
-  std::lock_guard lock(mutex_);
-  return works_;
 }
 
 void Queues::run() {

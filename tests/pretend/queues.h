@@ -48,8 +48,6 @@ class Queues {
   void synchronize_all();
   void stop();  // everything has run, nothing may be put any more
 
-  uint64_t works() const;  // how many were put, for counting
-
  private:
   struct Stream {
     std::deque<Work> waiting;
@@ -61,12 +59,11 @@ class Queues {
   void run();
   bool advance(std::unique_lock<std::mutex>& lock);
 
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::condition_variable put_, through_;
   std::map<StreamId, Stream> streams_;
   std::mt19937_64 random_;
   double lateness_ = 0.3;
-  uint64_t works_ = 0;
   bool stopped_ = false;
   std::exception_ptr error_;
   std::thread thread_;

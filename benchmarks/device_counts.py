@@ -1,0 +1,182 @@
+"""What does a hook ask of a device in a step in which there is nothing to skip?
+
+    python benchmarks/device_counts.py
+
+On the device that the tests pretend (tests/pretend/), with two ranks; so it needs a checkout built by `make build` with
+torch 2.13, and no GPU. Counted are, on rank 0 and a step: launches (kernels and copies), allocations, recorded events,
+waits of streams for events, waits of the host for the device, and collectives. Torch's `allreduce_hook` does the same
+step, so what is more than its count is the price of the hook. Counts are of the host's calls; no time is measured.
+
+The modules have the parameters of GPT-2 (124M) and ResNet-50 in their order and shapes. Each gradient is dense and has
+no zero, and those of `autocast` are exactly bfloat16 numbers. An adaptive policy is counted after 40 steps, in which it
+has settled; it looks again in one of the ten steps that count, and pauses twice as long each time. So the median is
+what a step takes, and the mean shows a look's price.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tools import harness, testbed
+
+COUNTS = ("launches", "allocations", "events", "stream_waits", "host_waits", "collectives")
+ALLREDUCE = "allreduce_hook"
+# Presets, and single settings that are on in every step.
+VARIANTS = (
+    ALLREDUCE,
+    "allreduce",
+    "skip_unused",
+    "auto",
+    "auto:autocast",
+    "skip_zeros=on",
+    "skip_zero_rows=on",
+    "narrow=on",
+    "narrow=on:autocast",
+)
+# What is adaptive settles, and looks again now and then; all other steps are alike from the fourth on.
+WARM_UP, STEPS = 40, 10
+WARM_UP_ALIKE, STEPS_ALIKE = 3, 1
+
+
+def shapes_of_gpt2() -> Iterator[tuple[int, ...]]:
+    """GPT-2's, with 12 layers (Radford et al. 2019); its head is its embedding."""
+    width = 768
+    yield from ((50257, width), (1024, width))
+    for _ in range(12):
+        yield from ((width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,), (width,), (width,))
+        yield from ((width, 4 * width), (4 * width,), (4 * width, width), (width,))
+    yield from ((width,), (width,))
+
+
+def shapes_of_resnet50() -> Iterator[tuple[int, ...]]:
+    """ResNet-50's (He et al. 2016): each convolution with the two parameters of its batch norm."""
+
+    def convolution(outputs: int, inputs: int, kernel: int) -> Iterator[tuple[int, ...]]:
+        yield from ((outputs, inputs, kernel, kernel), (outputs,), (outputs,))
+
+    yield from convolution(64, 3, 7)
+    inputs = 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = 64 << stage
+        for block in range(blocks):
+            yield from convolution(width, inputs, 1)
+            yield from convolution(width, width, 3)
+            yield from convolution(4 * width, width, 1)
+            if block == 0:
+                yield from convolution(4 * width, inputs, 1)
+            inputs = 4 * width
+    yield from ((1000, 2048), (1000,))
+
+
+SHAPES = {"gpt2": shapes_of_gpt2, "resnet50": shapes_of_resnet50}
+
+
+def measure(shape: str, variant: str) -> None:
+    """Count one variant's steps; a rank."""
+    sys.path.insert(1, str(harness.ROOT / "tests"))
+    import pretend  # noqa: F401, makes torch know the device
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    import ddp_hooks
+    from ddp_hooks_testing import _pretend
+
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,pretend:pretend")
+    _pretend.seed(dist.get_rank(), 0.0)
+    policy, _, autocast = variant.partition(":")
+    warm_up, steps = (WARM_UP, STEPS) if policy == "auto" else (WARM_UP_ALIKE, STEPS_ALIKE)
+
+    class Weights(nn.Module):
+        """The gradient of each parameter is the factor that it is multiplied with."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.zeros(shape) for shape in SHAPES[shape]())
+
+        def forward(self, factor: torch.Tensor) -> torch.Tensor:
+            return torch.stack([(weight * factor).sum() for weight in self.weights]).sum()
+
+    model = Weights().to("pretend")
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    setting, _, value = policy.partition("=")
+    if policy == ALLREDUCE:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    elif value:
+        ddp_hooks.register(ddp, ddp_hooks.Policy(policy, **{setting: value}))
+    else:
+        ddp_hooks.register(ddp, policy)
+    counted: list[dict[str, int]] = []
+    for step in range(warm_up + steps):
+        # 0.1 has more digits than bfloat16 holds.
+        factor = torch.tensor(0.5 if autocast else 0.1 * (step + 1), device="pretend")
+        for weight in model.parameters():
+            weight.grad = None
+        loss = ddp(factor)
+        before = _pretend.counts()
+        loss.backward()
+        after = _pretend.counts()
+        if step >= warm_up:
+            counted.append({name: after[name] - before[name] for name in COUNTS})
+        _pretend.synchronize()
+    if dist.get_rank() == 0:
+        means = {name: sum(one[name] for one in counted) / len(counted) for name in COUNTS}
+        medians = {name: statistics.median(one[name] for one in counted) for name in COUNTS}
+        row = {"shape": shape, "variant": variant, "parameters": len(model.weights), **medians, "means": means}
+        testbed.report(row)
+    dist.destroy_process_group()
+
+
+def sentence_of(rows: list[dict[str, Any]]) -> str:
+    """Say what `auto` asks for beyond allreduce_hook."""
+    parts = []
+    for row in rows:
+        if row["variant"].startswith("auto"):
+            more = row["over_allreduce_hook"]
+            what = row["shape"] + (", gradients of 16 bits" if "autocast" in row["variant"] else "")
+            parts.append(
+                f"{more['launches']:+.0f} launches and {more['host_waits']:+.0f} host waits a step, and "
+                f"{row['means']['host_waits']:.1f} waits in the mean of steps with a look ({what})"
+            )
+    return f"Against torch's allreduce_hook a settled `auto` asks for {', '.join(parts)}."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--name", default="device_counts", help="of the result")
+    options = parser.parse_args()
+    if harness.is_rank():
+        measure(options.shapes[0], options.variants[0])
+        return 0
+    header = harness.environment_header(sys.argv, 2, [testbed.LOOPBACK])
+    rows: list[dict[str, Any]] = []
+    print(f"{'':34}" + "".join(f"{name:>14}" for name in COUNTS))
+    for shape in options.shapes:
+        for variant in options.variants:
+            argv = [str(Path(__file__)), "--shapes", shape, "--variants", variant]
+            # To play how kernels pack as much as this takes half an hour.
+            if (shape, variant) == ("gpt2", "narrow=on:autocast"):
+                continue
+            row = testbed.launch(argv, 2, testbed.LOOPBACK, echo_rank=None)[0].results[0]
+            base = next((one for one in rows if one["shape"] == shape and one["variant"] == ALLREDUCE), row)
+            row["over_allreduce_hook"] = {name: row[name] - base[name] for name in COUNTS}
+            rows.append(row)
+            print(f"{shape:12}{variant:22}" + "".join(f"{row[name]:14.1f}" for name in COUNTS), flush=True)
+    sentence = sentence_of(rows)
+    print(sentence)
+    harness.write(options.name, {"benchmark": "device_counts", "header": header, "rows": rows, "sentence": sentence})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
