@@ -52,7 +52,8 @@ COMPILED_AS_ONE = {
     "detectors_and_transport": ["detectors/*.cpp", "transport/*.cpp"],
     "agreement_and_engine": ["reducer/*.cpp", "agreement/*.cpp", "engine/*.cpp"],
     "bindings_of_kernels": [
-        f"bindings/{room}.cpp" for room in ("module", "kernels", "layout", "detectors", "transport", "threads")
+        f"bindings/{room}.cpp"
+        for room in ("module", "kernels", "layout", "detectors", "transport", "shards", "threads")
     ],
     "bindings_of_engine": [f"bindings/{room}.cpp" for room in ("agreement", "reducer", "engine")],
     "testing": ["testing/*.cpp"],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import scaling.tables
-from tools import figures, harness, tables, width_tables
+from tools import figures, fsdp_tables, harness, tables, width_tables
 
 OURS = ("ours:auto:native", "ours:skip_unused:native", "ours:skip_zeros:native", "ours:skip_unused:python")
 COLOURS = {"ours": "#0b6e4f", "oracle": "#8d99ae", "plain": "#c1440e", "find_unused": "#e09f3e"}
@@ -39,7 +39,7 @@ def load(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def timed(results: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row for row in results["rows"] if "samples_seconds" in row]
+    return [row for row in results["rows"] if "samples_seconds" in row and "peer" in row]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -90,7 +90,8 @@ def write_tables(everything: dict[str, dict[str, Any]], path: Path) -> None:
                     "",
                 ]
         else:
-            make = width_tables.TABLES.get(results["benchmark"], tables.plain_table)
+            own = {**width_tables.TABLES, "fsdp_link": fsdp_tables.fsdp_table}
+            make = own.get(results["benchmark"], tables.plain_table)
             parts += [make(results["rows"]), ""]
         for failure in results.get("failures", []):
             parts += [f"Failed: {failure['workload']} on {failure['link']}.", ""]

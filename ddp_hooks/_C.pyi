@@ -307,6 +307,43 @@ def can_serve(arg0: torch.device, /) -> bool: ...
 
 def can_send_directly(arg0: ProcessGroup, arg1: torch.device, /) -> bool: ...
 
+# --- shards ---
+
+# One part of a reduce-scatter's input, as csrc/transport/shard_units.h describes it. Stretches are (length, length of a
+# unit). Codes are uint8, a row for each part; rows may lie apart.
+class ShardUnits:
+    def __init__(self, stretches: Sequence[tuple[int, int]]) -> None: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def code_bytes(self) -> int: ...
+    def __len__(self) -> int: ...
+    # For all parts of `flat` but that of `own`. Returns the bytes to send for each part, and of all together the narrow
+    # bytes, the units that are sent, and those of them that are narrow.
+    def choose(
+        self, codes: torch.Tensor, flat: torch.Tensor, own: int, zeros: bool, widths: bool, known_zero: Sequence[bool]
+    ) -> tuple[list[int], int, int, int]: ...
+    # Of each part but that of `own`, for numbers as those of `like`.
+    def packed_bytes(self, codes: torch.Tensor, own: int, like: torch.Tensor) -> list[int]: ...
+    # Writes all parts of `flat` but that of `own` one after the other, in the forms that their codes say.
+    def pack(self, to: torch.Tensor, flat: torch.Tensor, codes: torch.Tensor, own: int) -> None: ...
+    # to = what was received of these ranks, added up in this order; that of `own` is the own part, of `flat`. `sizes`
+    # are bytes in the order of ranks, in which it lies in `received`.
+    def sum(
+        self,
+        to: torch.Tensor,
+        flat: torch.Tensor,
+        received: torch.Tensor,
+        codes: torch.Tensor,
+        own: int,
+        sizes: Sequence[int],
+        order: Sequence[int],
+    ) -> None: ...
+    # Each part of `flat` but that of `own` = what was received of that rank.
+    def unpack(
+        self, flat: torch.Tensor, received: torch.Tensor, codes: torch.Tensor, own: int, sizes: Sequence[int]
+    ) -> None: ...
+
 # --- the engine ---
 
 class ValuesDetector:

@@ -39,6 +39,7 @@ from .policies import Policy, Tuning
 
 if TYPE_CHECKING:
     from . import doctor as doctor
+    from . import fsdp as fsdp
     from .doctor import diagnose, expect_unused, expect_used
 
 __all__ = [
@@ -62,18 +63,20 @@ __all__ = [
 
 _watcher.watch_launched_process()
 
-# Training does not need the doctor, so it is loaded when somebody asks for one of these.
+# Training with DDP does not need the doctor, so it is loaded when somebody asks for one of these; nor `fsdp`.
 _OF_THE_DOCTOR = ("diagnose", "expect_unused", "expect_used")
 
 if not TYPE_CHECKING:  # so that a type checker still finds a name that is not there
 
     def __getattr__(name: str) -> object:
-        """Load the doctor with the first of its names that is used."""
+        """Load the doctor with the first of its names that is used, and what is for FSDP2 with its own."""
+        if name == "fsdp":
+            return importlib.import_module(".fsdp", __name__)
         if name != "doctor" and name not in _OF_THE_DOCTOR:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         doctor = importlib.import_module(".doctor", __name__)
         return doctor if name == "doctor" else getattr(doctor, name)
 
     def __dir__() -> list[str]:
-        """List the doctor's names, too."""
-        return sorted({*globals(), "doctor", *_OF_THE_DOCTOR})
+        """List what is loaded later, too."""
+        return sorted({*globals(), "doctor", "fsdp", *_OF_THE_DOCTOR})

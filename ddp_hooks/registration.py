@@ -74,7 +74,8 @@ def find_ddp(module: nn.Module, function: str) -> DistributedDataParallel:
     if other is not None:
         raise TypeError(
             f"{expected} a module of {other}. ddp_hooks is a hook of DistributedDataParallel and does nothing there: "
-            "wrap the model in DistributedDataParallel instead, if it fits on every device, or train without ddp_hooks"
+            "wrap the model in DistributedDataParallel instead, if it fits on every device, or train without "
+            "ddp_hooks. For fully_shard on the CPU call ddp_hooks.fsdp.register"
         )
     raise TypeError(f"{expected} {type(module).__name__}; wrap the model first")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ddp_hooks
-from ddp_hooks import doctor, errors, statistics, sync
+from ddp_hooks import doctor, errors, fsdp, statistics, sync
 from ddp_hooks.doctor import findings
 from ddp_hooks.integrations import lightning, transformers
 
@@ -95,6 +95,7 @@ SECTIONS = {
             sync.SyncWork,
         ),
     ),
+    "FSDP2": Section("See [fsdp.md](fsdp.md).", "ddp_hooks.fsdp", (fsdp.register, fsdp.ShardState)),
     "Errors": Section(
         "In `ddp_hooks.errors`. All of them are RuntimeErrors.",
         "ddp_hooks.errors",
@@ -109,6 +110,7 @@ RETURNED = (
     *(doctor.Diagnosis, doctor.Findings, doctor.ExpectationHandle),
     *(findings.ParameterVerdict, findings.ModuleVerdict, findings.PolicyOutlook, findings.Division, findings.Answer),
     *(sync.ReplicaReport, sync.TensorDifference, sync.BufferStatistics),
+    fsdp.ShardState,
     *(sync.SharedParameters, sync.SyncReport, sync.SyncWork),
 )
 # Methods that the modules of this package call, and nobody else has a use for.
@@ -119,6 +121,7 @@ INNER = {
 }
 # The same heading twice would have one anchor.
 HEADINGS = {
+    fsdp.register: "register for FSDP2",
     lightning.SkipUnusedCallback: "SkipUnusedCallback for Lightning",
     transformers.SkipUnusedCallback: "SkipUnusedCallback for transformers",
 }
@@ -186,7 +189,9 @@ def anchors() -> dict[str, str]:
     found = {}
     for section in SECTIONS.values():
         for thing in section.objects:
-            found[thing.__name__] = anchor(heading_of(thing))
+            place = anchor(heading_of(thing))
+            found.setdefault(thing.__name__, place)
+            found[f"{section.module.rpartition('.')[2]}.{thing.__name__}"] = place
             if inspect.isclass(thing):
                 for name, member in members(thing):
                     found[f"{thing.__name__}.{name}"] = anchor(f"{thing.__name__}.{name}{call_of(member)}")

@@ -17,6 +17,7 @@ RUNS = {
     "finetuning": (8, "accuracy on 5 to 9: ", 40),
     "multitask": (6, "accuracy on wine: ", 10),
     "embedding": (6, "accuracy on lines from 12 modules: ", 60),
+    "sharded_experts": (6, "accuracy on lines from 12 modules: ", 60),
     "gan": (6, "Frechet distance to real digits: ", 49),
     "lightning_backbone": (12, "accuracy: ", -1),  # against a DDP that does not know the backbone
     "trainer_bert": (6, "accuracy on lines from 12 modules: ", 60),

@@ -208,7 +208,6 @@ RETURNED = {
     "DirectPart",
     "Disposition",
     "Message",
-    "ParameterSlice",
     "PendingUnitScan",
     "Slice",
     "Statistics",

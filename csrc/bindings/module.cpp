@@ -11,6 +11,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   ddp_hooks::bind_agreement(m);
   ddp_hooks::bind_detectors(m);
   ddp_hooks::bind_transport(m);
+  ddp_hooks::bind_shards(m);
   ddp_hooks::bind_engine(m);
   ddp_hooks::bind_threads(m);
 }

@@ -1,0 +1,162 @@
+"""The average over hosts of what each host has reduced: by owner, without zeros, narrow where that is exact.
+
+Each rank of a host holds a shard. The ranks with the same shard, one on each host, divide it among them: each owns a
+part, receives the others' of it, adds them up in the order of hosts, and sends the sum to all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _extension
+from ..policies import Policy
+from ..statistics import Statistics
+from .param_groups import Participants
+from .reduction import DTYPES, Announcement, Exchange, Looks, Questions, Staging
+
+_C = _extension.load()
+
+# A shard's parts do not end where parameters do, so their units are not rows. Bytes.
+_UNIT_BYTES = 1024
+
+
+class AverageOverHosts:
+    """The averages of one group of parameters.
+
+    Args:
+        group: one rank of each host.
+        parameter_count: of the group of parameters.
+        numel: of the largest shard.
+        policy, questions: what is looked for.
+        staging: memory.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        parameter_count: int,
+        numel: int,
+        policy: Policy,
+        questions: Questions,
+        staging: Staging,
+    ) -> None:
+        self._group, self._questions, self._staging = group, questions, staging
+        self._hosts, self._own = dist.get_world_size(group), dist.get_rank(group)
+        self._looks = Looks(policy, questions.always)
+        self._exchange = Exchange(staging, parameter_count, _units(self._part_of(numel), 8).code_bytes)
+        self.announced: list[Announcement] | None = None  # in the last average, where there was an exchange
+
+    @property
+    def statistics(self) -> Statistics:
+        """What this rank sent to other hosts, and what an all-reduce would have."""
+        return self._exchange.statistics
+
+    def __call__(self, shard: torch.Tensor, participants: Participants, divides: bool) -> None:
+        """Average a shard in place.
+
+        Args:
+            shard: what this host has of it, flat.
+            participants: the parameters in it; used are those that somebody on this host uses, as far as that is known.
+            divides: whether the sum is divided by the number of hosts.
+
+        Raises:
+            LayoutsDiffer: hosts hold gradients of different parameters. On every rank.
+        """
+        if shard.numel() == 0:
+            return
+        # What a ring sends.
+        dense_bytes = 2 * (self._hosts - 1) * self._part_of(shard.numel()) * shard.element_size()
+        self.announced = None
+        self._exchange.count(steps=1, dense_bytes=dense_bytes)
+        if not (
+            self._questions.any
+            and shard.dtype in DTYPES
+            and self._looks.begin_step()
+            and self._average(shard, participants, dense_bytes)
+        ):
+            dist.all_reduce(shard, group=self._group)
+            self._exchange.count(buckets_whole=1, messages=1, payload_bytes=dense_bytes, sent_bytes=dense_bytes)
+        if divides:
+            shard.div_(self._hosts)
+
+    def _part_of(self, numel: int) -> int:
+        return -(-numel // self._hosts)
+
+    def _average(self, shard: torch.Tensor, participants: Participants, dense_bytes: int) -> bool:
+        exchange, questions, own = self._exchange, self._questions, self._own
+        start = time.perf_counter()
+        part = self._part_of(shard.numel())
+        units = _units(part, shard.element_size())
+        whole = shard
+        if part * self._hosts != shard.numel():
+            # Rounded up to parts of the same size.
+            whole = self._staging.take("whole", part * self._hosts * shard.element_size()).view(shard.dtype)
+            whole[: shard.numel()] = shard
+            whole[shard.numel() :] = 0
+        message = exchange.new_codes(self._hosts)
+        own_codes = exchange.codes_of(message)
+        sizes, narrow_bytes, sent, narrow = units.choose(own_codes, whole, own, questions.zeros, questions.widths, [])
+        text = f"{shard.dtype} {shard.numel()} {participants.included}"
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        exchange.count(hook_seconds=time.perf_counter() - start)
+        codes, self.announced = exchange.announce(
+            self._group, message, Announcement(digest, sum(sizes), participants.used, frozenset(participants.included))
+        )
+        # Sums hold what any of their contributions holds, so they take at least as much as the largest.
+        most = 2 * max(each.sent_bytes for each in self.announced)
+        if not self._looks.observe(most, dense_bytes):
+            return False
+        received_sizes = units.packed_bytes(codes, own, shard)
+        received = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if most > 0:
+            received = exchange.send(
+                self._group, sizes, received_sizes, lambda to: units.pack(to, whole, own_codes, own)
+            )
+        start = time.perf_counter()
+        total = torch.empty(part, dtype=shard.dtype, device=shard.device)
+        units.sum(total, whole, received, codes, own, received_sizes, range(self._hosts))
+        whole[own * part : (own + 1) * part] = total
+        exchange.count(
+            hook_seconds=time.perf_counter() - start,
+            narrow_bytes=narrow_bytes,
+            units_agreed_on=len(units) * (self._hosts - 1),
+            units_sent=sent,
+            units_narrow=narrow,
+            buckets_packed=int(most > 0),
+            buckets_skipped=int(most == 0),
+        )
+        self._send_sums(units, whole, total)
+        if whole is not shard:
+            shard.copy_(whole[: shard.numel()])
+        return True
+
+    def _send_sums(self, units: Any, whole: torch.Tensor, total: torch.Tensor) -> None:
+        """Send everybody the own sum, and write theirs."""
+        exchange, questions, own, hosts = self._exchange, self._questions, self._own, self._hosts
+        message = exchange.new_codes(hosts)
+        codes = exchange.codes_of(message)
+        (size,), _, _, _ = units.choose(codes[:1], total, -1, questions.zeros, questions.widths, [])
+        message[1:] = message[0]
+        received_codes, announced = exchange.announce(
+            self._group, message, Announcement(0, size, frozenset(), frozenset())
+        )
+        sizes = [0 if host == own else size for host in range(hosts)]
+        received_sizes = units.packed_bytes(received_codes, own, total)
+
+        def pack(to: torch.Tensor) -> None:
+            for begin in range(0, to.numel(), max(size, 1)):
+                units.pack(to[begin : begin + size], total, codes[:1], -1)
+
+        received = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if any(each.sent_bytes for each in announced):
+            received = exchange.send(self._group, sizes, received_sizes, pack)
+        units.unpack(whole, received, received_codes, own, received_sizes)
+
+
+def _units(numel: int, element_bytes: int) -> Any:
+    return _C.ShardUnits([(max(numel, 1), _UNIT_BYTES // element_bytes)])

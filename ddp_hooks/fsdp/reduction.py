@@ -1,0 +1,393 @@
+"""One reduce-scatter, or one all-reduce over hosts, in which each rank sends each owner what that one needs.
+
+Two collectives: *codes* say, for each unit of each owner's part, in which form it follows; then what they announce. A
+code is a sender's own choice, so nothing has to be agreed on but two things. Which units there are follows from the
+layout, and a digest of it travels with the codes. And whether the second collective takes place: that follows from
+every rank's total, which travels, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _extension
+from ..policies import Policy
+from ..statistics import Statistics
+from .param_groups import Column, Participants
+
+_C = _extension.load()
+
+# What can be scanned and added up.
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# What a word of a message holds of a set of parameters: not the sign.
+_BITS_OF_WORD = 62
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What a policy has a rank look for.
+
+    Attributes:
+        unused: leave out parameters that have no gradient.
+        zeros: read gradients, and leave out what is zero.
+        widths: read gradients, and send narrow what a narrow form holds.
+        divides: decide by rows, and not by parameters.
+        always: in every step, however little it saves.
+    """
+
+    unused: bool
+    zeros: bool
+    widths: bool
+    divides: bool
+    always: bool
+
+    @classmethod
+    def of(cls, policy: Policy, narrow_pays: bool) -> Questions:
+        """Read a policy."""
+        asked = (policy.skip_zeros, policy.skip_zero_rows, policy.narrow)
+        return cls(
+            unused=policy.skip_unused,
+            zeros=policy.skip_zeros != "off" or policy.skip_zero_rows != "off",
+            widths=policy.narrow == "on" or (policy.narrow == "adaptive" and narrow_pays),
+            divides=policy.skip_zero_rows != "off" or policy.narrow != "off",
+            always="on" in asked or (policy.skip_unused and "adaptive" not in asked),
+        )
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to ask."""
+        return self.unused or self.zeros or self.widths
+
+
+class Looks:
+    """In which steps it is asked what can be left out; the same on every rank, because totals are.
+
+    After a look that paid it is asked for ``hold_steps`` more. After one in vain it is not asked for a while, and each
+    such pause is twice as long as the one before.
+    """
+
+    def __init__(self, policy: Policy, always: bool) -> None:
+        self._tuning = policy.tuning
+        self._always = always
+        self._step = 0
+        self._asks_until = 0
+        self._next = 0
+        self._pause = policy.tuning.first_pause_steps
+
+    def begin_step(self) -> bool:
+        """Count a step; return whether it is asked in it."""
+        self._step += 1
+        return self._always or self._step > self._next
+
+    def observe(self, sent_bytes: int, dense_bytes: int) -> bool:
+        """Return whether what would be sent is so much less that it is sent in this way."""
+        saved = dense_bytes - sent_bytes
+        if self._always:
+            return saved > 0
+        if saved > 0 and saved >= self._tuning.min_zero_fraction * dense_bytes:
+            self._asks_until = self._step + self._tuning.hold_steps
+            self._pause = self._tuning.first_pause_steps
+            return True
+        if self._step >= self._asks_until:
+            self._next = self._step + self._pause
+            self._pause = min(2 * self._pause, self._tuning.longest_pause_steps)
+        return False
+
+
+@dataclass(slots=True)
+class Staging:
+    """Memory for messages, which all reductions of a module use in turn."""
+
+    _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def take(self, name: str, size: int) -> torch.Tensor:
+        """Return so many bytes; what was taken under this name before is given back."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return buffer[:size]
+
+
+class Layout:
+    """The units of a part of the input, for parameters that are included; made once for each set of them."""
+
+    def __init__(
+        self, columns: Sequence[Column], included: Sequence[int], element_bytes: int, policy: Policy, divides: bool
+    ) -> None:
+        tuning = policy.tuning
+        settings = _C.UnitSettings(
+            min_divided_bytes=tuning.min_divided_bytes,
+            min_unit_bytes=tuning.min_unit_bytes,
+            max_unit_bytes=tuning.max_unit_bytes,
+        )
+        self.parameters = [i for i in included if columns[i].length > 0]
+        stretches = []
+        for i in self.parameters:
+            length, row_length = columns[i].length, columns[i].row_length
+            whole = _C.ParameterSlice(i, 0, length, row_length)
+            stretches.append((length, _C.units_of(whole, element_bytes, settings).length if divides else length))
+        self.units = _C.ShardUnits(stretches)
+        text = f"{element_bytes} {list(included)} {stretches}"
+        self.digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What one rank told all others, besides codes."""
+
+    digest: int
+    sent_bytes: int
+    used: frozenset[int]
+    included: frozenset[int]
+
+
+class LayoutsDiffer(Exception):
+    """The ranks hold gradients of different parameters."""
+
+    def __init__(self, announced: Sequence[Announcement]) -> None:
+        super().__init__()
+        self.announced = announced
+
+
+class Exchange:
+    """Codes and contents between all ranks of a process group; counts what they take.
+
+    Args:
+        staging: memory.
+        parameter_count: of the group of parameters.
+        most_code_bytes: that a layout can have, so that messages are alike on ranks with different layouts.
+    """
+
+    def __init__(self, staging: Staging, parameter_count: int, most_code_bytes: int) -> None:
+        self._staging = staging
+        self._mask_words = -(-parameter_count // _BITS_OF_WORD)
+        self._words = 2 + 2 * self._mask_words
+        self._row_bytes = -(-(self._words * _WORD_BYTES + most_code_bytes) // _WORD_BYTES) * _WORD_BYTES
+        self.statistics = Statistics()
+
+    def new_codes(self, ranks: int) -> torch.Tensor:
+        """Return a message with a row for each rank; `codes_of` are to be filled in."""
+        return torch.zeros(ranks, self._row_bytes, dtype=torch.uint8, device="cpu")
+
+    def codes_of(self, message: torch.Tensor) -> torch.Tensor:
+        """Return where the codes stand, a row for each rank."""
+        return message[:, self._words * _WORD_BYTES :]
+
+    def announce(
+        self, group: dist.ProcessGroup, message: torch.Tensor, own: Announcement
+    ) -> tuple[torch.Tensor, list[Announcement]]:
+        """Send each rank its row; return what was received, and what was announced.
+
+        Raises:
+            LayoutsDiffer: on every rank.
+        """
+        words = [own.digest, own.sent_bytes, *self._to_words(own.used), *self._to_words(own.included)]
+        message.view(torch.int64)[:, : self._words] = torch.tensor(words, dtype=torch.int64, device="cpu")
+        received = torch.empty_like(message)
+        start = time.perf_counter()
+        dist.all_to_all_single(received, message, group=group)
+        self.count(
+            exchange_wait_seconds=time.perf_counter() - start,
+            exchanges=1,
+            mask_bytes=self._row_bytes * (message.shape[0] - 1),
+        )
+        announced = [self._read(words) for words in received.view(torch.int64)[:, : self._words].tolist()]
+        if any(each.digest != own.digest for each in announced):
+            raise LayoutsDiffer(announced)
+        return self.codes_of(received), announced
+
+    def send(
+        self,
+        group: dist.ProcessGroup,
+        sent_sizes: Sequence[int],
+        received_sizes: Sequence[int],
+        pack: Callable[[torch.Tensor], None],
+    ) -> torch.Tensor:
+        """Send what ``pack`` writes, and return what came, in the order of ranks."""
+        message = self._staging.take("sent", sum(sent_sizes))
+        pack(message)
+        received = self._staging.take("received", sum(received_sizes))
+        dist.all_to_all_single(received, message, list(received_sizes), list(sent_sizes), group=group)
+        self.count(messages=1, payload_bytes=sum(sent_sizes), sent_bytes=sum(sent_sizes))
+        return received
+
+    def receive_all(self, group: dist.ProcessGroup, flat: torch.Tensor) -> torch.Tensor:
+        """Send each rank its part as it is; return what came of all of them, the own part too, as bytes."""
+        received = self._staging.take("received", flat.nbytes)
+        dist.all_to_all_single(received.view(flat.dtype), flat, group=group)
+        sent_bytes = flat.nbytes - flat.nbytes // dist.get_world_size(group)
+        self.count(messages=1, payload_bytes=sent_bytes, sent_bytes=sent_bytes)
+        return received
+
+    def count(self, **counters: float) -> None:
+        """Add to the statistics."""
+        now = {name: getattr(self.statistics, name) + more for name, more in counters.items()}
+        self.statistics = replace(self.statistics, **now)
+
+    def _to_words(self, indices: frozenset[int]) -> list[int]:
+        mask = sum(1 << i for i in indices)
+        return [mask >> _BITS_OF_WORD * i & (1 << _BITS_OF_WORD) - 1 for i in range(self._mask_words)]
+
+    def _read(self, words: Sequence[int]) -> Announcement:
+        def indices(masks: Sequence[int]) -> frozenset[int]:
+            mask = sum(each << _BITS_OF_WORD * i for i, each in enumerate(masks))
+            return frozenset(i for i in range(mask.bit_length()) if mask >> i & 1)
+
+        return Announcement(
+            words[0], words[1], indices(words[2 : 2 + self._mask_words]), indices(words[2 + self._mask_words :])
+        )
+
+
+class ReduceScatter:
+    """The reduce-scatters of one group of parameters.
+
+    Args:
+        columns: what each parameter takes of a part.
+        policy, questions: what is looked for.
+        staging: memory.
+    """
+
+    def __init__(self, columns: Sequence[Column], policy: Policy, questions: Questions, staging: Staging) -> None:
+        self._columns, self._policy, self._questions = columns, policy, questions
+        self._looks = Looks(policy, questions.always)
+        self._layouts: dict[tuple[tuple[int, ...], int], Layout] = {}
+        # The layout of all parameters has the most units of any.
+        most = max(
+            Layout(columns, range(len(columns)), element_bytes, policy, questions.divides).units.code_bytes
+            for element_bytes in (2, 4, 8)
+        )
+        self._exchange = Exchange(staging, len(columns), most)
+        self._wholes: dict[int, Any] = {}  # units of parts that travel as they are, by their elements
+        self.announced: list[Announcement] | None = None  # in the last reduction, where there was an exchange
+
+    @property
+    def statistics(self) -> Statistics:
+        """What this rank sent, and what torch's reduce-scatter would have."""
+        return self._exchange.statistics
+
+    def __call__(
+        self,
+        output: torch.Tensor,
+        flat: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        participants: Participants,
+    ) -> bool:
+        """Reduce as torch would; return False, the same on every rank, where torch should do it.
+
+        Raises:
+            LayoutsDiffer: on every rank.
+        """
+        ranks, own, exchange = dist.get_world_size(group), dist.get_rank(group), self._exchange
+        dense_bytes = (ranks - 1) * output.numel() * output.element_size()
+        self.announced = None
+        exchange.count(steps=1, dense_bytes=dense_bytes)
+        can_be_ours = self._questions.any and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and output.dtype in DTYPES
+        done = can_be_ours and (
+            (self._looks.begin_step() and self._reduce(output, flat, group, participants, own, ranks, dense_bytes))
+            or self._reduce_in_full(output, flat, group, own, ranks)
+        )
+        if not done:
+            exchange.count(buckets_whole=1, messages=1, payload_bytes=dense_bytes, sent_bytes=dense_bytes)
+        elif op == dist.ReduceOp.AVG:
+            output.div_(ranks)
+        return done
+
+    def _reduce(
+        self,
+        output: torch.Tensor,
+        flat: torch.Tensor,
+        group: dist.ProcessGroup,
+        participants: Participants,
+        own: int,
+        ranks: int,
+        dense_bytes: int,
+    ) -> bool:
+        exchange, questions = self._exchange, self._questions
+        start = time.perf_counter()
+        layout = self._layout(participants, output.element_size())
+        units = layout.units
+        if units.numel != output.numel():
+            raise RuntimeError(
+                f"ddp_hooks.fsdp: expected {units.numel} elements to be reduced for each rank, received "
+                f"{output.numel()}: this FSDP2 lays out gradients in another way"
+            )
+        message = exchange.new_codes(ranks)
+        sizes, narrow_bytes, units_sent, units_narrow = units.choose(
+            exchange.codes_of(message),
+            flat,
+            own,
+            questions.zeros,
+            questions.widths,
+            [questions.unused and i not in participants.used for i in layout.parameters],
+        )
+        exchange.count(hook_seconds=time.perf_counter() - start)
+        codes, self.announced = exchange.announce(
+            group,
+            message,
+            Announcement(layout.digest, sum(sizes), participants.used, frozenset(participants.included)),
+        )
+        most = max(each.sent_bytes for each in self.announced)
+        if not self._looks.observe(most, dense_bytes):
+            return False
+        received_sizes = units.packed_bytes(codes, own, output)
+        received = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if most > 0:
+            own_codes = exchange.codes_of(message)
+            received = exchange.send(group, sizes, received_sizes, lambda to: units.pack(to, flat, own_codes, own))
+        start = time.perf_counter()
+        units.sum(output, flat, received, codes, own, received_sizes, order_of_ring(own, ranks))
+        exchange.count(
+            hook_seconds=time.perf_counter() - start,
+            units_agreed_on=len(units) * (ranks - 1),
+            units_sent=units_sent,
+            units_narrow=units_narrow,
+            narrow_bytes=narrow_bytes,
+            narrow_steps=int(questions.widths),
+            skip_zero_rows_steps=int(questions.zeros),
+            buckets_packed=int(most > 0),
+            buckets_skipped=int(most == 0),
+        )
+        return True
+
+    def _reduce_in_full(
+        self, output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, own: int, ranks: int
+    ) -> bool:
+        """Send all of it; where torch's reduce-scatter is an all-reduce inside, twice as much, as gloo's is."""
+        if not self._policy.tuning.direct or dist.get_backend(group) != "gloo":
+            return False
+        received = self._exchange.receive_all(group, flat)
+        start = time.perf_counter()
+        numel = output.numel()
+        if numel not in self._wholes:
+            self._wholes[numel] = _C.ShardUnits([(numel, numel)])
+        units = self._wholes[numel]
+        codes = torch.full((ranks, units.code_bytes), 255, dtype=torch.uint8, device="cpu")
+        sizes = [output.nbytes] * ranks
+        units.sum(output, flat, received, codes, own, sizes, order_of_ring(own, ranks))
+        self._exchange.count(hook_seconds=time.perf_counter() - start, buckets_whole=1)
+        return True
+
+    def _layout(self, participants: Participants, element_bytes: int) -> Layout:
+        key = participants.included, element_bytes
+        if key not in self._layouts:
+            self._layouts[key] = Layout(
+                self._columns, participants.included, element_bytes, self._policy, self._questions.divides
+            )
+        return self._layouts[key]
+
+
+def order_of_ring(own: int, ranks: int) -> list[int]:
+    """Return in which order the part of rank ``own`` is added up: down from the rank before it, itself last.
+
+    That is gloo's order, too, but for a few numbers where parts meet: its ring's segments begin a little later there.
+    """
+    return [(own - 1 - i) % ranks for i in range(ranks)]

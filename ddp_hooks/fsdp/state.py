@@ -1,0 +1,340 @@
+"""What a user calls and holds: registering for a module that FSDP2 manages, statistics, usage, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._version import __version__
+from ..absentees import naming_absent_ranks
+from ..agreement import exchange_proposals, settle
+from ..collective_costs import measure_collective_costs
+from ..policies import Policy, resolve
+from ..statistics import ParameterUsage, Statistics
+from ..wording import short
+from . import param_groups
+from .hosts import AverageOverHosts
+from .param_groups import ParamGroup, Participants
+from .reduction import Announcement, LayoutsDiffer, Questions, ReduceScatter, Staging
+
+_FUNCTION = "ddp_hooks.fsdp.register"
+
+
+class ShardState:
+    """What :func:`ddp_hooks.fsdp.register` returns: statistics and usage of a module with ``fully_shard``."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        groups: Sequence[ParamGroup],
+        costs: Mapping[str, Any],
+        hosts: dist.ProcessGroup | None,
+    ) -> None:
+        self._policy = policy
+        staging = Staging()
+        self._served = [_ServedGroup(self, group, policy, costs, staging, hosts) for group in groups]
+        self._earlier, self._earlier_of_hosts = Statistics(), Statistics()
+        self._is_open = True
+
+    @property
+    def policy(self) -> Policy:
+        """The policy."""
+        return self._policy
+
+    def stats(self) -> Statistics:
+        """Return the counters since registration, or since :meth:`reset_stats`. They are this rank's own.
+
+        Returns:
+            Bytes are what this rank sends in reduce-scatters: ``dense_bytes`` what they have to send in full,
+            ``payload_bytes`` what was sent. A bucket is one reduce-scatter. All-gathers of parameters are not counted.
+        """
+        return self._total() - self._earlier
+
+    def host_stats(self) -> Statistics:
+        """Return the same of what this rank sends to other hosts, where a mesh was passed; otherwise all zero.
+
+        Returns:
+            ``dense_bytes`` are what a ring all-reduce over hosts would send.
+        """
+        return self._total_of_hosts() - self._earlier_of_hosts
+
+    def reset_stats(self) -> None:
+        """Set the counters to zero."""
+        self._earlier, self._earlier_of_hosts = self._total(), self._total_of_hosts()
+
+    def usage(self) -> dict[str, ParameterUsage]:
+        """Return how each parameter took part in its last reduction on this rank, by name.
+
+        Returns:
+            ``ranks`` are those with a gradient, as far as ranks told each other in that step; where they did not, and
+            where several hosts average, it is None. ``used_anywhere`` is then True for what was sent. Empty before the
+            first step.
+        """
+        return {usage.name: usage for served in self._served for usage in served.usage()}
+
+    def close(self) -> None:
+        """Take everything off. Every rank calls it, between the same steps.
+
+        The module trains on as plain FSDP2: each host by itself, where a mesh was passed.
+        """
+        if self._is_open:
+            for served in self._served:
+                served.group.remove()
+        self._is_open = False
+
+    def _total(self) -> Statistics:
+        return _sum([served.reduce_scatter.statistics for served in self._served])
+
+    def _total_of_hosts(self) -> Statistics:
+        return _sum([served.over_hosts.statistics for served in self._served if served.over_hosts is not None])
+
+    def __repr__(self) -> str:
+        """Name the policy, and whether the state serves a module."""
+        return f"ShardState(policy={self._policy.name!r}, {'attached' if self._is_open else 'closed'})"
+
+
+def _sum(counted: Sequence[Statistics]) -> Statistics:
+    total = Statistics()
+    for each in counted:
+        total += each
+    # Otherwise a step would count once for each group.
+    steps = {
+        name: max((getattr(each, name) for each in counted), default=0)
+        for name in ("steps", "narrow_steps", "skip_zero_rows_steps")
+    }
+    return replace(total, **steps)
+
+
+class _ServedGroup:
+    """A group of parameters, what reduces it, and how its parameters took part."""
+
+    def __init__(
+        self,
+        owner: ShardState,
+        group: ParamGroup,
+        policy: Policy,
+        costs: Mapping[str, Any],
+        staging: Staging,
+        hosts: dist.ProcessGroup | None,
+    ) -> None:
+        self.group = group
+        columns = group.columns()
+        self._ranks = [] if group.process_group is None else dist.get_process_group_ranks(group.process_group)
+        self.reduce_scatter = ReduceScatter(columns, policy, _questions(policy, costs, group.process_group), staging)
+        self.over_hosts = None
+        if hosts is not None:
+            numel = sum(column.length for column in columns)
+            questions = _questions(policy, costs, hosts)
+            self.over_hosts = AverageOverHosts(hosts, len(columns), numel, policy, questions, staging)
+        self._last: Participants | None = None
+        self._announced: list[Announcement] | None = None
+        self._announced_now: list[Announcement] | None = None
+        group.install(self._reduce, owner, self._finish)
+        if self.over_hosts is not None:
+            group.install_hook(self._average_over_hosts)
+
+    def _reduce(self, output: torch.Tensor, flat: torch.Tensor, process_group: dist.ProcessGroup, op: Any) -> bool:
+        participants = self.group.participants
+        if participants is None:  # called by something else than the group's own backward
+            return False
+        try:
+            return self.reduce_scatter(output, flat, process_group, op, participants)
+        except LayoutsDiffer as error:
+            raise RuntimeError(self._describe(error.announced, self._ranks)) from None
+        finally:
+            self._announced_now = self.reduce_scatter.announced
+
+    def _average_over_hosts(self, shard: torch.Tensor) -> None:
+        participants = self.group.participants
+        if self.over_hosts is None or participants is None:
+            raise RuntimeError("ddp_hooks.fsdp: a gradient was reduced outside of its group's backward")
+        if not self.group.reduces_everywhere:
+            raise RuntimeError(
+                "ddp_hooks.fsdp: expected set_requires_all_reduce(True) with a mesh of hosts, or what was left out "
+                "once would never be averaged; accumulate with set_requires_gradient_sync(False)"
+            )
+        announced = self._announced_now
+        used = participants.used if announced is None else frozenset().union(*(each.used for each in announced))
+        try:
+            self.over_hosts(shard, replace(participants, used=used), divides=not self.group.divides_by_itself)
+        except LayoutsDiffer as error:
+            raise RuntimeError(self._describe(error.announced, None)) from None
+        self._announced_now = self.over_hosts.announced
+
+    def _finish(self, participants: Participants) -> None:
+        self._last = participants
+        self._announced, self._announced_now = self._announced_now, None
+
+    def _describe(self, announced: Sequence[Announcement], ranks: Sequence[int] | None) -> str:
+        anywhere = frozenset().union(*(each.included for each in announced))
+        lines = []
+        for i, each in enumerate(announced):
+            missing = sorted(anywhere - each.included)
+            if missing:
+                names = ", ".join(self.group.names[i] for i in missing[:5]) + (", ..." if len(missing) > 5 else "")
+                who = f"host {i}" if ranks is None else f"rank {ranks[i]}"
+                lines.append(f"{who} has no gradient of {names}")
+        return (
+            f"ddp_hooks.fsdp: the ranks hold gradients of different parameters: {'; '.join(lines) or 'shapes differ'}. "
+            "Plain FSDP2 would mix them up or hang; call set_reduce_scatter_unused_params(True) on the module, which "
+            "with ddp_hooks sends nothing for them"
+        )
+
+    def usage(self) -> Iterator[ParameterUsage]:
+        """Return how each parameter took part in the last reduction."""
+        if self._last is None:
+            return
+        for i, name in enumerate(self.group.names):
+            ranks = None
+            used_anywhere = i in self._last.included
+            if self._announced is not None:
+                who = [place for place, each in enumerate(self._announced) if i in each.used]
+                used_anywhere = bool(who)
+                if self.over_hosts is None:
+                    ranks = tuple(self._ranks[place] for place in who)
+            yield ParameterUsage(
+                name,
+                self.group.numel(i),
+                used_here=i in self._last.used,
+                used_anywhere=used_anywhere,
+                frozen=self.group.is_frozen(i),
+                ranks=ranks,
+            )
+
+
+def _questions(policy: Policy, costs: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> Questions:
+    measured = costs.get(_name_of(process_group))
+    ranks = 1 if process_group is None else dist.get_world_size(process_group)
+    return Questions.of(policy, narrow_pays=measured is None or measured.narrow_pays(ranks))
+
+
+def register(
+    module: nn.Module, policy: Policy | str = "auto", *, mesh: DeviceMesh | None = None, **settings: Any
+) -> ShardState:
+    """Have FSDP2's reduce-scatters leave out zeros and send narrow what is narrow. Every rank calls it, between steps.
+
+    Gradients are those of plain FSDP2: to the bit on two ranks, on more up to the order of additions. Call it once,
+    after the last ``fully_shard``. Calling it again with the same policy returns the state that the module has.
+
+    Args:
+        module: the root module with ``torch.distributed.fsdp.fully_shard`` applied, or what ``torch.compile`` returned
+            for it. On the CPU, with gloo.
+        policy: what to look for. ``"auto"`` decides by what was saved in the steps before, the same on every rank.
+            ``"skip_unused"`` leaves out parameters without a gradient, and reads none; ``"skip_zeros"`` what is zero;
+            ``"allreduce"`` only counts. Every rank must pass the same.
+        mesh: hosts x ranks of a host, where ``fully_shard`` was applied over its second dimension only: shards are then
+            averaged over the first one, as HSDP does, but without zeros, and narrow where that is exact. For
+            ``replicate``, a mesh whose second dimension is of one rank.
+        settings: fields of :class:`ddp_hooks.Policy` or of :class:`ddp_hooks.Tuning` to set differently.
+
+    Returns:
+        The state: statistics, usage by name, and :meth:`ShardState.close`.
+
+    Raises:
+        TypeError: the module is none of FSDP2; the message says what it is.
+        ValueError: a setting is out of range, or means nothing here.
+        RefusedError: a rank's module cannot be served, or ranks differ. On every rank.
+        RuntimeError: this torch has another FSDP2; or the module is registered with another policy.
+    """
+    groups = param_groups.find(module)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{_FUNCTION}: expected mesh to be a DeviceMesh or None, received {short(mesh)}")
+    known = next((owner for group in groups if isinstance(owner := group.owner, ShardState)), None)
+    chosen, error = _resolve(policy, settings)
+    if known is not None and error is None and all(group.owner is known for group in groups):
+        if known.policy != chosen:
+            raise RuntimeError(
+                f"{_FUNCTION}: the module is registered with {known.policy!r}, received {chosen!r}; close() that state "
+                "first"
+            )
+        return known
+    problem = f"{type(error).__name__}: {error}" if error else _why_unsupported(groups, mesh)
+    hosts = None if mesh is None or mesh.ndim != 2 else mesh.get_group(0)
+    over = _process_groups(groups, hosts)
+    may_measure = chosen.tuning.calibrate and chosen.narrow == "adaptive"
+    costs = {}
+    # What keeps a rank from it, its host's ranks tell the other hosts.
+    for process_group in over:
+        offers = exchange_proposals(process_group, _FUNCTION, _describe(chosen, groups, mesh), problem)
+        try:
+            settle(_FUNCTION, offers, error)
+        except Exception as refusal:
+            error, problem = error or refusal, problem or str(refusal)
+    if error is not None:
+        raise error
+    for process_group in over if may_measure else ():
+        if dist.get_world_size(process_group) > 1:
+            with naming_absent_ranks(process_group, _FUNCTION):
+                costs[_name_of(process_group)] = measure_collective_costs(process_group, groups[0].device)
+    return ShardState(chosen, groups, costs, hosts)
+
+
+def _resolve(policy: Policy | str, settings: Mapping[str, Any]) -> tuple[Policy, Exception | None]:
+    try:
+        chosen = resolve(policy, settings)
+        if chosen.average != "world":
+            raise ValueError(f"{_FUNCTION}: expected average='world', received {chosen.average!r}: FSDP2 divides")
+        if chosen.rebuild_after:
+            raise ValueError(
+                f"{_FUNCTION}: expected rebuild_after=0, received {chosen.rebuild_after}: there is nothing to rebuild"
+            )
+    except (TypeError, ValueError) as error:
+        return resolve("auto"), error
+    return chosen, None
+
+
+def _why_unsupported(groups: Sequence[ParamGroup], mesh: DeviceMesh | None) -> str | None:
+    for group in groups:
+        if problem := group.why_unsupported() or _why_not_over_hosts(group, mesh):
+            return problem
+    return None
+
+
+def _why_not_over_hosts(group: ParamGroup, mesh: DeviceMesh | None) -> str | None:
+    way_out = "over the second dimension of a mesh of hosts x ranks of a host, and pass that mesh to register"
+    if mesh is None:
+        if group.process_group is None:
+            return f"FSDP2 all-reduces what replicate() manages by itself; apply it {way_out}"
+        return None
+    if mesh.ndim != 2:
+        return f"expected a mesh of two dimensions, hosts x ranks of a host, received one of {mesh.ndim}"
+    if group.replicas is not None and dist.get_world_size(group.replicas) > 1:
+        return f"FSDP2 averages over hosts by itself here; apply fully_shard or replicate {way_out}"
+    local = group.process_group or group.replicas
+    if local is None or dist.get_process_group_ranks(local) != dist.get_process_group_ranks(mesh.get_group(1)):
+        return "expected fully_shard over the second dimension of the mesh, received it over other ranks"
+    if group.has_hook:
+        return "an all-reduce hook is set already, and FSDP2 takes one; do not set it"
+    return None
+
+
+def _process_groups(groups: Sequence[ParamGroup], hosts: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    """Return those over which something is reduced, each once, in the same order on every rank."""
+    found: dict[str, dist.ProcessGroup] = {}
+    for process_group in [*(group.process_group for group in groups), hosts]:
+        if process_group is not None:
+            found.setdefault(_name_of(process_group), process_group)
+    everybody = dist.group.WORLD
+    return list(found.values()) or ([] if everybody is None else [everybody])
+
+
+def _name_of(process_group: dist.ProcessGroup | None) -> str:
+    return "" if process_group is None else process_group.group_name
+
+
+def _describe(policy: Policy, groups: Sequence[ParamGroup], mesh: DeviceMesh | None) -> dict[str, str]:
+    columns = [column for group in groups for column in group.columns()]
+    return {
+        "ddp_hooks": __version__,
+        "torch": torch.__version__,
+        "policy": repr(policy),
+        "parameters": f"{len(columns)} in {len(groups)} groups, of {sum(column.length for column in columns)} elements "
+        "a rank",
+        "mesh": "none" if mesh is None else str(tuple(mesh.mesh.shape)),
+    }
