@@ -23,11 +23,13 @@ _C = _extension.load()
 # that a message takes what it keeps the others waiting.
 MESSAGES = 4
 SMALL_MESSAGES = 16
-# What a rank sends in a round. At 1 Gbit/s the last takes 34 ms.
+# What a rank sends in a round. At 1 Gbit/s the last takes 134 ms.
 SMALL_BYTES = 16 << 10
-LARGE_BYTES = (1 << 20, 4 << 20)
-# A round is long enough if it takes so long: several times what a link carries at once after a pause.
+LARGE_BYTES = (1 << 20, 4 << 20, 16 << 20)
+# A round is long enough if it takes so long: several times what a link carries at once after a pause. And if bytes make
+# most of it: many ranks on few cores wait for each other's turns, whatever they send.
 ENOUGH_SECONDS = 0.03
+LEAST_OF_BYTES = 0.5
 # Rounds come in pairs, because what comes first has the link after a pause. Of pairs medians are taken; there are so
 # many more while they have taken less than the budget.
 LEAST_PAIRS = 2
@@ -57,9 +59,12 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
         RuntimeError: from the collectives, if a rank has gone.
     """
     _pair(group, device, SMALL_BYTES)  # makes memory, and meets the others
+    quarters = _pair(group, device, LARGE_BYTES[0] // 4)
     for sent in LARGE_BYTES:
-        if min(_pair(group, device, sent)) >= ENOUGH_SECONDS:
+        times = _pair(group, device, sent)
+        if min(times) >= ENOUGH_SECONDS and min(map(_of_bytes, quarters, times)) >= LEAST_OF_BYTES:
             break
+        quarters = times
     # Counted in times that are the same on every rank, so that all of them stop together.
     pairs: list[list[Sequence[float]]] = []
     spent = 0.0
@@ -70,7 +75,7 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
         [statistics.median(times) for times in zip(*rounds, strict=True)] for rounds in zip(*pairs, strict=True)
     )
     # What takes as long whatever is sent is not a byte's. Of messages that overlap, bytes take at least half.
-    per_byte = [max((large[i] - quarter[i]) / 0.75, large[i] / 2) / sent for i in range(2)]
+    per_byte = [max(_of_bytes(quarter[i], large[i]), LEAST_OF_BYTES) * large[i] / sent for i in range(2)]
     if 1 / SAME_WITHIN < per_byte[0] / per_byte[1] < SAME_WITHIN:
         per_byte = [math.sqrt(per_byte[0] * per_byte[1])] * 2
     narrowing, summing = _slowest(group, device, _narrowing_seconds(device))
@@ -82,6 +87,11 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
         narrowing_seconds_per_byte=narrowing / NARROWED_BYTES,
         summing_seconds_per_byte=summing / NARROWED_BYTES,
     )
+
+
+def _of_bytes(quarter: float, large: float) -> float:
+    """Return which part of a round's seconds is its bytes', from those of a round with a quarter of them."""
+    return (1 - quarter / large) / 0.75
 
 
 def _pair(group: dist.ProcessGroup, device: torch.device, sent_bytes: int) -> Sequence[float]:
