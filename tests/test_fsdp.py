@@ -382,6 +382,9 @@ def use_state(rank: int, folder: str) -> None:
     assert repr(state) == "ShardState(policy='on', attached)"
     with pytest.raises(RuntimeError, match="registered with"):
         fsdp.register(model, "skip_unused")
+    # Without hosts they would never be averaged.
+    with pytest.raises(RuntimeError, match="registered with mesh=None"):
+        fsdp.register(model, ON, mesh=init_device_mesh("cpu", (1, 2)))
     assert state.usage() == {}
     assert state.stats().steps == 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

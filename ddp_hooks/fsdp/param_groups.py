@@ -32,6 +32,7 @@ _ATTRIBUTES = (
     "post_backward",
     "reduce_grads",
     "all_reduce_grads",
+    "gradient_divide_factor",
     "_reduce_scatter_comm",
     "_all_reduce_hook",
     "_training_state",
@@ -116,7 +117,7 @@ class ParamGroup:
     @property
     def divides_by_itself(self) -> bool:
         """Whether ``set_gradient_divide_factor`` says what all ranks' sum is divided by."""
-        return getattr(self._inner, "gradient_divide_factor", None) is not None
+        return self._inner.gradient_divide_factor is not None
 
     @property
     def has_hook(self) -> bool:

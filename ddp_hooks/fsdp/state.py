@@ -34,9 +34,10 @@ class ShardState:
         policy: Policy,
         groups: Sequence[ParamGroup],
         costs: Mapping[str, Any],
-        hosts: dist.ProcessGroup | None,
+        mesh: DeviceMesh | None,
     ) -> None:
-        self._policy = policy
+        self._policy, self.mesh = policy, mesh
+        hosts = None if mesh is None else mesh.get_group(0)
         staging = Staging()
         self._served = [_ServedGroup(self, group, policy, costs, staging, hosts) for group in groups]
         self._earlier, self._earlier_of_hosts = Statistics(), Statistics()
@@ -253,6 +254,11 @@ def register(
                 f"{_FUNCTION}: the module is registered with {known.policy!r}, received {chosen!r}; close() that state "
                 "first"
             )
+        if known.mesh != mesh:
+            raise RuntimeError(
+                f"{_FUNCTION}: the module is registered with mesh={short(known.mesh)}, received {short(mesh)}; close() "
+                "that state first"
+            )
         return known
     problem = f"{type(error).__name__}: {error}" if error else _why_unsupported(groups, mesh)
     hosts = None if mesh is None or mesh.ndim != 2 else mesh.get_group(0)
@@ -272,7 +278,7 @@ def register(
         if dist.get_world_size(process_group) > 1:
             with naming_absent_ranks(process_group, _FUNCTION):
                 costs[_name_of(process_group)] = measure_collective_costs(process_group, groups[0].device)
-    return ShardState(chosen, groups, costs, hosts)
+    return ShardState(chosen, groups, costs, mesh)
 
 
 def _resolve(policy: Policy | str, settings: Mapping[str, Any]) -> tuple[Policy, Exception | None]:

@@ -94,9 +94,11 @@ DDP_HOOKS_HOST_DEVICE FoundInUnits widths_of_stretch(const char* from, int bytes
     const int at = position_of_words + index * kWidestWordBytes;
     first_unit[i] = at / unit_bytes;
     const int last_unit = (at + kWidestWordBytes - 1) / unit_bytes;
-    const bool is_settled =
-        last_unit - first_unit[i] <= 1 && (settled >> first_unit[i] & settled >> last_unit & 1) != 0;
-    if (index >= split.words || is_settled) first_unit[i] = -1;
+    // Beyond the stretch units have no bit in `settled`.
+    const bool is_left_out =
+        index >= split.words ||
+        (last_unit - first_unit[i] <= 1 && (settled >> first_unit[i] & settled >> last_unit & 1) != 0);
+    if (is_left_out) first_unit[i] = -1;
     const int within = first_unit[i] >= 0 ? index : split.words - 1;
     words[i] = memory.template load<Wide>(from_words + within * kWidestWordBytes);
   }
@@ -213,6 +215,8 @@ DDP_HOOKS_HOST_DEVICE void look_at_widths_of_unit(const SampledUnit& unit, const
                                                   uint32_t* words) {
   constexpr int64_t kWidthBytes = kWidthElements * static_cast<int64_t>(sizeof(typename Widths::Bits));
   static_assert(kWidthBytes % kLargestChunkBytes == 0);
+  // A warp without a slice has no words to set, not even to what they are.
+  if (unit.bytes == 0) return;
   FoundInUnits found;
   for (int64_t position = 0; position < unit.bytes; position += kLargestChunkBytes) {
     const bool is_for_widths = position < kWidthBytes;
