@@ -95,9 +95,8 @@ DDP_HOOKS_HOST_DEVICE FoundInUnits widths_of_stretch(const char* from, int bytes
     first_unit[i] = at / unit_bytes;
     const int last_unit = (at + kWidestWordBytes - 1) / unit_bytes;
     // Beyond the stretch units have no bit in `settled`.
-    const bool is_left_out =
-        index >= split.words ||
-        (last_unit - first_unit[i] <= 1 && (settled >> first_unit[i] & settled >> last_unit & 1) != 0);
+    const bool is_left_out = index >= split.words || (last_unit - first_unit[i] <= 1 &&
+                                                      (settled >> first_unit[i] & settled >> last_unit & 1) != 0);
     if (is_left_out) first_unit[i] = -1;
     const int within = first_unit[i] >= 0 ? index : split.words - 1;
     words[i] = memory.template load<Wide>(from_words + within * kWidestWordBytes);
