@@ -41,6 +41,7 @@ def run_child(plan: dict[str, Any]) -> None:
     found = usage.find_usage(workload, master, dist.get_world_size())
     context = peers.Context(workload, master, dist.get_rank(), found)
     variant = peers.find(plan["peer"]).build(context)
+    print("ready", flush=True)
     for _ in sys.stdin:
         seconds = []
         for step in range(STEPS * workload.patterns):
@@ -54,6 +55,14 @@ def run_child(plan: dict[str, Any]) -> None:
         print(json.dumps(seconds), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _read_line(child: subprocess.Popen[str], build: str) -> str:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the {build} build's process ended with exit status {child.wait()}")
+    return line
 
 
 def run_host(plan: dict[str, Any]) -> None:
@@ -72,18 +81,17 @@ def run_host(plan: dict[str, Any]) -> None:
             text=True,
             env={**os.environ, "MASTER_PORT": str(port), "PYTHONPATH": plan[build]},
         )
+        # One after the other: a build may measure the link when it registers.
+        _read_line(children[build], build)
     seconds: dict[str, list[float]] = {build: [] for build in BUILDS}
     for turn in range(-plan["warm_up"], plan["rounds"]):
         for build in BUILDS if turn % 2 else BUILDS[::-1]:
             child = children[build]
             assert child.stdin is not None
-            assert child.stdout is not None
             dist.barrier()
             child.stdin.write("step\n")
             child.stdin.flush()
-            line = child.stdout.readline()
-            if not line:
-                raise RuntimeError(f"the {build} build's process ended with exit status {child.wait()}")
+            line = _read_line(child, build)
             if turn >= 0:
                 seconds[build].append(statistics.fmean(json.loads(line)))
     for child in children.values():
