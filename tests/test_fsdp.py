@@ -19,6 +19,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    _get_gradient_divide_factors as torch_divide_factors,
+)
 from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +32,7 @@ import ddp_hooks
 from ddp_hooks import Policy, Tuning, fsdp
 from ddp_hooks.errors import RefusedError
 from ddp_hooks.fsdp import reduction
+from ddp_hooks.fsdp.hosts import divisor_before_hosts
 
 # So that small models fall into units, too.
 FINE = Tuning(min_divided_bytes=0, min_unit_bytes=64, calibrate=False)
@@ -527,6 +531,54 @@ def test_averages_over_hosts(shape: tuple[int, int], replicates: bool) -> None:
         assert part("dense") < (0.85 if shape[1] == 1 else 1.001)
         assert part("unused here and there") < 0.9
         assert part("stacked experts") < 0.8
+
+
+def average_large_numbers(rank: int, shape: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("hosts", "local"))
+    half = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    draw = torch.Generator().manual_seed(rank)
+    # Several of them add up to more than float16 holds, 65504; and small ones, of which little is left when divided.
+    ranks = shape[0] * shape[1]
+    large = 120000.0 / ranks  # all are divided by 2 first
+    gradient = torch.cat([torch.full((480,), large) + rank, torch.rand(480, generator=draw) * 1e-6])
+    results = []
+    for policy in (None, ON, POLICIES["allreduce"]):
+        model = fully_shard(Given(960), mesh=mesh if policy is None else mesh["local"], mp_policy=half)
+        if policy is not None:
+            fsdp.register(model, policy, mesh=mesh)
+        model(gradient).backward()
+        results.append(local(model.weight.grad).clone())
+    hsdp, *ours = results
+    assert bool(hsdp.isfinite().all())
+    for each in ours:
+        assert torch.equal(each, hsdp)
+
+
+def test_float16_over_hosts_holds_what_hsdp_holds() -> None:
+    for shape in ((2, 1), (3, 1), (2, 2), (4, 1)):
+        run_ranks(shape[0] * shape[1], average_large_numbers, shape)
+
+
+def test_divisors_are_those_of_fsdp2() -> None:
+    for local_ranks in range(1, 20):
+        for hosts in range(1, 20):
+            every = _get_gradient_divide_factors(local_ranks, hosts)
+            of_host = _get_gradient_divide_factors(local_ranks, None)
+            before = divisor_before_hosts(torch.float16, local_ranks, hosts)
+            assert of_host[0] * before == every[0]
+            assert (hosts / before) * of_host[1] == pytest.approx(every[1])
+            assert divisor_before_hosts(torch.float32, local_ranks, hosts) == 1
+
+
+def _get_gradient_divide_factors(local_ranks: int, hosts: int | None) -> tuple[float, float]:
+    """Return what torch divides float16 gradients by, before and after."""
+
+    class Group:
+        def __init__(self, ranks: int) -> None:
+            self.size = lambda: ranks
+
+    over = None if hosts is None else Group(hosts)
+    return torch_divide_factors(Group(local_ranks), over, torch.float16)[:2]  # type: ignore[return-value]
 
 
 # --- what pages say

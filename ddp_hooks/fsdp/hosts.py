@@ -56,13 +56,14 @@ class AverageOverHosts:
         """What this rank sent to other hosts, and what an all-reduce would have."""
         return self._exchange.statistics
 
-    def __call__(self, shard: torch.Tensor, participants: Participants, divides: bool) -> None:
+    def __call__(self, shard: torch.Tensor, participants: Participants, local_ranks: int | None) -> None:
         """Average a shard in place.
 
         Args:
             shard: what this host has of it, flat.
             participants: the parameters in it; used are those that somebody on this host uses, as far as that is known.
-            divides: whether the sum is divided by the number of hosts.
+            local_ranks: of a host, whose gradients FSDP2 averages; None where it is not asked to average, but divides
+                by another number itself.
 
         Raises:
             LayoutsDiffer: hosts hold gradients of different parameters. On every rank.
@@ -73,6 +74,9 @@ class AverageOverHosts:
         dense_bytes = 2 * (self._hosts - 1) * self._part_of(shard.numel()) * shard.element_size()
         self.announced = None
         self._exchange.count(steps=1, dense_bytes=dense_bytes)
+        before = 1.0 if local_ranks is None else divisor_before_hosts(shard.dtype, local_ranks, self._hosts)
+        if before != 1:
+            shard.div_(before)
         if not (
             self._questions.any
             and shard.dtype in DTYPES
@@ -81,8 +85,8 @@ class AverageOverHosts:
         ):
             dist.all_reduce(shard, group=self._group)
             self._exchange.count(buckets_whole=1, messages=1, payload_bytes=dense_bytes, sent_bytes=dense_bytes)
-        if divides:
-            shard.div_(self._hosts)
+        if local_ranks is not None and before != self._hosts:
+            shard.div_(self._hosts / before)
 
     def _part_of(self, numel: int) -> int:
         return -(-numel // self._hosts)
@@ -156,6 +160,25 @@ class AverageOverHosts:
         if any(each.sent_bytes for each in announced):
             received = exchange.send(self._group, sizes, received_sizes, pack)
         units.unpack(whole, received, received_codes, own, received_sizes)
+
+
+def divisor_before_hosts(dtype: torch.dtype, local_ranks: int, hosts: int) -> float:
+    """Return by what a shard is divided before it is summed over hosts; by the rest it is divided afterwards.
+
+    In float16 a sum may become infinite, and what is divided too early zero. So FSDP2 divides a gradient by about the
+    root of the number of ranks before it is summed, and by the rest afterwards. For the ranks of a host it has done so.
+    """
+    if dtype in (torch.float32, torch.bfloat16):
+        return 1.0
+    return _power_below_root(local_ranks * hosts) / _power_below_root(local_ranks)
+
+
+def _power_below_root(ranks: int) -> int:
+    """Return the power of two that FSDP2 divides the gradients of so many ranks by first."""
+    power = 1
+    while ranks % power == 0 and power * power < ranks:
+        power *= 2
+    return power
 
 
 def _units(numel: int, element_bytes: int) -> Any:
