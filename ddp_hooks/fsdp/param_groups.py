@@ -85,6 +85,7 @@ class Column:
 
 
 Reduce = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, Any], bool]
+Listener = Callable[[Participants], None]
 
 
 class ParamGroup:
@@ -102,7 +103,8 @@ class ParamGroup:
         self._previous: Any = None
         self._hook: weakref.WeakMethod[Any] | None = None
         self._participants: Participants | None = None
-        self._numels: tuple[int, ...] = ()
+        shards = [getattr(parameter, "sharded_param", None) for parameter in getattr(inner, "fsdp_params", ())]
+        self._sizes = [(0, 0) if shard is None else (shard.numel(), shard.element_size()) for shard in shards]
 
     @property
     def _inner(self) -> Any:
@@ -139,6 +141,11 @@ class ParamGroup:
         return self._inner.gradient_divide_factor is not None
 
     @property
+    def sends_unused(self) -> bool:
+        """Whether zeros are reduced for what has no gradient, so that ranks may differ."""
+        return bool(self._inner.reduce_scatter_unused_params)
+
+    @property
     def has_hook(self) -> bool:
         """Whether reduced gradients pass through a hook."""
         return self._inner._all_reduce_hook is not None
@@ -159,53 +166,51 @@ class ParamGroup:
 
     def numel(self, index: int) -> int:
         """Return the elements of the whole parameter."""
-        return self._numels[index]
+        return self._sizes[index][0]
+
+    def nbytes(self, index: int) -> int:
+        """Return the bytes of the whole parameter."""
+        numel, element_bytes = self._sizes[index]
+        return numel * element_bytes
 
     @property
     def participants(self) -> Participants | None:
         """What the reduction has that is under way; None if none is."""
         return self._participants
 
-    def _look_at_gradients(self, inner: Any) -> Participants:
-        included, used = [], []
-        for i, parameter in enumerate(inner.fsdp_params):
-            if not hasattr(parameter, "_unsharded_param"):
-                continue
-            if parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None:
-                used.append(i)
-                included.append(i)
-            elif inner.reduce_scatter_unused_params and parameter._unsharded_param.requires_grad:
-                included.append(i)
-        return Participants(tuple(included), frozenset(used))
-
-    def install(self, reduce: Reduce, owner: object, finish: Callable[[Participants], None]) -> None:
+    def install(self, reduce: Reduce, owner: object, finish: Listener) -> None:
         """Have reduce-scatters call ``reduce``, and torch's own where it returns False.
 
         Args:
             reduce: called with output, input, process group and operation.
             owner: what :attr:`owner` returns.
-            finish: called after each reduction of this group, also one that has no gradient.
+            finish: see :meth:`listen`.
         """
-        inner, reference = self._inner, self._reference
-        self._numels = tuple(parameter.sharded_param.numel() for parameter in inner.fsdp_params)
+        inner = self._inner
         previous = self._previous = inner._reduce_scatter_comm
         inner._reduce_scatter_comm = SkippingReduceScatter(reduce, previous, owner)
-        # Neither of them holds the group, which holds both.
-        original = type(inner).post_backward
+        self.listen(finish)
 
-        def post_backward(*unused: Any) -> None:
-            inner: Any = reference()
-            if not inner.reduce_grads:
-                original(inner, *unused)
-                return
-            participants = self._participants = self._look_at_gradients(inner)
-            try:
-                original(inner, *unused)
-            finally:
-                self._participants = None
-            finish(participants)
+    def listen(self, finish: Listener) -> None:
+        """Have ``finish`` called after each reduction of this group, also one that has no gradient."""
+        inner = self._inner
+        post_backward = vars(inner).get("post_backward")
+        if post_backward is None:
+            post_backward = inner.post_backward = _PostBackward(self._reference)
+        post_backward.listeners.append((self, finish))
 
-        inner.post_backward = post_backward
+    def stop_listening(self) -> None:
+        """Call nobody any more."""
+        inner = self._reference()
+        post_backward = None if inner is None else vars(inner).get("post_backward")
+        if isinstance(post_backward, _PostBackward):
+            post_backward.listeners = [each for each in post_backward.listeners if each[0] is not self]
+            if not post_backward.listeners:
+                del inner.post_backward  # type: ignore[union-attr]
+
+    def take(self, participants: Participants | None) -> None:
+        """Note what the reduction has that begins, or None when it ends."""
+        self._participants = participants
 
     def install_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Have each reduced gradient pass through a hook before it is divided and copied."""
@@ -219,7 +224,7 @@ class ParamGroup:
             return
         if self.owner is not None:
             inner._reduce_scatter_comm = self._previous
-        inner.__dict__.pop("post_backward", None)
+        self.stop_listening()
         if self._hook is not None and inner._all_reduce_hook == self._hook():
             inner._all_reduce_hook = None
         self._previous = self._hook = None
@@ -230,25 +235,31 @@ class ParamGroup:
         comm = getattr(self._inner, "_reduce_scatter_comm", None)
         return comm.owner if isinstance(comm, SkippingReduceScatter) else None
 
-    def why_unsupported(self) -> str | None:
-        """Say what cannot be served, and the way out; None if all is well."""
+    def why_unwatched(self) -> str | None:
+        """Say why nobody could listen; None if all is well."""
         inner = self._inner
         if missing := _missing(inner):
             return (
                 f"FSDP2 of torch {torch.__version__} is not the one that ddp_hooks reads: it has no "
                 f"{', '.join(missing)}. ddp_hooks.fsdp serves torch {OLDEST_TORCH} and later, as far as it was tested"
             )
+        if not isinstance(vars(inner).get("post_backward"), _PostBackward | None):
+            return "something else has replaced FSDPParamGroup.post_backward; begin before it does"
+        if inner._training_state.name != "IDLE":
+            return "a forward or backward pass is under way; begin between steps"
+        return None
+
+    def why_unsupported(self) -> str | None:
+        """Say what cannot be served, and the way out; None if all is well."""
+        if problem := self.why_unwatched():
+            return problem
         if self.device.type != "cpu":
             return f"expected parameters on the CPU, received some on {self.device.type}, which is not served yet"
         if self.owner is not None:
             return "a part of the module is registered already, and another one is not; close() that state first"
-        if "post_backward" in vars(inner):
-            return "something else has replaced FSDPParamGroup.post_backward; register before it does"
-        comm = type(inner._reduce_scatter_comm).__name__
+        comm = type(self._inner._reduce_scatter_comm).__name__
         if comm not in _PLAIN:
             return f"a custom reduce-scatter is set already ({comm}), and FSDP2 takes one; do not set it"
-        if inner._training_state.name != "IDLE":
-            return "a forward or backward pass is under way; register between steps"
         return None
 
 
@@ -270,6 +281,50 @@ def _missing(inner: Any) -> list[str]:
     taken = inspect.signature(ReduceScatter.__call__).parameters
     missing += [f"{name} of a reduce-scatter" for name in _ARGUMENTS if name not in taken]
     return missing
+
+
+class _PostBackward:
+    """What stands in place of a group's ``post_backward``: looks at gradients before FSDP2 takes them.
+
+    Attributes:
+        listeners: who is told, and how.
+    """
+
+    def __init__(self, reference: weakref.ref[Any]) -> None:
+        # The group holds this one, and not the other way round.
+        self._reference = reference
+        self.listeners: list[tuple[ParamGroup, Listener]] = []
+
+    def __call__(self, *unused: Any) -> None:
+        inner: Any = self._reference()
+        original = type(inner).post_backward
+        if not inner.reduce_grads:
+            original(inner, *unused)
+            return
+        participants = _look_at_gradients(inner)
+        listeners = list(self.listeners)
+        for group, _ in listeners:
+            group.take(participants)
+        try:
+            original(inner, *unused)
+        finally:
+            for group, _ in listeners:
+                group.take(None)
+        for _, finish in listeners:
+            finish(participants)
+
+
+def _look_at_gradients(inner: Any) -> Participants:
+    included, used = [], []
+    for i, parameter in enumerate(inner.fsdp_params):
+        if not hasattr(parameter, "_unsharded_param"):
+            continue
+        if parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None:
+            used.append(i)
+            included.append(i)
+        elif inner.reduce_scatter_unused_params and parameter._unsharded_param.requires_grad:
+            included.append(i)
+    return Participants(tuple(included), frozenset(used))
 
 
 class SkippingReduceScatter(ReduceScatter):
@@ -300,6 +355,12 @@ class SkippingReduceScatter(ReduceScatter):
         return self._previous(
             output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
         )
+
+
+def is_sharded(module: object) -> bool:
+    """Say whether FSDP2 or ``replicate`` manages a module, or a part of it."""
+    inner = uncompiled(module)
+    return not _MISSING and isinstance(inner, nn.Module) and any(isinstance(m, FSDPModule) for m in inner.modules())
 
 
 def find(module: nn.Module) -> list[ParamGroup]:
