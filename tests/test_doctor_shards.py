@@ -64,14 +64,13 @@ def watch(rank: int, serves: bool, ranks: int) -> None:
         diagnosis.__enter__()
 
 
-@pytest.mark.parametrize("serves", [False, True])
-def test_who_uses_what_in_which_step(serves: bool) -> None:
-    for ranks in (2, 3):
-        run_ranks(ranks, watch, serves, ranks)
+@pytest.mark.parametrize(("serves", "ranks"), [(False, 2), (True, 3)])
+def test_who_uses_what_in_which_step(serves: bool, ranks: int) -> None:
+    run_ranks(ranks, watch, serves, ranks)
 
 
 def watch_the_unusual(rank: int) -> None:
-    # Several passes a step, of which the last is reduced; one that fails; a state that is closed meanwhile.
+    # Several passes a step, the last one reduced; a state that is closed meanwhile.
     case = Case(experts, MixedPrecisionPolicy(), sends_unused=True, chosen=by_rank_and_step, passes=2)
     model = case.make()
     state = fsdp.register(model, ON)

@@ -541,11 +541,56 @@ def test_averages_over_hosts(shape: tuple[int, int], replicates: bool) -> None:
         assert part("stacked experts") < 0.8
 
 
+def swap_between_two_hosts(rank: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("hosts", "local"))
+    numbers = torch.randn(3, 1600, generator=torch.Generator().manual_seed(rank))
+    # A half of either, which is several units; the other one is zeros.
+    numbers[:, 768:] = 0
+    first, second = numbers[0].bfloat16().float(), numbers[1]
+    zeros = torch.zeros(1600)
+    gradients = {
+        "narrow on both": first,
+        "narrow on one": first if rank == 0 else zeros,
+        "in full on one": second if rank == 1 else zeros,
+        "on neither": zeros,
+        "in full on both": second,
+        "no numbers": first * float("nan") if rank == 0 else second,
+    }
+    sent = {}
+    for name, gradient in gradients.items():
+        model = fully_shard(Given(1600), mesh=mesh["local"])
+        state = fsdp.register(model, ON, mesh=mesh)
+        model(gradient).backward()
+        both = [torch.empty_like(gradient) for _ in range(2)]
+        dist.all_gather(both, gradient)
+        received = local(model.weight.grad)
+        expected = (both[0] + both[1]) / 2
+        assert bool(((bits(received) == bits(expected)) | (received.isnan() & expected.isnan())).all()), name
+        stats = state.host_stats()
+        assert stats.dense_bytes == 6400
+        sent[name] = stats.payload_bytes
+    return sent
+
+
+def test_two_hosts_swap_what_they_have() -> None:
+    first, second = run_ranks(2, swap_between_two_hosts)
+    # Nothing comes back to whom it is from.
+    narrow, full = 768 * 2, 768 * 4
+    assert first == {
+        **{"narrow on both": narrow, "narrow on one": narrow, "in full on one": 0, "on neither": 0},
+        **{"in full on both": full, "no numbers": 3200},
+    }
+    assert second == {
+        **{"narrow on both": narrow, "narrow on one": 0, "in full on one": full, "on neither": 0},
+        **{"in full on both": full, "no numbers": full},
+    }
+
+
 def average_large_numbers(rank: int, shape: tuple[int, int]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("hosts", "local"))
     half = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     draw = torch.Generator().manual_seed(rank)
-    # Several of them add up to more than float16 holds, 65504; and small ones, of which little is left when divided.
+    # Several of them add up to more than float16 holds, 65504; and small ones, which lose digits when divided.
     ranks = shape[0] * shape[1]
     large = 120000.0 / ranks  # all are divided by 2 first
     gradient = torch.cat([torch.full((480,), large) + rank, torch.rand(480, generator=draw) * 1e-6])

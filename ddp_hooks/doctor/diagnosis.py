@@ -167,8 +167,8 @@ def diagnose(ddp: torch.nn.Module) -> Diagnosis | ShardDiagnosis:
     Nothing changes: gradients, hooks and what DDP sends are what they are without it. Every rank opens the block.
 
     Args:
-        ddp: the module, or what ``torch.compile`` returned for it; or the root module with ``fully_shard``, of which
-            is said which parameters are unused, and not what would be saved.
+        ddp: the module, or what ``torch.compile`` returned for it; or the root module with ``fully_shard``: then it
+            says which parameters are unused, and not what would be saved.
 
     Returns:
         A context manager. After its block, ``print`` it, or read ``findings``.

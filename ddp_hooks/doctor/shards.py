@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _current_graph_task_id
 
 from ..agreement import exchange_proposals, settle
 from ..fsdp.param_groups import ParamGroup, Participants, find
@@ -123,7 +124,7 @@ class _Watch:
 
     def _listener(self, number: int) -> Any:
         def reduced(participants: Participants) -> None:
-            task = torch._C._current_graph_task_id()
+            task = _current_graph_task_id()
             if task != self._task:  # also where the one before failed
                 self._task, self._used = task, set()
                 # After what FSDP2 does at the end of the pass, where groups without a gradient come.

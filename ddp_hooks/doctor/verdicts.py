@@ -156,7 +156,7 @@ def mark(here: bool, frozen: bool) -> str:
 
 
 def judge_patterns(name: str, dense_bytes: int, pattern: tuple[str, ...]) -> ParameterVerdict:
-    """Judge a parameter of which nothing is known but what each rank did in each step: of FSDP2's."""
+    """Judge a parameter by what each rank did in each step alone, as under FSDP2."""
     by_step = [[character == "#" for character in step] for step in zip(*pattern, strict=True)]
     ranks_used = tuple(rank for rank, steps in enumerate(pattern) if "#" in steps)
     verdict = FROZEN if set().union(*pattern) == {"-"} else _kind_of_use(by_step) or USED

@@ -1,7 +1,8 @@
-"""The average over hosts of what each host has reduced: by owner, without zeros, narrow where that is exact.
+"""The average over hosts of what each host has reduced: without zeros, narrow where that is exact.
 
-Each rank of a host holds a shard. The ranks with the same shard, one on each host, divide it among them: each owns a
-part, receives the others' of it, adds them up in the order of hosts, and sends the sum to all.
+Each rank of a host holds a shard. Of two hosts, the ranks with the same shard swap what they have of it, and both add
+it up. Of more, they divide the shard among them: each owns a part, receives the others' of it, adds them up in the
+order of hosts, and sends the sum to all.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class AverageOverHosts:
         self._group, self._questions, self._staging = group, questions, staging
         self._hosts, self._own = dist.get_world_size(group), dist.get_rank(group)
         self._looks = Looks(policy, questions.always)
-        self._exchange = Exchange(staging, parameter_count, _units(self._part_of(numel), 8).code_bytes)
+        most = numel if self._hosts == 2 else self._part_of(numel)
+        self._exchange = Exchange(staging, parameter_count, _units(most, 8).code_bytes)
         self.announced: list[Announcement] | None = None  # in the last average, where there was an exchange
 
     @property
@@ -81,7 +83,7 @@ class AverageOverHosts:
             self._questions.any
             and shard.dtype in DTYPES
             and self._looks.begin_step()
-            and self._average(shard, participants, dense_bytes)
+            and (self._swap if self._hosts == 2 else self._sum_by_owner)(shard, participants, dense_bytes)
         ):
             dist.all_reduce(shard, group=self._group)
             self._exchange.count(buckets_whole=1, messages=1, payload_bytes=dense_bytes, sent_bytes=dense_bytes)
@@ -91,7 +93,42 @@ class AverageOverHosts:
     def _part_of(self, numel: int) -> int:
         return -(-numel // self._hosts)
 
-    def _average(self, shard: torch.Tensor, participants: Participants, dense_bytes: int) -> bool:
+    def _swap(self, shard: torch.Tensor, participants: Participants, dense_bytes: int) -> bool:
+        exchange, questions, other = self._exchange, self._questions, 1 - self._own
+        start = time.perf_counter()
+        units = _units(shard.numel(), shard.element_size())
+        message = exchange.new_codes(2)
+        own_codes = exchange.codes_of(message)[other : other + 1]
+        (size,), narrow_bytes, sent, narrow = units.choose(own_codes, shard, -1, questions.zeros, questions.widths, [])
+        exchange.count(hook_seconds=time.perf_counter() - start)
+        codes, self.announced = exchange.announce(self._group, message, _announcement(shard, size, participants))
+        most = max(each.sent_bytes for each in self.announced)
+        if not self._looks.observe(most, dense_bytes):
+            return False
+        codes = codes[other : other + 1]
+        (received_size,) = received_sizes = units.packed_bytes(codes, -1, shard)
+        received = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if most > 0:
+            sizes = [(0, size), (size, 0)][self._own]
+            expected = [(0, received_size), (received_size, 0)][self._own]
+            received = exchange.send(self._group, sizes, expected, lambda to: units.pack(to, shard, own_codes, -1))
+        start = time.perf_counter()
+        theirs = self._staging.take("theirs", shard.nbytes).view(shard.dtype)
+        units.unpack(theirs, received, codes, -1, received_sizes)
+        # In the order of hosts, so that both hold the same bits, of NaN too.
+        torch.add(*((shard, theirs) if other == 1 else (theirs, shard)), out=shard)
+        exchange.count(
+            hook_seconds=time.perf_counter() - start,
+            narrow_bytes=narrow_bytes,
+            units_agreed_on=len(units),
+            units_sent=sent,
+            units_narrow=narrow,
+            buckets_packed=int(most > 0),
+            buckets_skipped=int(most == 0),
+        )
+        return True
+
+    def _sum_by_owner(self, shard: torch.Tensor, participants: Participants, dense_bytes: int) -> bool:
         exchange, questions, own = self._exchange, self._questions, self._own
         start = time.perf_counter()
         part = self._part_of(shard.numel())
@@ -105,12 +142,8 @@ class AverageOverHosts:
         message = exchange.new_codes(self._hosts)
         own_codes = exchange.codes_of(message)
         sizes, narrow_bytes, sent, narrow = units.choose(own_codes, whole, own, questions.zeros, questions.widths, [])
-        text = f"{shard.dtype} {shard.numel()} {participants.included}"
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         exchange.count(hook_seconds=time.perf_counter() - start)
-        codes, self.announced = exchange.announce(
-            self._group, message, Announcement(digest, sum(sizes), participants.used, frozenset(participants.included))
-        )
+        codes, self.announced = exchange.announce(self._group, message, _announcement(shard, sum(sizes), participants))
         # Sums hold what any of their contributions holds, so they take at least as much as the largest.
         most = 2 * max(each.sent_bytes for each in self.announced)
         if not self._looks.observe(most, dense_bytes):
@@ -160,6 +193,12 @@ class AverageOverHosts:
         if any(each.sent_bytes for each in announced):
             received = exchange.send(self._group, sizes, received_sizes, pack)
         units.unpack(whole, received, received_codes, own, received_sizes)
+
+
+def _announcement(shard: torch.Tensor, sent_bytes: int, participants: Participants) -> Announcement:
+    text = f"{shard.dtype} {shard.numel()} {participants.included}"
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    return Announcement(digest, sent_bytes, participants.used, frozenset(participants.included))
 
 
 def divisor_before_hosts(dtype: torch.dtype, local_ranks: int, hosts: int) -> float:
