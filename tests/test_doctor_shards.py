@@ -9,12 +9,15 @@ import pytest
 import torch
 from spawn import run_ranks
 from test_fsdp import CASES, ON, Case, by_rank_and_step, experts, train
+from test_fsdp_registration import served
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ddp_hooks
 from ddp_hooks import fsdp
 from ddp_hooks.errors import RefusedError
+
+pytestmark = served
 
 STEPS = 4
 

@@ -17,13 +17,16 @@ from spawn import run_ranks
 from test_fsdp import ON, Block, Case, blocks, local
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import fsdp
 from ddp_hooks.errors import RefusedError
 from ddp_hooks.fsdp import param_groups, reduction
+
+IS_SERVED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+served = pytest.mark.skipif(not IS_SERVED, reason="FSDP2 of this torch is refused")
 
 # Far below the timeout of a collective, after which ranks that wait for each other would end.
 AT_ONCE_SECONDS = 10.0
@@ -100,7 +103,18 @@ def tell_the_others(rank: int) -> None:
     fsdp.register(outer, ON).close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+def be_refused_as_too_old(rank: int) -> None:
+    with pytest.raises(RuntimeError, match=r"FSDP2 of torch .* serves torch 2\.13 and later"):
+        fsdp.register(fully_shard(nn.Linear(8, 8)))
+
+
+@pytest.mark.skipif(IS_SERVED, reason="this torch is served; the probes play others")
+def test_an_older_torch_is_refused() -> None:
+    run_ranks(2, be_refused_as_too_old)
+
+
+@served
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_what_one_rank_cannot_do_every_rank_hears_of(world_size: int) -> None:
     run_ranks(world_size, tell_the_others)
 
@@ -120,6 +134,7 @@ def tell_other_hosts(rank: int) -> None:
     fsdp.register(module, "skip_unused" if rank >= 2 else "auto")  # hosts that have nothing to do with each other
 
 
+@served
 def test_other_hosts_hear_of_it() -> None:
     run_ranks(4, tell_other_hosts)
 
@@ -189,6 +204,7 @@ def probe_all(rank: int) -> None:
     assert all(hasattr(parameter, name) for name in param_groups._DECLARED_ATTRIBUTES)
 
 
+@served
 def test_each_attribute_that_is_read_is_asked_for() -> None:
     run_ranks(2, probe_all)
 
@@ -233,6 +249,7 @@ def let_go(rank: int) -> None:
     gc.enable()
 
 
+@served
 def test_memory_goes_with_the_state() -> None:
     run_ranks(2, let_go)
 
@@ -268,5 +285,6 @@ def change_participants(rank: int) -> None:
     assert len(state._served[0].reduce_scatter._layouts) == 32
 
 
+@served
 def test_layouts_of_changing_participants() -> None:
     run_ranks(2, change_participants)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from spawn import RankFailure, run_ranks
 from test_fsdp import NARROW, ON, POLICIES, WIDTH, Block, Experts, Model, assert_same, batches, local
+from test_fsdp_registration import served
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -20,6 +21,8 @@ from torch.nn.functional import cross_entropy
 
 from ddp_hooks import fsdp
 from ddp_hooks.fsdp import param_groups
+
+pytestmark = served
 
 FLOAT32 = MixedPrecisionPolicy()
 Losses = Callable[[], torch.Tensor]
@@ -238,7 +241,7 @@ class SetAfterRegistering(Way):
 
 
 class ThrowsInBackward(Way):
-    """A pass that fails on every rank, halfway. What FSDP2 makes of the next one is what it makes of it here."""
+    """A pass that fails on every rank, halfway, and after it one that works."""
 
     class Throwing(torch.autograd.Function):
         @staticmethod
@@ -264,6 +267,7 @@ class ThrowsInBackward(Way):
             with pytest.raises(ValueError, match="on purpose"):
                 self.loss(model, rank, 100 + step).backward()
             model.layers[1].throws = False
+            model.reset_iter_state()
             model.zero_grad()
         self.loss(model, rank, step).backward()
 
@@ -473,7 +477,7 @@ def compare(rank: int, names: list[str], policies: list[str], over_hosts: bool =
             state.close()
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (3, 4))])
 def test_ways_to_train(world_size: int) -> None:
     names = [way.__name__ for way in WAYS if world_size in way.ranks]
     run_ranks(world_size, compare, names, ["restless"] if world_size == 2 else ["on"])

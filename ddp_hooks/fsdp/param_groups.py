@@ -239,10 +239,7 @@ class ParamGroup:
         """Say why nobody could listen; None if all is well."""
         inner = self._inner
         if missing := _missing(inner):
-            return (
-                f"FSDP2 of torch {torch.__version__} is not the one that ddp_hooks reads: it has no "
-                f"{', '.join(missing)}. ddp_hooks.fsdp serves torch {OLDEST_TORCH} and later, as far as it was tested"
-            )
+            return _another_fsdp2(f"it has no {', '.join(missing)}")
         if not isinstance(vars(inner).get("post_backward"), _PostBackward | None):
             return "something else has replaced FSDPParamGroup.post_backward; begin before it does"
         if inner._training_state.name != "IDLE":
@@ -261,6 +258,13 @@ class ParamGroup:
         if comm not in _PLAIN:
             return f"a custom reduce-scatter is set already ({comm}), and FSDP2 takes one; do not set it"
         return None
+
+
+def _another_fsdp2(what: str) -> str:
+    return (
+        f"FSDP2 of torch {torch.__version__} is not the one that ddp_hooks reads: {what}. ddp_hooks.fsdp serves torch "
+        f"{OLDEST_TORCH} and later, as far as it was tested"
+    )
 
 
 def _missing(inner: Any) -> list[str]:
@@ -371,7 +375,7 @@ def find(module: nn.Module) -> list[ParamGroup]:
         RuntimeError: this torch has another FSDP2.
     """
     if _MISSING:
-        raise RuntimeError(f"ddp_hooks.fsdp: this torch has no FSDP2 that ddp_hooks knows: {_MISSING}")
+        raise RuntimeError(_another_fsdp2(_MISSING))
     inner = uncompiled(module)
     if not isinstance(inner, nn.Module):
         raise TypeError(f"expected a module with fully_shard applied, received a {type(module).__name__}")
@@ -391,10 +395,7 @@ def find(module: nn.Module) -> list[ParamGroup]:
             continue
         state = part._get_fsdp_state()
         if not hasattr(state, "_fsdp_param_groups"):
-            raise RuntimeError(
-                f"FSDP2 of torch {torch.__version__} is not the one that ddp_hooks reads: it has no _fsdp_param_groups "
-                f"of a module. ddp_hooks.fsdp serves torch {OLDEST_TORCH} and later, as far as it was tested"
-            )
+            raise RuntimeError(_another_fsdp2("it has no _fsdp_param_groups of a module"))
         for group in state._fsdp_param_groups:
             if id(group) in seen:
                 continue
