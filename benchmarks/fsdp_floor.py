@@ -30,7 +30,7 @@ MODELS = ("llama", "mixtral")
 
 
 def bits(users: int) -> int:
-    """Return what a number takes of which so many ranks of a host have a part."""
+    """Return what a number takes that so many ranks of a host have a part of."""
     return (0, 16, 32)[users]
 
 

@@ -468,6 +468,13 @@ def test_state_and_checkpoint(tmp_path: Path) -> None:
     run_ranks(2, use_state, str(tmp_path))
 
 
+def recover(model: Any) -> None:
+    """Make a model train on after a pass that failed."""
+    model.zero_grad()  # FSDP2 would add what it has not reduced to the next pass
+    model.reset_iter_state()
+    model.zero_grad()
+
+
 def differ(rank: int) -> None:
     # Without zeros for what is unused, plain FSDP2 would add one expert's gradient to another's.
     case = Case(experts, chosen=lambda rank, step, layer: (rank,))
@@ -477,8 +484,7 @@ def differ(rank: int) -> None:
         list(train(case, model, rank, range(1)))
     assert "set_reduce_scatter_unused_params(True)" in str(caught.value)
     # What the message says helps, without making anything anew.
-    model.reset_iter_state()  # type: ignore[operator]
-    model.zero_grad()
+    recover(model)
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     sure = Case(experts, chosen=case.chosen, sends_unused=True)
     for ours, plain in zip(train(sure, model, rank, range(2)), train(sure, sure.make(), rank, range(2)), strict=True):
@@ -487,6 +493,28 @@ def differ(rank: int) -> None:
 
 def test_different_gradients_are_an_error_by_name() -> None:
     run_ranks(2, differ)
+
+
+def skip_other_layers(rank: int) -> None:
+    # Plain FSDP2 mixes up what ranks have of layers of one kind, without a word.
+    class Skipping(Model):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.words(tokens)
+            for i, layer in enumerate(self.layers):
+                x = x if i == rank else layer(x)
+            return self.head(x)  # type: ignore[no-any-return]
+
+    model = Skipping(blocks())
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=NARROW)
+    fully_shard(model, mp_policy=NARROW)
+    fsdp.register(model, "auto")
+    with pytest.raises(RuntimeError, match=rf"different modules at once, this one that of layers\.{1 - rank}\.norm"):
+        model(batches(rank, 0)[0]).sum().backward()
+
+
+def test_different_layers_are_an_error_by_name() -> None:
+    run_ranks(2, skip_other_layers)
 
 
 # --- over hosts

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from spawn import RankFailure, run_ranks
-from test_fsdp import NARROW, ON, POLICIES, WIDTH, Block, Experts, Model, assert_same, batches, local
+from test_fsdp import NARROW, ON, POLICIES, WIDTH, Block, Experts, Model, assert_same, batches, local, recover
 from test_fsdp_registration import served
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -267,8 +267,7 @@ class ThrowsInBackward(Way):
             with pytest.raises(ValueError, match="on purpose"):
                 self.loss(model, rank, 100 + step).backward()
             model.layers[1].throws = False
-            model.reset_iter_state()
-            model.zero_grad()
+            recover(model)
         self.loss(model, rank, step).backward()
 
 

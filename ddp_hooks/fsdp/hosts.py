@@ -7,8 +7,8 @@ order of hosts, and sends the sum to all.
 
 from __future__ import annotations
 
-import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .. import _extension
 from ..policies import Policy
 from ..statistics import Statistics
 from .param_groups import Participants
-from .reduction import DTYPES, Announcement, Exchange, Looks, Questions, Staging
+from .reduction import DTYPES, Announcement, Exchange, Looks, Questions, Staging, digest_of
 
 _C = _extension.load()
 
@@ -31,7 +31,7 @@ class AverageOverHosts:
 
     Args:
         group: one rank of each host.
-        parameter_count: of the group of parameters.
+        names: of the parameters.
         numel: of the largest shard.
         policy, questions: what is looked for.
         staging: memory.
@@ -40,7 +40,7 @@ class AverageOverHosts:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        parameter_count: int,
+        names: Sequence[str],
         numel: int,
         policy: Policy,
         questions: Questions,
@@ -50,7 +50,8 @@ class AverageOverHosts:
         self._hosts, self._own = dist.get_world_size(group), dist.get_rank(group)
         self._looks = Looks(policy, questions.always)
         most = numel if self._hosts == 2 else self._part_of(numel)
-        self._exchange = Exchange(staging, parameter_count, _units(most, 8).code_bytes)
+        self._exchange = Exchange(staging, len(names), _units(most, 8).code_bytes)
+        self._names = names
         self.announced: list[Announcement] | None = None  # in the last average, where there was an exchange
 
     @property
@@ -93,6 +94,11 @@ class AverageOverHosts:
     def _part_of(self, numel: int) -> int:
         return -(-numel // self._hosts)
 
+    def _announcement(self, shard: torch.Tensor, sent_bytes: int, participants: Participants) -> Announcement:
+        included = [self._names[i] for i in participants.included]
+        digest = digest_of(f"{shard.dtype} {shard.numel()} {included}")
+        return Announcement(digest, sent_bytes, participants.used, frozenset(participants.included))
+
     def _swap(self, shard: torch.Tensor, participants: Participants, dense_bytes: int) -> bool:
         exchange, questions, other = self._exchange, self._questions, 1 - self._own
         start = time.perf_counter()
@@ -101,7 +107,7 @@ class AverageOverHosts:
         own_codes = exchange.codes_of(message)[other : other + 1]
         (size,), narrow_bytes, sent, narrow = units.choose(own_codes, shard, -1, questions.zeros, questions.widths, [])
         exchange.count(hook_seconds=time.perf_counter() - start)
-        codes, self.announced = exchange.announce(self._group, message, _announcement(shard, size, participants))
+        codes, self.announced = exchange.announce(self._group, message, self._announcement(shard, size, participants))
         most = max(each.sent_bytes for each in self.announced)
         if not self._looks.observe(most, dense_bytes):
             return False
@@ -143,7 +149,9 @@ class AverageOverHosts:
         own_codes = exchange.codes_of(message)
         sizes, narrow_bytes, sent, narrow = units.choose(own_codes, whole, own, questions.zeros, questions.widths, [])
         exchange.count(hook_seconds=time.perf_counter() - start)
-        codes, self.announced = exchange.announce(self._group, message, _announcement(shard, sum(sizes), participants))
+        codes, self.announced = exchange.announce(
+            self._group, message, self._announcement(shard, sum(sizes), participants)
+        )
         # Sums hold what any of their contributions holds, so they take at least as much as the largest.
         most = 2 * max(each.sent_bytes for each in self.announced)
         if not self._looks.observe(most, dense_bytes):
@@ -193,12 +201,6 @@ class AverageOverHosts:
         if any(each.sent_bytes for each in announced):
             received = exchange.send(self._group, sizes, received_sizes, pack)
         units.unpack(whole, received, received_codes, own, received_sizes)
-
-
-def _announcement(shard: torch.Tensor, sent_bytes: int, participants: Participants) -> Announcement:
-    text = f"{shard.dtype} {shard.numel()} {participants.included}"
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    return Announcement(digest, sent_bytes, participants.used, frozenset(participants.included))
 
 
 def divisor_before_hosts(dtype: torch.dtype, local_ranks: int, hosts: int) -> float:

@@ -149,7 +149,13 @@ class Layout:
     """The units of a part of the input, for parameters that are included; made once for each set of them."""
 
     def __init__(
-        self, columns: Sequence[Column], included: Sequence[int], element_bytes: int, policy: Policy, divides: bool
+        self,
+        columns: Sequence[Column],
+        names: Sequence[str],
+        included: Sequence[int],
+        element_bytes: int,
+        policy: Policy,
+        divides: bool,
     ) -> None:
         tuning = policy.tuning
         settings = _C.UnitSettings(
@@ -164,8 +170,13 @@ class Layout:
             whole = _C.ParameterSlice(i, 0, length, row_length)
             stretches.append((length, _C.units_of(whole, element_bytes, settings).length if divides else length))
         self.units = _C.ShardUnits(stretches)
-        text = f"{element_bytes} {list(included)} {stretches}"
-        self.digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        # With names, because blocks of one kind are alike, and ranks may reduce different ones.
+        self.digest = digest_of(f"{element_bytes} {[names[i] for i in included]} {stretches}")
+
+
+def digest_of(text: str) -> int:
+    """Return 56 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,17 +291,20 @@ class ReduceScatter:
 
     Args:
         columns: what each parameter takes of a part.
+        names: of the parameters.
         policy, questions: what is looked for.
         staging: memory.
     """
 
-    def __init__(self, columns: Sequence[Column], policy: Policy, questions: Questions, staging: Staging) -> None:
-        self._columns, self._policy, self._questions = columns, policy, questions
+    def __init__(
+        self, columns: Sequence[Column], names: Sequence[str], policy: Policy, questions: Questions, staging: Staging
+    ) -> None:
+        self._columns, self._names, self._policy, self._questions = columns, names, policy, questions
         self._looks = Looks(policy, questions.always)
         self._layouts: Recent[tuple[tuple[int, ...], int], Layout] = Recent()
         # The layout of all parameters has the most units of any.
         most = max(
-            Layout(columns, range(len(columns)), element_bytes, policy, questions.divides).units.code_bytes
+            Layout(columns, names, range(len(columns)), element_bytes, policy, questions.divides).units.code_bytes
             for element_bytes in (2, 4, 8)
         )
         self._exchange = Exchange(staging, len(columns), most)
@@ -407,7 +421,7 @@ class ReduceScatter:
     def _layout(self, included: tuple[int, ...], element_bytes: int) -> Layout:
         return self._layouts.get(
             (included, element_bytes),
-            lambda: Layout(self._columns, included, element_bytes, self._policy, self._questions.divides),
+            lambda: Layout(self._columns, self._names, included, element_bytes, self._policy, self._questions.divides),
         )
 
 

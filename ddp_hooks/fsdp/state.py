@@ -128,12 +128,14 @@ class _ServedGroup:
         self.group = group
         columns = group.columns()
         self._ranks = [] if group.process_group is None else dist.get_process_group_ranks(group.process_group)
-        self.reduce_scatter = ReduceScatter(columns, policy, _questions(policy, costs, group.process_group), staging)
+        self.reduce_scatter = ReduceScatter(
+            columns, group.names, policy, _questions(policy, costs, group.process_group), staging
+        )
         self.over_hosts = None
         if hosts is not None:
             numel = sum(column.length for column in columns)
             questions = _questions(policy, costs, hosts)
-            self.over_hosts = AverageOverHosts(hosts, len(columns), numel, policy, questions, staging)
+            self.over_hosts = AverageOverHosts(hosts, group.names, numel, policy, questions, staging)
         self._last: Participants | None = None
         self._announced: list[Announcement] | None = None
         self._announced_now: list[Announcement] | None = None
@@ -161,7 +163,8 @@ class _ServedGroup:
                 "ddp_hooks.fsdp: expected set_requires_all_reduce(True) with a mesh of hosts, or what was left out "
                 "once would never be averaged; accumulate with set_requires_gradient_sync(False)"
             )
-        announced = self._announced_now
+        # Where a host has one rank, nobody has told it anything.
+        announced = self._announced_now if len(self._ranks) > 1 else None
         used = participants.used if announced is None else frozenset().union(*(each.used for each in announced))
         try:
             # FSDP2 divides by the ranks of a host only, unless it was told by how much.
@@ -184,8 +187,11 @@ class _ServedGroup:
                 names = ", ".join(self.group.names[i] for i in missing[:5]) + (", ..." if len(missing) > 5 else "")
                 who = f"host {i}" if ranks is None else f"rank {ranks[i]}"
                 lines.append(f"{who} has no gradient of {names}")
+        if not lines:
+            names = ", ".join(self.group.names[:3]) + (", ..." if len(self.group.names) > 3 else "")
+            lines.append(f"ranks reduce different modules at once, this one that of {names}")
         return (
-            f"ddp_hooks.fsdp: the ranks hold gradients of different parameters: {'; '.join(lines) or 'shapes differ'}. "
+            f"ddp_hooks.fsdp: the ranks hold gradients of different parameters: {'; '.join(lines)}. "
             "Plain FSDP2 would mix them up or hang; call set_reduce_scatter_unused_params(True) on the module, which "
             "with ddp_hooks sends nothing for them"
         )
