@@ -67,7 +67,7 @@ def watch(rank: int, serves: bool, ranks: int) -> None:
         diagnosis.__enter__()
 
 
-@pytest.mark.parametrize(("serves", "ranks"), [(False, 2), (True, 3)])
+@pytest.mark.parametrize(("serves", "ranks"), [(False, 2), pytest.param(True, 3, marks=pytest.mark.thorough)])
 def test_who_uses_what_in_which_step(serves: bool, ranks: int) -> None:
     run_ranks(ranks, watch, serves, ranks)
 
