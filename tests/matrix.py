@@ -5,9 +5,10 @@
     python tests/matrix.py --write docs/tested-versions.md
 
 For each: a virtual environment in build/matrix, pip's build of the source distribution beside that torch, the probes of
-what is read of torch (test_reducer_probes), every scenario beside plain DDP of that torch (test_equivalence), and the
-options of DDP that not every torch has (test_ddp_options). The environments are kept, so that a second run only builds
-and tests; each takes up to 6 GB. Exits with 1 if anything failed.
+what is read of torch (test_reducer_probes), every scenario beside plain DDP of that torch (test_equivalence), the
+options of DDP that not every torch has (test_ddp_options), and the same for FSDP2 (test_fsdp_registration, test_fsdp);
+of a torch whose FSDP2 is not served only that it is refused. The environments are kept, so that a second run only
+builds and tests; each takes up to 6 GB. Exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TESTED_TORCH: tuple[str, ...] = runpy.run_path(str(ROOT / "ddp_hooks" / "_versio
 # Each with the newest torch that there is for it.
 OTHER_PYTHONS = ("2.14.1@3.10", "2.15.0@3.12", "2.15.0@3.13", "2.15.0@3.14")
 HERE = ".".join(platform.python_version_tuple()[:2])
-MODULES = ("test_reducer_probes", "test_equivalence", "test_ddp_options")
+MODULES = ("test_reducer_probes", "test_equivalence", "test_ddp_options", "test_fsdp_registration", "test_fsdp")
 TIMEOUT_SECONDS = 3600
 
 

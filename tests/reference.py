@@ -65,6 +65,7 @@ SECTIONS = {
         (
             ddp_hooks.diagnose,
             doctor.Diagnosis,
+            doctor.ShardDiagnosis,
             doctor.Findings,
             findings.ParameterVerdict,
             findings.ModuleVerdict,
@@ -107,7 +108,7 @@ SECTIONS = {
 # Users get these and make none.
 RETURNED = (
     *(statistics.Statistics, statistics.ParameterUsage, statistics.UnitUsage),
-    *(doctor.Diagnosis, doctor.Findings, doctor.ExpectationHandle),
+    *(doctor.Diagnosis, doctor.ShardDiagnosis, doctor.Findings, doctor.ExpectationHandle),
     *(findings.ParameterVerdict, findings.ModuleVerdict, findings.PolicyOutlook, findings.Division, findings.Answer),
     *(sync.ReplicaReport, sync.TensorDifference, sync.BufferStatistics),
     fsdp.ShardState,

@@ -116,13 +116,19 @@ class FsdpWorkload:
         shard(model)
         return model
 
-    def loss(self, model: nn.Module, size: str, step: int, rank: int) -> Tensor:
+    def draw(self, size: str, step: int, rank: int) -> tuple[list[list[int]], Tensor]:
+        """Return the experts that each layer uses, where there are any, and the tokens."""
         shape = self.sizes[size]
         draw = torch.Generator().manual_seed(1000 * step + rank)
+        chosen = []
         if shape.experts:
-            for layer in model.layers:  # type: ignore[union-attr]
-                layer.mlp.chosen = torch.randperm(shape.experts, generator=draw)[:2].tolist()
-        tokens = torch.randint(shape.words, (1, shape.sequence + 1), generator=draw)
+            chosen = [torch.randperm(shape.experts, generator=draw)[:2].tolist() for _ in range(shape.layers)]
+        return chosen, torch.randint(shape.words, (1, shape.sequence + 1), generator=draw)
+
+    def loss(self, model: nn.Module, size: str, step: int, rank: int) -> Tensor:
+        chosen, tokens = self.draw(size, step, rank)
+        for layer, experts in zip(model.layers if chosen else (), chosen, strict=True):  # type: ignore[arg-type]
+            layer.mlp.chosen = experts
         return cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 

@@ -3,11 +3,13 @@
 from .diagnosis import Diagnosis, diagnose
 from .expectations import ExpectationHandle, expect_unused, expect_used
 from .findings import Findings
+from .shards import ShardDiagnosis
 
 __all__ = [
     "Diagnosis",
     "ExpectationHandle",
     "Findings",
+    "ShardDiagnosis",
     "diagnose",
     "expect_unused",
     "expect_used",

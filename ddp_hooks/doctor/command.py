@@ -17,7 +17,7 @@ from ..commands.options import add_script_to, explain_missing_launcher, parse_ne
 from ..ddp_methods import watch_construction
 from ..groups import launched_rank
 from ..script import run_script
-from .diagnosis import Diagnosis, diagnose, is_unfinished_reduction
+from .diagnosis import Diagnosis, is_unfinished_reduction
 from .noticeboard import Noticeboard
 from .page import draw_page
 from .watchdog import Watchdog
@@ -153,7 +153,7 @@ class _Session:
         """Begin to watch a module that was just made; every rank makes it."""
         if self._concluded and not self._open:
             return  # the run goes on by itself
-        diagnosis = diagnose(ddp).__enter__()
+        diagnosis = Diagnosis(ddp).__enter__()
         self._rank = dist.get_rank()
         recorder = diagnosis.recorder
         assert recorder is not None  # it was entered

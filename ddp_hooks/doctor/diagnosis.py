@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
+from ..fsdp.param_groups import is_sharded
 from ..hangs import watcher
 from ..registration import find_ddp
 from ..service import registered_service
 from . import timing
 from .findings import Findings, RankRecord, find
 from .recorder import Recorder
+from .shards import ShardDiagnosis
 from .side_channel import SideChannel
 from .text import describe, describe_unfinished
 from .traffic import World
@@ -159,19 +161,20 @@ class Diagnosis:
         )
 
 
-def diagnose(ddp: torch.nn.Module) -> Diagnosis:
+def diagnose(ddp: torch.nn.Module) -> Diagnosis | ShardDiagnosis:
     """Watch the steps of a DDP module, and say which parameters are unused and what ``ddp_hooks`` would save.
 
     Nothing changes: gradients, hooks and what DDP sends are what they are without it. Every rank opens the block.
 
     Args:
-        ddp: the module, or what ``torch.compile`` returned for it.
+        ddp: the module, or what ``torch.compile`` returned for it; or the root module with ``fully_shard``: then it
+            says which parameters are unused, and not what would be saved.
 
     Returns:
         A context manager. After its block, ``print`` it, or read ``findings``.
 
     Raises:
-        TypeError: it is no DDP module.
+        TypeError: it is neither.
 
     Example::
 
@@ -180,6 +183,8 @@ def diagnose(ddp: torch.nn.Module) -> Diagnosis:
                 step(batch)
         print(diagnosis)
     """
+    if is_sharded(ddp):
+        return ShardDiagnosis(ddp)
     return Diagnosis(find_ddp(ddp, "diagnose"))
 
 

@@ -71,7 +71,7 @@ def answer_all(facts: Facts) -> list[Answer]:
     """Answer every question; none before the first step."""
     if facts.steps == 0:
         return []
-    answers = [_is_the_search_needed(facts), _is_a_static_graph_legal(facts), _is_something_forgotten(facts)]
+    answers = [_is_the_search_needed(facts), _is_a_static_graph_legal(facts), is_something_forgotten(facts.modules)]
     if any(one.verdict == UNFROZEN for one in facts.parameters):
         answers.append(_is_something_apart(facts))
     answers += _are_gradients_too_wide(facts)
@@ -122,10 +122,11 @@ def _is_a_static_graph_legal(facts: Facts) -> Answer:
     )
 
 
-def _is_something_forgotten(facts: Facts) -> Answer:
+def is_something_forgotten(modules: Sequence[ModuleVerdict]) -> Answer:
+    """Say whether something is unused that was probably meant to be used."""
     question = "Is something unused that was probably meant to be used?"
-    whole = [one for one in facts.modules if one.verdict == NEVER and one.is_module]
-    single = [one for one in facts.modules if one.verdict == NEVER and not one.is_module]
+    whole = [one for one in modules if one.verdict == NEVER and one.is_module]
+    single = [one for one in modules if one.verdict == NEVER and not one.is_module]
     if whole:
         return Answer(
             question,

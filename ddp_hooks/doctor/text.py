@@ -29,6 +29,7 @@ def describe(findings: Findings) -> str:
         lines += ["", "Questions"]
         for answer in findings.answers:
             lines += _wrap(f"{answer.question} {answer.verdict[:1].upper()}{answer.verdict[1:]}: {answer.reason}.")
+    if findings.policies:
         lines += ["", "A step", *_step_lines(findings)]
         lines += ["", "What ddp_hooks would send", *_policy_lines(findings)]
     lines += ["", *_wrap(findings.advice, indent="")]

@@ -19,6 +19,7 @@ ALL_ZERO = "all zero"
 MOSTLY_ZERO = "mostly zero by rows"
 USED = "used"
 IGNORED = "ignored by DDP"
+FROZEN = "frozen"
 
 MEANING = {
     NEVER: "requires a gradient and got none, in any step, on any rank",
@@ -31,6 +32,7 @@ MEANING = {
     MOSTLY_ZERO: "at least half of its rows are zero on every rank",
     USED: "used by every rank in every step",
     IGNORED: "left out at the user's wish",
+    FROZEN: "FSDP2 sends nothing for it",
 }
 # From here on a gradient counts as mostly zero.
 _MOSTLY = 0.5
@@ -124,10 +126,7 @@ def _judge_one(
 ) -> ParameterVerdict:
     received = [[bool(step.received[index]) for step in steps] for steps in ranks]
     frozen = [[bool(step.frozen[index]) for step in steps] for steps in ranks]
-    pattern = tuple(
-        "".join("#" if here else "-" if still else "." for here, still in zip(*rows, strict=True))
-        for rows in zip(received, frozen, strict=True)
-    )
+    pattern = tuple("".join(map(mark, *rows)) for rows in zip(received, frozen, strict=True))
     by_step = [[rank[number] for rank in received] for number in range(len(united))]
     steps_used = sum(any(step) for step in by_step)
     ranks_used = tuple(rank for rank, steps in enumerate(received) if any(steps))
@@ -140,12 +139,8 @@ def _judge_one(
         verdict = UNFROZEN if steps_used else FROZEN_BEFORE
     elif always_frozen and steps_used == 0:
         verdict = FROZEN_AFTER
-    elif steps_used == 0:
-        verdict = NEVER
-    elif any(any(step) and not all(step) for step in by_step):
-        verdict = SOME_RANKS
-    elif steps_used < len(united):
-        verdict = SOMETIMES
+    elif kind := _kind_of_use(by_step):
+        verdict = kind
     elif looked and all(index not in step.units for step in looked):
         verdict = ALL_ZERO
     elif zero_rows is not None and zero_rows >= _MOSTLY:
@@ -153,6 +148,29 @@ def _judge_one(
     else:
         verdict = USED
     return ParameterVerdict(name, size if reduced else 0, verdict, steps_used, ranks_used, zero_rows, pattern)
+
+
+def mark(here: bool, frozen: bool) -> str:
+    """Return the character for a step in a pattern."""
+    return "#" if here else "-" if frozen else "."
+
+
+def judge_patterns(name: str, dense_bytes: int, pattern: tuple[str, ...]) -> ParameterVerdict:
+    """Judge a parameter by what each rank did in each step alone, as under FSDP2."""
+    by_step = [[character == "#" for character in step] for step in zip(*pattern, strict=True)]
+    ranks_used = tuple(rank for rank, steps in enumerate(pattern) if "#" in steps)
+    verdict = FROZEN if set().union(*pattern) == {"-"} else _kind_of_use(by_step) or USED
+    return ParameterVerdict(name, dense_bytes, verdict, sum(map(any, by_step)), ranks_used, None, pattern)
+
+
+def _kind_of_use(by_step: Sequence[Sequence[bool]]) -> str:
+    """Say what is special about who used a parameter in which step; nothing if every rank did in every one."""
+    steps_used = sum(map(any, by_step))
+    if steps_used == 0:
+        return NEVER
+    if any(any(step) and not all(step) for step in by_step):
+        return SOME_RANKS
+    return SOMETIMES if steps_used < len(by_step) else ""
 
 
 def group_by_module(verdicts: Sequence[ParameterVerdict]) -> list[ModuleVerdict]:

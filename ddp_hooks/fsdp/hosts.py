@@ -1,13 +1,14 @@
-"""The average over hosts of what each host has reduced: by owner, without zeros, narrow where that is exact.
+"""The average over hosts of what each host has reduced: without zeros, narrow where that is exact.
 
-Each rank of a host holds a shard. The ranks with the same shard, one on each host, divide it among them: each owns a
-part, receives the others' of it, adds them up in the order of hosts, and sends the sum to all.
+Each rank of a host holds a shard. Of two hosts, the ranks with the same shard swap what they have of it, and both add
+it up. Of more, they divide the shard among them: each owns a part, receives the others' of it, adds them up in the
+order of hosts, and sends the sum to all.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .. import _extension
 from ..policies import Policy
 from ..statistics import Statistics
 from .param_groups import Participants
-from .reduction import DTYPES, Announcement, Exchange, Looks, Questions, Staging
+from .reduction import DTYPES, Announcement, Exchange, Looks, Questions, Staging, digest_of
 
 _C = _extension.load()
 
@@ -30,7 +31,7 @@ class AverageOverHosts:
 
     Args:
         group: one rank of each host.
-        parameter_count: of the group of parameters.
+        names: of the parameters.
         numel: of the largest shard.
         policy, questions: what is looked for.
         staging: memory.
@@ -39,7 +40,7 @@ class AverageOverHosts:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        parameter_count: int,
+        names: Sequence[str],
         numel: int,
         policy: Policy,
         questions: Questions,
@@ -48,7 +49,9 @@ class AverageOverHosts:
         self._group, self._questions, self._staging = group, questions, staging
         self._hosts, self._own = dist.get_world_size(group), dist.get_rank(group)
         self._looks = Looks(policy, questions.always)
-        self._exchange = Exchange(staging, parameter_count, _units(self._part_of(numel), 8).code_bytes)
+        most = numel if self._hosts == 2 else self._part_of(numel)
+        self._exchange = Exchange(staging, len(names), _units(most, 8).code_bytes)
+        self._names = names
         self.announced: list[Announcement] | None = None  # in the last average, where there was an exchange
 
     @property
@@ -56,13 +59,14 @@ class AverageOverHosts:
         """What this rank sent to other hosts, and what an all-reduce would have."""
         return self._exchange.statistics
 
-    def __call__(self, shard: torch.Tensor, participants: Participants, divides: bool) -> None:
+    def __call__(self, shard: torch.Tensor, participants: Participants, local_ranks: int | None) -> None:
         """Average a shard in place.
 
         Args:
             shard: what this host has of it, flat.
             participants: the parameters in it; used are those that somebody on this host uses, as far as that is known.
-            divides: whether the sum is divided by the number of hosts.
+            local_ranks: of a host, whose gradients FSDP2 averages; None where it is not asked to average, but divides
+                by another number itself.
 
         Raises:
             LayoutsDiffer: hosts hold gradients of different parameters. On every rank.
@@ -73,21 +77,64 @@ class AverageOverHosts:
         dense_bytes = 2 * (self._hosts - 1) * self._part_of(shard.numel()) * shard.element_size()
         self.announced = None
         self._exchange.count(steps=1, dense_bytes=dense_bytes)
+        before = 1.0 if local_ranks is None else divisor_before_hosts(shard.dtype, local_ranks, self._hosts)
+        if before != 1:
+            shard.div_(before)
         if not (
             self._questions.any
             and shard.dtype in DTYPES
             and self._looks.begin_step()
-            and self._average(shard, participants, dense_bytes)
+            and (self._swap if self._hosts == 2 else self._sum_by_owner)(shard, participants, dense_bytes)
         ):
             dist.all_reduce(shard, group=self._group)
             self._exchange.count(buckets_whole=1, messages=1, payload_bytes=dense_bytes, sent_bytes=dense_bytes)
-        if divides:
-            shard.div_(self._hosts)
+        if local_ranks is not None and before != self._hosts:
+            shard.div_(self._hosts / before)
 
     def _part_of(self, numel: int) -> int:
         return -(-numel // self._hosts)
 
-    def _average(self, shard: torch.Tensor, participants: Participants, dense_bytes: int) -> bool:
+    def _announcement(self, shard: torch.Tensor, sent_bytes: int, participants: Participants) -> Announcement:
+        included = [self._names[i] for i in participants.included]
+        digest = digest_of(f"{shard.dtype} {shard.numel()} {included}")
+        return Announcement(digest, sent_bytes, participants.used, frozenset(participants.included))
+
+    def _swap(self, shard: torch.Tensor, participants: Participants, dense_bytes: int) -> bool:
+        exchange, questions, other = self._exchange, self._questions, 1 - self._own
+        start = time.perf_counter()
+        units = _units(shard.numel(), shard.element_size())
+        message = exchange.new_codes(2)
+        own_codes = exchange.codes_of(message)[other : other + 1]
+        (size,), narrow_bytes, sent, narrow = units.choose(own_codes, shard, -1, questions.zeros, questions.widths, [])
+        exchange.count(hook_seconds=time.perf_counter() - start)
+        codes, self.announced = exchange.announce(self._group, message, self._announcement(shard, size, participants))
+        most = max(each.sent_bytes for each in self.announced)
+        if not self._looks.observe(most, dense_bytes):
+            return False
+        codes = codes[other : other + 1]
+        (received_size,) = received_sizes = units.packed_bytes(codes, -1, shard)
+        received = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if most > 0:
+            sizes = [(0, size), (size, 0)][self._own]
+            expected = [(0, received_size), (received_size, 0)][self._own]
+            received = exchange.send(self._group, sizes, expected, lambda to: units.pack(to, shard, own_codes, -1))
+        start = time.perf_counter()
+        theirs = self._staging.take("theirs", shard.nbytes).view(shard.dtype)
+        units.unpack(theirs, received, codes, -1, received_sizes)
+        # In the order of hosts, so that both hold the same bits, of NaN too.
+        torch.add(*((shard, theirs) if other == 1 else (theirs, shard)), out=shard)
+        exchange.count(
+            hook_seconds=time.perf_counter() - start,
+            narrow_bytes=narrow_bytes,
+            units_agreed_on=len(units),
+            units_sent=sent,
+            units_narrow=narrow,
+            buckets_packed=int(most > 0),
+            buckets_skipped=int(most == 0),
+        )
+        return True
+
+    def _sum_by_owner(self, shard: torch.Tensor, participants: Participants, dense_bytes: int) -> bool:
         exchange, questions, own = self._exchange, self._questions, self._own
         start = time.perf_counter()
         part = self._part_of(shard.numel())
@@ -101,11 +148,9 @@ class AverageOverHosts:
         message = exchange.new_codes(self._hosts)
         own_codes = exchange.codes_of(message)
         sizes, narrow_bytes, sent, narrow = units.choose(own_codes, whole, own, questions.zeros, questions.widths, [])
-        text = f"{shard.dtype} {shard.numel()} {participants.included}"
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         exchange.count(hook_seconds=time.perf_counter() - start)
         codes, self.announced = exchange.announce(
-            self._group, message, Announcement(digest, sum(sizes), participants.used, frozenset(participants.included))
+            self._group, message, self._announcement(shard, sum(sizes), participants)
         )
         # Sums hold what any of their contributions holds, so they take at least as much as the largest.
         most = 2 * max(each.sent_bytes for each in self.announced)
@@ -156,6 +201,25 @@ class AverageOverHosts:
         if any(each.sent_bytes for each in announced):
             received = exchange.send(self._group, sizes, received_sizes, pack)
         units.unpack(whole, received, received_codes, own, received_sizes)
+
+
+def divisor_before_hosts(dtype: torch.dtype, local_ranks: int, hosts: int) -> float:
+    """Return by what a shard is divided before it is summed over hosts; by the rest it is divided afterwards.
+
+    In float16 a sum may become infinite, and what is divided too early zero. So FSDP2 divides a gradient by about the
+    root of the number of ranks before it is summed, and by the rest afterwards. For the ranks of a host it has done so.
+    """
+    if dtype in (torch.float32, torch.bfloat16):
+        return 1.0
+    return _power_below_root(local_ranks * hosts) / _power_below_root(local_ranks)
+
+
+def _power_below_root(ranks: int) -> int:
+    """Return the power of two that FSDP2 divides the gradients of so many ranks by first."""
+    power = 1
+    while ranks % power == 0 and power * power < ranks:
+        power *= 2
+    return power
 
 
 def _units(numel: int, element_bytes: int) -> Any:

@@ -5,6 +5,8 @@ What it reads is private to torch. `find` asks for each attribute, and refuses a
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +25,10 @@ try:
     _MISSING = ""
 except ImportError as _error:  # another torch
     _MISSING = str(_error)
+    ReduceScatter = object  # type: ignore[misc, assignment]
 
-# Of a parameter group, and of its parameters.
+# What is read: of a parameter group, of its parameters, and of the class of those, because an instance has it only from
+# the first forward pass on.
 _ATTRIBUTES = (
     "fsdp_params",
     "mesh_info",
@@ -33,6 +37,7 @@ _ATTRIBUTES = (
     "reduce_grads",
     "all_reduce_grads",
     "gradient_divide_factor",
+    "reduce_scatter_unused_params",
     "_reduce_scatter_comm",
     "_all_reduce_hook",
     "_training_state",
@@ -41,9 +46,14 @@ _PARAMETER_ATTRIBUTES = (
     "sharded_param",
     "padded_sharded_param_size",
     "unsharded_accumulated_grad",
-    "fsdp_placement",
     "_module_info",
 )
+_DECLARED_ATTRIBUTES = ("_unsharded_param",)
+# Of a mesh, where it shards and where it replicates.
+_SHARDING, _REPLICATING = ("shard_process_group", "reduce_scatter_process_group"), ("replicate_process_group",)
+# What a reduce-scatter is called with, by name.
+_ARGUMENTS = ("output_tensor", "input_tensor", "group", "op", "async_op")
+OLDEST_TORCH = "2.13"
 # Reduce-scatters that are torch's own, with memory as usual.
 _PLAIN = ("DefaultReduceScatter", "ProcessGroupAllocReduceScatter")
 
@@ -75,6 +85,7 @@ class Column:
 
 
 Reduce = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, Any], bool]
+Listener = Callable[[Participants], None]
 
 
 class ParamGroup:
@@ -86,11 +97,21 @@ class ParamGroup:
     """
 
     def __init__(self, inner: Any, names: Sequence[str]) -> None:
-        self._inner = inner
+        # Not kept alive: the module owns it, and lets go of its memory when it goes itself.
+        self._reference = weakref.ref(inner)
         self.names = tuple(names)
         self._previous: Any = None
-        self._previous_hook: Any = None
+        self._hook: weakref.WeakMethod[Any] | None = None
         self._participants: Participants | None = None
+        shards = [getattr(parameter, "sharded_param", None) for parameter in getattr(inner, "fsdp_params", ())]
+        self._sizes = [(0, 0) if shard is None else (shard.numel(), shard.element_size()) for shard in shards]
+
+    @property
+    def _inner(self) -> Any:
+        inner = self._reference()
+        if inner is None:
+            raise RuntimeError("ddp_hooks.fsdp: expected a module that exists, but it was deleted")
+        return inner
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +122,7 @@ class ParamGroup:
     def process_group(self) -> dist.ProcessGroup | None:
         """Over which gradients are reduce-scattered; None where they are not sharded."""
         mesh_info = self._inner.mesh_info
-        separate = getattr(mesh_info, "reduce_scatter_process_group", None)
+        separate = getattr(mesh_info, "reduce_scatter_process_group", None)  # not where it only replicates
         return separate or getattr(mesh_info, "shard_process_group", None)
 
     @property
@@ -120,6 +141,11 @@ class ParamGroup:
         return self._inner.gradient_divide_factor is not None
 
     @property
+    def sends_unused(self) -> bool:
+        """Whether zeros are reduced for what has no gradient, so that ranks may differ."""
+        return bool(self._inner.reduce_scatter_unused_params)
+
+    @property
     def has_hook(self) -> bool:
         """Whether reduced gradients pass through a hook."""
         return self._inner._all_reduce_hook is not None
@@ -134,114 +160,211 @@ class ParamGroup:
         return columns
 
     def is_frozen(self, index: int) -> bool:
-        """Say whether a parameter does not require a gradient now."""
-        return not self._inner.fsdp_params[index].sharded_param.requires_grad
+        """Say whether a parameter does not require a gradient now; False when the module has gone."""
+        inner = self._reference()
+        return inner is not None and not inner.fsdp_params[index].sharded_param.requires_grad
 
     def numel(self, index: int) -> int:
         """Return the elements of the whole parameter."""
-        return self._inner.fsdp_params[index].sharded_param.numel()  # type: ignore[no-any-return]
+        return self._sizes[index][0]
+
+    def nbytes(self, index: int) -> int:
+        """Return the bytes of the whole parameter."""
+        numel, element_bytes = self._sizes[index]
+        return numel * element_bytes
 
     @property
     def participants(self) -> Participants | None:
         """What the reduction has that is under way; None if none is."""
         return self._participants
 
-    def _look_at_gradients(self) -> Participants:
-        sends_unused = getattr(self._inner, "reduce_scatter_unused_params", False)
-        included, used = [], []
-        for i, parameter in enumerate(self._inner.fsdp_params):
-            if not hasattr(parameter, "_unsharded_param"):
-                continue
-            if parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None:
-                used.append(i)
-                included.append(i)
-            elif sends_unused and parameter._unsharded_param.requires_grad:
-                included.append(i)
-        return Participants(tuple(included), frozenset(used))
-
-    def install(self, reduce: Reduce, owner: object, finish: Callable[[Participants], None]) -> None:
+    def install(self, reduce: Reduce, owner: object, finish: Listener) -> None:
         """Have reduce-scatters call ``reduce``, and torch's own where it returns False.
 
         Args:
             reduce: called with output, input, process group and operation.
             owner: what :attr:`owner` returns.
-            finish: called after each reduction of this group, also one that has no gradient.
+            finish: see :meth:`listen`.
         """
-        previous = self._previous = self._inner._reduce_scatter_comm
-        self._inner._reduce_scatter_comm = _comm(reduce, previous, owner)
-        original = self._inner.post_backward
+        inner = self._inner
+        previous = self._previous = inner._reduce_scatter_comm
+        inner._reduce_scatter_comm = SkippingReduceScatter(reduce, previous, owner)
+        self.listen(finish)
 
-        def post_backward(*unused: Any) -> None:
-            if not self._inner.reduce_grads:
-                original(*unused)
-                return
-            participants = self._participants = self._look_at_gradients()
-            try:
-                original(*unused)
-            finally:
-                self._participants = None
-            finish(participants)
+    def listen(self, finish: Listener) -> None:
+        """Have ``finish`` called after each reduction of this group, also one that has no gradient."""
+        inner = self._inner
+        post_backward = vars(inner).get("post_backward")
+        if post_backward is None:
+            post_backward = inner.post_backward = _PostBackward(self._reference)
+        post_backward.listeners.append((self, finish))
 
-        self._inner.post_backward = post_backward
+    def stop_listening(self) -> None:
+        """Call nobody any more."""
+        inner = self._reference()
+        post_backward = None if inner is None else vars(inner).get("post_backward")
+        if isinstance(post_backward, _PostBackward):
+            post_backward.listeners = [each for each in post_backward.listeners if each[0] is not self]
+            if not post_backward.listeners:
+                del inner.post_backward  # type: ignore[union-attr]
+
+    def take(self, participants: Participants | None) -> None:
+        """Note what the reduction has that begins, or None when it ends."""
+        self._participants = participants
 
     def install_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Have each reduced gradient pass through a hook before it is divided and copied."""
-        self._previous_hook = self._inner._all_reduce_hook = hook
+        self._inner._all_reduce_hook = hook
+        self._hook = weakref.WeakMethod(hook)
 
     def remove(self) -> None:
         """Take back what was installed, as far as it is still there."""
+        inner = self._reference()
+        if inner is None:
+            return
         if self.owner is not None:
-            self._inner._reduce_scatter_comm = self._previous
-        self._inner.__dict__.pop("post_backward", None)
-        if self._previous_hook is not None and self._inner._all_reduce_hook is self._previous_hook:
-            self._inner._all_reduce_hook = None
+            inner._reduce_scatter_comm = self._previous
+        self.stop_listening()
+        if self._hook is not None and inner._all_reduce_hook == self._hook():
+            inner._all_reduce_hook = None
+        self._previous = self._hook = None
 
     @property
     def owner(self) -> object:
         """What was installed with the reduce-scatter that it has now; None if that is not ours."""
-        return getattr(self._inner._reduce_scatter_comm, "ddp_hooks_owner", None)
+        comm = getattr(self._inner, "_reduce_scatter_comm", None)
+        return comm.owner if isinstance(comm, SkippingReduceScatter) else None
+
+    def why_unwatched(self) -> str | None:
+        """Say why nobody could listen; None if all is well."""
+        inner = self._inner
+        if missing := _missing(inner):
+            return _another_fsdp2(f"it has no {', '.join(missing)}")
+        if not isinstance(vars(inner).get("post_backward"), _PostBackward | None):
+            return "something else has replaced FSDPParamGroup.post_backward; begin before it does"
+        if inner._training_state.name != "IDLE":
+            return "a forward or backward pass is under way; begin between steps"
+        return None
 
     def why_unsupported(self) -> str | None:
         """Say what cannot be served, and the way out; None if all is well."""
-        missing = [name for name in _ATTRIBUTES if not hasattr(self._inner, name)]
-        for parameter in self._inner.fsdp_params[:1] if not missing else ():
-            missing += [f"{name} of a parameter" for name in _PARAMETER_ATTRIBUTES if not hasattr(parameter, name)]
-        if missing:
-            return f"FSDP2 of torch {torch.__version__} has no {', '.join(missing)}, which ddp_hooks reads; use another"
+        if problem := self.why_unwatched():
+            return problem
         if self.device.type != "cpu":
             return f"expected parameters on the CPU, received some on {self.device.type}, which is not served yet"
-        if "post_backward" in vars(self._inner):
-            return "something else has replaced FSDPParamGroup.post_backward; register before it does"
+        if self.owner is not None:
+            return "a part of the module is registered already, and another one is not; close() that state first"
         comm = type(self._inner._reduce_scatter_comm).__name__
         if comm not in _PLAIN:
             return f"a custom reduce-scatter is set already ({comm}), and FSDP2 takes one; do not set it"
-        if self._inner._training_state.name != "IDLE":
-            return "a forward or backward pass is under way; register between steps"
         return None
 
 
-def _comm(reduce: Reduce, previous: Any, owner: object) -> Any:
-    class SkippingReduceScatter(ReduceScatter):
-        ddp_hooks_owner = owner
+def _another_fsdp2(what: str) -> str:
+    return (
+        f"FSDP2 of torch {torch.__version__} is not the one that ddp_hooks reads: {what}. ddp_hooks.fsdp serves torch "
+        f"{OLDEST_TORCH} and later, as far as it was tested"
+    )
 
-        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            return previous.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
-        def __call__(
-            self,
-            output_tensor: torch.Tensor,
-            input_tensor: torch.Tensor,
-            group: dist.ProcessGroup,
-            op: Any,
-            async_op: bool = False,
-        ) -> Any:
-            if not async_op and reduce(output_tensor, input_tensor, group, op):
-                return None
-            return previous(
-                output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
-            )
+def _missing(inner: Any) -> list[str]:
+    """Return what is read, and not there, in words."""
+    missing = [name for name in _ATTRIBUTES if not hasattr(inner, name)]
+    for parameter in getattr(inner, "fsdp_params", ())[:1]:
+        missing += [f"{name} of a parameter" for name in _PARAMETER_ATTRIBUTES if not hasattr(parameter, name)]
+        kinds = type(parameter).__mro__
+        missing += [
+            f"{name} of a parameter"
+            for name in _DECLARED_ATTRIBUTES
+            if not any(name in getattr(kind, "__annotations__", ()) for kind in kinds)
+        ]
+    if mesh_info := getattr(inner, "mesh_info", None):
+        found = [names for names in (_SHARDING, _REPLICATING) if hasattr(mesh_info, names[0])]
+        expected = [name for names in found or (_SHARDING,) for name in names]
+        missing += [f"{name} of a mesh" for name in expected if not hasattr(mesh_info, name)]
+    taken = inspect.signature(ReduceScatter.__call__).parameters
+    missing += [f"{name} of a reduce-scatter" for name in _ARGUMENTS if name not in taken]
+    return missing
 
-    return SkippingReduceScatter()
+
+class _PostBackward:
+    """What stands in place of a group's ``post_backward``: looks at gradients before FSDP2 takes them.
+
+    Attributes:
+        listeners: who is told, and how.
+    """
+
+    def __init__(self, reference: weakref.ref[Any]) -> None:
+        # The group holds this one, and not the other way round.
+        self._reference = reference
+        self.listeners: list[tuple[ParamGroup, Listener]] = []
+
+    def __call__(self, *unused: Any) -> None:
+        inner: Any = self._reference()
+        original = type(inner).post_backward
+        if not inner.reduce_grads:
+            original(inner, *unused)
+            return
+        participants = _look_at_gradients(inner)
+        listeners = list(self.listeners)
+        for group, _ in listeners:
+            group.take(participants)
+        try:
+            original(inner, *unused)
+        finally:
+            for group, _ in listeners:
+                group.take(None)
+        for _, finish in listeners:
+            finish(participants)
+
+
+def _look_at_gradients(inner: Any) -> Participants:
+    included, used = [], []
+    for i, parameter in enumerate(inner.fsdp_params):
+        if not hasattr(parameter, "_unsharded_param"):
+            continue
+        if parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None:
+            used.append(i)
+            included.append(i)
+        elif inner.reduce_scatter_unused_params and parameter._unsharded_param.requires_grad:
+            included.append(i)
+    return Participants(tuple(included), frozenset(used))
+
+
+class SkippingReduceScatter(ReduceScatter):
+    """What FSDP2 calls in place of the reduce-scatter that it had.
+
+    Attributes:
+        owner: who installed it.
+    """
+
+    def __init__(self, reduce: Reduce, previous: Any, owner: object) -> None:
+        self._reduce, self._previous, self.owner = reduce, previous, owner
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for an input or output, of the one before."""
+        return self._previous.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce, or have the one before do it."""
+        if not async_op and self._reduce(output_tensor, input_tensor, group, op):
+            return None
+        return self._previous(
+            output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
+        )
+
+
+def is_sharded(module: object) -> bool:
+    """Say whether FSDP2 or ``replicate`` manages a module, or a part of it."""
+    inner = uncompiled(module)
+    return not _MISSING and isinstance(inner, nn.Module) and any(isinstance(m, FSDPModule) for m in inner.modules())
 
 
 def find(module: nn.Module) -> list[ParamGroup]:
@@ -252,7 +375,7 @@ def find(module: nn.Module) -> list[ParamGroup]:
         RuntimeError: this torch has another FSDP2.
     """
     if _MISSING:
-        raise RuntimeError(f"ddp_hooks.fsdp: this torch has no FSDP2 that ddp_hooks knows: {_MISSING}")
+        raise RuntimeError(_another_fsdp2(_MISSING))
     inner = uncompiled(module)
     if not isinstance(inner, nn.Module):
         raise TypeError(f"expected a module with fully_shard applied, received a {type(module).__name__}")
@@ -271,8 +394,9 @@ def find(module: nn.Module) -> list[ParamGroup]:
         if not isinstance(part, FSDPModule):
             continue
         state = part._get_fsdp_state()
-        one = getattr(state, "_fsdp_param_group", None) if not hasattr(state, "_fsdp_param_groups") else None
-        for group in [one] if one is not None else getattr(state, "_fsdp_param_groups", ()):
+        if not hasattr(state, "_fsdp_param_groups"):
+            raise RuntimeError(_another_fsdp2("it has no _fsdp_param_groups of a module"))
+        for group in state._fsdp_param_groups:
             if id(group) in seen:
                 continue
             seen.add(id(group))

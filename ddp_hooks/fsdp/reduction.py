@@ -12,7 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,10 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # What a word of a message holds of a set of parameters: not the sign.
 _BITS_OF_WORD = 62
 _WORD_BYTES = 8
+# Of layouts: ranks may have gradients of other parameters in each step.
+_KEPT = 32
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +119,43 @@ class Staging:
             buffer = self._buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return buffer[:size]
 
+    def clear(self) -> None:
+        """Let go of all of it."""
+        self._buffers.clear()
+
+
+class Recent(Generic[K, V]):
+    """What was made of a key; of more than 32 keys the one that was asked for longest ago is forgotten."""
+
+    def __init__(self) -> None:
+        self._made: dict[K, V] = {}
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """Return what was made of a key, made anew if need be."""
+        made = self._made.pop(key, None)
+        if made is None:
+            made = make()
+            if len(self._made) == _KEPT:
+                del self._made[next(iter(self._made))]
+        self._made[key] = made
+        return made
+
+    def __len__(self) -> int:
+        """Return how many are kept."""
+        return len(self._made)
+
 
 class Layout:
     """The units of a part of the input, for parameters that are included; made once for each set of them."""
 
     def __init__(
-        self, columns: Sequence[Column], included: Sequence[int], element_bytes: int, policy: Policy, divides: bool
+        self,
+        columns: Sequence[Column],
+        names: Sequence[str],
+        included: Sequence[int],
+        element_bytes: int,
+        policy: Policy,
+        divides: bool,
     ) -> None:
         tuning = policy.tuning
         settings = _C.UnitSettings(
@@ -135,8 +170,13 @@ class Layout:
             whole = _C.ParameterSlice(i, 0, length, row_length)
             stretches.append((length, _C.units_of(whole, element_bytes, settings).length if divides else length))
         self.units = _C.ShardUnits(stretches)
-        text = f"{element_bytes} {list(included)} {stretches}"
-        self.digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        # With names, because blocks of one kind are alike, and ranks may reduce different ones.
+        self.digest = digest_of(f"{element_bytes} {[names[i] for i in included]} {stretches}")
+
+
+def digest_of(text: str) -> int:
+    """Return 56 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,21 +291,25 @@ class ReduceScatter:
 
     Args:
         columns: what each parameter takes of a part.
+        names: of the parameters.
         policy, questions: what is looked for.
         staging: memory.
     """
 
-    def __init__(self, columns: Sequence[Column], policy: Policy, questions: Questions, staging: Staging) -> None:
-        self._columns, self._policy, self._questions = columns, policy, questions
+    def __init__(
+        self, columns: Sequence[Column], names: Sequence[str], policy: Policy, questions: Questions, staging: Staging
+    ) -> None:
+        self._columns, self._names, self._policy, self._questions = columns, names, policy, questions
         self._looks = Looks(policy, questions.always)
-        self._layouts: dict[tuple[tuple[int, ...], int], Layout] = {}
+        self._layouts: Recent[tuple[tuple[int, ...], int], Layout] = Recent()
         # The layout of all parameters has the most units of any.
         most = max(
-            Layout(columns, range(len(columns)), element_bytes, policy, questions.divides).units.code_bytes
+            Layout(columns, names, range(len(columns)), element_bytes, policy, questions.divides).units.code_bytes
             for element_bytes in (2, 4, 8)
         )
         self._exchange = Exchange(staging, len(columns), most)
-        self._wholes: dict[int, Any] = {}  # units of parts that travel as they are, by their elements
+        # Units of parts that travel as they are, by their elements.
+        self._wholes: Recent[int, Any] = Recent()
         self.announced: list[Announcement] | None = None  # in the last reduction, where there was an exchange
 
     @property
@@ -313,7 +357,7 @@ class ReduceScatter:
     ) -> bool:
         exchange, questions = self._exchange, self._questions
         start = time.perf_counter()
-        layout = self._layout(participants, output.element_size())
+        layout = self._layout(participants.included, output.element_size())
         units = layout.units
         if units.numel != output.numel():
             raise RuntimeError(
@@ -367,22 +411,18 @@ class ReduceScatter:
         received = self._exchange.receive_all(group, flat)
         start = time.perf_counter()
         numel = output.numel()
-        if numel not in self._wholes:
-            self._wholes[numel] = _C.ShardUnits([(numel, numel)])
-        units = self._wholes[numel]
+        units = self._wholes.get(numel, lambda: _C.ShardUnits([(numel, numel)]))
         codes = torch.full((ranks, units.code_bytes), 255, dtype=torch.uint8, device="cpu")
         sizes = [output.nbytes] * ranks
         units.sum(output, flat, received, codes, own, sizes, order_of_ring(own, ranks))
         self._exchange.count(hook_seconds=time.perf_counter() - start, buckets_whole=1)
         return True
 
-    def _layout(self, participants: Participants, element_bytes: int) -> Layout:
-        key = participants.included, element_bytes
-        if key not in self._layouts:
-            self._layouts[key] = Layout(
-                self._columns, participants.included, element_bytes, self._policy, self._questions.divides
-            )
-        return self._layouts[key]
+    def _layout(self, included: tuple[int, ...], element_bytes: int) -> Layout:
+        return self._layouts.get(
+            (included, element_bytes),
+            lambda: Layout(self._columns, self._names, included, element_bytes, self._policy, self._questions.divides),
+        )
 
 
 def order_of_ring(own: int, ranks: int) -> list[int]:

@@ -38,8 +38,8 @@ class ShardState:
     ) -> None:
         self._policy, self.mesh = policy, mesh
         hosts = None if mesh is None else mesh.get_group(0)
-        staging = Staging()
-        self._served = [_ServedGroup(self, group, policy, costs, staging, hosts) for group in groups]
+        self._staging = Staging()
+        self._served = [_ServedGroup(self, group, policy, costs, self._staging, hosts) for group in groups]
         self._earlier, self._earlier_of_hosts = Statistics(), Statistics()
         self._is_open = True
 
@@ -87,6 +87,7 @@ class ShardState:
         if self._is_open:
             for served in self._served:
                 served.group.remove()
+            self._staging.clear()
         self._is_open = False
 
     def _total(self) -> Statistics:
@@ -127,12 +128,14 @@ class _ServedGroup:
         self.group = group
         columns = group.columns()
         self._ranks = [] if group.process_group is None else dist.get_process_group_ranks(group.process_group)
-        self.reduce_scatter = ReduceScatter(columns, policy, _questions(policy, costs, group.process_group), staging)
+        self.reduce_scatter = ReduceScatter(
+            columns, group.names, policy, _questions(policy, costs, group.process_group), staging
+        )
         self.over_hosts = None
         if hosts is not None:
             numel = sum(column.length for column in columns)
             questions = _questions(policy, costs, hosts)
-            self.over_hosts = AverageOverHosts(hosts, len(columns), numel, policy, questions, staging)
+            self.over_hosts = AverageOverHosts(hosts, group.names, numel, policy, questions, staging)
         self._last: Participants | None = None
         self._announced: list[Announcement] | None = None
         self._announced_now: list[Announcement] | None = None
@@ -160,10 +163,13 @@ class _ServedGroup:
                 "ddp_hooks.fsdp: expected set_requires_all_reduce(True) with a mesh of hosts, or what was left out "
                 "once would never be averaged; accumulate with set_requires_gradient_sync(False)"
             )
-        announced = self._announced_now
+        # Where a host has one rank, nobody has told it anything.
+        announced = self._announced_now if len(self._ranks) > 1 else None
         used = participants.used if announced is None else frozenset().union(*(each.used for each in announced))
         try:
-            self.over_hosts(shard, replace(participants, used=used), divides=not self.group.divides_by_itself)
+            # FSDP2 divides by the ranks of a host only, unless it was told by how much.
+            local_ranks = None if self.group.divides_by_itself else max(len(self._ranks), 1)
+            self.over_hosts(shard, replace(participants, used=used), local_ranks)
         except LayoutsDiffer as error:
             raise RuntimeError(self._describe(error.announced, None)) from None
         self._announced_now = self.over_hosts.announced
@@ -181,8 +187,11 @@ class _ServedGroup:
                 names = ", ".join(self.group.names[i] for i in missing[:5]) + (", ..." if len(missing) > 5 else "")
                 who = f"host {i}" if ranks is None else f"rank {ranks[i]}"
                 lines.append(f"{who} has no gradient of {names}")
+        if not lines:
+            names = ", ".join(self.group.names[:3]) + (", ..." if len(self.group.names) > 3 else "")
+            lines.append(f"ranks reduce different modules at once, this one that of {names}")
         return (
-            f"ddp_hooks.fsdp: the ranks hold gradients of different parameters: {'; '.join(lines) or 'shapes differ'}. "
+            f"ddp_hooks.fsdp: the ranks hold gradients of different parameters: {'; '.join(lines)}. "
             "Plain FSDP2 would mix them up or hang; call set_reduce_scatter_unused_params(True) on the module, which "
             "with ddp_hooks sends nothing for them"
         )
@@ -240,59 +249,106 @@ def register(
     Raises:
         TypeError: the module is none of FSDP2; the message says what it is.
         ValueError: a setting is out of range, or means nothing here.
-        RefusedError: a rank's module cannot be served, or ranks differ. On every rank.
+        RefusedError: a rank's module cannot be served, another rank raised one of these errors, or ranks differ. On
+            every rank of the default process group.
         RuntimeError: this torch has another FSDP2; or the module is registered with another policy.
     """
-    groups = param_groups.find(module)
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"{_FUNCTION}: expected mesh to be a DeviceMesh or None, received {short(mesh)}")
-    known = next((owner for group in groups if isinstance(owner := group.owner, ShardState)), None)
-    chosen, error = _resolve(policy, settings)
-    if known is not None and error is None and all(group.owner is known for group in groups):
-        if known.policy != chosen:
-            raise RuntimeError(
-                f"{_FUNCTION}: the module is registered with {known.policy!r}, received {chosen!r}; close() that state "
-                "first"
-            )
-        if known.mesh != mesh:
-            raise RuntimeError(
-                f"{_FUNCTION}: the module is registered with mesh={short(known.mesh)}, received {short(mesh)}; close() "
-                "that state first"
-            )
-        return known
-    problem = f"{type(error).__name__}: {error}" if error else _why_unsupported(groups, mesh)
-    hosts = None if mesh is None or mesh.ndim != 2 else mesh.get_group(0)
-    over = _process_groups(groups, hosts)
-    may_measure = chosen.tuning.calibrate and chosen.narrow == "adaptive"
-    costs = {}
-    # What keeps a rank from it, its host's ranks tell the other hosts.
-    for process_group in over:
-        offers = exchange_proposals(process_group, _FUNCTION, _describe(chosen, groups, mesh), problem)
+    registration = _Registration(module, policy, mesh, settings)
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None:
+        raise registration.error or RuntimeError(f"{_FUNCTION}: expected an initialized process group, found none")
+    registration.exchange(world)
+    others = [group for group in registration.process_groups if _name_of(group) != _name_of(world)]
+    for process_group in others:
         try:
-            settle(_FUNCTION, offers, error)
-        except Exception as refusal:
-            error, problem = error or refusal, problem or str(refusal)
-    if error is not None:
-        raise error
-    for process_group in over if may_measure else ():
-        if dist.get_world_size(process_group) > 1:
-            with naming_absent_ranks(process_group, _FUNCTION):
-                costs[_name_of(process_group)] = measure_collective_costs(process_group, groups[0].device)
+            registration.exchange(process_group)
+        except Exception as error:  # kept until everybody knows
+            registration.keep(error)
+    if others:
+        registration.exchange(world)
+    if registration.known is not None:
+        return registration.known
+    costs = {}
+    chosen, groups = registration.policy, registration.groups
+    if chosen.tuning.calibrate and chosen.narrow == "adaptive":
+        for process_group in registration.process_groups:
+            if dist.get_world_size(process_group) > 1:
+                with naming_absent_ranks(process_group, _FUNCTION):
+                    costs[_name_of(process_group)] = measure_collective_costs(process_group, groups[0].device)
     return ShardState(chosen, groups, costs, mesh)
 
 
-def _resolve(policy: Policy | str, settings: Mapping[str, Any]) -> tuple[Policy, Exception | None]:
-    try:
-        chosen = resolve(policy, settings)
-        if chosen.average != "world":
-            raise ValueError(f"{_FUNCTION}: expected average='world', received {chosen.average!r}: FSDP2 divides")
-        if chosen.rebuild_after:
-            raise ValueError(
-                f"{_FUNCTION}: expected rebuild_after=0, received {chosen.rebuild_after}: there is nothing to rebuild"
-            )
-    except (TypeError, ValueError) as error:
-        return resolve("auto"), error
-    return chosen, None
+class _Registration:
+    """What a rank brings, and why it cannot be served: told to others first, raised then.
+
+    Attributes:
+        policy: as far as there is one.
+        groups: of parameters.
+        known: the state that the module has already.
+        process_groups: over which something is reduced, each once, in the same order on every rank.
+        error: what to raise here, while others raise a RefusedError.
+    """
+
+    def __init__(
+        self, module: nn.Module, policy: Policy | str, mesh: DeviceMesh | None, settings: Mapping[str, Any]
+    ) -> None:
+        self.policy = resolve("auto")
+        self.groups: list[ParamGroup] = []
+        self.known: ShardState | None = None
+        self.process_groups: list[dist.ProcessGroup] = []
+        self.error: Exception | None = None
+        self._problem: str | None = None
+        self._description: dict[str, str] = {}
+        try:
+            self._look(module, policy, mesh, settings)
+        except Exception as error:
+            self.keep(error)
+
+    def keep(self, error: Exception) -> None:
+        """Have this error raised by the next exchange, and every other rank told."""
+        if self._problem is None:
+            self.error, self._problem = error, f"{type(error).__name__}: {error}"
+
+    def exchange(self, process_group: dist.ProcessGroup) -> None:
+        """Raise, on every rank of the group, if one of them has a problem or they differ."""
+        is_ours = any(_name_of(process_group) == _name_of(each) for each in self.process_groups)
+        offers = exchange_proposals(process_group, _FUNCTION, self._description if is_ours else {}, self._problem)
+        settle(_FUNCTION, offers, self.error)
+
+    def _look(
+        self, module: nn.Module, policy: Policy | str, mesh: DeviceMesh | None, settings: Mapping[str, Any]
+    ) -> None:
+        groups = self.groups = param_groups.find(module)
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"{_FUNCTION}: expected mesh to be a DeviceMesh or None, received {short(mesh)}")
+        self.policy = _resolve(policy, settings)
+        known = next((owner for group in groups if isinstance(owner := group.owner, ShardState)), None)
+        if known is not None and all(group.owner is known for group in groups):
+            for name, has, received in (("policy", known.policy, self.policy), ("mesh", known.mesh, mesh)):
+                if has != received:
+                    raise RuntimeError(
+                        f"{_FUNCTION}: the module is registered with {name}={has!r}, received {received!r}; close() "
+                        "that state first"
+                    )
+            self.known = known
+        elif problem := _why_unsupported(groups, mesh):
+            self._problem = problem
+            return
+        hosts = None if mesh is None else mesh.get_group(0)
+        found = {_name_of(each): each for each in [*(group.process_group for group in groups), hosts]}
+        self.process_groups = [each for each in found.values() if each is not None]
+        self._description = _describe(self.policy, groups, mesh, self.known)
+
+
+def _resolve(policy: Policy | str, settings: Mapping[str, Any]) -> Policy:
+    chosen = resolve(policy, settings)
+    if chosen.average != "world":
+        raise ValueError(f"{_FUNCTION}: expected average='world', received {chosen.average!r}: FSDP2 divides")
+    if chosen.rebuild_after:
+        raise ValueError(
+            f"{_FUNCTION}: expected rebuild_after=0, received {chosen.rebuild_after}: there is nothing to rebuild"
+        )
+    return chosen
 
 
 def _why_unsupported(groups: Sequence[ParamGroup], mesh: DeviceMesh | None) -> str | None:
@@ -320,21 +376,13 @@ def _why_not_over_hosts(group: ParamGroup, mesh: DeviceMesh | None) -> str | Non
     return None
 
 
-def _process_groups(groups: Sequence[ParamGroup], hosts: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    """Return those over which something is reduced, each once, in the same order on every rank."""
-    found: dict[str, dist.ProcessGroup] = {}
-    for process_group in [*(group.process_group for group in groups), hosts]:
-        if process_group is not None:
-            found.setdefault(_name_of(process_group), process_group)
-    everybody = dist.group.WORLD
-    return list(found.values()) or ([] if everybody is None else [everybody])
-
-
 def _name_of(process_group: dist.ProcessGroup | None) -> str:
     return "" if process_group is None else process_group.group_name
 
 
-def _describe(policy: Policy, groups: Sequence[ParamGroup], mesh: DeviceMesh | None) -> dict[str, str]:
+def _describe(
+    policy: Policy, groups: Sequence[ParamGroup], mesh: DeviceMesh | None, known: ShardState | None
+) -> dict[str, str]:
     columns = [column for group in groups for column in group.columns()]
     return {
         "ddp_hooks": __version__,
@@ -343,4 +391,5 @@ def _describe(policy: Policy, groups: Sequence[ParamGroup], mesh: DeviceMesh | N
         "parameters": f"{len(columns)} in {len(groups)} groups, of {sum(column.length for column in columns)} elements "
         "a rank",
         "mesh": "none" if mesh is None else str(tuple(mesh.mesh.shape)),
+        "module": "not registered" if known is None else "registered already",
     }
