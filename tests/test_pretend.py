@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import test_cuda_hook
+import test_direct
 import test_equivalence as on_cpu
+import test_freezing
 import test_narrow
+import test_units
 import torch
 from fuzzer.campaign import run_many
 from fuzzer.generate import generate
@@ -21,7 +24,9 @@ from pairwise import in_turn
 from spawn import run_ranks
 from test_equivalence import EAGER_AUTO, PACK_ALL, SPLIT_ALL
 from test_fuzz import assert_same
-from training import Scenario, compare
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Scenario, compare, register
 
 import ddp_hooks
 
@@ -97,6 +102,117 @@ def test_narrow_under_autocast(scenario: type[Scenario], policy: ddp_hooks.Polic
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_odd_numbers(ranks: int) -> None:
     run_pretended(ranks, 4, test_narrow.odd, 0, torch.float32, test_narrow.SMALL_SEGMENTS, True, "pretend")
+
+
+UNITS = [
+    test_units.Rows,
+    test_units.ManyBuckets,
+    test_units.RankBuckets,
+    test_units.OnOneRank,
+    test_units.Experts,
+    test_units.Views,
+    test_units.NoSync,
+]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "policy"), in_turn(UNITS, [test_units.EVERY_ROW, test_units.ADAPTIVE, test_units.WITH_VALUES])
+)
+def test_units_of_rows(scenario: type[Scenario], policy: ddp_hooks.Policy) -> None:
+    run_pretended(2, 5, compare, on_device(scenario()), policy, True)
+
+
+DIRECT = [test_direct.RandomRanks, test_direct.Half, test_direct.KeptGradients, test_direct.ManyBuckets]
+
+
+@pytest.mark.parametrize("scenario", DIRECT)
+def test_every_transport(scenario: type[Scenario]) -> None:
+    run_pretended(3, 6, compare, on_device(scenario()), test_direct.DIRECT, True)
+
+
+def made_there(rank: int, function: Callable[..., None], *args: Any) -> None:
+    with torch.device("pretend"):
+        function(rank, *args)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (test_freezing.random_freezing, (False, False, "adamw", "skip_unused", True, 15)),
+        (test_freezing.random_freezing, (True, True, "sgd", "skip_zeros", False, 15)),
+        (test_freezing.unfrozen_under_any_policy, ("auto",)),
+        (test_freezing.unfrozen_after_rebuild, (True, False)),
+        (test_freezing.declared_unused, (False, True, False)),
+        (test_freezing.late_in_every_dtype, (True, torch.bfloat16)),
+        (test_freezing.frozen_on_one_rank, (False,)),
+        (test_freezing.static_graph, ()),
+        (test_direct.bytes_by_transport, (2,)),
+        (test_units.masks_that_grow, ()),
+        (test_units.dropped_gradients, ()),
+    ],
+)
+def test_as_on_the_cpu(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Freezing, rebuilding, transports and masks: what the CPU's tests do, with tensors made on the device."""
+    run_pretended(2, 7, made_there, function, *args)
+
+
+class Tables(nn.Module):
+    """Tables of which few rows are used, in buckets of their own; the last one's gradient is there first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(64, 64) for _ in range(5))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        x = torch.ones((), device=rows.device)
+        for table in self.tables:
+            x = torch.tanh(x + table(rows))
+        return x
+
+
+def dropped_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
+    """A gradient that somebody drops while its rows are under way: what takes its memory stays what it is."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Tables().to("pretend"), bucket_cap_mb=0.001)
+    register(ddp, policy, True)
+    *_, early = ddp.parameters()
+    taken = []
+
+    def drop(_: torch.Tensor) -> None:
+        early.grad = None
+        taken.append(torch.full_like(early, 7.0))
+
+    next(ddp.parameters()).register_post_accumulate_grad_hook(drop)
+    for step in range(6):
+        ddp(torch.tensor([step + rank], device="pretend")).square().mean().backward()
+        ddp.zero_grad()
+    assert len(taken) == 6
+    assert all(bool((tensor == 7).all()) for tensor in taken)
+
+
+@pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_direct.DIRECT_ROWS], ids=lambda policy: policy.name)
+def test_dropped_within_backward(policy: ddp_hooks.Policy) -> None:
+    for seed in range(5):
+        run_pretended(2, seed, dropped_within_backward, policy)
+
+
+def sampled_on_another_stream(rank: int) -> None:
+    """Gradients are sampled on the stream of the accumulators, and dropped on that which they were made on."""
+    ddp = DistributedDataParallel(test_units.Table(4000).to("pretend"))
+    state = register(ddp, "auto", True)
+    own = torch.Stream(device="pretend")
+    own.wait_stream(torch.accelerator.current_stream())
+    with own:
+        for step in range(6):
+            state.reset_stats()
+            ddp(torch.tensor([[1, 2 + step]], device="pretend")).square().mean().backward()
+            ddp.zero_grad()
+            assert state.stats().skip_zero_rows_steps == (step > 0)
+
+
+def test_sampled_on_another_stream() -> None:
+    for seed in range(8):
+        run_pretended(2, seed, sampled_on_another_stream)
 
 
 @pytest.mark.parametrize("programs", [15, pytest.param(60, marks=pytest.mark.thorough)])

@@ -144,9 +144,13 @@ class _Run:
         # they have been compared, if the order of sums is free.
         self.looks_later = self.options.device != "cpu" and program.ranks <= 2
         self.later: list[Callable[[], None]] = []
+        # The Reducer does after its first pass.
+        self.makes_buckets_anew = True
         self.stream = None if self.options.streams == "default" else torch.Stream(device=self.options.device)
         with self._on_stream(self.options.streams != "trained"):
-            self._set_up(plain)
+            if self.stream is not None:
+                self.wrapped_on = torch.accelerator.current_stream()
+            self._set_up(plain, register)
 
     @contextlib.contextmanager
     def _on_stream(self, own: bool) -> Iterator[None]:
@@ -160,8 +164,20 @@ class _Run:
             yield
         callers.wait_stream(self.stream)
 
-    def _set_up(self, plain: Trace | None) -> None:
-        program, rank, register = self.program, self.rank, self.register
+    def _drops_gradients(self) -> None:
+        """Do as whoever drops gradients has to that were made on one stream and read on another."""
+        if self.stream is not None:
+            for parameter in self.named.values():
+                if parameter.grad is not None:
+                    parameter.grad.record_stream(torch.accelerator.current_stream())
+
+    def _drops_buckets(self) -> None:
+        """The same where the Reducer is about to drop its buckets; they are not ours to record."""
+        if self.options.streams == "trained":
+            self.wrapped_on.wait_stream(torch.accelerator.current_stream())
+
+    def _set_up(self, plain: Trace | None, register: Register) -> None:
+        program = self.program
         self.model = Model(program.layers, self.options.output).to(self.options.device)
         if self.options.streams == "layers":
             self.model.streams = {index: torch.Stream(device=self.options.device) for index in self.model.names}
@@ -266,6 +282,9 @@ class _Run:
             self._loss(operation).backward()
         if not operation["sync"]:
             return
+        if self.makes_buckets_anew:
+            self._drops_buckets()
+            self.makes_buckets_anew = False
         if self.state is not None and before is not None:
             after = self.state.stats()
             self.trace.sent[moment] = (
@@ -380,6 +399,7 @@ class _Run:
             nn.utils.clip_grad_norm_(self.model.parameters(), operation["clip"])
         if not operation.get("skip"):
             self.optimizer.step()
+        self._drops_gradients()
         if operation["zero"] != "keep":
             self._now_or_later(self.free_signs.clear)
             self.optimizer.zero_grad(set_to_none=operation["zero"] == "none")
@@ -387,6 +407,7 @@ class _Run:
 
     def _do_freeze(self, operation: Operation, moment: str) -> None:
         names = self._select(operation["what"][self.rank])
+        self._drops_gradients()
         if operation["how"] == "flag" or not names:
             self._require_gradients(names, False)
         else:
@@ -421,6 +442,8 @@ class _Run:
 
     def _do_rebuild(self, operation: Operation, moment: str) -> None:
         if self.state is not None:
+            self._drops_buckets()
+            self.makes_buckets_anew = True
             ddp_hooks.rebuild(self.ddp, find_unused_parameters=operation.get("search"))
 
     def _do_broadcast(self, operation: Operation, moment: str) -> None:

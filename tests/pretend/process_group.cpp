@@ -5,7 +5,7 @@
 // Tensors are recorded on the group's stream.
 //
 // The other does as gloo with CUDA tensors, and calls itself that. A collective copies its tensors to pinned memory, a
-// thread carries it out there, puts the copies back on a stream of the collective's own, and completes the work, whose
+// thread carries it out there, puts the copies back on a stream from a pool, and completes the work, whose
 // future knows no streams. Then the thread's stream waits for the copies, and nobody else's but by wait(). Plain DDP,
 // which asks the future, gets wrong gradients from that where it trains on another stream than the default one.
 
@@ -36,6 +36,7 @@ using Tensors = std::vector<at::Tensor>;
 
 constexpr StreamId kFirstStream = 100;
 constexpr StreamId kFirstHostStream = 1'000'000;
+constexpr StreamId kHostStreams = 8;
 
 c10::Stream stream_with(StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, 0), id);
@@ -152,8 +153,7 @@ class QueuedGroup final : public CarriedGroup {
     return next++;
   }
 
-  c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs,
-                               Start start) override {
+  c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs, Start start) override {
     ++Counts::get().collectives;
     Queues& queues = Queues::get();
     queues.wait(stream_, queues.ticket(current_stream()));
@@ -252,12 +252,11 @@ class HostGroup final : public CarriedGroup {
     }
   }
 
-  c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs,
-                               Start start) override {
-    static std::atomic<StreamId> next{kFirstHostStream};
+  c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs, Start start) override {
+    static std::atomic<StreamId> next{0};
     ++Counts::get().collectives;
     Queues& queues = Queues::get();
-    const StreamId stream = next++;
+    const StreamId stream = kFirstHostStream + next++ % kHostStreams;
     queues.wait(stream, queues.ticket(current_stream()));
     const auto pinned = [&](const Tensors& tensors) {
       Tensors copies;
