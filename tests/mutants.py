@@ -9,8 +9,9 @@ variable answers. Then one after another is made: the fuzzer runs on the pretend
 until it notices; a few a test notices that makes what programs rarely do. A deletion that nothing notices is an error,
 and so is one whose text is gone.
 
-Not here is what carries the host's own memory: the control group's masks, whose waits the fuzzer notices on the CPU
-within a seed or two. Nor the device's words of a scan (`DeviceAnswer`): they go back to the stream they were taken on.
+Not here is what carries the host's own memory: the control group's masks, whose waits the fuzzer notices on the CPU.
+Nor the device's words of a scan (`DeviceAnswer`), which go back to the stream they were taken on. A step that opens
+waits for the used map once more than the end of backward, for a rank that has joined, whose passes have no end.
 """
 
 from __future__ import annotations
@@ -85,23 +86,20 @@ DELETIONS = (
         "the hook's stream waits for those on which gradients were accumulated",
         "engine/engine.cpp",
         "    accumulated.block(current_stream(device));",
+        test="test_pretend.py -k many_streams",
     ),
     Deletion(
         "the stream waits for contributions before owners add them up",
         "engine/engine.cpp",
         "contributions->wait();",
-    ),
-    Deletion(
-        "the used map of the step before is waited for when a step opens",
-        "engine/engine.cpp",
-        "  reducer_.wait_for_used_map();\n  reducer_.unmark_used_map_reduced();",
-        "  if (!@) reducer_.wait_for_used_map();\n  reducer_.unmark_used_map_reduced();",
+        test="test_pretend.py -k every_transport",
     ),
     Deletion(
         "the used map is waited for at the end of backward",
         "engine/engine.cpp",
         "  reducer_.wait_for_used_map();\n  average_unmanaged(*step, true);",
         "  if (!@) reducer_.wait_for_used_map();\n  average_unmanaged(*step, true);",
+        test="test_pretend.py -k used_map",
     ),
     Deletion(
         "unmanaged gradients are waited for",
@@ -123,6 +121,7 @@ DELETIONS = (
         "where gradients were accumulated is recorded",
         "engine/engine.cpp",
         "    accumulated.record(stream);",
+        test="test_pretend.py -k many_streams",
     ),
     # --- memory that is held
     Deletion(
@@ -137,18 +136,6 @@ DELETIONS = (
         "kernels/device_answer.h",
         "    if (!under_way_) return;",
         "    if (!under_way_ || @) return;",
-    ),
-    Deletion(
-        "gradients are recorded on the streams of other accumulators",
-        "engine/engine.cpp",
-        "gradient.record_stream(stream);",
-        "{ if (!@) gradient.record_stream(stream); }",
-    ),
-    Deletion(
-        "what is sampled is recorded on the stream",
-        "kernels/unit_sample.cpp",
-        "      slice.flat.record_stream(stream);",
-        test="test_pretend.py -k sampled",
     ),
     Deletion(
         "a packed message of units is kept until it is scattered",
@@ -178,6 +165,7 @@ DELETIONS = (
         "transport/direct_sender.cpp",
         "slices_of(places[i]));\n              keep(received.memory, places);",
         "slices_of(places[i]));\n              if (!@) keep(received.memory, places);",
+        test="test_pretend.py -k every_transport",
     ),
     Deletion(
         "gradients are kept until units are scattered into them",
