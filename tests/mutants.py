@@ -10,8 +10,10 @@ until it notices; a few a test notices that makes what programs rarely do. A del
 and so is one whose text is gone.
 
 Not here is what carries the host's own memory: the control group's masks, whose waits the fuzzer notices on the CPU.
-Nor the device's words of a scan (`DeviceAnswer`), which go back to the stream they were taken on. A step that opens
-waits for the used map once more than the end of backward, for a rank that has joined, whose passes have no end.
+Nor what stands twice, because nothing notices when one of the two is gone: a step that opens waits for the used map,
+after the end of backward has, for a rank that has joined, whose passes have no end; what is sampled, and gradients on
+the streams of other accumulators, are recorded, where autograd records on the accumulator's stream and the end of
+backward waits for it. Nor the device's words of a scan (`DeviceAnswer`), which go back to the stream they came from.
 """
 
 from __future__ import annotations

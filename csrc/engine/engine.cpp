@@ -255,18 +255,25 @@ void Engine::check_bucket(uint32_t bucket) {
 
 // Accumulators that are made on different streams accumulate on those, such as old ones and new ones of a Reducer that
 // was made anew. What is sent now is of this bucket and of those before; the Reducer goes by the last gradient's
-// stream.
-void Engine::wait_for_gradients(c10::Device device) const {
+// stream, and autograd records a gradient on its accumulator's alone.
+void Engine::wait_for_gradients(uint32_t bucket) const {
+  const c10::Device device = step_->buckets[bucket].buffer().device();
   for (const c10::Stream& stream : accumulator_streams_) {
     if (stream.device() != device || stream == current_stream(device)) continue;
     c10::Event accumulated(device.type());
     accumulated.record(stream);
     accumulated.block(current_stream(device));
   }
+  if (accumulator_streams_.size() <= 1) return;
+  for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
+    const at::Tensor& gradient = reducer_.parameters()[slice.parameter].grad();
+    if (!gradient.defined() || gradient.is_sparse()) continue;
+    for (const c10::Stream& stream : accumulator_streams_) gradient.record_stream(stream);
+  }
 }
 
 void Engine::prepare_gradients(uint32_t bucket) {
-  wait_for_gradients(step_->buckets[bucket].buffer().device());
+  wait_for_gradients(bucket);
   fill_views(bucket);
   note_unannounced(bucket);
   // Before the bucket is sent, because then gradients are where autograd has left them. Alone nobody asks.

@@ -155,7 +155,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::exception_ptr explained(const std::exception_ptr& error) const;
   void forget_broken_pass(const c10d::GradBucket& bucket);
   void check_bucket(uint32_t bucket);
-  void wait_for_gradients(c10::Device device) const;
+  void wait_for_gradients(uint32_t bucket) const;
   void prepare_gradients(uint32_t bucket);
   void send_parameters(uint32_t bucket);
   void open_step(bool shadow);

@@ -113,6 +113,7 @@ PendingUnitSample start_unit_sample(const std::vector<UnitsOfSlice>& slices, boo
     std::vector<int64_t> units;
     for (const auto& [slice, unit_length] : slices) {
       check_aligned(slice.flat);
+      slice.flat.record_stream(stream);
       const int64_t element_size = slice.flat.element_size();
       // A unit may be said to be longer than the slice, in as many bytes as no number counts.
       memory.push_back(

@@ -32,8 +32,7 @@ struct SampledUnits {
   double narrow_fraction = 0;
 };
 
-// A sample that may still be being taken. Keeps nothing of what is looked at alive: gradients may be dropped before, on
-// a stream that waits for this one, or a sample says nothing. Thread-safety: none.
+// A sample that may still be being taken. Keeps nothing of what is looked at alive. Thread-safety: none.
 class PendingUnitSample {
  public:
   PendingUnitSample();  // of nothing

@@ -15,8 +15,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "A device that is pretended: see queues.h.";
   using pretend::Queues;
   m.def(
-      "seed", [](uint64_t seed, double lateness, double rests) { Queues::get().seed(seed, lateness, rests); },
-      py::arg("seed"), py::arg("lateness") = 0.3, py::arg("rests") = -1.0);
+      "seed", [](uint64_t seed, double lateness) { Queues::get().seed(seed, lateness); }, py::arg("seed"),
+      py::arg("lateness") = 0.3);
   m.def("synchronize", [] { Queues::get().synchronize_all(); }, py::call_guard<py::gil_scoped_release>());
   m.def("stop", [] { Queues::get().stop(); }, py::call_guard<py::gil_scoped_release>());
   m.def("counts", [] {

@@ -14,14 +14,13 @@ Queues& Queues::get() {
 
 Queues::Queues() : thread_([this] { run(); }) {}
 
-void Queues::seed(uint64_t seed, double lateness, double rests) {
+void Queues::seed(uint64_t seed, double lateness) {
   std::lock_guard lock(mutex_);
   random_.seed(seed);
   lateness_ = lateness;
   constexpr std::array<double, 4> kProbabilities{0, 0.003, 0.01, 0.03};
   constexpr std::array<double, 3> kLongest{0.001, 0.004, 0.015};
   rest_probability_ = kProbabilities[random_() % kProbabilities.size()];
-  if (rests >= 0) rest_probability_ = rests;
   longest_rest_seconds_ = kLongest[random_() % kLongest.size()];
 }
 

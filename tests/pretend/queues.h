@@ -38,9 +38,9 @@ class Queues {
  public:
   static Queues& get();
 
-  // From now on a stream that could go on is left alone with that probability, each time; and with another one, which
-  // is drawn if it is negative, it rests for up to some milliseconds.
-  void seed(uint64_t seed, double lateness, double rests);
+  // From now on a stream that could go on is left alone with that probability, each time; and it rests with one that is
+  // drawn, for as long as is drawn.
+  void seed(uint64_t seed, double lateness);
 
   void put(StreamId stream, Work work);
   Ticket ticket(StreamId stream);
