@@ -14,7 +14,6 @@ import pytest
 import test_cuda_hook
 import test_direct
 import test_equivalence as on_cpu
-import test_freezing
 import test_narrow
 import test_units
 import torch
@@ -107,11 +106,8 @@ def test_odd_numbers(ranks: int) -> None:
 UNITS = [
     test_units.Rows,
     test_units.ManyBuckets,
-    test_units.RankBuckets,
     test_units.OnOneRank,
-    test_units.Experts,
     test_units.Views,
-    test_units.NoSync,
 ]
 
 
@@ -131,28 +127,8 @@ def test_every_transport(scenario: type[Scenario]) -> None:
     run_pretended(3, 6, compare, on_device(scenario()), test_direct.DIRECT_ROWS, True)
 
 
-def made_there(rank: int, function: Callable[..., None], *args: Any) -> None:
-    with torch.device("pretend"):
-        function(rank, *args)
-
-
-@pytest.mark.parametrize(
-    ("function", "args"),
-    [
-        (test_freezing.same_as_built_frozen, (False, True)),
-        (test_freezing.unfrozen_under_any_policy, ("auto",)),
-        (test_freezing.unfrozen_after_rebuild, (True, False)),
-        (test_freezing.declared_unused, (False, True, False)),
-        (test_freezing.frozen_on_one_rank, (False,)),
-        (test_freezing.static_graph, ()),
-        (test_direct.bytes_by_transport, (2,)),
-        (test_units.masks_that_grow, ()),
-        (test_units.dropped_gradients, ()),
-    ],
-)
-def test_as_on_the_cpu(function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """Freezing, rebuilding, transports and masks: what the CPU's tests do, with tensors made on the device."""
-    run_pretended(2, 7, made_there, function, *args)
+# With these seeds streams rest often, and for up to 15 ms, on either of two ranks.
+RESTING = (37, 86, 349, 372)
 
 
 class Tables(nn.Module):
@@ -167,10 +143,6 @@ class Tables(nn.Module):
         for table in self.tables:
             x = torch.tanh(x + table(rows))
         return x
-
-
-# With these seeds streams rest often, and for up to 15 ms, on either of two ranks.
-RESTING = (37, 86, 349, 372)
 
 
 def dropped_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
