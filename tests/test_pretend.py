@@ -132,7 +132,7 @@ RESTING = (37, 86, 349, 372)
 
 
 class Tables(nn.Module):
-    """Tables of which few rows are used, in buckets of their own; the last one's gradient is there first."""
+    """Tables with few rows in use, in buckets of their own; the last one's gradient is there first."""
 
     def __init__(self) -> None:
         super().__init__()
