@@ -157,7 +157,8 @@ def dropped_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
         early.grad = None
         taken.append(torch.full_like(early, 7.0))
 
-    next(ddp.parameters()).register_post_accumulate_grad_hook(drop)
+    # The first one's rows leave with the third bucket, and this is the fourth.
+    list(ddp.parameters())[1].register_post_accumulate_grad_hook(drop)
     for step in range(6):
         ddp(torch.tensor([step + rank], device="pretend")).square().mean().backward()
         ddp.zero_grad()
