@@ -115,7 +115,7 @@ UNITS = [
     ("scenario", "policy"), in_turn(UNITS, [test_units.EVERY_ROW, test_units.ADAPTIVE, test_units.WITH_VALUES])
 )
 def test_units_of_rows(scenario: type[Scenario], policy: ddp_hooks.Policy) -> None:
-    run_pretended(2, 5, compare, on_device(scenario()), policy, True)
+    run_pretended(2, 3, compare, on_device(scenario()), policy, True)
 
 
 DIRECT = [test_units.OnOneRank, test_units.RankBuckets, on_cpu.StepBranches]
@@ -124,7 +124,7 @@ DIRECT = [test_units.OnOneRank, test_units.RankBuckets, on_cpu.StepBranches]
 @pytest.mark.parametrize("scenario", DIRECT)
 def test_every_transport(scenario: type[Scenario]) -> None:
     """On three ranks some contribute and others do not: broadcast, and summed by owners."""
-    run_pretended(3, 6, compare, on_device(scenario()), test_direct.DIRECT_ROWS, True)
+    run_pretended(3, 3, compare, on_device(scenario()), test_direct.DIRECT_ROWS, True)
 
 
 # With these seeds streams rest often, and for up to 15 ms, on either of two ranks.
@@ -168,7 +168,7 @@ def dropped_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
 
 @pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_direct.DIRECT_ROWS], ids=lambda policy: policy.name)
 def test_dropped_within_backward(policy: ddp_hooks.Policy) -> None:
-    for seed in RESTING:
+    for seed in RESTING[:1]:
         run_pretended(2, seed, dropped_within_backward, policy)
 
 
