@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import test_cuda_hook
+import test_direct
 import test_equivalence as on_cpu
 import test_narrow
+import test_units
 import torch
 from fuzzer.campaign import run_many
 from fuzzer.generate import generate
@@ -21,7 +23,9 @@ from pairwise import in_turn
 from spawn import run_ranks
 from test_equivalence import EAGER_AUTO, PACK_ALL, SPLIT_ALL
 from test_fuzz import assert_same
-from training import Scenario, compare
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Scenario, compare, register
 
 import ddp_hooks
 
@@ -97,6 +101,135 @@ def test_narrow_under_autocast(scenario: type[Scenario], policy: ddp_hooks.Polic
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_odd_numbers(ranks: int) -> None:
     run_pretended(ranks, 4, test_narrow.odd, 0, torch.float32, test_narrow.SMALL_SEGMENTS, True, "pretend")
+
+
+UNITS = [
+    test_units.Rows,
+    test_units.ManyBuckets,
+    test_units.OnOneRank,
+    test_units.Views,
+]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "policy"), in_turn(UNITS, [test_units.EVERY_ROW, test_units.ADAPTIVE, test_units.WITH_VALUES])
+)
+def test_units_of_rows(scenario: type[Scenario], policy: ddp_hooks.Policy) -> None:
+    run_pretended(2, 3, compare, on_device(scenario()), policy, True)
+
+
+DIRECT = [test_units.OnOneRank, test_units.RankBuckets, on_cpu.StepBranches]
+
+
+@pytest.mark.parametrize("scenario", DIRECT)
+def test_every_transport(scenario: type[Scenario]) -> None:
+    """On three ranks some contribute and others do not: broadcast, and summed by owners."""
+    run_pretended(3, 3, compare, on_device(scenario()), test_direct.DIRECT_ROWS, True)
+
+
+# With these seeds streams rest often, and for up to 15 ms, on either of two ranks.
+RESTING = (37, 86, 349, 372)
+
+
+class Tables(nn.Module):
+    """Tables with few rows in use, in buckets of their own; the last one's gradient is there first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(64, 64) for _ in range(5))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        x = torch.ones((), device=rows.device)
+        for table in self.tables:
+            x = torch.tanh(x + table(rows))
+        return x
+
+
+def dropped_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
+    """A gradient that somebody drops while its rows are under way: what takes its memory stays what it is."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Tables().to("pretend"), bucket_cap_mb=0.001)
+    register(ddp, policy, True)
+    *_, early = ddp.parameters()
+    taken = []
+
+    def drop(_: torch.Tensor) -> None:
+        early.grad = None
+        taken.append(torch.full_like(early, 7.0))
+
+    # The first one's rows leave with the third bucket, and this is the fourth.
+    list(ddp.parameters())[1].register_post_accumulate_grad_hook(drop)
+    for step in range(6):
+        ddp(torch.tensor([step + rank], device="pretend")).square().mean().backward()
+        ddp.zero_grad()
+    assert len(taken) == 6
+    assert all(bool((tensor == 7).all()) for tensor in taken)
+
+
+@pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_direct.DIRECT_ROWS], ids=lambda policy: policy.name)
+def test_dropped_within_backward(policy: ddp_hooks.Policy) -> None:
+    for seed in RESTING[:1]:
+        run_pretended(2, seed, dropped_within_backward, policy)
+
+
+def gradients_of_many_streams(rank: int, policy: ddp_hooks.Policy) -> None:
+    """Accumulators that were made on different streams, as a rebuild may find them: each accumulates on its own.
+
+    Plain DDP is right on the CPU alone.
+    """
+    found = []
+    for device in ("cpu", "pretend"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8))).to(device)
+        held = []
+        for layer in model[::2] if device == "pretend" else ():
+            with torch.Stream(device=device):
+                held += [p.expand_as(p).grad_fn.next_functions[0][0] for p in layer.parameters()]
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.003)
+        if device == "pretend":
+            register(ddp, policy, True)
+        gradients = []
+        for step in range(6):
+            batch = torch.full((2, 16), 0.1 * (step + rank)).to(device)
+            with ddp.no_sync():  # so that there is something to add to
+                ddp(batch).sum().backward()
+            ddp(batch).square().sum().backward()
+            gradients.append([p.grad.clone() for p in ddp.parameters()])
+            ddp.zero_grad()
+        found.append(gradients)
+    for plain, ours in zip(*found, strict=True):
+        for a, b in zip(plain, ours, strict=True):
+            torch.testing.assert_close(a, b.cpu())
+
+
+@pytest.mark.parametrize("policy", [PACK_ALL, test_units.EVERY_ROW], ids=lambda policy: policy.name)
+def test_gradients_of_many_streams(policy: ddp_hooks.Policy) -> None:
+    for seed in RESTING:
+        run_pretended(2, seed, gradients_of_many_streams, policy)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.branches[branch](x)
+
+
+def used_map(rank: int) -> None:
+    """Where the engine has told the Reducer that its map is reduced, whoever reads it finds it so."""
+    ddp = DistributedDataParallel(Branches().to("pretend"), find_unused_parameters=True)
+    register(ddp, "skip_unused", True)
+    for step in range(8):
+        ddp(torch.ones(1, 4, device="pretend"), step % 3).sum().backward()
+        found = ddp.reducer._get_local_used_map().cpu().tolist()
+        assert found == [2 * (parameter // 2 == step % 3) for parameter in range(6)]
+
+
+def test_used_map() -> None:
+    for seed in RESTING:
+        run_pretended(2, seed, used_map)
 
 
 @pytest.mark.parametrize("programs", [15, pytest.param(60, marks=pytest.mark.thorough)])

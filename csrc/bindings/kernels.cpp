@@ -45,7 +45,7 @@ void bind_unit_scan(py::module_& m) {
                           : start_unit_scan(slice, unit_length, widths);
       },
       py::arg("flat"), py::arg("offset"), py::arg("length"), py::arg("unit_length"), py::arg("candidates") = py::none(),
-      py::arg("widths") = false, py::call_guard<py::gil_scoped_release>());
+      py::arg("widths") = false, py::keep_alive<0, 1>(), py::call_guard<py::gil_scoped_release>());
 
   // Whether gradients on devices of that type can be served.
   m.def("register_device_kernels", [](const c10::Device& device, const py::capsule& kernels) {

@@ -82,6 +82,7 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
       unmanaged_parameters_(std::move(unmanaged_parameters)),
       names_(std::move(names)),
       data_group_(reducer_.process_group()),
+      accumulator_streams_(reducer_.accumulator_streams()),
       settings_(fitted(settings)),
       control_groups_(std::move(groups)),
       probe_(settings.values.probe),
@@ -252,7 +253,27 @@ void Engine::check_bucket(uint32_t bucket) {
               ". A SkipUnusedState serves one DistributedDataParallel module; make one for each");
 }
 
+// Accumulators that are made on different streams accumulate on those, such as old ones and new ones of a Reducer that
+// was made anew. What is sent now is of this bucket and of those before; the Reducer goes by the last gradient's
+// stream, and autograd records a gradient on its accumulator's alone.
+void Engine::wait_for_gradients(uint32_t bucket) const {
+  const c10::Device device = step_->buckets[bucket].buffer().device();
+  for (const c10::Stream& stream : accumulator_streams_) {
+    if (stream.device() != device || stream == current_stream(device)) continue;
+    c10::Event accumulated(device.type());
+    accumulated.record(stream);
+    accumulated.block(current_stream(device));
+  }
+  if (accumulator_streams_.size() <= 1) return;
+  for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
+    const at::Tensor& gradient = reducer_.parameters()[slice.parameter].grad();
+    if (!gradient.defined() || gradient.is_sparse()) continue;
+    for (const c10::Stream& stream : accumulator_streams_) gradient.record_stream(stream);
+  }
+}
+
 void Engine::prepare_gradients(uint32_t bucket) {
+  wait_for_gradients(bucket);
   fill_views(bucket);
   note_unannounced(bucket);
   // Before the bucket is sent, because then gradients are where autograd has left them. Alone nobody asks.
@@ -545,7 +566,13 @@ void Engine::after_backward(const std::shared_ptr<Step>& step) {
         "used to stand when backward reaches the module's outputs. An earlier backward pass that failed half-way, or a "
         "gradient made by hand during this one, can be the cause");
   }
-  if (step->rebuild) rebuild();
+  if (step->rebuild) {
+    // The Reducer drops them, when .grad has yet to be read from them on this stream.
+    for (const BucketInFlight& bucket : step->buckets) {
+      if (!bucket.buffer().is_sparse()) keep_for_stream(bucket.buffer());
+    }
+    rebuild();
+  }
   std::lock_guard lock(mutex_);
   ending_.reset();
 }

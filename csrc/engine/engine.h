@@ -155,6 +155,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::exception_ptr explained(const std::exception_ptr& error) const;
   void forget_broken_pass(const c10d::GradBucket& bucket);
   void check_bucket(uint32_t bucket);
+  void wait_for_gradients(uint32_t bucket) const;
   void prepare_gradients(uint32_t bucket);
   void send_parameters(uint32_t bucket);
   void open_step(bool shadow);
@@ -195,6 +196,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::vector<at::Tensor> unmanaged_parameters_;
   const std::vector<std::string> names_;
   GroupReference<c10d::ProcessGroup> data_group_;
+  const std::vector<c10::Stream> accumulator_streams_;
   EngineSettings settings_;
   std::shared_ptr<const ControlGroups> control_groups_;
   std::vector<GradientReport> reports_;

@@ -1,7 +1,7 @@
 // What a scan on a device answers: words of the device, and what the host reads of them once they have been copied.
 //
-// Keeps nothing of what was scanned: whoever starts the scan records the scanned
-// memory on the scan's stream. Thread-safety: none.
+// Keeps nothing of what was scanned: who starts the scan holds it until the answer was waited for, or is gone, or
+// records it on the scan's stream. Thread-safety: none.
 #pragma once
 
 #include <ATen/core/Tensor.h>

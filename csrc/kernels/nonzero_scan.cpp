@@ -62,7 +62,6 @@ PendingScan start_scan(const std::vector<SliceOfTensor>& slices) {
     memory.reserve(slices.size());
     for (const SliceOfTensor& slice : slices) {
       check_aligned(slice.flat);
-      slice.flat.record_stream(stream);
       memory.push_back({address_of(slice), slice.length * slice.flat.element_size()});
     }
     scan.on_device_.reset(new PendingScan::OnDevice{{device, static_cast<int64_t>(slices.size())}});

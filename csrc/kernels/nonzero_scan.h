@@ -17,7 +17,8 @@ namespace ddp_hooks {
 
 using ScanResult = cpu::UnitFindings;  // each slice is a unit
 
-// A scan that may be under way. Keeps nothing of what is scanned alive. Thread-safety: none.
+// A scan that may be under way. Whoever starts it holds what is scanned until it was waited for, or is gone, which
+// waits as well. Thread-safety: none.
 class PendingScan {
  public:
   PendingScan();  // of nothing

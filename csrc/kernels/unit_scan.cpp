@@ -60,7 +60,6 @@ PendingUnitScan start_unit_scan(const SliceOfTensor& slice, int64_t unit_length,
     check_aligned(slice.flat);
     const int64_t element_size = slice.flat.element_size();
     const c10::Stream stream = current_stream(device);
-    slice.flat.record_stream(stream);
     const int64_t words = cuda::bitmap_count(type, widths) * cuda::words_of_bitmap(units);
     scan.on_device_.reset(new PendingUnitScan::OnDevice{units, type, widths, {device, words}});
     DeviceAnswer& answer = scan.on_device_->answer;

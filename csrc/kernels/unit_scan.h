@@ -19,7 +19,8 @@ namespace ddp_hooks {
 
 using cpu::UnitScanResult;
 
-// A scan that may be under way. Keeps nothing of what is scanned alive. Thread-safety: none.
+// A scan that may be under way. Whoever starts it holds what is scanned until it was waited for, or is gone, which
+// waits as well. Thread-safety: none.
 class PendingUnitScan {
  public:
   PendingUnitScan();  // of nothing

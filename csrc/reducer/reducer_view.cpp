@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
 #include <unordered_set>
 #include <utility>
@@ -131,6 +132,16 @@ const std::vector<at::Tensor>& ReducerView::parameters() const {
 }
 const std::vector<Accumulator>& ReducerView::accumulators() const {
   return Members::accumulators(*get());
+}
+
+std::vector<c10::Stream> ReducerView::accumulator_streams() const {
+  std::vector<c10::Stream> streams;
+  for (const Accumulator& accumulator : accumulators()) {
+    const auto& input = accumulator->input_metadata(0);
+    if (input.device().is_cpu() || std::find(streams.begin(), streams.end(), input.stream()) != streams.end()) continue;
+    streams.push_back(input.stream());
+  }
+  return streams;
 }
 bool ReducerView::skips_unused_by_local_list() const {
   return Members::skips_unused(*get());

@@ -60,6 +60,8 @@ class ReducerView {
   // What does not change while the module lives.
   const std::vector<at::Tensor>& parameters() const;
   const std::vector<Accumulator>& accumulators() const;
+  // On which gradients are accumulated, on a device. One, as a rule: that on which the accumulators were made.
+  std::vector<c10::Stream> accumulator_streams() const;
   bool skips_unused_by_local_list() const;
   bool gradients_are_views() const;
   // DistributedDataParallel(batched_grad_copy=True), where torch has it: without a hook the Reducer would copy all

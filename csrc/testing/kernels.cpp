@@ -94,9 +94,12 @@ void bind_single_kernels(py::module_& m) {
             return results;
           },
           py::call_guard<py::gil_scoped_release>());
-  m.def("start_scan", [to_slices](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
-    return start_scan(to_slices(flat, ranges));
-  });
+  m.def(
+      "start_scan",
+      [to_slices](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+        return start_scan(to_slices(flat, ranges));
+      },
+      py::keep_alive<0, 1>());
   m.def("nonzero_scan", [](const at::Tensor& flat) {
     const ScanResult result = start_scan({{flat, 0, flat.numel()}}).wait().front();
     return std::make_pair(result.any_nonzero, result.any_negative_zero);

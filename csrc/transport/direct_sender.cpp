@@ -67,6 +67,19 @@ c10::intrusive_ptr<c10d::Work> start_all_to_all(Group& group, at::Tensor& receiv
   }
 }
 
+std::vector<SliceOfTensor> slices_of(const std::vector<DirectPlace>& places) {
+  std::vector<SliceOfTensor> slices;
+  slices.reserve(places.size());
+  for (const DirectPlace& place : places) slices.push_back(place.slice);
+  return slices;
+}
+
+void keep(const at::Tensor& memory, const DirectPlaces& places) {
+  if (memory.is_cpu()) return;
+  keep_for_stream(memory);
+  for (const std::vector<DirectPlace>& of_group : places) keep_for_stream(slices_of(of_group));
+}
+
 at::TensorOptions options_of(const DirectPlaces& places) {
   return places.front().front().slice.flat.options();
 }
@@ -178,7 +191,7 @@ void DirectSender::broadcast(Launch launch, const DirectMessage& message, Direct
                 add_sums(groups[i], places[i], rank, ranks, positions, sums);
               }
               sum_contributions(received.memory, sums);
-              keep_for_stream(received.memory);
+              keep(received.memory, places);
             });
 }
 
@@ -279,13 +292,8 @@ void DirectSender::broadcast_sums(const Waiting& waiting) {
   when_back(*work, device, waiting.launch,
             [groups = message.groups, places = waiting.places, received, sums_of](c10::ivalue::Future&) {
               RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
-              for (size_t i = 0; i < groups.size(); ++i) {
-                std::vector<SliceOfTensor> slices;
-                slices.reserve(places[i].size());
-                for (const DirectPlace& place : places[i]) slices.push_back(place.slice);
-                scatter(sums_of(groups[i]), slices);
-              }
-              keep_for_stream(received.memory);
+              for (size_t i = 0; i < groups.size(); ++i) scatter(sums_of(groups[i]), slices_of(places[i]));
+              keep(received.memory, places);
             });
 }
 

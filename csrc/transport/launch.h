@@ -39,8 +39,10 @@ void when_back(c10d::Work& work, c10::Device device, Launch launch, OnSuccess on
 // `to` = the slices, one after the other, scaled: divided where plain DDP divides, otherwise times 1/divisor.
 void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double divisor, bool divides);
 
-// Completions on a device run on a stream of their own; memory that they read may not be reused before they have.
+// Completions on a device run on a stream of their own; memory that they read or write may not be reused before they
+// have. Gradients are held by their parameters, unless somebody drops them within backward.
 void keep_for_stream(const at::Tensor& tensor);
+void keep_for_stream(const std::vector<SliceOfTensor>& slices);
 
 // Since the last reset; the same on every rank, but for the bytes of sparse gradients and what each sends.
 struct MessageStatistics {

@@ -150,6 +150,7 @@ void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step,
                RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
                scatter(packed, places);
                keep_for_stream(packed);
+               keep_for_stream(places);
              });
 }
 

@@ -26,12 +26,17 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a dense, contiguous, real copy on the CPU."""
+    return copy_there(tensor).cpu()
+
+
+def copy_there(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense, contiguous, real copy where the tensor is, without waiting for that."""
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.contiguous().clone() if tensor.is_cpu else tensor.contiguous().cpu()
+    return tensor.contiguous().clone()
 
 
 def digest(tensor: torch.Tensor | None) -> int:

@@ -25,7 +25,7 @@ from training import register as register_hook
 import ddp_hooks
 
 from . import oracle
-from .compare import difference, digest, plain_copy
+from .compare import copy_there, difference, digest, plain_copy
 from .model import DTYPES, ROWS, TOKENS, WIDTH, Loose, Model, loss_of
 from .odd import odd_gradient
 from .program import Operation, Program, policy_of
@@ -140,7 +140,47 @@ class _Run:
         self.own_options = oracle.own_options_will_do(program)
         self.idles = oracle.idleness_will_do(program)
         torch.manual_seed(program.seed)
+        # What waits for the device comes last, so that the host may be a step ahead; but gradients are overwritten when
+        # they have been compared, if the order of sums is free.
+        self.looks_later = self.options.device != "cpu" and program.ranks <= 2
+        self.later: list[Callable[[], None]] = []
+        # The Reducer does after its first pass.
+        self.makes_buckets_anew = True
+        self.stream = None if self.options.streams == "default" else torch.Stream(device=self.options.device)
+        with self._on_stream(self.options.streams != "trained"):
+            if self.stream is not None:
+                self.wrapped_on = torch.accelerator.current_stream()
+            self._set_up(plain, register)
+
+    @contextlib.contextmanager
+    def _on_stream(self, own: bool) -> Iterator[None]:
+        """Have what is done put on a stream of this run's own, if the program has one, and wait for it at the end."""
+        if self.stream is None or not own:
+            yield
+            return
+        callers = torch.accelerator.current_stream()
+        self.stream.wait_stream(callers)
+        with self.stream:
+            yield
+        callers.wait_stream(self.stream)
+
+    def _drops_gradients(self) -> None:
+        """Do as whoever drops gradients has to that were made on one stream and read on another."""
+        if self.stream is not None:
+            for parameter in self.named.values():
+                if parameter.grad is not None:
+                    parameter.grad.record_stream(torch.accelerator.current_stream())
+
+    def _drops_buckets(self) -> None:
+        """The same where the Reducer is about to drop its buckets; they are not ours to record."""
+        if self.options.streams == "trained":
+            self.wrapped_on.wait_stream(torch.accelerator.current_stream())
+
+    def _set_up(self, plain: Trace | None, register: Register) -> None:
+        program = self.program
         self.model = Model(program.layers, self.options.output).to(self.options.device)
+        if self.options.streams == "layers":
+            self.model.streams = {index: torch.Stream(device=self.options.device) for index in self.model.names}
         self.named = dict(self.model.named_parameters())
         self.trace.sizes = {name: p.numel() * p.element_size() for name, p in self.named.items()}
         self.trace.shapes = {name: (parts_of(p).numel(), rows_of(p)) for name, p in self.named.items()}
@@ -158,7 +198,7 @@ class _Run:
             for name in self.named:
                 self._watch(name)
         frozen = self._select(self.options.frozen_when_wrapped)
-        settings = {
+        settings: dict[str, Any] = {
             "find_unused_parameters": self.options.find_unused_parameters,
             "static_graph": self.options.static_graph,
             **(oracle.options_of_the_oracle(program) if plain is None else {}),
@@ -166,6 +206,8 @@ class _Run:
         if plain is not None or self.own_options:
             self._require_gradients(frozen, False)
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+        if plain is not None and self.options.group == "host":
+            settings["process_group"] = dist.new_group(backend="cpu:gloo,pretend:pretend_host")
         self.ddp = DistributedDataParallel(
             self.model,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
@@ -184,6 +226,11 @@ class _Run:
         self.optimizer = _optimizer(self.options.optimizer, self.model)
 
     def run(self) -> Trace:
+        with self._on_stream(own=True):
+            self._run()
+        return self.trace
+
+    def _run(self) -> None:
         options = self.options
         if options.join is None:
             self._operate()
@@ -191,6 +238,8 @@ class _Run:
             with self.ddp.join(divide_by_initial_world_size=options.divide_by_initial_world_size):
                 self._operate()
         self._look("end")
+        for wait_and_compare in self.later:
+            wait_and_compare()
         if self.state is not None:
             self.trace.counters = {
                 name: value
@@ -202,7 +251,6 @@ class _Run:
             self.buffer_sync.remove()
         for handle in self.watching.values():
             handle.remove()
-        return self.trace
 
     def _operate(self) -> None:
         updates = 0
@@ -234,6 +282,9 @@ class _Run:
             self._loss(operation).backward()
         if not operation["sync"]:
             return
+        if self.makes_buckets_anew:
+            self._drops_buckets()
+            self.makes_buckets_anew = False
         if self.state is not None and before is not None:
             after = self.state.stats()
             self.trace.sent[moment] = (
@@ -348,13 +399,15 @@ class _Run:
             nn.utils.clip_grad_norm_(self.model.parameters(), operation["clip"])
         if not operation.get("skip"):
             self.optimizer.step()
+        self._drops_gradients()
         if operation["zero"] != "keep":
-            self.free_signs.clear()
+            self._now_or_later(self.free_signs.clear)
             self.optimizer.zero_grad(set_to_none=operation["zero"] == "none")
         self._look(moment)
 
     def _do_freeze(self, operation: Operation, moment: str) -> None:
         names = self._select(operation["what"][self.rank])
+        self._drops_gradients()
         if operation["how"] == "flag" or not names:
             self._require_gradients(names, False)
         else:
@@ -389,6 +442,8 @@ class _Run:
 
     def _do_rebuild(self, operation: Operation, moment: str) -> None:
         if self.state is not None:
+            self._drops_buckets()
+            self.makes_buckets_anew = True
             ddp_hooks.rebuild(self.ddp, find_unused_parameters=operation.get("search"))
 
     def _do_broadcast(self, operation: Operation, moment: str) -> None:
@@ -447,18 +502,28 @@ class _Run:
         self.watching[name] = self.named[name].register_post_accumulate_grad_hook(note)
 
     def _look(self, moment: str) -> None:
+        copy = copy_there if self.looks_later else plain_copy
         tensors: Tensors = {}
         for name, parameter in self.named.items():
-            tensors[f"gradient of {name}"] = None if parameter.grad is None else plain_copy(parameter.grad)
-            tensors[f"weight {name}"] = plain_copy(parameter)
+            tensors[f"gradient of {name}"] = None if parameter.grad is None else copy(parameter.grad)
+            tensors[f"weight {name}"] = copy(parameter)
         for name, buffer in self.model.named_buffers():
-            tensors[f"buffer {name}"] = plain_copy(buffer)
-        self.trace.tensors[moment] = tensors
+            tensors[f"buffer {name}"] = copy(buffer)
         self.trace.scales[moment] = dict(self.largest)
-        if self.plain is not None:
-            self._compare(moment, tensors, self.plain)
+        self._now_or_later(functools.partial(self._compare, moment, tensors, policy_of(self.policy)))
 
-    def _compare(self, moment: str, tensors: Tensors, plain: Trace) -> None:
+    def _now_or_later(self, act: Callable[[], None]) -> None:
+        if self.looks_later:
+            self.later.append(act)
+        else:
+            act()
+
+    def _compare(self, moment: str, tensors: Tensors, policy: ddp_hooks.Policy) -> None:
+        plain = self.plain
+        tensors = {what: None if tensor is None else tensor.cpu() for what, tensor in tensors.items()}
+        self.trace.tensors[moment] = tensors
+        if plain is None:
+            return
         exact = self.program.ranks <= 2
         for what, ours in tensors.items():
             theirs = plain.tensors[moment][what]
@@ -468,7 +533,7 @@ class _Run:
                 scale = plain.scales[moment].get(what.removeprefix("gradient of "), 0.0)
             zero_signs: bool | torch.Tensor = not gradient
             if gradient and ours is not None and theirs is not None and ours.shape == theirs.shape:
-                zero_signs = self._free_signs(what.removeprefix("gradient of "), ours, theirs)
+                zero_signs = self._free_signs(what.removeprefix("gradient of "), ours, theirs, policy)
             used = what.removeprefix("gradient of ") in self.trace.used.get(moment, ())
             left_over = gradient and self.program.options.gradient_as_bucket_view and not used
             found = difference(ours, theirs, scale=scale, zero_signs=zero_signs, left_over=left_over)
@@ -482,8 +547,10 @@ class _Run:
                 if parameter.grad is not None and theirs is not None:
                     _overwrite(parameter, theirs)
 
-    def _free_signs(self, name: str, ours: torch.Tensor, theirs: torch.Tensor) -> bool | torch.Tensor:
-        parameter, policy = self.named[name], policy_of(self.policy)
+    def _free_signs(
+        self, name: str, ours: torch.Tensor, theirs: torch.Tensor, policy: ddp_hooks.Policy
+    ) -> bool | torch.Tensor:
+        parameter = self.named[name]
         # Scaled part by part, not as complex numbers.
         if parameter.is_complex():
             return True

@@ -22,9 +22,13 @@ _MAY_SPOIL_WEIGHTS = ("nan", "inf", "-inf")
 def generate(seed: int, ranks: int, device: str = "cpu") -> Program:
     """Return the program of that seed; on another device without the layers that do not run there."""
     program = _Generator(seed, ranks).generate()
-    program.options.device = device
+    options = program.options
+    options.device = device
     if device != "cpu":
         program.layers = [layer for layer in program.layers if _runs_on_devices(layer)]
+        draw = random.Random(f"streams of {seed} on {ranks}")
+        options.streams = draw.choice(["default", "all", "trained", "layers"])
+        options.group = draw.choices(["stream", "host"], [3, 1])[0]
     return program
 
 

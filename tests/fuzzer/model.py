@@ -223,6 +223,8 @@ class Model(nn.Module):
         self.layers = nn.ModuleDict({name_of(layer): KINDS[layer["kind"]](layer) for layer in layers})
         self.names = {layer["id"]: name_of(layer) for layer in layers}
         self.head = nn.Linear(WIDTH, 3)
+        # By the layer's number, for those that have one of their own.
+        self.streams: dict[int, torch.Stream] = {}
         for layer in layers:
             other = next((other for other in layers if other["id"] == layer.get("tied_to")), None)
             if other is not None and (other["kind"], other["dtype"]) == ("square", layer["dtype"]):
@@ -234,12 +236,27 @@ class Model(nn.Module):
                 continue
             layer = self.layers[self.names[index]]
             # A factor must not spoil what comes before.
-            out = layer(x.detach() if index in factors else x, tokens)
+            out = self._run(layer, index, x.detach() if index in factors else x, tokens)
             x = torch.tanh(x + (_Factor.apply(out, factors[index]) if index in factors else out))
         x = self.head(x)
         if self.output == "tuple":
             return (x[:1], x[1:])
         return {"a": x[:1], "rest": [x[1:]]} if self.output == "dict" else x
+
+    def _run(self, layer: nn.Module, index: int, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        own = self.streams.get(index)
+        if own is None:
+            return layer(x, tokens)
+        callers = torch.accelerator.current_stream()
+        own.wait_stream(callers)
+        with own:
+            out = layer(x, tokens)
+        callers.wait_stream(own)
+        # As whoever uses a tensor on two streams has to.
+        for tensor in (x, tokens):
+            tensor.record_stream(own)
+        out.record_stream(callers)
+        return out
 
 
 def name_of(layer: Layer) -> str:

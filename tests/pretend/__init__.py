@@ -48,6 +48,11 @@ def _make_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return _pretend.make_group(dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
+def _make_host_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    return _pretend.make_host_group(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
 dist.Backend.register_backend("pretend", _make_group, devices=["pretend"])
+dist.Backend.register_backend("pretend_host", _make_host_group, devices=["pretend"])
 _C.register_device_kernels(torch.device("pretend"), _pretend.kernels())
 atexit.register(_pretend.stop)

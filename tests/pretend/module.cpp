@@ -26,6 +26,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                            {"host_waits", counts.host_waits}, {"collectives", counts.collectives}};
   });
   m.def("make_group", &pretend::make_group, py::call_guard<py::gil_scoped_release>());
+  m.def("make_host_group", &pretend::make_host_group, py::call_guard<py::gil_scoped_release>());
   m.def("kernels", [] { return py::capsule(&pretend::kernels()); });
   m.def("exchange_stream", &pretend::exchange_stream);
 }

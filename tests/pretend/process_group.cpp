@@ -1,7 +1,13 @@
-// A process group whose collectives are put on a stream of its own, as NCCL's are, and carried by gloo.
+// Two process groups, both carried by gloo.
 //
-// A collective waits for what the caller's stream has been given, and its work is complete, for the host, when it is
-// put there: wait() makes the caller's stream wait. Tensors are recorded on the group's stream.
+// One puts its collectives on a stream of its own, as NCCL does. A collective waits for what the caller's stream has
+// been given, and its work is complete, for the host, when it is put there: wait() makes the caller's stream wait.
+// Tensors are recorded on the group's stream.
+//
+// The other does as gloo with CUDA tensors, and calls itself that. A collective copies its tensors to pinned memory, a
+// thread carries it out there, puts the copies back on a stream from a pool, and completes the work, whose
+// future knows no streams. Then the thread's stream waits for the copies, and nobody else's but by wait(). Plain DDP,
+// which asks the future, gets wrong gradients from that where it trains on another stream than the default one.
 
 #include "process_group.h"
 
@@ -10,7 +16,11 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
+#include <condition_variable>
+#include <deque>
 #include <memory>
+#include <mutex>
+#include <thread>
 #include <utility>
 
 #include "counts.h"
@@ -25,6 +35,8 @@ using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
 
 constexpr StreamId kFirstStream = 100;
+constexpr StreamId kFirstHostStream = 1'000'000;
+constexpr StreamId kHostStreams = 8;
 
 c10::Stream stream_with(StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, 0), id);
@@ -65,12 +77,12 @@ Tensors all_as_cpu(const Tensors& tensors) {
   return aliases;
 }
 
-class QueuedGroup final : public c10d::Backend {
+// The collectives that are asked for, whatever becomes of them.
+class CarriedGroup : public c10d::Backend {
  public:
-  explicit QueuedGroup(c10::intrusive_ptr<c10d::Backend> gloo)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), stream_(next_stream()) {}
+  explicit CarriedGroup(c10::intrusive_ptr<c10d::Backend> gloo)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
 
-  const std::string getBackendName() const override { return "pretend"; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
@@ -113,6 +125,22 @@ class QueuedGroup final : public c10d::Backend {
                  return gloo.alltoall_base(out.front(), in.front(), output_sizes, input_sizes, options);
                });
   }
+
+ protected:
+  using Start = std::function<c10::intrusive_ptr<Work>(c10d::Backend&, Tensors&, Tensors&)>;
+
+  // `start` is given the inputs and outputs as gloo takes them.
+  virtual c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs,
+                                       Start start) = 0;
+
+  const c10::intrusive_ptr<c10d::Backend> gloo_;
+};
+
+class QueuedGroup final : public CarriedGroup {
+ public:
+  explicit QueuedGroup(const c10::intrusive_ptr<c10d::Backend>& gloo) : CarriedGroup(gloo), stream_(next_stream()) {}
+
+  const std::string getBackendName() const override { return "pretend"; }
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
     ++Counts::get().host_waits;
     Queues::get().synchronize(Queues::get().ticket(stream_));
@@ -120,14 +148,12 @@ class QueuedGroup final : public c10d::Backend {
   }
 
  private:
-  using Start = std::function<c10::intrusive_ptr<Work>(c10d::Backend&, Tensors&, Tensors&)>;
-
   static StreamId next_stream() {
     static std::atomic<StreamId> next{kFirstStream};
     return next++;
   }
 
-  c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs, Start start) {
+  c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs, Start start) override {
     ++Counts::get().collectives;
     Queues& queues = Queues::get();
     queues.wait(stream_, queues.ticket(current_stream()));
@@ -148,14 +174,142 @@ class QueuedGroup final : public c10d::Backend {
     return c10::make_intrusive<QueuedWork>(getRank(), type, queues.ticket(stream_), stream_, outputs);
   }
 
-  const c10::intrusive_ptr<c10d::Backend> gloo_;
   const StreamId stream_;
+};
+
+// Of a group that copies to the host: done when its thread says so.
+class HostWork final : public Work {
+ public:
+  HostWork(int rank, c10d::OpType type, Tensors outputs)
+      : Work(rank, type),
+        outputs_(std::move(outputs)),
+        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+
+  bool isCompleted() override { return future_->completed(); }
+  bool isSuccess() const override { return !future_->hasError(); }
+  void synchronize() override {
+    ++Counts::get().stream_waits;
+    Queues::get().wait(current_stream(), copied_);
+  }
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    ++Counts::get().host_waits;
+    future_->wait();
+    future_->value();  // throws what went wrong
+    synchronize();
+    return true;
+  }
+  void blockCurrentStream() override { wait(std::chrono::milliseconds(0)); }
+  Tensors result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+  void finish(Ticket copied) {
+    copied_ = copied;
+    synchronize();
+    future_->markCompleted(c10::IValue(outputs_));
+  }
+  void fail() { future_->setError(std::current_exception()); }
+
+ private:
+  const Tensors outputs_;
+  Ticket copied_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+class HostGroup final : public CarriedGroup {
+ public:
+  explicit HostGroup(const c10::intrusive_ptr<c10d::Backend>& gloo) : CarriedGroup(gloo) {
+    std::thread([waiting = waiting_] { run(*waiting); }).detach();
+  }
+  ~HostGroup() override {
+    const std::lock_guard lock(waiting_->mutex);
+    waiting_->closed = true;
+    waiting_->changed.notify_all();
+  }
+
+  const std::string getBackendName() const override { return "gloo"; }
+  c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override { return gloo_->barrier(options); }
+
+ private:
+  struct Waiting {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::function<void()>> collectives;
+    bool closed = false;
+  };
+
+  // The thread may outlive the group, which nobody may have to wait for.
+  static void run(Waiting& waiting) {
+    std::unique_lock lock(waiting.mutex);
+    while (true) {
+      waiting.changed.wait(lock, [&] { return waiting.closed || !waiting.collectives.empty(); });
+      if (waiting.collectives.empty()) return;
+      std::function<void()> next = std::move(waiting.collectives.front());
+      waiting.collectives.pop_front();
+      lock.unlock();
+      next();
+      next = nullptr;
+      lock.lock();
+    }
+  }
+
+  c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs, Start start) override {
+    static std::atomic<StreamId> next{0};
+    ++Counts::get().collectives;
+    Queues& queues = Queues::get();
+    const StreamId stream = kFirstHostStream + next++ % kHostStreams;
+    queues.wait(stream, queues.ticket(current_stream()));
+    const auto pinned = [&](const Tensors& tensors) {
+      Tensors copies;
+      for (const at::Tensor& tensor : tensors) {
+        record_on_stream(tensor.storage().data_ptr(), stream);
+        copies.push_back(at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true)));
+        const Tensors pair{as_cpu(tensor), copies.back()};
+        queues.put(stream, [pair] { return copy(pair[0], pair[1]); });
+      }
+      return copies;
+    };
+    Tensors in = pinned(inputs);
+    const bool is_in_place = &inputs == &outputs;
+    Tensors out = is_in_place ? in : pinned(outputs);
+    auto work = c10::make_intrusive<HostWork>(getRank(), type, outputs);
+    const Ticket ready = queues.ticket(stream);
+    const std::lock_guard lock(waiting_->mutex);
+    waiting_->collectives.push_back([gloo = gloo_, work, in, out, ready, stream, aliases = all_as_cpu(outputs),
+                                     start = std::move(start)]() mutable {
+      Queues& queues = Queues::get();
+      try {
+        queues.synchronize(ready);
+        start(*gloo, in, out)->wait();
+        for (size_t i = 0; i < out.size(); ++i) {
+          const Tensors pair{out[i], aliases[i]};
+          queues.put(stream, [pair] { return copy(pair[0], pair[1]); });
+        }
+      } catch (...) {
+        return work->fail();
+      }
+      work->finish(queues.ticket(stream));
+    });
+    waiting_->changed.notify_all();
+    return work;
+  }
+
+  static bool copy(const at::Tensor& from, const at::Tensor& to) {
+    const at::NoGradGuard no_grad;
+    at::Tensor(to).copy_(from);
+    return true;
+  }
+
+  const std::shared_ptr<Waiting> waiting_ = std::make_shared<Waiting>();
 };
 
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_group(const c10::intrusive_ptr<c10d::Backend>& gloo) {
   return c10::make_intrusive<QueuedGroup>(gloo);
+}
+
+c10::intrusive_ptr<c10d::Backend> make_host_group(const c10::intrusive_ptr<c10d::Backend>& gloo) {
+  return c10::make_intrusive<HostGroup>(gloo);
 }
 
 }  // namespace pretend

@@ -6,5 +6,6 @@
 namespace pretend {
 
 c10::intrusive_ptr<c10d::Backend> make_group(const c10::intrusive_ptr<c10d::Backend>& gloo);
+c10::intrusive_ptr<c10d::Backend> make_host_group(const c10::intrusive_ptr<c10d::Backend>& gloo);
 
 }  // namespace pretend

@@ -1,7 +1,7 @@
 #include "queues.h"
 
 #include <algorithm>
-#include <chrono>
+#include <array>
 #include <utility>
 #include <vector>
 
@@ -18,6 +18,10 @@ void Queues::seed(uint64_t seed, double lateness) {
   std::lock_guard lock(mutex_);
   random_.seed(seed);
   lateness_ = lateness;
+  constexpr std::array<double, 4> kProbabilities{0, 0.003, 0.01, 0.03};
+  constexpr std::array<double, 3> kLongest{0.001, 0.004, 0.015};
+  rest_probability_ = kProbabilities[random_() % kProbabilities.size()];
+  longest_rest_seconds_ = kLongest[random_() % kLongest.size()];
 }
 
 void Queues::put(StreamId stream, Work work) {
@@ -88,8 +92,15 @@ bool Queues::advance(std::unique_lock<std::mutex>& lock) {
     if (!stream.waiting.empty()) streams.push_back(&stream);
   }
   std::shuffle(streams.begin(), streams.end(), random_);
+  const Clock::time_point now = Clock::now();
+  std::uniform_real_distribution<> draw;
   for (Stream* stream : streams) {
-    if (std::uniform_real_distribution<>()(random_) < lateness_) continue;
+    if (stream->rests_until > now || draw(random_) < lateness_) continue;
+    if (draw(random_) < rest_probability_) {
+      const std::chrono::duration<double> rest(draw(random_) * longest_rest_seconds_);
+      stream->rests_until = now + std::chrono::duration_cast<Clock::duration>(rest);
+      continue;
+    }
     Work& work = stream->waiting.front();  // as a deque's elements do while others are put behind them
     bool done = true;
     lock.unlock();

@@ -2,7 +2,8 @@
 //
 // What is put on one stream runs in order; between streams only what waits for a ticket is ordered. Which stream goes
 // on next, and how long it is left alone, a generator with a seed draws: so a missing wait shows sooner or later, in a
-// round that the seed gives again, as far as the host is as fast again.
+// round that the seed gives again, as far as the host is as fast again. Mostly a stream is left alone for as long as a
+// few launches take, and now and then for so long that the host is in its next step.
 //
 // A piece of work is called until it says that it is done, so that one that waits for other processes, a collective,
 // does not keep the other streams.
@@ -11,6 +12,7 @@
 // work runs in the device's own thread, without the GIL, and may call them, too, but for synchronize.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -36,7 +38,8 @@ class Queues {
  public:
   static Queues& get();
 
-  // From now on a stream that could go on is left alone with that probability, each time.
+  // From now on a stream that could go on is left alone with that probability, each time; and it rests with one that is
+  // drawn, for as long as is drawn.
   void seed(uint64_t seed, double lateness);
 
   void put(StreamId stream, Work work);
@@ -49,10 +52,12 @@ class Queues {
   void stop();  // everything has run, nothing may be put any more
 
  private:
+  using Clock = std::chrono::steady_clock;
   struct Stream {
     std::deque<Work> waiting;
     uint64_t put = 0;
     uint64_t through = 0;
+    Clock::time_point rests_until{};
   };
 
   Queues();
@@ -64,6 +69,8 @@ class Queues {
   std::map<StreamId, Stream> streams_;
   std::mt19937_64 random_;
   double lateness_ = 0.3;
+  double rest_probability_ = 0;
+  double longest_rest_seconds_ = 0;
   bool stopped_ = false;
   std::exception_ptr error_;
   std::thread thread_;
