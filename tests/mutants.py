@@ -9,11 +9,11 @@ variable answers. Then one after another is made: the fuzzer runs on the pretend
 until it notices; a few a test notices that makes what programs rarely do. A deletion that nothing notices is an error,
 and so is one whose text is gone.
 
-Not here is what carries the host's own memory: the control group's masks, whose waits the fuzzer notices on the CPU.
-Nor what stands twice, because nothing notices when one of the two is gone: a step that opens waits for the used map,
-after the end of backward has, for a rank that has joined, whose passes have no end; what is sampled, and gradients on
-the streams of other accumulators, are recorded, where autograd records on the accumulator's stream and the end of
-backward waits for it. Nor the device's words of a scan (`DeviceAnswer`), which go back to the stream they came from.
+Not here is what carries the host's own memory: the control group's masks, for which the host itself waits. Nor what
+stands twice, because nothing notices when one of the two is gone: a step that opens waits for the used map, after the
+end of backward has, for a rank that has joined, whose passes have no end; what is sampled, and gradients on the streams
+of other accumulators, are recorded, where autograd records on the accumulator's stream and the end of backward waits
+for it. Nor the device's words of a scan (`DeviceAnswer`), which go back to the stream they came from.
 """
 
 from __future__ import annotations
