@@ -111,6 +111,9 @@ def _run_tasks(stack_file: str, pipe: Connection) -> None:
                 result = function(rank, *args)
                 dist.barrier()
                 dist.destroy_process_group()
+                if "torch.distributed.tensor" in sys.modules:
+                    # It would find an equal mesh again, whose process groups have gone with the task.
+                    importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
                 pipe.send(("ok", result))
             except BaseException:
                 pipe.send(("error", traceback.format_exc()))
