@@ -142,6 +142,11 @@ def test_other_hosts_hear_of_it() -> None:
 # --- what is read of torch
 
 
+def owner_of(instance: Any, name: str) -> Any:
+    """Return the class that has an attribute, as torch makes some a property, or the instance."""
+    return type(instance) if name in vars(type(instance)) else instance
+
+
 @contextmanager
 def without(owner: Any, name: str) -> Iterator[None]:
     """Take an attribute away from an object or a class, as if torch had given it another name."""
@@ -170,11 +175,11 @@ def probe_all(rank: int) -> None:
     taken: list[tuple[str, Callable[[], Any]]] = [
         ("_fsdp_param_groups of a module", lambda: without(state, "_fsdp_param_groups")),
         *(
-            (name, lambda name=name: without(type(group) if name in vars(type(group)) else group, name))
+            (name, lambda name=name: without(owner_of(group, name), name))
             for name in param_groups._ATTRIBUTES
         ),
         *(
-            (f"{name} of a parameter", lambda name=name: without(parameter, name))
+            (f"{name} of a parameter", lambda name=name: without(owner_of(parameter, name), name))
             for name in param_groups._PARAMETER_ATTRIBUTES
         ),
         *(
