@@ -174,10 +174,7 @@ def probe_all(rank: int) -> None:
     parameter = group.fsdp_params[0]
     taken: list[tuple[str, Callable[[], Any]]] = [
         ("_fsdp_param_groups of a module", lambda: without(state, "_fsdp_param_groups")),
-        *(
-            (name, lambda name=name: without(owner_of(group, name), name))
-            for name in param_groups._ATTRIBUTES
-        ),
+        *((name, lambda name=name: without(owner_of(group, name), name)) for name in param_groups._ATTRIBUTES),
         *(
             (f"{name} of a parameter", lambda name=name: without(owner_of(parameter, name), name))
             for name in param_groups._PARAMETER_ATTRIBUTES
