@@ -268,7 +268,9 @@ void Engine::wait_for_gradients(uint32_t bucket) const {
   for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
     const at::Tensor& gradient = reducer_.parameters()[slice.parameter].grad();
     if (!gradient.defined() || gradient.is_sparse()) continue;
-    for (const c10::Stream& stream : accumulator_streams_) gradient.record_stream(stream);
+    for (const c10::Stream& stream : accumulator_streams_) {
+      if (stream.device() == device) gradient.record_stream(stream);
+    }
   }
 }
 

@@ -125,7 +125,10 @@ class Staging:
 
 
 class Recent(Generic[K, V]):
-    """What was made of a key; of more than 32 keys the one that was asked for longest ago is forgotten."""
+    """What was made of a key; of more than 32 keys the one that was asked for longest ago is forgotten.
+
+    functools.lru_cache over a method would make a cycle, and memory would wait for the garbage collector.
+    """
 
     def __init__(self) -> None:
         self._made: dict[K, V] = {}
