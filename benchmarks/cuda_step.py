@@ -50,9 +50,10 @@ VARIANTS = (
     ("ours:native:frozen", 0.5),
     ("ours:python:frozen", 0.5),
     ("ours:zeros:native", 0.0),
+    ("ours:auto:native", 0.0),
 )
 LARGEST_DIFFERENCE = 1e-6  # to plain DDP's gradient, as a share of the largest element of that
-WARM_UP_STEPS = 12  # for its first ten passes DDP reads timers, which wait for the device
+WARM_UP_STEPS = 24  # for its first ten passes DDP reads timers, which wait for the device; then `auto` has settled
 
 
 class Variant:
@@ -70,7 +71,7 @@ class Variant:
         if name == "allreduce_hook":
             self.ddp.register_comm_hook(None, default_hooks.allreduce_hook)
         elif name.startswith("ours"):
-            policy = "skip_zeros" if "zeros" in name else "skip_unused"
+            policy = {"zeros": "skip_zeros", "auto": "auto"}.get(name.split(":")[1], "skip_unused")
             if "python" in name:
                 self.state = ddp_hooks.SkipUnusedState(self.ddp, policy)
                 self.ddp.register_comm_hook(self.state, self._timed_hook(ddp_hooks.skip_unused_hook))

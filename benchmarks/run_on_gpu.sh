@@ -6,8 +6,9 @@
 #   benchmarks/run_on_gpu.sh                     # everything, within twenty minutes
 #   benchmarks/run_on_gpu.sh build kernels       # some of: build kernels measure_kernels hook measure_step sanitize
 #
-# OUT: folder for results and the log (benchmarks/results). PYTHON: the interpreter (python3). TOTAL_SECONDS: when to stop
-# (1200). Where a session may last ten minutes only, three will do, with TOTAL_SECONDS=580:
+# OUT: folder for results and the log (benchmarks/results). PYTHON: the interpreter (python3). WORKERS: how many tests at
+# once (4), each with ranks of its own on the GPU. KERNEL_OPTIONS: those of cuda_kernels.py, such as --rounds 5.
+# TOTAL_SECONDS: when to stop (1200). Where a session may last ten minutes only, three will do, with TOTAL_SECONDS=580:
 #   build kernels measure_kernels
 #   build hook
 #   build measure_step sanitize
@@ -63,9 +64,14 @@ run() {
 tests() { # NAME LIMIT_SECONDS PYTEST-ARGUMENTS...
   local name=$1 limit=$2
   shift 2
-  TAIL=25 run "$name" "$limit" "${UNDER[@]}" "$PYTHON" -m pytest -q --all -ra --tb=short --maxfail=25 -p no:cacheprovider "$@"
+  TAIL=25 run "$name" "$limit" "${UNDER[@]}" "$PYTHON" -m pytest -v --all -ra --tb=short --maxfail=25 -p no:cacheprovider "$@"
 }
 UNDER=()
+FEW=() MANY=()
+if "$PYTHON" -c 'import xdist' 2>/dev/null; then
+  FEW=(-n 2)
+  MANY=(-n "${WORKERS:-4}")
+fi
 
 stage_build() {
   TAIL=40 run build 240 "$PYTHON" setup.py --quiet build_ext --inplace || exit $FAILED
@@ -73,23 +79,18 @@ stage_build() {
 }
 
 stage_kernels() {
-  tests kernels 150 tests/test_cuda_kernels.py tests/test_cuda_indexing.py
+  tests kernels 150 "${MANY[@]}" tests/test_cuda_kernels.py tests/test_cuda_indexing.py
 }
 
 # Pairs of ranks on NCCL come last, two at a time: their kernels spin while they wait for each other, and take the GPU's
 # time from everything else.
 stage_hook() {
-  local few=() many=()
-  if "$PYTHON" -c 'import xdist' 2>/dev/null; then
-    few=(-n 2)
-    many=(-n "${WORKERS:-4}")
-  fi
-  tests hook 300 "${many[@]}" -k 'not nccl- and not nccl]' tests/test_cuda_hook.py
-  tests hook_on_nccl_pairs 250 "${few[@]}" -k 'nccl- or nccl]' tests/test_cuda_hook.py
+  tests hook 300 "${MANY[@]}" -k 'not nccl- and not nccl]' tests/test_cuda_hook.py
+  tests hook_on_nccl_pairs 250 "${FEW[@]}" -k 'nccl- or nccl]' tests/test_cuda_hook.py
 }
 
 stage_measure_kernels() {
-  TAIL=60 run cuda_kernels 200 "$PYTHON" benchmarks/cuda_kernels.py --out "$OUT"
+  TAIL=60 run cuda_kernels 200 "$PYTHON" benchmarks/cuda_kernels.py --out "$OUT" ${KERNEL_OPTIONS:-}
 }
 
 stage_measure_step() {

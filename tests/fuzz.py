@@ -5,6 +5,7 @@ python tests/fuzz.py --seeds 0:5000 --ranks 2       many, in one set of rank pro
 python tests/fuzz.py --minutes 60                   as many as fit, from a random seed on, on 2 ranks and now and then 3
 python tests/fuzz.py --program small.json           a program that was kept
 python tests/fuzz.py --seeds 0:1000 --device pretend   on the device that tests pretend (tests/pretend/), in any order
+python tests/fuzz.py --seeds 0:1000 --device cuda   on a GPU that all ranks share
 
 What fails is made small and printed, with the command that runs it again. The exit code is 1 if anything failed.
 """
@@ -46,7 +47,7 @@ def _arguments() -> argparse.Namespace:
     what.add_argument("--program", metavar="FILE", help="run a program in JSON; - for standard input")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--until-failure", action="store_true", help="stop at the first program that fails")
-    parser.add_argument("--device", choices=["cpu", "pretend"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "pretend", "cuda"], default="cpu")
     parser.add_argument("--shrink-seconds", type=float, default=60.0, help="how long to make a failing program smaller")
     parser.add_argument("--keep", type=Path, help="a folder for the programs that fail")
     return parser.parse_args()

@@ -1,8 +1,7 @@
 """The hook on CUDA tensors, over gloo and NCCL: the scenarios of test_equivalence.py, and what only a GPU can show.
 
-Two ranks share one GPU. gloo does not mind. NCCL takes two ranks for one if they sit on the same GPU of the same host,
-so each is told that it is a host of its own, and they talk through the loopback interface. NCCL does not support that:
-where it refuses, those tests are skipped with its message; DDP_HOOKS_REQUIRE_NCCL_PAIR=1 makes them fail.
+Two ranks share one GPU (gpu.py). NCCL does not support that: where it refuses, those tests are skipped with its
+message; DDP_HOOKS_REQUIRE_NCCL_PAIR=1 makes them fail.
 """
 
 from __future__ import annotations
@@ -14,13 +13,20 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import gpu
 import pytest
+import test_direct
 import test_equivalence as on_cpu
 import test_narrow
+import test_units
 import torch
 import torch.distributed as dist
+from fuzzer.campaign import run_many
+from fuzzer.generate import generate
+from pairwise import in_turn
 from spawn import RankFailure, run_ranks
 from test_equivalence import EAGER_AUTO, PACK_ALL, SPLIT_ALL, Branches, StepBranches, loss_of
+from test_fuzz import assert_same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Scenario, Trainer, compare, register
@@ -33,28 +39,15 @@ LONG_SLEEP_CYCLES = 1_000_000_000  # more than half a second
 OUR_KERNELS = ("ddp_hooks::cuda", "ddp_hooks4cuda")  # their namespace, demangled or not
 # For its first ten passes DDP reads timers, which may wait, and may not be captured.
 WARM_UP_STEPS = 12
-# Results have to be the same in two runs; cuBLAS is with a workspace of its own for each stream.
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-
-
-def environment(rank: int) -> dict[str, str]:
-    return {
-        **DETERMINISTIC,
-        "NCCL_HOSTID": f"ddp_hooks_{rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-    }
 
 
 def _on_gpu(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    torch.cuda.set_device(0)
-    torch.backends.cudnn.deterministic = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    gpu.prepare()
     return function(rank, *args)
 
 
 def run_on_gpu(world_size: int, backend: str, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    options = {"environment": environment, **options}
+    options = {"environment": gpu.environment, **options}
     return run_ranks(world_size, _on_gpu, function, args, backend=backend, **options)
 
 
@@ -74,14 +67,22 @@ def _why_no_nccl_pair() -> str | None:
     return None
 
 
+def need_nccl_pair() -> None:
+    why = _why_no_nccl_pair()
+    if why is not None and os.environ.get("DDP_HOOKS_REQUIRE_NCCL_PAIR") == "1":
+        pytest.fail(f"DDP_HOOKS_REQUIRE_NCCL_PAIR=1, but {why}", pytrace=False)
+    if why is not None:
+        pytest.skip(why)
+
+
 @pytest.fixture(params=["gloo alone", "gloo", "nccl alone", "nccl"])
 def world(request: pytest.FixtureRequest) -> tuple[int, str]:
     """A world size and a backend."""
+    if request.param == "three on gloo":
+        return 3, "gloo"
     backend, _, alone = request.param.partition(" ")
-    if request.param == "nccl" and (why := _why_no_nccl_pair()) is not None:
-        if os.environ.get("DDP_HOOKS_REQUIRE_NCCL_PAIR") == "1":
-            pytest.fail(f"DDP_HOOKS_REQUIRE_NCCL_PAIR=1, but {why}", pytrace=False)
-        pytest.skip(why)
+    if request.param == "nccl":
+        need_nccl_pair()
     return (1 if alone else 2), backend
 
 
@@ -136,6 +137,23 @@ def test_same_as_plain_ddp_on_nccl(
 @pytest.mark.parametrize("policy", [PACK_ALL, SPLIT_ALL, "allreduce"], ids=["pack", "split", "allreduce"])
 def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | str, world: tuple[int, str]) -> None:
     run_on_gpu(*world, compare, on_cuda(scenario()), policy, True)
+
+
+# --- rows, and what only some ranks have
+
+UNITS = [test_units.Rows, test_units.ManyBuckets, test_units.OnOneRank, test_units.Views, test_units.Experts]
+UNIT_POLICIES = [test_units.EVERY_ROW, test_units.ADAPTIVE, test_units.WITH_VALUES]
+
+
+@pytest.mark.parametrize(("scenario", "policy"), in_turn(UNITS, UNIT_POLICIES))
+def test_units_of_rows(scenario: type[Scenario], policy: ddp_hooks.Policy, world: tuple[int, str]) -> None:
+    run_on_gpu(*world, compare, on_cuda(scenario()), policy, True)
+
+
+@pytest.mark.parametrize("scenario", [test_units.OnOneRank, test_units.RankBuckets, on_cpu.StepBranches])
+@pytest.mark.parametrize("world", ["gloo", "three on gloo", "nccl"], indirect=True)
+def test_every_transport(scenario: type[Scenario], world: tuple[int, str]) -> None:
+    run_on_gpu(*world, compare, on_cuda(scenario()), test_direct.DIRECT_ROWS, True)
 
 
 # --- numbers in fewer bits
@@ -389,6 +407,19 @@ def test_skipped_buckets_launch_nothing(world: tuple[int, str]) -> None:
     run_on_gpu(*world, skipped_buckets_launch_nothing)
 
 
+# --- whatever a program may do
+
+
+@pytest.mark.parametrize("first", range(0, 100, 20))
+@pytest.mark.parametrize("world", ["gloo", "nccl"], indirect=True)
+def test_random_programs(first: int, world: tuple[int, str]) -> None:
+    ranks, backend = world
+    programs = [generate(seed, ranks, "cuda") for seed in range(first, first + 20)]
+    for program in programs:
+        program.options.group = "stream" if backend == "nccl" else "host"
+    run_many(programs, on_failure=assert_same)
+
+
 # --- what is refused
 
 
@@ -415,4 +446,4 @@ def capture_is_refused(rank: int) -> None:
 
 def test_capture_is_refused() -> None:
     # Ranks of their own: an error during a capture leaves its mark on a process.
-    run_on_gpu(1, "nccl", capture_is_refused, environment=lambda rank: {**environment(rank), "CAPTURES": "1"})
+    run_on_gpu(1, "nccl", capture_is_refused, environment=lambda rank: {**gpu.environment(rank), "CAPTURES": "1"})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import gpu
 import numpy
 from spawn import RankFailure, run_ranks
 
@@ -21,7 +22,7 @@ PROGRAM_TIMEOUT = 40.0
 COLLECTIVE_TIMEOUT = 15.0
 # What starts and imports does not count as a hang, however busy the machine.
 START_TIMEOUT = 300.0
-# The numbers of ranks, and devices, for which there are processes that have imported everything.
+# The numbers of ranks, and backends, for which there are processes that have imported everything.
 _warm: set[tuple[int, str]] = set()
 
 
@@ -40,10 +41,13 @@ class Verdict:
 
 def judge(program: Program, register: Register | None = None) -> Verdict:
     """Run a program and say whether the hook did as plain DDP."""
-    processes = (program.ranks, program.options.device)
-    where: dict[str, Any] = {}
+    where: dict[str, Any] = {"backend": "gloo"}
     if program.options.device == "pretend":
         where = {"backend": "cpu:gloo,pretend:pretend", "environment": _with_pretended_device}
+    if program.options.device == "cuda":
+        on_gpu = "nccl" if program.options.group == "stream" else "gloo"
+        where = {"backend": f"cpu:gloo,cuda:{on_gpu}", "environment": gpu.environment}
+    processes = (program.ranks, where["backend"])
     if processes not in _warm:
         run_ranks(program.ranks, warm_up, timeout=START_TIMEOUT, **where)
         _warm.add(processes)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import gpu
 import numpy
 import pytest
 import torch
@@ -77,6 +78,8 @@ def run_program(rank: int, text: str, register: Register = register_hook) -> dic
         from ddp_hooks_testing import _pretend
 
         _pretend.seed(1000 * program.seed + rank)
+    if program.options.device == "cuda":
+        gpu.prepare()
     with _filled_memory() if program.options.fills_memory else contextlib.nullcontext():
         return _run_both(program, rank, register)
 
@@ -108,12 +111,13 @@ def _run_both(program: Program, rank: int, register: Register) -> dict[str, Any]
 @contextlib.contextmanager
 def _filled_memory() -> Iterator[None]:
     """Have torch.empty give the largest number, or NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before, warn_only=True)
 
 
 def _digests(tensors: Tensors) -> dict[str, int]:
@@ -206,7 +210,7 @@ class _Run:
         if plain is not None or self.own_options:
             self._require_gradients(frozen, False)
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-        if plain is not None and self.options.group == "host":
+        if plain is not None and self.options.device == "pretend" and self.options.group == "host":
             settings["process_group"] = dist.new_group(backend="cpu:gloo,pretend:pretend_host")
         self.ddp = DistributedDataParallel(
             self.model,

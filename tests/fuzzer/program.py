@@ -59,13 +59,14 @@ class Options:
     fills_memory: bool = False
     # How the module returns its output: "tensor", "tuple" or "dict".
     output: str = "tensor"
-    # Where the module lies: "cpu", or "pretend" (see tests/pretend/), where the program's seed says what runs when.
+    # Where the module lies: "cpu"; "cuda", one GPU for all ranks; or "pretend" (see tests/pretend/), where the
+    # program's seed says what runs when.
     device: str = "cpu"
-    # There, which streams are used: the "default" one throughout; one for "all"; the default one when the module is
-    # wrapped and another when it is "trained"; or "layers": for all, and each layer has one of its own.
+    # On a device, which streams are used: the "default" one throughout; one for "all"; the default one when the module
+    # is wrapped and another when it is "trained"; or "layers": for all, and each layer has one of its own.
     streams: str = "default"
-    # There, what carries the hook's collectives: a group that puts them on a "stream", as NCCL, or one that copies to
-    # the "host", as gloo.
+    # On a device, what carries the hook's collectives: a group that puts them on a "stream", as NCCL, or one that
+    # copies to the "host", as gloo.
     group: str = "stream"
 
 
