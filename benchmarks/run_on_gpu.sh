@@ -7,8 +7,8 @@
 #   benchmarks/run_on_gpu.sh build kernels       # some of: build kernels measure_kernels hook measure_step sanitize
 #
 # OUT: folder for results and the log (benchmarks/results). PYTHON: the interpreter (python3). WORKERS: how many tests at
-# once (4), each with ranks of its own on the GPU. KERNEL_OPTIONS: those of cuda_kernels.py, such as --rounds 5.
-# TOTAL_SECONDS: when to stop (1200). Where a session may last ten minutes only, three will do, with TOTAL_SECONDS=580:
+# once (4), each with ranks of its own on the GPU; PAIRS: how many with two ranks on NCCL (2). KERNEL_OPTIONS: those of
+# cuda_kernels.py, such as --rounds 5. TOTAL_SECONDS: when to stop (1200). Where a session may last ten minutes only, three will do, with TOTAL_SECONDS=580:
 #   build kernels measure_kernels
 #   build hook
 #   build measure_step sanitize
@@ -69,7 +69,7 @@ tests() { # NAME LIMIT_SECONDS PYTEST-ARGUMENTS...
 UNDER=()
 FEW=() MANY=()
 if "$PYTHON" -c 'import xdist' 2>/dev/null; then
-  FEW=(-n 2)
+  FEW=(-n "${PAIRS:-2}")
   MANY=(-n "${WORKERS:-4}")
 fi
 

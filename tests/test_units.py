@@ -153,7 +153,7 @@ def test_no_gap_holds_what_travels_otherwise() -> None:
 
 def tokens(t: Trainer, i: int, vocabulary: int, count: int = 12) -> torch.Tensor:
     """Half of them are the same on every rank."""
-    shared = torch.Generator().manual_seed(1000 + i)
+    shared = torch.Generator(t.generator.device).manual_seed(1000 + i)
     common = torch.randint(0, vocabulary, (count // 2,), generator=shared)
     own = torch.randint(0, vocabulary, (count - count // 2,), generator=t.generator)
     return torch.cat([common, own]).reshape(2, -1)
