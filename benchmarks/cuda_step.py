@@ -9,7 +9,15 @@ theirs compare variants and say nothing about a real pair.
 
 Host time is what a bucket costs the thread that runs backward, from the call of the hook to its return, without the
 wait for the masks. For Python registration it holds the Python function, too. max |d| is the largest difference of a
-gradient to plain DDP's, as a share of the largest element of that parameter's gradient. A timeline of one step goes
+gradient to plain DDP's, as a share of the largest element of that parameter's gradient.
+
+Two ranks of NCCL send through a socket here, so that a byte costs as on a slow network. There the other workloads are
+measured, in which not everything is used: a table with few rows looked up, and linear layers under autocast, whose
+gradients are bfloat16 numbers in float32, beside the hook of torch's that rounds to them.
+
+    python benchmarks/cuda_step.py --workloads table autocast --name cuda_step_socket
+
+A timeline of one step goes
 beside the JSON, which is written after each world. The exit status is 1 if a gradient differs, or if a world other than
 NCCL with two ranks could not be run.
 """
@@ -39,10 +47,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tools import harness
 
 LAYERS, WIDTH = 24, 1024
+ROWS, ROW, TOKENS = 400_000, 64, 4_096
 BUCKET_MEGABYTES = 8
 WORLDS = (("nccl", 1), ("gloo", 2), ("nccl", 2))
-# name, share of the layers that are frozen, registration
-VARIANTS = (
+SOCKET = ("nccl", 2)
+# By workload: name of the variant, share of the layers that are frozen.
+DENSE = (
     ("ddp", 0.0),
     ("allreduce_hook", 0.0),
     ("ours:native", 0.0),
@@ -52,6 +62,9 @@ VARIANTS = (
     ("ours:zeros:native", 0.0),
     ("ours:auto:native", 0.0),
 )
+TABLE = (("ddp", 0.0), ("allreduce_hook", 0.0), ("ours:auto:native", 0.0))
+AUTOCAST = (*TABLE, ("bf16_compress_hook", 0.0))
+WORKLOADS = {"dense": DENSE, "table": TABLE, "autocast": AUTOCAST}
 LARGEST_DIFFERENCE = 1e-6  # to plain DDP's gradient, as a share of the largest element of that
 WARM_UP_STEPS = 24  # for its first ten passes DDP reads timers, which wait for the device; then `auto` has settled
 
@@ -59,17 +72,21 @@ WARM_UP_STEPS = 24  # for its first ten passes DDP reads timers, which wait for 
 class Variant:
     """A model, wrapped and hooked in one way."""
 
-    def __init__(self, name: str, frozen: float) -> None:
+    def __init__(self, workload: str, name: str, frozen: float) -> None:
         import ddp_hooks
 
         torch.manual_seed(0)
         self.name = name
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
+        self.autocast = workload == "autocast"
+        if workload == "table":
+            self.model = nn.Sequential(nn.Embedding(ROWS, ROW), nn.Linear(ROW, ROW), nn.Tanh()).cuda()
+        else:
+            self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=BUCKET_MEGABYTES, gradient_as_bucket_view=True)
         self.state: Any = None
         self.python_seconds: list[float] = []
-        if name == "allreduce_hook":
-            self.ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        if name in ("allreduce_hook", "bf16_compress_hook"):
+            self.ddp.register_comm_hook(None, getattr(default_hooks, name))
         elif name.startswith("ours"):
             policy = {"zeros": "skip_zeros", "auto": "auto"}.get(name.split(":")[1], "skip_unused")
             if "python" in name:
@@ -93,7 +110,9 @@ class Variant:
         return timed
 
     def step(self, batch: torch.Tensor) -> None:
-        self.ddp(batch).square().mean().backward()
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.autocast):
+            loss = self.ddp(batch).float().square().mean()
+        loss.backward()
 
     def clear(self) -> None:
         for parameter in self.model.parameters():
@@ -109,7 +128,9 @@ class Variant:
         return stats.hook_seconds / buckets
 
 
-def run_rank(rank: int, world_size: int, backend: str, port: int, rounds: int, folder: str) -> None:
+def run_rank(
+    rank: int, world_size: int, backend: str, port: int, workloads: Sequence[str], rounds: int, folder: str
+) -> None:
     os.environ.update(
         NCCL_HOSTID=f"ddp_hooks_{rank}",
         NCCL_SOCKET_IFNAME="lo",
@@ -120,16 +141,20 @@ def run_rank(rank: int, world_size: int, backend: str, port: int, rounds: int, f
     torch.set_num_threads(1)
     torch.cuda.set_device(0)
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    rows = measure(backend, rounds, Path(folder) if rank == 0 else None)
+    rows = []
+    for workload in workloads:
+        rows += measure(workload, backend, rounds, Path(folder) if rank == 0 else None)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def measure(backend: str, rounds: int, folder: Path | None) -> list[dict[str, Any]]:
-    variants = [Variant(name, frozen) for name, frozen in VARIANTS]
+def measure(workload: str, backend: str, rounds: int, folder: Path | None) -> list[dict[str, Any]]:
+    variants = [Variant(workload, name, frozen) for name, frozen in WORKLOADS[workload]]
     torch.manual_seed(1 + dist.get_rank())  # ranks have to differ, or nothing is seen of the averaging
     batch = torch.randn(32, WIDTH, device="cuda")
+    if workload == "table":
+        batch = torch.randint(ROWS, (TOKENS,), device="cuda")
     for variant in variants:
         for _ in range(WARM_UP_STEPS):
             variant.step(batch)
@@ -170,6 +195,7 @@ def measure(backend: str, rounds: int, folder: Path | None) -> list[dict[str, An
         mine, base, hook = seconds[variant.name], seconds["ddp"], seconds["allreduce_hook"]
         rows.append(
             {
+                "workload": workload,
                 "backend": backend,
                 "world_size": dist.get_world_size(),
                 "variant": variant.name,
@@ -186,9 +212,9 @@ def measure(backend: str, rounds: int, folder: Path | None) -> list[dict[str, An
                 "rounds": rounds,
             }
         )
-    if folder is not None:
+    if workload == "dense" and folder is not None:
         draw_timeline(variants, batch, folder)
-    else:
+    elif workload == "dense":
         for variant in variants:
             if "frozen" in variant.name:
                 variant.step(batch)
@@ -218,7 +244,12 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
     """One sentence, losses included."""
     parts = []
     for row in rows:
-        if row.get("variant") in ("ours:native", "ours:python"):
+        if row.get("workload") not in (None, "dense"):
+            parts.append(
+                f"{row['workload']} on {row['world_size']}: {row['variant']} takes {row['ratio_to_ddp']['median']:.3f} "
+                "times plain DDP's step"
+            )
+        elif row.get("variant") in ("ours:native", "ours:python"):
             host = row["host_seconds_per_bucket"]
             parts.append(
                 f"{row['backend']} on {row['world_size']}: {row['variant']} takes {host * 1e6:.0f} us of the host per "
@@ -230,14 +261,16 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
     return "; ".join(parts) + "."
 
 
-def write(folder: Path, header: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+def write(options: argparse.Namespace, header: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     result = {"benchmark": "cuda_step", "header": header, "rows": rows, "sentence": describe(rows)}
-    harness.write("cuda_step", result, folder)
+    harness.write(options.name, result, options.out)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["dense"])
+    parser.add_argument("--name", default="cuda_step", help="of the JSON")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for JSON and timelines")
     options = parser.parse_args()
     from ddp_hooks import _C
@@ -252,33 +285,41 @@ def main() -> int:
     for backend, world_size in WORLDS:
         # Ranks that share a GPU and send through the host take many times as long.
         rounds = options.rounds if world_size == 1 else max(10, options.rounds // 4)
+        workloads = [name for name in options.workloads if name == "dense" or (backend, world_size) == SOCKET]
+        if not workloads:
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (world_size, backend, free_port(), rounds, folder)
+            arguments = (world_size, backend, free_port(), workloads, rounds, folder)
             try:
                 mp.spawn(run_rank, args=arguments, nprocs=world_size)
             except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
                 reason = str(error).strip().splitlines()[-1]
                 rows.append({"backend": backend, "world_size": world_size, "left_out": reason})
                 print(f"left out: {backend} on {world_size} ranks: {reason}")
-                failed |= (backend, world_size) != ("nccl", 2)
-                write(options.out, header, rows)
+                failed |= (backend, world_size) != SOCKET
+                write(options, header, rows)
                 continue
             found = json.loads(Path(folder, "rows.json").read_text())
-            timeline = Path(folder, "timeline.json.gz")
-            (options.out / f"cuda_timeline_{backend}_{world_size}.json.gz").write_bytes(timeline.read_bytes())
+            if "dense" in workloads:
+                timeline = Path(folder, "timeline.json.gz")
+                (options.out / f"cuda_timeline_{backend}_{world_size}.json.gz").write_bytes(timeline.read_bytes())
         rows += found
-        failed |= not all(row["gradient_difference"] <= LARGEST_DIFFERENCE for row in found)
-        write(options.out, header, rows)
+        rounded = ("bf16_compress_hook",)
+        failed |= not all(
+            row["gradient_difference"] <= LARGEST_DIFFERENCE for row in found if row["variant"] not in rounded
+        )
+        write(options, header, rows)
         print(f"\n{backend}, {world_size} ranks")
         print(
-            f"{'variant':20}{'step us':>9}{'q1..q3':>16}{'/ DDP':>7}{'/ hook':>8}{'us/bucket':>11}{'wait us':>9}"
-            f"{'max |d|':>9}"
+            f"{'workload':10}{'variant':20}{'step us':>9}{'q1..q3':>16}{'/ DDP':>7}{'/ hook':>8}{'us/bucket':>11}"
+            f"{'wait us':>9}{'max |d|':>9}"
         )
         for row in found:
             step, host = row["step_seconds"], row["host_seconds_per_bucket"]
             wait = row["exchange_wait_seconds_per_step"]
             print(
-                f"{row['variant']:20}{step['median'] * 1e6:>9.0f}{step['q1'] * 1e6:>8.0f}..{step['q3'] * 1e6:<6.0f}"
+                f"{row['workload']:10}{row['variant']:20}"
+                f"{step['median'] * 1e6:>9.0f}{step['q1'] * 1e6:>8.0f}..{step['q3'] * 1e6:<6.0f}"
                 f"{row['ratio_to_ddp']['median']:>7.3f}{row['ratio_to_allreduce_hook']['median']:>8.3f}"
                 f"{'-' if host is None else format(host * 1e6, '.1f'):>11}"
                 f"{'-' if wait is None else format(wait * 1e6, '.0f'):>9}{row['gradient_difference']:>9.1e}",

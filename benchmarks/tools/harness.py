@@ -58,14 +58,16 @@ def environment_header(
     def git(*argv: str) -> str:
         try:
             done = subprocess.run(["git", "-C", str(ROOT), *argv], capture_output=True, text=True)
-        except FileNotFoundError:  # no git here; DDP_HOOKS_COMMIT can say what was copied
+        except FileNotFoundError:
             return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
     script = Path(command[0]).resolve()
     if not script.is_relative_to(ROOT):
         script = ROOT / "benchmarks" / script.name
-    changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_MADE_BY_BENCHMARKS)
+    # Where a working tree was copied to, its git may be missing or another: this says what was copied.
+    copied = os.environ.get("DDP_HOOKS_COMMIT")
+    changes = "" if copied else git("status", "--porcelain", "--untracked-files=no", "--", ".", *_MADE_BY_BENCHMARKS)
     gpu = {}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -77,7 +79,7 @@ def environment_header(
 
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "--short=12", "HEAD") or os.environ.get("DDP_HOOKS_COMMIT"),
+        "commit": copied or git("rev-parse", "--short=12", "HEAD") or None,
         "has_uncommitted_changes": bool(changes),
         "command": " ".join(["python", script.relative_to(ROOT).as_posix(), *command[1:]]),
         "torch": torch.__version__,
