@@ -362,11 +362,11 @@ def test_half_of_the_bytes(dtype: torch.dtype, exact: Any) -> None:
     run_ranks(2, count_bytes, dtype, exact)
 
 
-def switches(rank: int) -> None:
+def switches(rank: int, views: bool) -> None:
     """Autocast for some steps, then full width, then autocast again."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
     state = register(ddp, with_settings(ADAPTIVE, min_divided_bytes=1024), True)
     dense = sum(p.numel() for p in model.parameters()) * 4
 
@@ -395,7 +395,8 @@ def switches(rank: int) -> None:
 
 
 def test_adaptive_goes_on_and_off_in_the_same_step_everywhere() -> None:
-    run_ranks(2, switches)
+    run_ranks(2, switches, False)
+    run_ranks(2, switches, True)
     run_ranks(3, switches_on_three)
 
 

@@ -848,11 +848,11 @@ def test_auto_leaves_what_is_sent_whole() -> None:
     run_ranks(2, auto_leaves_what_is_sent_whole)
 
 
-def auto_finds_rows(rank: int) -> None:
+def auto_finds_rows(rank: int, views: bool, drops: bool) -> None:
     class Large(Rows):
         rows = 4000
 
-    ddp = DistributedDataParallel(Table(Large.rows))
+    ddp = DistributedDataParallel(Table(Large.rows), gradient_as_bucket_view=views)
     state = register(ddp, "auto", True)
     generator = torch.Generator().manual_seed(rank)
     dense = sum(p.numel() for p in ddp.parameters()) * 4
@@ -874,11 +874,13 @@ def auto_finds_rows(rank: int) -> None:
             assert statistics.payload_bytes == usage.units.used_anywhere * 256 + dense - table.numel() * 4
             assert statistics.units_sent == usage.units.used_anywhere
             assert "skip_zero_rows: on in 1 of 1 steps" in str(statistics)
-        ddp.zero_grad()
+        ddp.zero_grad(set_to_none=drops)
 
 
-def test_auto_finds_rows() -> None:
-    run_ranks(2, auto_finds_rows)
+@pytest.mark.parametrize("views", [False, True], ids=["gradients", "views"])
+@pytest.mark.parametrize("drops", [False, True], ids=["keeps", "drops"])
+def test_auto_finds_rows(views: bool, drops: bool) -> None:
+    run_ranks(2, auto_finds_rows, views, drops)
 
 
 def auto_leaves_dense_ones(rank: int) -> None:

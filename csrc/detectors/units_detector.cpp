@@ -143,7 +143,7 @@ void UnitsDetector::look(const BucketLayout& bucket, const at::Tensor& flat, con
     }
     SliceOfTensor gradient{flat, slice.offset, slice.length};
     if (views.is_detached(slice.parameter)) {
-      gradient = {views.find(slice.parameter), 0, slice.length};
+      gradient = {views.find_to_read(slice.parameter), 0, slice.length};
       if (!gradient.flat.defined()) continue;
     }
     object(index, true);

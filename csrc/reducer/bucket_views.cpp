@@ -101,11 +101,15 @@ void BucketViews::fill(size_t parameter) {
   }
 }
 
-at::Tensor BucketViews::find(size_t parameter) const {
+at::Tensor BucketViews::find_to_read(size_t parameter) const {
   const Entry& entry = entries_[parameter];
   const at::Tensor& gradient = reducer_.parameters()[parameter].grad();
-  const bool lies_elsewhere = gradient.defined() && !reducer_.gradients_are_views() && lies_like(gradient, entry.view);
-  return entry.detached && lies_elsewhere ? flat_and_real(gradient.detach()) : at::Tensor();
+  const bool is_found = entry.detached && gradient.defined() && lies_like(gradient, entry.view);
+  return is_found ? flat_and_real(gradient.detach()) : at::Tensor();
+}
+
+at::Tensor BucketViews::find(size_t parameter) const {
+  return reducer_.gradients_are_views() ? at::Tensor() : find_to_read(parameter);
 }
 
 at::Tensor BucketViews::find_or_fill(size_t parameter) {

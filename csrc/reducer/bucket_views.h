@@ -46,8 +46,10 @@ class BucketViews {
   void restore_all();
   // Restores a detached view with what the Reducer would have put there.
   void fill(size_t parameter);
-  // The gradient whose elements belong into a detached view, flat and real, if there is one that lies elsewhere in the
-  // view's own order of elements. Otherwise undefined.
+  // The gradient whose elements belong into a detached view, flat and real, if there is one in the view's own order of
+  // elements. Otherwise undefined.
+  at::Tensor find_to_read(size_t parameter) const;
+  // The same, but only where it may stay where it lies, because the Reducer does not make a view of the bucket of it.
   at::Tensor find(size_t parameter) const;
   // The same, but otherwise the view is filled.
   at::Tensor find_or_fill(size_t parameter);
