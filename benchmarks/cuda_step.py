@@ -62,7 +62,7 @@ DENSE = (
     ("ours:zeros:native", 0.0),
     ("ours:auto:native", 0.0),
 )
-TABLE = (("ddp", 0.0), ("allreduce_hook", 0.0), ("ours:auto:native", 0.0))
+TABLE = (("ddp", 0.0), ("allreduce_hook", 0.0), ("ours:auto:native", 0.0), ("ours:on:native", 0.0))
 AUTOCAST = (*TABLE, ("bf16_compress_hook", 0.0))
 WORKLOADS = {"dense": DENSE, "table": TABLE, "autocast": AUTOCAST}
 LARGEST_DIFFERENCE = 1e-6  # to plain DDP's gradient, as a share of the largest element of that
@@ -88,7 +88,8 @@ class Variant:
         if name in ("allreduce_hook", "bf16_compress_hook"):
             self.ddp.register_comm_hook(None, getattr(default_hooks, name))
         elif name.startswith("ours"):
-            policy = {"zeros": "skip_zeros", "auto": "auto"}.get(name.split(":")[1], "skip_unused")
+            on = ddp_hooks.Policy("rows and widths", skip_zero_rows="on", narrow="on")
+            policy = {"zeros": "skip_zeros", "auto": "auto", "on": on}.get(name.split(":")[1], "skip_unused")
             if "python" in name:
                 self.state = ddp_hooks.SkipUnusedState(self.ddp, policy)
                 self.ddp.register_comm_hook(self.state, self._timed_hook(ddp_hooks.skip_unused_hook))
