@@ -55,4 +55,4 @@ def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
 
 
 def _name(value: Any) -> str:
-    return value if isinstance(value, str) else str(getattr(value, "__name__", None) or value.name)
+    return value if isinstance(value, str) else str(getattr(value, "__name__", None) or getattr(value, "name", value))

@@ -18,6 +18,7 @@ import gpu
 import pytest
 import test_direct
 import test_equivalence as on_cpu
+import test_freezing
 import test_narrow
 import test_units
 import torch
@@ -265,6 +266,12 @@ def test_what_gpus_add(
 def test_a_group_with_a_backend_for_each_device(scenario: type[Scenario], policy: str) -> None:
     run_on_gpu(1, "cpu:gloo,cuda:nccl", compare, on_cuda(scenario()), policy, True)
     run_on_gpu(2, "cpu:gloo,cuda:gloo", compare, on_cuda(scenario()), policy, True)
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["gradients", "views"])
+@pytest.mark.parametrize("policy", ["skip_unused", "skip_zeros"])
+def test_random_freezing(views: bool, policy: str) -> None:
+    run_on_gpu(2, "gloo", test_freezing.random_freezing, True, views, "sgd", policy, True, 30, "cuda")
 
 
 # --- what happens after the Reducer's last act, which for a GPU may be in autograd's thread

@@ -246,7 +246,7 @@ def same_as_plain_ddp(rank: int) -> None:
         compare(rank, scenario(), DIRECT, True)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_same_as_plain_ddp(world_size: int) -> None:
     run_ranks(world_size, same_as_plain_ddp, timeout=300.0)
 

@@ -101,6 +101,7 @@ def test_beside_an_untested_torch_pip_says_what_to_do(for_older_torch: Path) -> 
     assert "DDP_HOOKS_ANY_TORCH=1" in said
 
 
+@pytest.mark.thorough
 def test_an_untested_torch_can_be_built_for(for_older_torch: Path) -> None:
     asking = [sys.executable, "setup.py", "--quiet", "dist_info"]
     for wish, returncode in (("0", 1), ("1", 0)):

@@ -160,7 +160,7 @@ def test_another_module_that_imports_the_package_gets_the_error(unbuilt: Path) -
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("spoil", [nothing, renamed_torch])
+@pytest.mark.parametrize("spoil", [nothing, pytest.param(renamed_torch, marks=pytest.mark.thorough)])
 def test_a_checkout_that_hides_what_is_installed(unbuilt: Path, spoil: Callable[[Path], None]) -> None:
     """`pip install .`, and then Python from the checkout's root; a build leaves _build_info.py there, or does not."""
     installed = unbuilt.parent / "site-packages" / "ddp_hooks"

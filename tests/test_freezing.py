@@ -87,10 +87,17 @@ def assert_alike(ours: nn.Module, oracle: nn.Module, what: str) -> None:
 
 
 def random_freezing(
-    rank: int, find_unused: bool, bucket_view: bool, optimizer: str, policy: str, native: bool, steps: int
+    rank: int,
+    find_unused: bool,
+    bucket_view: bool,
+    optimizer: str,
+    policy: str,
+    native: bool,
+    steps: int,
+    device: str = "cpu",
 ) -> None:
     """Freeze and unfreeze at random, alike or apart, with accumulation, and compare everything after each step."""
-    model, twin = make_model(), make_model()
+    model, twin = make_model().to(device), make_model().to(device)
     ddp = wrap(model, find_unused_parameters=find_unused, gradient_as_bucket_view=bucket_view)
     state = register(ddp, policy, native)
     oracle = Oracle(twin)
@@ -110,14 +117,14 @@ def random_freezing(
                 if frozen and step % 2:
                     layer.zero_grad(set_to_none=True)
         for _ in range(draw(3, shared)):
-            batch = torch.randn(4, 8, generator=own)
+            batch = torch.randn(4, 8, generator=own).to(device)
             with ddp.no_sync():
                 ddp(batch).square().mean().backward()
             twin(batch).square().mean().backward()
             if draw(2, shared):  # frozen after it accumulated something
                 for layer in layers[draw(4, shared)]:
                     layer.requires_grad_(False)
-        batch = torch.randn(4, 8, generator=own)
+        batch = torch.randn(4, 8, generator=own).to(device)
         ddp(batch).square().mean().backward()
         twin(batch).square().mean().backward()
         oracle.reduce()

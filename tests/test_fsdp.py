@@ -271,7 +271,7 @@ def compare_all(rank: int, names: list[str], policies: list[str], steps: int) ->
     return sent
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_gradients_are_those_of_plain_fsdp2(world_size: int) -> None:
     policies = ["on", "restless"] if world_size == 3 else ["on", "auto", "restless"]
     by_rank = run_ranks(world_size, compare_all, list(CASES), policies, 4)
@@ -566,7 +566,15 @@ def average_over_hosts(rank: int, shape: tuple[int, int], replicates: bool) -> d
     return sent
 
 
-@pytest.mark.parametrize(("shape", "replicates"), [((2, 2), False), ((2, 1), False), ((2, 1), True), ((3, 1), True)])
+@pytest.mark.parametrize(
+    ("shape", "replicates"),
+    [
+        ((2, 2), False),
+        ((2, 1), True),
+        pytest.param((2, 1), False, marks=pytest.mark.thorough),
+        pytest.param((3, 1), True, marks=pytest.mark.thorough),
+    ],
+)
 def test_averages_over_hosts(shape: tuple[int, int], replicates: bool) -> None:
     for sent in run_ranks(shape[0] * shape[1], average_over_hosts, shape, replicates):
 

@@ -31,10 +31,17 @@ def assert_same(program: Program, verdict: Verdict) -> None:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_same_as_plain_ddp(ranks: int) -> None:
-    tally = run_many((generate(seed, ranks) for seed in range(FIXED[ranks])), on_failure=assert_same)
-    assert (tally.programs, tally.bad) == (FIXED[ranks], 0)
+@pytest.mark.parametrize(
+    ("ranks", "first", "end"),
+    [
+        (2, 0, FIXED[2] // 2),
+        pytest.param(2, FIXED[2] // 2, FIXED[2], marks=pytest.mark.thorough),
+        pytest.param(3, 0, FIXED[3], marks=pytest.mark.thorough),
+    ],
+)
+def test_same_as_plain_ddp(ranks: int, first: int, end: int) -> None:
+    tally = run_many((generate(seed, ranks) for seed in range(first, end)), on_failure=assert_same)
+    assert (tally.programs, tally.bad) == (end - first, 0)
 
 
 @pytest.mark.thorough

@@ -253,8 +253,10 @@ def random_steps(rank: int, native: bool) -> None:
         assert all(other == gathered[0] for other in gathered)
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "native"),
+    [(2, False), (2, True), (3, True), pytest.param(3, False, marks=pytest.mark.thorough)],
+)
 def test_random_steps(world_size: int, native: bool) -> None:
     run_ranks(world_size, random_steps, native)
 

@@ -14,6 +14,7 @@ import pytest
 import test_cuda_hook
 import test_direct
 import test_equivalence as on_cpu
+import test_freezing
 import test_narrow
 import test_units
 import torch
@@ -98,9 +99,23 @@ def test_narrow_under_autocast(scenario: type[Scenario], policy: ddp_hooks.Polic
     run_pretended(2, 3, compare, on_device(scenario()), policy, True)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_odd_numbers(ranks: int) -> None:
     run_pretended(ranks, 4, test_narrow.odd, 0, torch.float32, test_narrow.SMALL_SEGMENTS, True, "pretend")
+
+
+FREEZING = {
+    "gradients": (True, False, "sgd", "skip_unused", True),
+    "views": (False, True, "adamw", "skip_unused", True),
+    "python": (True, True, "sgd", "skip_unused", False),
+    "values": (False, False, "adamw", "skip_zeros", True),
+}
+
+
+@pytest.mark.parametrize("way", FREEZING)
+@pytest.mark.parametrize("seed", [5, pytest.param(6, marks=pytest.mark.thorough)])
+def test_random_freezing(way: str, seed: int) -> None:
+    run_pretended(2, seed, test_freezing.random_freezing, *FREEZING[way], 12, "pretend")
 
 
 UNITS = [
@@ -202,10 +217,9 @@ def gradients_of_many_streams(rank: int, policy: ddp_hooks.Policy) -> None:
             torch.testing.assert_close(a, b.cpu())
 
 
-@pytest.mark.parametrize("policy", [PACK_ALL, test_units.EVERY_ROW], ids=lambda policy: policy.name)
-def test_gradients_of_many_streams(policy: ddp_hooks.Policy) -> None:
-    for seed in RESTING:
-        run_pretended(2, seed, gradients_of_many_streams, policy)
+@pytest.mark.parametrize(("seed", "policy"), in_turn(RESTING, [PACK_ALL, test_units.EVERY_ROW]))
+def test_gradients_of_many_streams(seed: int, policy: ddp_hooks.Policy) -> None:
+    run_pretended(2, seed, gradients_of_many_streams, policy)
 
 
 class Branches(nn.Module):
@@ -232,7 +246,7 @@ def test_used_map() -> None:
         run_pretended(2, seed, used_map)
 
 
-@pytest.mark.parametrize("programs", [10, pytest.param(40, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("programs", [5, pytest.param(40, marks=pytest.mark.thorough)])
 def test_random_programs(programs: int) -> None:
     """What each program does, and in which order the device runs it, a seed draws: tests/fuzz.py --device pretend."""
     run_many((generate(seed, 2, "pretend") for seed in range(programs)), on_failure=assert_same)

@@ -141,15 +141,20 @@ def test_one_process_and_a_module(tmp_path: Path) -> None:
     assert "package/program.py" in frames[0]
 
 
-WITHOUT_A_LAUNCHER = [
-    "torch.distributed.init_process_group('gloo')",
+FOR_A_LAUNCHER = ["torch.distributed.init_process_group('gloo')", "int(os.environ['LOCAL_RANK'])"]
+LIKE_THESE = [
     "torch.distributed.init_process_group()",
     "torch.distributed.init_process_group('gloo', rank=int(os.environ['RANK']))",
-    "int(os.environ['LOCAL_RANK'])",
 ]
 
 
-@pytest.mark.parametrize(("command", "line"), in_turn(["run", "doctor"], WITHOUT_A_LAUNCHER))
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        *in_turn(["run", "doctor"], FOR_A_LAUNCHER),
+        *(pytest.param("run", line, marks=pytest.mark.thorough) for line in LIKE_THESE),
+    ],
+)
 def test_without_a_launcher(command: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

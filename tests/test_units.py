@@ -623,7 +623,7 @@ def masks_that_grow(rank: int, direct: bool = True) -> None:
         assert statistics.skip_zero_rows_steps == scenario.steps
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_masks_that_grow(world_size: int) -> None:
     run_ranks(world_size, masks_that_grow)
 

@@ -212,6 +212,7 @@ def declared_for_long(rank: int) -> None:
     assert resident_bytes_after(1000) - before < 2_000_000
 
 
+@pytest.mark.thorough
 def test_declared_for_long() -> None:
     run_ranks(2, declared_for_long)
 
