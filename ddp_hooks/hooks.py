@@ -180,7 +180,8 @@ class SkipUnusedState:
 
         Raises:
             ValueError: a pattern matches nothing.
-            RuntimeError: from ``backward()``, when a declared parameter receives a gradient after all; names it.
+            RuntimeError: from ``backward()``, when a declared parameter enters a graph within backward only, as under
+                reentrant checkpointing; names it. Any other that is used after all gets plain DDP's gradient.
         """
         with self._require_service().unused(*what):
             yield
