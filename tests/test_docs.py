@@ -178,9 +178,14 @@ def test_commands_are_there(page: str) -> None:
 
 
 def check_pip(arguments: list[str]) -> None:
-    action, option, what = arguments
-    assert (action, option) == ("install", "--no-build-isolation")
-    found = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
+    action, option, *what = arguments
+    assert action == "install"
+    if option != "--no-build-isolation":  # what that would have installed
+        required = re.search(r"^requires = \[(.+)\]", read("pyproject.toml"), re.MULTILINE)
+        assert required is not None
+        assert {f'"{package}"' for package in (option, *what)} <= set(required[1].split(", "))
+        return
+    found = re.fullmatch(r"(?:-e )?\.(?:\[(\w+)\])?", " ".join(what))
     assert found is not None
     assert found[1] is None or re.search(rf"^{found[1]} = \[", read("pyproject.toml"), re.MULTILINE)
 
