@@ -17,9 +17,8 @@ gradients are bfloat16 numbers in float32, beside the hook of torch's that round
 
     python benchmarks/cuda_step.py --workloads table autocast --name cuda_step_socket
 
-A timeline of one step goes
-beside the JSON, which is written after each world. The exit status is 1 if a gradient differs, or if a world other than
-NCCL with two ranks could not be run.
+A timeline of one step goes beside the JSON, which is written after each world. The exit status is 1 if a gradient
+differs, or if a world other than NCCL with two ranks could not be run.
 """
 
 from __future__ import annotations

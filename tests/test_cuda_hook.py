@@ -69,22 +69,16 @@ def _why_no_nccl_pair() -> str | None:
     return None
 
 
-def need_nccl_pair() -> None:
-    why = _why_no_nccl_pair()
-    if why is not None and os.environ.get("DDP_HOOKS_REQUIRE_NCCL_PAIR") == "1":
-        pytest.fail(f"DDP_HOOKS_REQUIRE_NCCL_PAIR=1, but {why}", pytrace=False)
-    if why is not None:
-        pytest.skip(why)
-
-
 @pytest.fixture(params=["gloo alone", "gloo", "nccl alone", "nccl"])
 def world(request: pytest.FixtureRequest) -> tuple[int, str]:
     """A world size and a backend."""
     if request.param == "three on gloo":
         return 3, "gloo"
     backend, _, alone = request.param.partition(" ")
-    if request.param == "nccl":
-        need_nccl_pair()
+    if request.param == "nccl" and (why := _why_no_nccl_pair()) is not None:
+        if os.environ.get("DDP_HOOKS_REQUIRE_NCCL_PAIR") == "1":
+            pytest.fail(f"DDP_HOOKS_REQUIRE_NCCL_PAIR=1, but {why}", pytrace=False)
+        pytest.skip(why)
     return (1 if alone else 2), backend
 
 
