@@ -416,6 +416,16 @@ def test_who_waits_as_well_is_not_named_where_it_is_not_known_which_collective_f
     assert find_missing(WAIT, 0, {1: ended, 2: waits}, {}, is_over=True).missing == (1, 2)
 
 
+@pytest.mark.parametrize("error", [None, "RuntimeError: Connection reset by peer"])
+def test_who_has_failed_somewhere_is_not_named_beside_the_rank_that_is_gone(error: str | None) -> None:
+    """Rank 0's error came of an all-reduce of gradients, which names nothing, this one's of the mask exchange."""
+    somewhere = status(2, failed=Wait(SOME_COLLECTIVE, (0, 1, 2), 0.0), error=error)
+    assert find_missing(WAIT, 0, {2: somewhere}, {}, is_over=True).missing == (1,)
+    # It is named where nobody else is to blame, and while this rank still waits.
+    assert find_missing(WAIT, 0, {1: status(1, wait=WAIT), 2: somewhere}, {}, is_over=True).missing == (2,)
+    assert find_missing(WAIT, 0, {2: somewhere}, {}).missing == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("place", "here"), [("backward of Net", True), ("backward", True), ("backward of Other", False), ("barrier", False)]
 )

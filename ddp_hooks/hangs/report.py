@@ -56,6 +56,10 @@ def find_missing(
         gave_up = status.failed is not None and (is_over or status.error is not None)
         return gave_up or (status.wait is not None and status.error is None)
 
+    def failed_somewhere(rank: int) -> bool:
+        failed = statuses[rank].failed if is_over and rank in statuses else None
+        return failed is not None and failed.place == SOME_COLLECTIVE
+
     here = {
         rank: status
         for rank, status in statuses.items()
@@ -63,10 +67,10 @@ def find_missing(
     }
     missing = [rank for rank in others if rank not in here]
     # Who waits for nobody is what all others wait for in the end. Where it is not known in which collective this rank
-    # was, a rank that waits as well may be in the same one.
+    # was, a rank that waits as well may be in the same one; so may one that has failed and does not know in which.
     roots = [rank for rank in missing if not depends(rank)]
-    if wait.place == SOME_COLLECTIVE and roots:
-        missing = roots
+    if roots:
+        missing = roots if wait.place == SOME_COLLECTIVE else [rank for rank in missing if not failed_somewhere(rank)]
     waited = {
         rank: status.failed.seconds
         for rank, status in here.items()
