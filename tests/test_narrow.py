@@ -499,3 +499,48 @@ def sums_in_backward(rank: int, native: bool) -> None:
 def test_collectives_of_the_programs_own_within_backward(native: bool) -> None:
     """What a rank starts on the group comes between the same two of these everywhere, whenever its masks are back."""
     run_ranks(2, sums_in_backward, native, timeout=60.0)
+
+
+# --- when they leave
+
+
+def sends_by_bucket(rank: int, alike: bool) -> list[bool]:
+    """Return whether messages leave while each bucket is taken: a small one, and five of 3 MiB."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(1024, 768, bias=False), *(nn.Linear(768, 1024, bias=False) for _ in range(4))]
+    branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    model = Chain(nn.ModuleList(layers), branches)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=3, find_unused_parameters=True)
+    register(ddp, NARROW, True)
+    for _ in range(2):  # DDP makes its buckets anew after the first
+        with (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+            torch.autocast("cpu", dtype=torch.bfloat16),
+        ):
+            ddp(torch.randn(4, 1024), 0 if alike else rank).float().square().mean().backward()
+    events = profile.profiler.kineto_results.events()
+    names = ("ddp_hooks::all_reduce", "ddp_hooks::all_to_all")
+    sent = [event.start_ns() for event in events if event.name() in names]
+    taken = sorted((event.start_ns(), event.end_ns()) for event in events if event.name() == "ddp_hooks::bucket")
+    return [any(begin <= time <= end for time in sent) for begin, end in taken]
+
+
+class Chain(nn.Module):
+    def __init__(self, layers: nn.ModuleList, branches: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+        self.branches = branches
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(x)[:, :768]
+        return torch.cat([x, self.branches[branch](x[:, :8])], 1)
+
+
+def test_the_first_buckets_leave_at_once() -> None:
+    """While less than 8 MiB came before, the link is idle; where ranks use different layers nothing is waited for."""
+    for sent in run_ranks(2, sends_by_bucket, True):
+        assert sent == [True, True, True, True, False, True]
+    for sent in run_ranks(2, sends_by_bucket, False):
+        assert sent == [False, False, False, False, False, True]

@@ -100,7 +100,8 @@ void bind_layout(py::module_& m) {
       }))
       .def_readonly("buckets", &LayoutOfBuckets::buckets)
       .def_readonly("parameter_count", &LayoutOfBuckets::parameter_count)
-      .def("hash", &LayoutOfBuckets::hash);
+      .def("hash", &LayoutOfBuckets::hash)
+      .def("buckets_on_idle_link", &LayoutOfBuckets::buckets_on_idle_link);
 
   py::class_<Slice>(m, "Slice")
       .def_readonly("bucket", &Slice::bucket)

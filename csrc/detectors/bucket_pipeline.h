@@ -4,9 +4,10 @@
 // A bucket goes through three moments. It is *scanned* when it is ready. The exchange of what was found *starts* then,
 // too, or where scans run on a device, when the next bucket is ready, because the host would wait for the answer. And
 // it is *settled*: the exchange is waited for, and the bucket may be sent. While the masks of one bucket are under way
-// the next is scanned, so a bucket is settled when one after its exchange is ready. Where ranks use different
-// parameters, though, all are settled with the last one: one of the ranks may reach a bucket long before another, which
-// stands in some other collective that waits for the first.
+// the next is scanned, so a bucket is settled when one after its exchange is ready. The first ones are settled at once,
+// because the link has nothing to do yet: what they wait for takes a round trip, and the next bucket much longer. Where
+// ranks use different parameters, though, all are settled with the last one: one of the ranks may reach a bucket long
+// before another, which stands in some other collective that waits for the first.
 //
 // Always holds: buckets start and are settled in order, all of them when the last one is ready.
 // Thread-safety: none; the engine locks. Every rank must agree on: the buckets, the timing.
@@ -21,6 +22,7 @@ namespace ddp_hooks {
 struct PipelineTiming {
   bool settles_last = false;   // ranks use different parameters
   bool answers_later = false;  // scans run on a device, while the host goes on
+  uint32_t at_once = 0;        // buckets before this one are settled when they are ready
 };
 
 // `Bucket`: what is known of one.
@@ -45,7 +47,7 @@ class BucketPipeline {
     }
     while (!waiting_.empty()) {
       Waiting& first = waiting_.front();
-      const bool under_way = first.has_started && first.started_with < ready;
+      const bool under_way = first.has_started && (first.started_with < ready || first.index < timing_.at_once);
       if (!last && (timing_.settles_last || !under_way)) return;
       if (settle(first.bucket)) {
         waiting_.pop_front();

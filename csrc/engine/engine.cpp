@@ -457,11 +457,12 @@ void Engine::keep_untouched() {
 // What is looked into in this step: units of some parameters, and the values of the others.
 void Engine::choose_detectors(const AgreedUsage& usage, int64_t step_number) {
   Step& step = *step_;
-  const DetectedStep detected{*layout_,
-                              layout_.hash(),
-                              prologue_->agreement(),
-                              views_,
-                              {!usage.same_everywhere, !step.buckets.front().buffer().is_cpu()}};
+  const DetectedStep detected{
+      *layout_,
+      layout_.hash(),
+      prologue_->agreement(),
+      views_,
+      {!usage.same_everywhere, !step.buckets.front().buffer().is_cpu(), layout_->buckets_on_idle_link()}};
   // A joined rank has nothing to look into, and makes the Reducer write gradients that nobody has.
   if (!step.agreed.test(prologue_->agreement().joined_bit())) {
     ChosenUnits chosen = units_.choose(step.agreed, usage.objections, step_number);

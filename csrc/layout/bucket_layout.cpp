@@ -18,6 +18,15 @@ std::array<Width, 2> BucketLayout::narrow_forms() const {
   }
 }
 
+uint32_t LayoutOfBuckets::buckets_on_idle_link() const {
+  constexpr int64_t kLittleToCarry = 8 << 20;  // bytes
+  uint32_t count = 0;
+  for (int64_t before = 0; count < buckets.size() && buckets[count].is_on_cpu() && before < kLittleToCarry; ++count) {
+    before += buckets[count].bytes();
+  }
+  return count;
+}
+
 std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Slice& stretch) {
   auto slice =
       std::lower_bound(layout.slices.begin(), layout.slices.end(), stretch.offset,

@@ -45,6 +45,9 @@ struct LayoutOfBuckets {
   std::vector<BucketLayout> buckets;
   size_t parameter_count = 0;
   uint64_t hash() const;
+  // How many of the first buckets are ready before the link has had much to carry; none on a device, whose host does
+  // not wait. DDP's first bucket holds 1 MiB and what comes with it for the same reason.
+  uint32_t buckets_on_idle_link() const;
 };
 
 // A stretch of a bucket.

@@ -242,20 +242,22 @@ def mixed_traffic(
         units: what is sent of each bucket's units.
         world: who sends.
     """
-    last = len(step.layout.buckets) - 1
     if values:
         rest = frozenset(i for i in step.used - divided if i in step.units)
-        sizes = _moved(_planned_by_bucket(step, rest, divided, world), step.is_alike, last)
+        sizes = _moved(_planned_by_bucket(step, rest, divided, world), step)
     else:
         sizes = _planned(step, step.used - divided, divided, "skip_zeros", world)
-    return [a + b for a, b in zip(sizes, _moved(units, step.is_alike, last), strict=True)]
+    return [a + b for a, b in zip(sizes, _moved(units, step), strict=True)]
 
 
-def _moved(sizes: Sequence[Traffic], alike: bool, last: int) -> list[Traffic]:
-    # What needs an answer about a bucket's values leaves when the next bucket is ready, or when all are.
+def _moved(sizes: Sequence[Traffic], step: UnionStep) -> list[Traffic]:
+    # What needs an answer about a bucket's values leaves with the first buckets at once, then when the next bucket is
+    # ready, and where ranks use different parameters when all are.
+    last = len(step.layout.buckets) - 1
     moved = [Traffic()] * (last + 1)
     for number, size in enumerate(sizes):
-        place = min(number + 1, last) if alike else last
+        delay = 0 if number < step.layout.buckets_on_idle_link() else 1
+        place = min(number + delay, last) if step.is_alike else last
         moved[place] = moved[place] + size
     return moved
 
