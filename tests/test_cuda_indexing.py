@@ -209,6 +209,17 @@ def test_in_place(dtype: torch.dtype) -> None:
     assert_same_numbers(flat, expected)
 
 
+def test_scan_of_more_chunks_than_parts() -> None:
+    # 4096 parts of two chunks of 4 KiB, and less than a chunk. No warp may miss what only one element holds.
+    size = 4096 * 2 * 1024 - 3000
+    flat = torch.zeros(size)
+    for first in (0, 1024, 4096 * 1024 - 1, 4096 * 1024, size - 1):
+        flat[first] = 1.0
+        half = size // 2
+        check_scan(flat, [(0, half), (half, size - half)])
+        flat[first] = 0.0
+
+
 def test_the_emulation_notices_a_wrong_message() -> None:
     # What checks must be able to fail: here the slices overlap, so scattering writes some bytes twice.
     with pytest.raises(RuntimeError, match="written twice"):

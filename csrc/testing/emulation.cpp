@@ -219,8 +219,9 @@ EmulatedRun emulate_nonzero_scan(const std::vector<SliceOfMemory>& slices, Eleme
   for_each_table(slices.data(), slices.size(), nullptr, [&](const auto& table, size_t first) -> const char* {
     run.launches += 1;
     run.chunks += chunk_count(table);
-    for (int64_t chunk = 0; chunk < chunk_count(table); ++chunk) {
-      visit_chunk(table, chunk, [&](int slice, const char* address, int64_t, int bytes) {
+    const int64_t warps = warps_far_apart(chunk_count(table));
+    for (int64_t warp = 0; warp < launched_warps(warps); ++warp) {
+      visit_chunk(table, chunk_far_apart(warp, warps), [&](int slice, const char* address, int64_t, int bytes) {
         uint32_t& flag = flags[first + static_cast<size_t>(slice)];
         if ((flag & kFoundNonzero) != 0) return;
         uint32_t found = 0;

@@ -30,7 +30,7 @@ __device__ __forceinline__ int lane_of_thread() {
 }
 
 // The same for all lanes of a warp.
-__device__ __forceinline__ int64_t chunk_of_warp() {
+__device__ __forceinline__ int64_t warp_of_grid() {
   return static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + static_cast<int>(threadIdx.x) / kWarpLanes;
 }
 

@@ -11,7 +11,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     pack_kernel(const __grid_constant__ PackTable<kCapacity> table, Scaling<Number> scaling) {
   const int lane = lane_of_thread();
   DeviceMemory memory;
-  visit_stretches(table, chunk_of_warp(), [&](int slice, int64_t offset, int64_t position, int bytes) {
+  visit_stretches(table, warp_of_grid(), [&](int slice, int64_t offset, int64_t position, int bytes) {
     pack_stretch(table, slice, offset, position, bytes, lane, memory, scaling);
   });
 }
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     sum_kernel(const __grid_constant__ Table table, Addition<Number> addition) {
   const int lane = lane_of_thread();
   DeviceMemory memory;
-  visit_stretches(table, chunk_of_warp(), [&](int slice, int64_t offset, int64_t, int bytes) {
+  visit_stretches(table, warp_of_grid(), [&](int slice, int64_t offset, int64_t, int bytes) {
     sum_stretch<Number>(table, slice, offset, bytes, lane, memory, addition);
   });
 }

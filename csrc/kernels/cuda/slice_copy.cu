@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     gather_scaled_kernel(const __grid_constant__ SliceTable<kCapacity> table, typename Number::Wide factor) {
   const int lane = lane_of_thread();
   DeviceMemory memory;
-  visit_chunk(table, chunk_of_warp(), [&](int, const char* address, int64_t position, int bytes) {
+  visit_chunk(table, warp_of_grid(), [&](int, const char* address, int64_t position, int bytes) {
     move_stretch<sizeof(typename Number::Bits)>(table.message + position, address, bytes, lane, memory,
                                                 ScaleBy<Number>{factor});
   });
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     copy_kernel(const __grid_constant__ SliceTable<kCapacity> table, bool to_message) {
   const int lane = lane_of_thread();
   DeviceMemory memory;
-  visit_chunk(table, chunk_of_warp(), [&](int, char* address, int64_t position, int bytes) {
+  visit_chunk(table, warp_of_grid(), [&](int, char* address, int64_t position, int bytes) {
     char* const in_message = table.message + position;
     move_stretch<1>(to_message ? in_message : address, to_message ? address : in_message, bytes, lane, memory, Keep{});
   });

@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kBlockThreads, 8)
     unit_sample_kernel(const __grid_constant__ SampleTable<kCapacity> table, ScanMasks masks, uint32_t* words) {
   DeviceMemory memory;
   const WarpOfLane warp{lane_of_thread()};
-  look_at_unit(sampled_unit_of_warp(table, chunk_of_warp()), masks, warp, memory, words);
+  look_at_unit(sampled_unit_of_warp(table, warp_of_grid()), masks, warp, memory, words);
 }
 
 // What lanes note for themselves takes more registers than votes do.
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kBlockThreads, 5)
     widths_sample_kernel(const __grid_constant__ SampleTable<kCapacity> table, uint32_t* words) {
   DeviceMemory memory;
   const WarpOfLane warp{lane_of_thread()};
-  const SampledUnit unit = sampled_unit_of_warp(table, chunk_of_warp());
+  const SampledUnit unit = sampled_unit_of_warp(table, warp_of_grid());
   if (unit.bytes != 0) look_at_widths_of_unit<Widths>(unit, warp, memory, words);
 }
 

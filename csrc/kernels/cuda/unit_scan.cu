@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kBlockThreads, 8)
                      uint32_t* negative_zero_units) {
   DeviceMemory memory;
   const WarpOfLane warp{lane_of_thread()};
-  scan_portion(portion_of_warp(units, chunk_of_warp()), masks, warp, memory, nonzero_units, negative_zero_units);
+  scan_portion(portion_of_warp(units, warp_of_grid()), masks, warp, memory, nonzero_units, negative_zero_units);
 }
 
 // What lanes note for themselves takes more registers than votes do.
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kBlockThreads, 5)
     widths_scan_kernel(const __grid_constant__ Units units, uint32_t* bitmaps, int64_t words) {
   DeviceMemory memory;
   const WarpOfLane warp{lane_of_thread()};
-  scan_widths_of_portion<Widths>(portion_of_warp(units, chunk_of_warp()), warp, memory, bitmaps, words);
+  scan_widths_of_portion<Widths>(portion_of_warp(units, warp_of_grid()), warp, memory, bitmaps, words);
 }
 
 const char* scan_widths(Units& units, ElementType type, uint32_t* bitmaps, cudaStream_t stream) {
