@@ -13,6 +13,7 @@ import spawn
 import test_direct
 import torch
 import torch.distributed as dist
+from profiling import profiled
 from spawn import RankFailure, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -234,7 +235,7 @@ def sums(rank: int, users: list[list[int]]) -> set[str]:
     generator = torch.Generator().manual_seed(1)
     gradients = torch.randn(dist.get_world_size(), len(users), 96, 96, generator=generator)
     used = [i for i, ranks in enumerate(users) if rank in ranks]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with profiled() as profile:
         ddp(used, gradients[rank]).backward()
     for i, ranks in enumerate(users):
         expected = torch.zeros(96, 96)

@@ -6,13 +6,11 @@ The Python blocks of a user's page are pasted one after another into a file, whi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,28 +82,26 @@ def test_the_script_of_the_readme_prints_what_it_shows(tmp_path: Path) -> None:
 
 
 # Runs scripts one after another in the same processes, because importing torch takes longer than most of them. Each
-# has a port for a store of its own: in torchrun's store it would find the addresses of the one before. Links are not
-# measured, as in the rank processes of other tests: on a busy machine it would be right to send what pages leave out.
+# has a store of its own: in torchrun's it would find the addresses of the one before. Links are not measured, as in the
+# rank processes of other tests: on a busy machine it would be right to send what pages leave out.
 ONE_AFTER_ANOTHER = """
 import os, pathlib, runpy, sys
 from ddp_hooks import service
+from torch.distributed import TCPStore
 
 service.measure_collective_costs = lambda group, device: None
-os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-for argument in sys.argv[1:]:
-    os.environ["MASTER_PORT"], script = argument.split(":")
+host = os.environ["MASTER_ADDR"]
+launchers = TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False)
+stores = []  # kept: another rank may not be through with its script
+for script in sys.argv[1:]:
+    if os.environ["RANK"] == "0":
+        stores.append(TCPStore(host, 0, is_master=True, wait_for_workers=False))
+        launchers.set(script, str(stores[-1].port))
+    os.environ["MASTER_PORT"] = launchers.get(script).decode()
     sys.argv = [script]
     runpy.run_path(script, run_name="__main__")
     pathlib.Path(f"{script}.{os.environ['RANK']}").write_text("done")
 """
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +110,7 @@ def pasted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     folder = tmp_path_factory.mktemp("pasted")
     scripts = {page: paste(page, folder) for page in WITH_CODE}
     (folder / "one_after_another.py").write_text(ONE_AFTER_ANOTHER)
-    ports = zip(free_ports(len(scripts)), scripts.values(), strict=True)
-    done = torchrun(folder, "one_after_another.py", *(f"{port}:{script.name}" for port, script in ports))
+    done = torchrun(folder, "one_after_another.py", *(script.name for script in scripts.values()))
     ended = {page for page, script in scripts.items() if all(Path(f"{script}.{rank}").exists() for rank in range(2))}
     return {page: None if page in ended else done.stderr for page in scripts}
 

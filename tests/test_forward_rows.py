@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from profiling import profiled
 from spawn import run_ranks
 from test_unit_scan import slow_unit_scan
 from test_units import ADAPTIVE, EVERY_ROW, Rows, Table, compare_bytes, tokens
@@ -68,7 +69,7 @@ class Counted(Rows):
         if not t.ddp._comm_hooks:
             return super().run(t)
         self.counts = Counter()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with profiled() as profile:
             super().run(t)
         # Making a tree of them, as events() does, takes longer than the steps.
         self.counts.update(event.name() for event in profile.profiler.kineto_results.events())
@@ -512,7 +513,7 @@ def declared_unused_once(rank: int) -> None:
     with state.unused("table"):
         ddp(None).square().mean().backward()
     ddp.zero_grad()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with profiled() as profile:
         ddp(indices).square().mean().backward()
     names = Counter(event.name() for event in profile.profiler.kineto_results.events())
     assert names[LOOKED_UP] == 1

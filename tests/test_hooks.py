@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from profiling import profiled
 from spawn import RankFailure, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -131,10 +132,8 @@ def collectives_are_counted(rank: int) -> None:
     state = ddp_hooks.register(ddp, "skip_unused")
     run_step(ddp, 0)
     state.reset_stats()
-    with torch.profiler.profile(record_shapes=True) as profile:
+    with profiled(record_shapes=True) as profile:
         run_step(ddp, 0)
-        # gloo's threads note the end of a collective after those who wait for it have gone on.
-        time.sleep(0.5)
     stats = state.stats()
 
     def elements(name: str) -> list[int]:
@@ -1032,7 +1031,7 @@ def unused_is_not_touched(rank: int, native: bool) -> None:
     run_step(ddp, 0)  # the Reducer rebuilds its buckets once
     run_step(ddp, 0)
     output = ddp(torch.ones(2, 8), 0)
-    with torch.profiler.profile(record_shapes=True) as profile:
+    with profiled(record_shapes=True) as profile:
         output.sum().backward()
     assert all(p.grad is None for p in ddp.module.branches[1].parameters())
     zeroed = [event.input_shapes[0] for event in profile.events() if event.name == "aten::zero_"]

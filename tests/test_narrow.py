@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from profiling import profiled
 from spawn import run_ranks, run_ranks_with_sparse_gradients
 from test_equivalence import SCENARIOS, Joined
 from torch import nn
@@ -513,10 +514,7 @@ def sends_by_bucket(rank: int, alike: bool) -> list[bool]:
     ddp = DistributedDataParallel(model, bucket_cap_mb=3, find_unused_parameters=True)
     register(ddp, NARROW, True)
     for _ in range(2):  # DDP makes its buckets anew after the first
-        with (
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
-            torch.autocast("cpu", dtype=torch.bfloat16),
-        ):
+        with profiled() as profile, torch.autocast("cpu", dtype=torch.bfloat16):
             ddp(torch.randn(4, 1024), 0 if alike else rank).float().square().mean().backward()
     events = profile.profiler.kineto_results.events()
     names = ("ddp_hooks::all_reduce", "ddp_hooks::all_to_all")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from profiling import profiled
 from spawn import run_ranks, run_ranks_with_sparse_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -921,7 +922,7 @@ def samples_in_a_step(rank: int) -> None:
     register(ddp, ADAPTIVE, True)
     for _ in range(2):  # DDP makes its buckets anew after the first
         ddp(torch.randn(64, 32)).square().sum().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with profiled() as profile:
         ddp(torch.randn(64, 32)).square().sum().backward()
     names = Counter(event.name() for event in profile.profiler.kineto_results.events())
     assert names["ddp_hooks::bucket"] == 1
