@@ -39,8 +39,9 @@ def elements_leaving(case: test_direct.Case, **settings: Any) -> int:
 @pytest.mark.parametrize("seed", range(20))
 def test_dear_all_to_alls_are_avoided_and_cheap_ones_used(seed: int) -> None:
     case = test_direct.Case(seed)
-    for dear in (DEAR_ALL_TO_ALLS, DEAR_MESSAGES):
-        assert elements_leaving(case, costs=dear) == 0
+    assert elements_leaving(case, costs=DEAR_MESSAGES) == 0
+    # What two ranks have for each other they gather.
+    assert all(m.is_gathered for plan in case.plan(costs=DEAR_ALL_TO_ALLS) for m in plan.direct)
     # Nothing but what everybody contributes stays.
     direct = elements_leaving(case, costs=CHEAP_ALL_TO_ALLS)
     everybody = 2**case.ranks - 1
@@ -129,7 +130,7 @@ DIRECT = Policy("direct", tuning=Tuning(min_direct_bytes=0))
 
 
 def costs_stay(rank: int) -> None:
-    measurement = Measured(DEAR_ALL_TO_ALLS)
+    measurement = Measured(DEAR_MESSAGES)
     ddp = DistributedDataParallel(test_direct.Heads(3), find_unused_parameters=True)
     state = register(ddp, DIRECT, True)
 
@@ -166,7 +167,7 @@ def test_a_new_policy_and_a_rebuilt_reducer_keep_what_was_measured() -> None:
 
 
 def deterministic_on_a_rank(rank: int) -> None:
-    measurement = Measured(DEAR_ALL_TO_ALLS)
+    measurement = Measured(DEAR_MESSAGES)
     torch.use_deterministic_algorithms(rank == 1)
     ddp = DistributedDataParallel(test_direct.Heads(3), find_unused_parameters=True)
     state = register(ddp, DIRECT, True)
@@ -198,29 +199,41 @@ def test_fast_links_are_not_asked_for_narrow_gradients(narrow: str, narrowing: f
 # --- against plain DDP, with what is really measured
 
 
-def as_measured(rank: int, narrow: bool) -> None:
-    Measured(collective_costs.measure_collective_costs)
+def as_measured(rank: int, narrow: bool, all_to_all_seconds_per_byte: float | None = None) -> set[str]:
+    """Return what the steps have recorded."""
+    if all_to_all_seconds_per_byte is None:
+        Measured(collective_costs.measure_collective_costs)
+    else:
+        Measured(_C.CollectiveCosts(all_to_all_seconds_per_byte=all_to_all_seconds_per_byte))
     torch.manual_seed(0)
     model = test_direct.Heads(3)
     plain, ours = (DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True) for _ in range(2))
     register(ours, with_settings(DIRECT, narrow="adaptive" if narrow else "off", min_divided_bytes=1024), True)
     torch.manual_seed(rank)
-    for i in range(6):
-        batch, head = torch.randn(4, 64), (rank + i) % 3 if i % 2 else i % 3
-        grads = []
-        for ddp in (plain, ours):
-            ddp.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
-                ddp(batch, head).float().square().sum().backward()
-            grads.append([None if p.grad is None else p.grad.clone() for p in ddp.parameters()])
-        for theirs, mine in zip(*grads, strict=True):
-            assert (theirs is None) == (mine is None)
-            assert theirs is None or torch.equal(theirs, mine)
+    with profiled() as profile:
+        for i in range(6):
+            batch, head = torch.randn(4, 64), (rank + i) % 3 if i % 2 else i % 3
+            grads = []
+            for ddp in (plain, ours):
+                ddp.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
+                    ddp(batch, head).float().square().sum().backward()
+                grads.append([None if p.grad is None else p.grad.clone() for p in ddp.parameters()])
+            for theirs, mine in zip(*grads, strict=True):
+                assert (theirs is None) == (mine is None)
+                assert theirs is None or torch.equal(theirs, mine)
+    return {event.name() for event in profile.profiler.kineto_results.events()}
 
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_two_ranks_bit_by_bit(narrow: bool) -> None:
     run_ranks(2, as_measured, narrow)
+
+
+@pytest.mark.parametrize(("all_to_all_seconds_per_byte", "gather"), [(1.0, False), (100.0, True)])
+def test_two_ranks_swap_in_the_collective_that_takes_less(all_to_all_seconds_per_byte: float, gather: bool) -> None:
+    for names in run_ranks(2, as_measured, True, all_to_all_seconds_per_byte):
+        assert ("ddp_hooks::all_gather" in names, "ddp_hooks::all_to_all" in names) == (gather, not gather)
 
 
 # --- sums that an all-gather brings, and an all-to-all

@@ -13,12 +13,13 @@ int64_t most_of(const std::vector<int64_t>& bytes_by_rank) {
 }
 
 // Whether an all-gather brings to all what each rank has for them. It takes as much of every rank as of the one with
-// the most. Two ranks swap.
-bool is_gathered(const std::vector<int64_t>& for_all_bytes) {
+// the most. Two ranks swap, unless that takes longer: NCCL's all-to-alls through sockets are slower than its rings.
+bool is_gathered(const std::vector<int64_t>& for_all_bytes, const CollectiveCosts& costs) {
   constexpr double kMostPadding = 0.1;
+  if (for_all_bytes.size() == 2) return costs.all_to_all_seconds_per_byte > costs.all_reduce_seconds_per_byte;
   const auto total = static_cast<double>(std::accumulate(for_all_bytes.begin(), for_all_bytes.end(), int64_t{0}));
   const auto padded = static_cast<double>(most_of(for_all_bytes)) * static_cast<double>(for_all_bytes.size());
-  return for_all_bytes.size() > 2 && padded <= (1 + kMostPadding) * total;
+  return padded <= (1 + kMostPadding) * total;
 }
 
 int64_t for_all_bytes(const DirectMessage& message, int rank, int64_t element_bytes) {
@@ -33,10 +34,11 @@ int64_t for_all_bytes(const DirectMessage& message, int rank, int64_t element_by
 // What each rank owns, in the order in which it was given it, and what each has to send.
 class Ownership {
  public:
-  Ownership(const Transports& transports, int64_t element_bytes, int64_t segment_bytes)
+  Ownership(const Transports& transports, int64_t element_bytes, const DirectSettings& settings)
       : transports_(transports),
         element_bytes_(element_bytes),
-        segment_bytes_(segment_bytes),
+        segment_bytes_(settings.segment_bytes),
+        costs_(settings.costs),
         to_owners_(count()),
         broadcast_(count()),
         summed_(count()) {}
@@ -55,21 +57,22 @@ class Ownership {
   }
 
   // How long the rank takes that takes longest. Without what an all-gather pads.
-  double seconds(const CollectiveCosts& costs) const {
+  double seconds() const {
     double most = 0;
-    const bool gathers_sums = is_gathered(summed_.for_all_bytes), gathers = is_gathered(broadcast_.for_all_bytes);
+    const bool gathers_sums = is_gathered(summed_.for_all_bytes, costs_),
+               gathers = is_gathered(broadcast_.for_all_bytes, costs_);
     for (size_t rank = 0; rank < count(); ++rank) {
       const int64_t sums = others() * summed_.for_all_bytes[rank], own = others() * broadcast_.for_all_bytes[rank];
       const int64_t gathered = (gathers_sums ? sums : 0) + (gathers ? own : 0);
-      most = std::max(most, costs.of_all_gathers(static_cast<double>(gathered), 0) +
-                                costs.of_all_to_alls(static_cast<double>(sent_bytes(rank) - gathered), 0));
+      most = std::max(most, costs_.of_all_gathers(static_cast<double>(gathered), 0) +
+                                costs_.of_all_to_alls(static_cast<double>(sent_bytes(rank) - gathered), 0));
     }
     const double with_sums = messages_of(summed_), others = messages_of(broadcast_);
     const double gathered = (gathers_sums ? with_sums : 0) + (gathers ? others : 0);
     int64_t summed = 0;
     for (const int64_t bytes : summed_.for_all_bytes) summed += bytes;
-    most += costs.summing_seconds_per_byte * static_cast<double>(summed);
-    return most + costs.of_all_gathers(0, gathered) + costs.of_all_to_alls(0, 2 * with_sums + others - gathered);
+    most += costs_.summing_seconds_per_byte * static_cast<double>(summed);
+    return most + costs_.of_all_gathers(0, gathered) + costs_.of_all_to_alls(0, 2 * with_sums + others - gathered);
   }
 
   std::vector<DirectMessage> messages() const {
@@ -80,7 +83,7 @@ class Ownership {
       for (int rank = 0; rank < transports_.world_size; ++rank) {
         message.for_all_bytes.push_back(for_all_bytes(message, rank, element_bytes_));
       }
-      message.is_gathered = is_gathered(message.for_all_bytes);
+      message.is_gathered = is_gathered(message.for_all_bytes, costs_);
     }
     return messages;
   }
@@ -177,6 +180,7 @@ class Ownership {
   const Transports transports_;
   const int64_t element_bytes_;
   const int64_t segment_bytes_;
+  const CollectiveCosts costs_;
   std::vector<int64_t> to_owners_;  // what each rank sends of what others own, bytes
   size_t turn_ = 0;
   Dealt broadcast_;
@@ -185,7 +189,7 @@ class Ownership {
 
 Ownership share_out(const std::vector<DirectPart>& stretches, int64_t element_bytes, const Transports& transports,
                     const DirectSettings& settings) {
-  Ownership ownership(transports, element_bytes, settings.segment_bytes);
+  Ownership ownership(transports, element_bytes, settings);
   for (const DirectPart& stretch : stretches) ownership.add(stretch);
   return ownership;
 }
@@ -240,7 +244,7 @@ Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t e
       (leaves ? leaving_bytes : staying_bytes) += stretch.length * element_bytes;
       if (leaves) leaving.push_back(stretch);
     }
-    const double seconds = share_out(leaving, element_bytes, transports, settings).seconds(settings.costs);
+    const double seconds = share_out(leaving, element_bytes, transports, settings).seconds();
     return Outcome{leaving_bytes, sums, seconds, ring(staying_bytes)};
   };
   const Transports none{allowed.world_size, false, false};

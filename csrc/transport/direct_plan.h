@@ -58,7 +58,7 @@ struct DirectMessage {
   std::vector<DirectGroup> groups;  // by owner, ascending; of those that own something
   int64_t numel = 0;
   // What each rank has for all others, by rank: what it broadcasts, or the sums that it owns. An all-gather brings it
-  // to them where all have about as much, otherwise an all-to-all.
+  // to them where all have about as much, otherwise an all-to-all; on two ranks the faster of both.
   std::vector<int64_t> for_all_bytes;
   bool is_gathered = false;
 };

@@ -67,6 +67,15 @@ c10::intrusive_ptr<c10d::Work> start_all_to_all(Group& group, at::Tensor& receiv
   }
 }
 
+template <typename Group>
+c10::intrusive_ptr<c10d::Work> start_all_gather(Group& group, at::Tensor& received, at::Tensor& sent) {
+  if constexpr (requires { group.all_gather_single(received, sent); }) {
+    return group.all_gather_single(received, sent);
+  } else {
+    return group._allgather_base(received, sent);
+  }
+}
+
 std::vector<SliceOfTensor> slices_of(const std::vector<DirectPlace>& places) {
   std::vector<SliceOfTensor> slices;
   slices.reserve(places.size());
@@ -106,10 +115,9 @@ c10::intrusive_ptr<c10d::Work> DirectSender::all_gather(const FromAll& room) {
   const int64_t bytes = room.memory.numel() / world_size();
   statistics_.messages += 1;
   statistics_.sent_bytes += bytes * (world_size() - 1);
-  std::vector<std::vector<at::Tensor>> received(1);
-  for (const int64_t begin : room.begins) received.front().push_back(room.memory.narrow(0, begin, bytes));
-  std::vector<at::Tensor> sent{received.front()[static_cast<size_t>(rank())]};
-  return group_.allgather(received, sent);
+  // Where its result lies already: NCCL then copies nothing.
+  at::Tensor received = room.memory, sent = received.narrow(0, room.begins[static_cast<size_t>(rank())], bytes);
+  return start_all_gather(group_, received, sent);
 }
 
 DirectSender::Splits DirectSender::no_splits() const {
