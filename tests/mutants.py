@@ -80,6 +80,13 @@ DELETIONS = (
         "end.block(current_stream(buffer_.device()));",
     ),
     Deletion(
+        "what a group copies back is waited for",
+        "transport/launch.cpp",
+        "if (waited) waited->synchronize();",
+        "if (waited && !@) waited->synchronize();",
+        test="test_pretend.py -k copied_back",
+    ),
+    Deletion(
         "a bucket's future carries the stream on which it is complete",
         "engine/engine.cpp",
         "if (!bucket.getBuffer().is_cpu()) devices.push_back(bucket.getBuffer().device());",

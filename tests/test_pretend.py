@@ -18,6 +18,7 @@ import test_freezing
 import test_narrow
 import test_units
 import torch
+import torch.distributed as dist
 from fuzzer.campaign import run_many
 from fuzzer.generate import generate
 from pairwise import in_turn
@@ -219,6 +220,41 @@ def gradients_of_many_streams(rank: int, policy: ddp_hooks.Policy) -> None:
 @pytest.mark.parametrize(("seed", "policy"), in_turn(RESTING, [PACK_ALL, test_units.EVERY_ROW]))
 def test_gradients_of_many_streams(seed: int, policy: ddp_hooks.Policy) -> None:
     run_pretended(2, seed, gradients_of_many_streams, policy)
+
+
+def copied_back(rank: int, policy: ddp_hooks.Policy) -> None:
+    """A group that copies to the host, on a stream of the user's own: what it copies back is waited for there.
+
+    Collectives are done before anybody asks for that, so that completions run in the thread that trains.
+    """
+    from ddp_hooks_testing import _pretend
+
+    _pretend.finish_host_collectives_at_once(True)
+    group = dist.new_group(backend="cpu:gloo,pretend:pretend_host")
+    found = []
+    for device in ("cpu", "pretend"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8))).to(device)
+        stream = torch.Stream(device="pretend")
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            ddp = DistributedDataParallel(model, bucket_cap_mb=0.003, process_group=group)
+            if device == "pretend":
+                register(ddp, policy, True)
+            gradients = []
+            for step in range(4):
+                ddp(torch.full((2, 16), 0.1 * (step + rank)).to(device)).square().sum().backward()
+                gradients.append([p.grad.cpu() for p in ddp.parameters()])
+                ddp.zero_grad()
+        found.append(gradients)
+    for plain, ours in zip(*found, strict=True):
+        for a, b in zip(plain, ours, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("policy", [PACK_ALL, test_units.EVERY_ROW], ids=lambda policy: policy.name)
+def test_copied_back(policy: ddp_hooks.Policy) -> None:
+    run_pretended(2, RESTING[0], copied_back, policy)
 
 
 class Branches(nn.Module):

@@ -189,7 +189,7 @@ void DirectSender::broadcast(Launch launch, const DirectMessage& message, Direct
 
   const auto work = send_to_all(message, received);
   const c10::Device device = received.memory.device();
-  when_back(*work, device, std::move(launch),
+  when_back(work, device, std::move(launch),
             [groups = message.groups, places = std::move(places), received = std::move(received), rank = rank(),
              ranks = world_size()](c10::ivalue::Future&) {
               RECORD_FUNCTION("ddp_hooks::sum", std::vector<c10::IValue>());
@@ -297,7 +297,7 @@ void DirectSender::broadcast_sums(const Waiting& waiting) {
 
   const auto work = send_to_all(message, received);
   const c10::Device device = received.memory.device();
-  when_back(*work, device, waiting.launch,
+  when_back(work, device, waiting.launch,
             [groups = message.groups, places = waiting.places, received, sums_of](c10::ivalue::Future&) {
               RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
               for (size_t i = 0; i < groups.size(); ++i) scatter(sums_of(groups[i]), slices_of(places[i]));

@@ -34,7 +34,7 @@ using OnSuccess = std::function<void(c10::ivalue::Future&)>;
 
 // When the collective is back, runs `on_success` and then counts the message off on each of its buckets; a failed
 // collective fails them instead.
-void when_back(c10d::Work& work, c10::Device device, Launch launch, OnSuccess on_success);
+void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, Launch launch, OnSuccess on_success);
 
 // `to` = the slices, one after the other, scaled: divided where plain DDP divides, otherwise times 1/divisor.
 void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double divisor, bool divides);

@@ -309,7 +309,7 @@ void MessageSender::all_reduce(const at::Tensor& tensor, c10d::ReduceOp operatio
   std::vector<at::Tensor> tensors{tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = std::move(operation);
-  when_back(*group_.allreduce(tensors, options), tensor.device(), std::move(launch), std::move(on_success));
+  when_back(group_.allreduce(tensors, options), tensor.device(), std::move(launch), std::move(on_success));
 }
 
 }  // namespace ddp_hooks

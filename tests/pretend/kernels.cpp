@@ -11,6 +11,7 @@
 
 #include "counts.h"
 #include "kernels/cuda/widths.h"
+#include "memory.h"
 #include "queues.h"
 #include "testing/emulation.h"
 
@@ -20,45 +21,66 @@ namespace {
 using namespace ddp_hooks;        // NOLINT: what is played
 using namespace ddp_hooks::cuda;  // NOLINT
 
-void put(StreamHandle stream, std::function<void()> act) {
+void put(StreamHandle stream, const char* name, const std::vector<Use>& uses, std::function<void()> act) {
   ++Counts::get().launches;
-  Queues::get().put(reinterpret_cast<intptr_t>(stream), [act = std::move(act)] {
+  const Ticket work = Queues::get().put(reinterpret_cast<intptr_t>(stream), [act = std::move(act)] {
     act();
     return true;
   });
+  note_uses(work, name, uses);
+}
+
+std::vector<Use> uses_of(const SliceOfMemory* slices, size_t count, bool writes) {
+  std::vector<Use> uses;
+  for (size_t i = 0; i < count; ++i) uses.push_back({slices[i].address, slices[i].bytes, writes});
+  return uses;
+}
+
+// Of slices and of the message that they lie in one after the other.
+std::vector<Use> uses_with_message(const SliceOfMemory* slices, size_t count, const void* message, bool to_message) {
+  std::vector<Use> uses = uses_of(slices, count, !to_message);
+  int64_t bytes = 0;
+  for (const Use& use : uses) bytes += use.bytes;
+  uses.push_back({message, bytes, to_message});
+  return uses;
 }
 
 // The words that a kernel sets are copied to the host by a piece of work of their own.
-void put_with_answer(StreamHandle stream, uint32_t* on_device, uint32_t* on_host, size_t count,
-                     std::function<void(std::vector<uint32_t>&)> act) {
+void put_with_answer(StreamHandle stream, const char* name, std::vector<Use> uses, uint32_t* on_device,
+                     uint32_t* on_host, size_t count, std::function<void(std::vector<uint32_t>&)> act) {
   // Who reads them before their turn reads nothing that makes sense.
   std::memset(on_host, 0xff, count * sizeof(uint32_t));
-  put(stream, [on_device, count, act = std::move(act)] {
+  const auto bytes = static_cast<int64_t>(count * sizeof(uint32_t));
+  uses.push_back({on_device, bytes, true});
+  put(stream, name, uses, [on_device, count, act = std::move(act)] {
     std::vector<uint32_t> words;
     act(words);
     if (words.size() != count) throw std::logic_error("pretend: a kernel answers in another number of words");
     std::memcpy(on_device, words.data(), count * sizeof(uint32_t));
   });
-  put(stream, [on_device, on_host, count] { std::memcpy(on_host, on_device, count * sizeof(uint32_t)); });
+  put(stream, "an answer's copy", {{on_device, bytes, false}, {on_host, bytes, true}},
+      [on_device, on_host, count] { std::memcpy(on_host, on_device, count * sizeof(uint32_t)); });
 }
 
 const char* play_gather_scaled(void* message, const SliceOfMemory* slices, size_t count, ElementType type,
                                double factor, StreamHandle stream) {
-  put(stream, [message, all = std::vector<SliceOfMemory>(slices, slices + count), type, factor] {
-    emulate_gather_scaled(static_cast<char*>(message), all, type, factor);
-  });
+  put(stream, "gather", uses_with_message(slices, count, message, true),
+      [message, all = std::vector<SliceOfMemory>(slices, slices + count), type, factor] {
+        emulate_gather_scaled(static_cast<char*>(message), all, type, factor);
+      });
   return nullptr;
 }
 
 const char* play_scatter(const void* message, const SliceOfMemory* slices, size_t count, StreamHandle stream) {
   auto* const from = static_cast<char*>(const_cast<void*>(message));  // which is not written
-  put(stream, [from, all = std::vector<SliceOfMemory>(slices, slices + count)] { emulate_scatter(from, all); });
+  put(stream, "scatter", uses_with_message(slices, count, message, false),
+      [from, all = std::vector<SliceOfMemory>(slices, slices + count)] { emulate_scatter(from, all); });
   return nullptr;
 }
 
 const char* play_nonzero_scan(const SliceOfMemory* slices, size_t count, ElementType type, uint32_t* device_flags,
                               uint32_t* host_flags, StreamHandle stream) {
-  put_with_answer(stream, device_flags, host_flags, count,
+  put_with_answer(stream, "a scan", uses_of(slices, count, false), device_flags, host_flags, count,
                   [all = std::vector<SliceOfMemory>(slices, slices + count), type](std::vector<uint32_t>& flags) {
                     emulate_nonzero_scan(all, type, flags);
                   });
@@ -69,7 +91,7 @@ const char* play_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, Eleme
                            uint32_t* device_bitmaps, uint32_t* host_bitmaps, StreamHandle stream) {
   const Units units = divide_units(slice.address, slice.bytes, unit_bytes);
   const auto words = static_cast<size_t>(bitmap_count(type, widths) * words_of_bitmap(units.count));
-  put_with_answer(stream, device_bitmaps, host_bitmaps, words,
+  put_with_answer(stream, "a scan of units", uses_of(&slice, 1, false), device_bitmaps, host_bitmaps, words,
                   [=](std::vector<uint32_t>& bitmaps) { emulate_unit_scan(slice, unit_bytes, type, widths, bitmaps); });
   return nullptr;
 }
@@ -77,14 +99,24 @@ const char* play_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, Eleme
 const char* play_unit_sample(const UnitsOfMemory* slices, size_t count, ElementType type, bool widths,
                              uint32_t* device_words, uint32_t* host_words, StreamHandle stream) {
   const auto words = count * static_cast<size_t>(words_of_sample(type, widths));
-  put_with_answer(stream, device_words, host_words, words,
+  std::vector<Use> uses;
+  for (size_t i = 0; i < count; ++i) uses.push_back({slices[i].address, slices[i].bytes, false});
+  put_with_answer(stream, "a sample", std::move(uses), device_words, host_words, words,
                   [all = std::vector<UnitsOfMemory>(slices, slices + count), type,
                    widths](std::vector<uint32_t>& found) { emulate_unit_sample(all, type, widths, found); });
   return nullptr;
 }
 
 const char* play_pack(char* to, const SliceToPack* slices, size_t count, ElementType type, StreamHandle stream) {
-  put(stream, [to, all = std::vector<SliceToPack>(slices, slices + count), type] { emulate_pack(to, all, type); });
+  std::vector<Use> uses;
+  int64_t packed = 0;
+  for (size_t i = 0; i < count; ++i) {
+    uses.push_back({slices[i].address, slices[i].numel * element_bytes(type), false});
+    packed += packed_bytes(slices[i].numel, slices[i].width, element_bytes(type));
+  }
+  uses.push_back({to, packed, true});
+  put(stream, "pack", uses,
+      [to, all = std::vector<SliceToPack>(slices, slices + count), type] { emulate_pack(to, all, type); });
   return nullptr;
 }
 
@@ -96,17 +128,20 @@ const char* play_sum_terms(const char* packed, const SliceToSum* slices, size_t 
     std::vector<TermToAdd> terms;
   };
   std::vector<Sum> sums;
+  std::vector<Use> uses;
   int64_t packed_bytes = 0;
   for (size_t i = 0; i < count; ++i) {
     const SliceToSum& slice = slices[i];
     sums.push_back({slice, {slice.terms, slice.terms + slice.count}});
+    uses.push_back({slice.address, slice.bytes, true});
     const int64_t numel = slice.bytes / element_bytes(type);
     for (const TermToAdd& term : sums.back().terms) {
       if (term.own) continue;
       packed_bytes = std::max(packed_bytes, term.offset + numel * bytes_of_number(term.width, element_bytes(type)));
     }
   }
-  put(stream, [packed, packed_bytes, sums = std::move(sums), type, factor, adds_zero] {
+  uses.push_back({packed, packed_bytes, false});
+  put(stream, "sum", uses, [packed, packed_bytes, sums = std::move(sums), type, factor, adds_zero] {
     std::vector<SliceToSum> all;
     for (const Sum& sum : sums) {
       all.push_back(sum.slice);

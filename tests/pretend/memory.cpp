@@ -1,10 +1,14 @@
 #include "memory.h"
 
+#include <c10/util/Backtrace.h>
+
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -17,17 +21,38 @@ constexpr int kPoison = 0xff;  // NaN, and -1
 
 thread_local StreamId current = 0;
 
+struct Access {
+  const char* begin = nullptr;
+  const char* end = nullptr;
+  bool writes = false;
+  StreamId stream = 0;
+  uint64_t count = 0;  // of the piece of work
+  std::string name;    // and its name
+
+  bool is_within(const Passed& passed) const {
+    const auto found = passed.find(stream);
+    return found != passed.end() && found->second >= count;
+  }
+};
+
 struct Block {
   void* data = nullptr;
   size_t bytes = 0;
   StreamId stream = 0;  // it was made on
   std::set<StreamId> used_on;
+  std::vector<Access> accesses;  // those that later ones may have to be ordered with
+
+  bool holds(const void* pointer) const {
+    const auto* const at = static_cast<const char*>(pointer);
+    return at >= data && at < static_cast<const char*>(data) + bytes;
+  }
 };
 
 // Both kinds of memory. Blocks are never freed, so that a late read of them is one of poison and not of nothing.
 struct Memory {
   std::mutex mutex;
   std::map<const void*, Block*> pinned;  // by its beginning
+  std::map<const void*, Block*> on_device;
   std::map<std::pair<StreamId, size_t>, std::vector<Block*>> free;
   std::map<size_t, std::vector<Block*>> free_pinned;
 };
@@ -64,13 +89,39 @@ void put_back(Block* block) {
   memory().free[{block->stream, block->bytes}].push_back(block);
 }
 
+std::string text_of(const Access& access) {
+  return std::string(access.writes ? "written" : "read") + " by " + access.name + " on stream " +
+         std::to_string(access.stream);
+}
+
+void fail(const Block& block, const std::string& what) {
+  Queues::get().fail("memory of stream " + std::to_string(block.stream) + " is " + what + "; from " +
+                     c10::get_backtrace());
+}
+
+// Whoever gets the block next may use it when this has run.
+void end_accesses(Block& block, const Passed& passed) {
+  std::lock_guard lock(memory().mutex);
+  for (const Access& access : block.accesses) {
+    if (!access.is_within(passed)) {
+      fail(block, "given back, and nothing orders that with where it is " + text_of(access));
+    }
+  }
+  block.accesses.clear();
+}
+
 void free_on_device(void* context) {
   auto* const block = static_cast<Block*>(context);
   Queues& queues = Queues::get();
+  Passed passed = queues.ticket(block->stream).passed;
+  add(passed, queues.known_to_host());
   std::vector<Ticket> uses;
   for (const StreamId stream : std::exchange(block->used_on, {})) {
-    if (stream != block->stream) uses.push_back(queues.ticket(stream));
+    if (stream == block->stream) continue;
+    uses.push_back(queues.ticket(stream));
+    add(passed, uses.back().passed);
   }
+  end_accesses(*block, passed);
   const bool waits = !uses.empty();
   // Poisoned on a stream of its own where it has to wait, so that the block's own stream does not.
   constexpr StreamId kWaiting = -1;
@@ -96,7 +147,11 @@ class DeviceAllocator final : public c10::Allocator {
       std::lock_guard lock(memory().mutex);
       block = take(memory().free, std::make_pair(current, rounded(bytes)));
     }
-    if (block == nullptr) block = new_block(rounded(bytes));
+    if (block == nullptr) {
+      block = new_block(rounded(bytes));
+      std::lock_guard lock(memory().mutex);
+      memory().on_device[block->data] = block;
+    }
     block->stream = current;
     return {block->data, block, &free_on_device, device};
   }
@@ -115,7 +170,12 @@ class DeviceAllocator final : public c10::Allocator {
 void free_pinned(void* context) {
   auto* const block = static_cast<Block*>(context);
   std::vector<Ticket> uses;
-  for (const StreamId stream : std::exchange(block->used_on, {})) uses.push_back(Queues::get().ticket(stream));
+  Passed passed = Queues::get().known_to_host();
+  for (const StreamId stream : std::exchange(block->used_on, {})) {
+    uses.push_back(Queues::get().ticket(stream));
+    add(passed, uses.back().passed);
+  }
+  end_accesses(*block, passed);
   {
     std::lock_guard lock(memory().mutex);
     memory().pinned.erase(block->data);
@@ -156,11 +216,15 @@ class PinnedAllocator final : public c10::Allocator {
   static void free_nothing(void* /*context*/) {}
 };
 
-Block* find_pinned(const void* pointer) {
-  auto found = memory().pinned.upper_bound(pointer);
-  if (found == memory().pinned.begin()) return nullptr;
+Block* find(const std::map<const void*, Block*>& blocks, const void* pointer) {
+  const auto found = blocks.upper_bound(pointer);
+  if (found == blocks.begin()) return nullptr;
   Block* const block = std::prev(found)->second;
-  return static_cast<const char*>(pointer) < static_cast<const char*>(block->data) + block->bytes ? block : nullptr;
+  return block->holds(pointer) ? block : nullptr;
+}
+
+Block* find_pinned(const void* pointer) {
+  return find(memory().pinned, pointer);
 }
 
 }  // namespace
@@ -187,6 +251,37 @@ void record_on_stream(const c10::DataPtr& pointer, StreamId stream) {
 void note_use_of_pinned(const void* pointer, StreamId stream) {
   std::lock_guard lock(memory().mutex);
   if (Block* const block = find_pinned(pointer)) block->used_on.insert(stream);
+}
+
+Use use_of(const at::Tensor& tensor, bool writes) {
+  if (!tensor.defined() || tensor.numel() == 0) return {};
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return {tensor.const_data_ptr(), (last + 1) * static_cast<int64_t>(tensor.element_size()), writes};
+}
+
+void note_uses(const Ticket& work, const std::string& name, const std::vector<Use>& uses) {
+  std::lock_guard lock(memory().mutex);
+  for (const Use& use : uses) {
+    if (use.bytes == 0) continue;
+    Block* block = find(memory().on_device, use.begin);
+    if (block == nullptr) block = find_pinned(use.begin);
+    if (block == nullptr) continue;
+    const auto* const begin = static_cast<const char*>(use.begin);
+    const Access access{begin, begin + use.bytes, use.writes, work.stream, work.count, name};
+    for (const Access& other : block->accesses) {
+      const bool conflicts = other.begin < access.end && access.begin < other.end && (access.writes || other.writes);
+      if (conflicts && !other.is_within(work.passed)) {
+        fail(*block, text_of(access) + ", and nothing orders that with where it is " + text_of(other));
+      }
+    }
+    // What comes later and is ordered with this one, is with these.
+    std::erase_if(block->accesses, [&](const Access& other) {
+      const bool stands_for = access.writes || (!other.writes && other.stream == access.stream);
+      return access.begin <= other.begin && other.end <= access.end && stands_for && other.is_within(work.passed);
+    });
+    block->accesses.push_back(access);
+  }
 }
 
 StreamId current_stream() {

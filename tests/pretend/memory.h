@@ -5,9 +5,16 @@
 // that stream. The next allocation of that size on the stream takes it at once. Nothing is ever unmapped.
 //
 // Pinned memory that is given back is poisoned at once, unless a copy of torch's own noted what it is used by.
+//
+// Besides, what each piece of work reads and writes is noted, and found wrong where nothing orders it with what others
+// read and write there, or with the end of that memory: that needs no unlucky moment.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
+
+#include <string>
+#include <vector>
 
 #include "queues.h"
 
@@ -19,6 +26,16 @@ c10::Allocator* pinned_allocator();
 bool is_pinned(const void* pointer);
 void record_on_stream(const c10::DataPtr& pointer, StreamId stream);
 void note_use_of_pinned(const void* pointer, StreamId stream);
+
+// What a piece of work does with some memory.
+struct Use {
+  const void* begin = nullptr;
+  int64_t bytes = 0;
+  bool writes = false;
+};
+Use use_of(const at::Tensor& tensor, bool writes);
+// Of a piece of work, by the name that an error calls it.
+void note_uses(const Ticket& work, const std::string& name, const std::vector<Use>& uses);
 
 // The calling thread's.
 StreamId current_stream();

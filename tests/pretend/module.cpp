@@ -27,6 +27,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("make_group", &pretend::make_group, py::call_guard<py::gil_scoped_release>());
   m.def("make_host_group", &pretend::make_host_group, py::call_guard<py::gil_scoped_release>());
+  m.def("finish_host_collectives_at_once", &pretend::finish_host_collectives_at_once);
   m.def("kernels", [] { return py::capsule(&pretend::kernels()); });
   m.def("exchange_stream", &pretend::exchange_stream);
 }

@@ -41,14 +41,15 @@ at::Tensor as_cpu(const at::Tensor& tensor) {
   return alias;
 }
 
-void put_on_current_stream(std::function<void()> act) {
+void put_on_current_stream(const std::string& name, const std::vector<Use>& uses, std::function<void()> act) {
   ++Counts::get().launches;
-  Queues::get().put(current_stream(), [act = std::move(act)] {
+  const Ticket work = Queues::get().put(current_stream(), [act = std::move(act)] {
     const at::NoGradGuard no_grad;
     const c10::impl::ExcludeDispatchKeyGuard without_autograd(c10::autograd_dispatch_keyset);
     act();
     return true;
   });
+  note_uses(work, name, uses);
 }
 
 void synchronize_current_stream() {
@@ -103,6 +104,31 @@ struct ToCpu {
   }
   static c10::Device device() { return at::kCPU; }
 };
+
+void add_uses(const c10::IValue& value, bool writes, std::vector<Use>& uses) {
+  const auto add = [&](const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.device().is_privateuseone()) uses.push_back(use_of(tensor, writes));
+  };
+  if (value.isTensor()) add(value.toTensor());
+  if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) add(tensor);
+  }
+  if (value.isOptionalTensorList()) {
+    for (const c10::IValue& one : value.toListRef()) {
+      if (one.isTensor()) add(one.toTensor());
+    }
+  }
+}
+
+std::vector<Use> uses_of_arguments(const c10::OperatorHandle& op, const Stack& stack) {
+  std::vector<Use> uses;
+  const auto& all = op.schema().arguments();
+  for (size_t i = 0; i < all.size(); ++i) {
+    const auto* const info = all[i].alias_info();
+    add_uses(stack[stack.size() - all.size() + i], info != nullptr && info->isWrite(), uses);
+  }
+  return uses;
+}
 
 Stack arguments(const c10::OperatorHandle& op, const Stack& stack, const auto& replace) {
   Stack some;
@@ -164,6 +190,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Stack shapes;
   const bool is_asynchronous = returns_tensors(op) && ask_meta(op, *stack, shapes);
   auto inputs = std::make_shared<Stack>(arguments(op, *stack, ToCpu()));
+  std::vector<Use> uses = uses_of_arguments(op, *stack);
   std::vector<c10::IValue> outputs;  // of the device
   if (!is_asynchronous) {
     synchronize_current_stream();
@@ -194,13 +221,14 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       static c10::Device device() { return {kDevice, 0}; }
     };
     outputs.push_back(replaced(shapes[i], ToDevice()));
+    add_uses(outputs.back(), true, uses);
     aliases.push_back(replaced(outputs.back(), ToCpu()));
   }
   const auto act = [op, inputs, aliases, is_asynchronous] {
     if (is_asynchronous) op.callBoxed(inputs.get());
     copy_results(*inputs, aliases);
   };
-  put_on_current_stream(act);
+  put_on_current_stream(op.operator_name().name, uses, act);
   torch::jit::drop(*stack, count);
   for (c10::IValue& output : outputs) stack->push_back(std::move(output));
 }
@@ -269,7 +297,8 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   if (source.device().is_privateuseone() && target.device().is_privateuseone()) {
-    put_on_current_stream([from = as_cpu(source), to = as_cpu(target)] { to.copy_(from); });
+    put_on_current_stream("a copy", {use_of(source, false), use_of(target, true)},
+                          [from = as_cpu(source), to = as_cpu(target)] { to.copy_(from); });
     return target;
   }
   if (target.device().is_privateuseone()) {
@@ -278,7 +307,8 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     if (reads_later) note_use_of_pinned(source.const_data_ptr(), current_stream());
     at::Tensor from = source.detach();
     if (!reads_later) from = from.clone();
-    put_on_current_stream([from, to = as_cpu(target)] { to.copy_(from); });
+    put_on_current_stream("a copy", {use_of(from, false), use_of(target, true)},
+                          [from, to = as_cpu(target)] { to.copy_(from); });
     return target;
   }
   if (non_blocking && is_pinned(target.const_data_ptr())) {
@@ -287,7 +317,8 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
       std::memset(target.mutable_data_ptr(), 0xff, static_cast<size_t>(target.numel()) * target.element_size());
     }
     note_use_of_pinned(target.const_data_ptr(), current_stream());
-    put_on_current_stream([from = as_cpu(source), to = target.detach()] { to.copy_(from); });
+    put_on_current_stream("a copy", {use_of(source, false), use_of(target, true)},
+                          [from = as_cpu(source), to = target.detach()] { to.copy_(from); });
     return target;
   }
   synchronize_current_stream();

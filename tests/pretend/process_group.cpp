@@ -37,6 +37,7 @@ using Tensors = std::vector<at::Tensor>;
 constexpr StreamId kFirstStream = 100;
 constexpr StreamId kFirstHostStream = 1'000'000;
 constexpr StreamId kHostStreams = 8;
+std::atomic<bool> host_collectives_finish_at_once{false};
 
 c10::Stream stream_with(StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, 0), id);
@@ -165,13 +166,17 @@ class QueuedGroup final : public CarriedGroup {
       c10::intrusive_ptr<Work> work;
     };
     auto under_way = std::make_shared<UnderWay>(UnderWay{all_as_cpu(inputs), all_as_cpu(outputs), nullptr});
-    queues.put(stream_, [gloo = gloo_, under_way, start = std::move(start)] {
+    const Ticket work = queues.put(stream_, [gloo = gloo_, under_way, start = std::move(start)] {
       if (!under_way->work) under_way->work = start(*gloo, under_way->inputs, under_way->outputs);
       if (!under_way->work->isCompleted()) return false;
       under_way->work->wait();  // throws what went wrong
       return true;
     });
-    return c10::make_intrusive<QueuedWork>(getRank(), type, queues.ticket(stream_), stream_, outputs);
+    std::vector<Use> uses;
+    for (const at::Tensor& tensor : inputs) uses.push_back(use_of(tensor, false));
+    for (const at::Tensor& tensor : outputs) uses.push_back(use_of(tensor, true));
+    note_uses(work, c10d::opTypeToString(type), uses);
+    return c10::make_intrusive<QueuedWork>(getRank(), type, work, stream_, outputs);
   }
 
   const StreamId stream_;
@@ -264,7 +269,8 @@ class HostGroup final : public CarriedGroup {
         record_on_stream(tensor.storage().data_ptr(), stream);
         copies.push_back(at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true)));
         const Tensors pair{as_cpu(tensor), copies.back()};
-        queues.put(stream, [pair] { return copy(pair[0], pair[1]); });
+        note_uses(queues.put(stream, [pair] { return copy(pair[0], pair[1]); }), "a copy to the host",
+                  {use_of(tensor, false)});
       }
       return copies;
     };
@@ -273,7 +279,7 @@ class HostGroup final : public CarriedGroup {
     Tensors out = is_in_place ? in : pinned(outputs);
     auto work = c10::make_intrusive<HostWork>(getRank(), type, outputs);
     const Ticket ready = queues.ticket(stream);
-    const std::lock_guard lock(waiting_->mutex);
+    std::unique_lock lock(waiting_->mutex);
     waiting_->collectives.push_back([gloo = gloo_, work, in, out, ready, stream, aliases = all_as_cpu(outputs),
                                      start = std::move(start)]() mutable {
       Queues& queues = Queues::get();
@@ -282,7 +288,8 @@ class HostGroup final : public CarriedGroup {
         start(*gloo, in, out)->wait();
         for (size_t i = 0; i < out.size(); ++i) {
           const Tensors pair{out[i], aliases[i]};
-          queues.put(stream, [pair] { return copy(pair[0], pair[1]); });
+          note_uses(queues.put(stream, [pair] { return copy(pair[0], pair[1]); }), "a copy back",
+                    {use_of(aliases[i], true)});
         }
       } catch (...) {
         return work->fail();
@@ -290,6 +297,8 @@ class HostGroup final : public CarriedGroup {
       work->finish(queues.ticket(stream));
     });
     waiting_->changed.notify_all();
+    lock.unlock();
+    if (host_collectives_finish_at_once) work->getFuture()->wait();
     return work;
   }
 
@@ -310,6 +319,10 @@ c10::intrusive_ptr<c10d::Backend> make_group(const c10::intrusive_ptr<c10d::Back
 
 c10::intrusive_ptr<c10d::Backend> make_host_group(const c10::intrusive_ptr<c10d::Backend>& gloo) {
   return c10::make_intrusive<HostGroup>(gloo);
+}
+
+void finish_host_collectives_at_once(bool at_once) {
+  host_collectives_finish_at_once = at_once;
 }
 
 }  // namespace pretend

@@ -8,4 +8,7 @@ namespace pretend {
 c10::intrusive_ptr<c10d::Backend> make_group(const c10::intrusive_ptr<c10d::Backend>& gloo);
 c10::intrusive_ptr<c10d::Backend> make_host_group(const c10::intrusive_ptr<c10d::Backend>& gloo);
 
+// Whether collectives of the second kind of group are done when they have been asked for.
+void finish_host_collectives_at_once(bool at_once);
+
 }  // namespace pretend

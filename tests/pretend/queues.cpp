@@ -2,10 +2,15 @@
 
 #include <algorithm>
 #include <array>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
 namespace pretend {
+
+void add(Passed& passed, const Passed& more) {
+  for (const auto& [stream, count] : more) passed[stream] = std::max(passed[stream], count);
+}
 
 Queues& Queues::get() {
   static auto* const queues = new Queues();  // never destroyed: tensors may outlive everything
@@ -24,39 +29,64 @@ void Queues::seed(uint64_t seed, double lateness) {
   longest_rest_seconds_ = kLongest[random_() % kLongest.size()];
 }
 
-void Queues::put(StreamId stream, Work work) {
+Ticket Queues::put(StreamId id, Work work) {
   std::lock_guard lock(mutex_);
-  streams_[stream].waiting.push_back(std::move(work));
-  ++streams_[stream].put;
+  Stream& stream = streams_[id];
+  stream.waiting.push_back(std::move(work));
+  add(stream.passed, host_);
+  stream.passed[id] = ++stream.put;
   put_.notify_all();
+  return {id, stream.put, stream.passed};
 }
 
 Ticket Queues::ticket(StreamId stream) {
   std::lock_guard lock(mutex_);
-  return {stream, streams_[stream].put};
+  return {stream, streams_[stream].put, streams_[stream].passed};
 }
 
-void Queues::wait(StreamId stream, Ticket ticket) {
-  if (ticket.stream == stream || is_through(ticket)) return;
-  put(stream, [this, ticket] { return is_through(ticket); });
+void Queues::wait(StreamId stream, const Ticket& ticket) {
+  {
+    std::lock_guard lock(mutex_);
+    add(streams_[stream].passed, ticket.passed);
+  }
+  if (ticket.stream == stream || has_passed(ticket.stream, ticket.count)) return;
+  put(stream, [this, from = ticket.stream, count = ticket.count] { return has_passed(from, count); });
 }
 
-bool Queues::is_through(Ticket ticket) {
+bool Queues::has_passed(StreamId stream, uint64_t count) {
   std::lock_guard lock(mutex_);
-  return streams_[ticket.stream].through >= ticket.count;
+  return streams_[stream].through >= count;
 }
 
-void Queues::synchronize(Ticket ticket) {
+bool Queues::is_through(const Ticket& ticket) {
+  std::lock_guard lock(mutex_);
+  if (streams_[ticket.stream].through < ticket.count) return false;
+  add(host_, ticket.passed);
+  return true;
+}
+
+Passed Queues::known_to_host() {
+  std::lock_guard lock(mutex_);
+  return host_;
+}
+
+void Queues::synchronize(const Ticket& ticket) {
   std::unique_lock lock(mutex_);
   through_.wait(lock, [&] { return streams_[ticket.stream].through >= ticket.count; });
+  add(host_, ticket.passed);
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void Queues::fail(const std::string& what) {
+  std::lock_guard lock(mutex_);
+  if (!error_) error_ = std::make_exception_ptr(std::logic_error("pretend: " + what));
 }
 
 void Queues::synchronize_all() {
   std::vector<Ticket> tickets;
   {
     std::lock_guard lock(mutex_);
-    for (const auto& [id, stream] : streams_) tickets.push_back({id, stream.put});
+    for (const auto& [id, stream] : streams_) tickets.push_back({id, stream.put, stream.passed});
   }
   for (const Ticket& ticket : tickets) synchronize(ticket);
 }

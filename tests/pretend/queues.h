@@ -8,6 +8,9 @@
 // A piece of work is called until it says that it is done, so that one that waits for other processes, a collective,
 // does not keep the other streams.
 //
+// And whatever runs when: with each piece of work goes what has run by then on every stream, however late those are. It
+// follows from waits alone. memory.h holds uses of memory against that.
+//
 // Always holds: what was put on a stream runs in the end. Thread-safety: all functions may be called from any thread;
 // work runs in the device's own thread, without the GIL, and may call them, too, but for synchronize.
 #pragma once
@@ -21,6 +24,7 @@
 #include <map>
 #include <mutex>
 #include <random>
+#include <string>
 #include <thread>
 
 namespace pretend {
@@ -28,10 +32,15 @@ namespace pretend {
 using StreamId = int64_t;
 using Work = std::function<bool()>;  // whether it is done
 
+// How many pieces of work have run on each stream, at least.
+using Passed = std::map<StreamId, uint64_t>;
+void add(Passed& passed, const Passed& more);
+
 // A place on a stream: everything that was put there before.
 struct Ticket {
   StreamId stream = 0;
   uint64_t count = 0;
+  Passed passed;  // when this has
 };
 
 class Queues {
@@ -42,13 +51,16 @@ class Queues {
   // drawn, for as long as is drawn.
   void seed(uint64_t seed, double lateness);
 
-  void put(StreamId stream, Work work);
+  Ticket put(StreamId stream, Work work);
   Ticket ticket(StreamId stream);
-  void wait(StreamId stream, Ticket ticket);  // what is put on the stream from now on runs after the ticket
-  bool is_through(Ticket ticket);
-  // Blocks the calling thread, which must not hold the GIL; throws what some work threw.
-  void synchronize(Ticket ticket);
+  void wait(StreamId stream, const Ticket& ticket);  // what is put on the stream from now on runs after the ticket
+  // The host asks. What it knows to have run, all that it puts anywhere from then on runs after.
+  bool is_through(const Ticket& ticket);
+  Passed known_to_host();
+  // Blocks the calling thread, which must not hold the GIL; throws what some work threw, or what was found wrong.
+  void synchronize(const Ticket& ticket);
   void synchronize_all();
+  void fail(const std::string& what);
   void stop();  // everything has run, nothing may be put any more
 
  private:
@@ -57,16 +69,19 @@ class Queues {
     std::deque<Work> waiting;
     uint64_t put = 0;
     uint64_t through = 0;
+    Passed passed;  // when everything that was put here has
     Clock::time_point rests_until{};
   };
 
   Queues();
   void run();
   bool advance(std::unique_lock<std::mutex>& lock);
+  bool has_passed(StreamId stream, uint64_t count);
 
   std::mutex mutex_;
   std::condition_variable put_, through_;
   std::map<StreamId, Stream> streams_;
+  Passed host_;
   std::mt19937_64 random_;
   double lateness_ = 0.3;
   double rest_probability_ = 0;
