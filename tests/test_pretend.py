@@ -5,9 +5,12 @@ See tests/pretend/queues.h. The scenarios are those of the CPU; a seed decides w
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,7 +30,7 @@ from test_equivalence import EAGER_AUTO, PACK_ALL, SPLIT_ALL
 from test_fuzz import assert_same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Scenario, compare, register
+from training import Scenario, compare, register, with_settings
 
 import ddp_hooks
 
@@ -172,7 +175,9 @@ def dropped_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
         early.grad = None
         taken.append(torch.full_like(early, 7.0))
 
-    # The first one's rows leave with the third bucket, and this is the fourth.
+    # The first one's rows leave with the third bucket if masks are there by then, and this is the fourth.
+    for parameter in list(ddp.parameters())[2:]:
+        parameter.register_post_accumulate_grad_hook(lambda _: time.sleep(0.02))
     list(ddp.parameters())[1].register_post_accumulate_grad_hook(drop)
     for step in range(6):
         ddp(torch.tensor([step + rank], device="pretend")).square().mean().backward()
@@ -184,7 +189,7 @@ def dropped_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
 @pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_direct.DIRECT_ROWS], ids=lambda policy: policy.name)
 def test_dropped_within_backward(policy: ddp_hooks.Policy) -> None:
     for seed in RESTING[:1]:
-        run_pretended(2, seed, dropped_within_backward, policy)
+        run_pretended(2, seed, dropped_within_backward, with_settings(policy, pack_bytes=1))
 
 
 def gradients_of_many_streams(rank: int, policy: ddp_hooks.Policy) -> None:
@@ -258,20 +263,97 @@ def test_copied_back(policy: ddp_hooks.Policy) -> None:
 
 
 class Branches(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.branches = nn.ModuleList(nn.Linear(4, size) for size in sizes)
 
-    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
-        return self.branches[branch](x)
+    def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
+        return torch.cat([self.branches[index](x) for index in used], 1)
+
+
+def branch_gradients(
+    device: str, policy: ddp_hooks.Policy, sizes: Sequence[int], used: Sequence[Sequence[int]], moves: bool = False
+) -> list[torch.Tensor]:
+    """Train for as many steps as `used` has, the first of them on another stream if it `moves`; then all is let go."""
+    torch.manual_seed(0)
+    streams = [torch.Stream(device="pretend") for _ in range(2)]
+    with streams[0] if moves else contextlib.nullcontext():
+        ddp = DistributedDataParallel(Branches(sizes).to(device), find_unused_parameters=True)
+        if device == "pretend":
+            register(ddp, policy, True)
+    found = []
+    for step, branches in enumerate(used):
+        if moves and step == 1:
+            streams[1].wait_stream(streams[0])
+        with streams[min(step, 1)] if moves else contextlib.nullcontext():
+            ddp(torch.full((2, 4), 0.1 * step).to(device), branches).square().sum().backward()
+            # Not read before the end: the host would wait for the device.
+            found += [p.grad for p in ddp.parameters() if p.grad is not None]
+            ddp.zero_grad()
+    del ddp
+    gc.collect()
+    streams[0].wait_stream(streams[1])
+    with streams[0] if moves else contextlib.nullcontext():
+        return [gradient.cpu() for gradient in found]
+
+
+def same_branches(rank: int, policy: ddp_hooks.Policy, sizes: Sequence[int], used: Any, moves: bool = False) -> None:
+    cpu, pretend = (branch_gradients(device, policy, sizes, used[rank], moves) for device in ("cpu", "pretend"))
+    for plain, ours in zip(cpu, pretend, strict=True):
+        torch.testing.assert_close(plain, ours)
+
+
+# Of ranks and steps: which branches each uses.
+TWO_RANKS = [[[0], [0], [0, 2], [0, 2]], [[1], [1], [1, 3], [1, 3]]]
+THREE_RANKS = [[[i, (i + 1) % 3], [i, (i + 1) % 3], [i, (i + 1) % 3, 3 + i], [i, (i + 1) % 3, 3 + i]] for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "used"),
+    [(PACK_ALL, TWO_RANKS), (test_direct.DIRECT, TWO_RANKS), (test_direct.DIRECT, THREE_RANKS)],
+    ids=["packed", "broadcast", "by owner"],
+)
+def test_training_moves_to_another_stream(policy: ddp_hooks.Policy, used: Any) -> None:
+    """What messages are put together in belongs to the first stream, which does not wait for the last step."""
+    run_pretended(len(used), 6, same_branches, policy, [8] * 6, used, True)
+
+
+def test_a_gap_that_is_sent_along() -> None:
+    """Its content is put aside, and put back on the stream of the message's completion."""
+    used = [[0, 2]] * 4
+    policy = ddp_hooks.Policy(
+        "gaps", tuning=ddp_hooks.Tuning(in_place_bytes=0, gap_fraction=0.5, min_direct_bytes=1 << 40)
+    )
+    run_pretended(2, 7, same_branches, policy, [64, 1, 64], [used, used])
+
+
+def pass_that_fails(rank: int, policy: ddp_hooks.Policy) -> None:
+    """Scans are under way when a pass ends, and nobody asks for their answers any more."""
+    ddp = DistributedDataParallel(Tables().to("pretend"), bucket_cap_mb=0.001)
+    state = register(ddp, policy, True)
+    ddp(torch.tensor([rank], device="pretend")).square().mean().backward()
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("on every rank")
+
+    next(ddp.parameters()).register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        ddp(torch.tensor([rank], device="pretend")).square().mean().backward()
+    del ddp, state
+    gc.collect()
+
+
+@pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_units.WITH_VALUES], ids=lambda policy: policy.name)
+def test_a_pass_that_fails(policy: ddp_hooks.Policy) -> None:
+    run_pretended(2, RESTING[0], pass_that_fails, policy)
 
 
 def used_map(rank: int) -> None:
     """Where the engine has told the Reducer that its map is reduced, whoever reads it finds it so."""
-    ddp = DistributedDataParallel(Branches().to("pretend"), find_unused_parameters=True)
+    ddp = DistributedDataParallel(Branches([4] * 3).to("pretend"), find_unused_parameters=True)
     register(ddp, "skip_unused", True)
     for step in range(8):
-        ddp(torch.ones(1, 4, device="pretend"), step % 3).sum().backward()
+        ddp(torch.ones(1, 4, device="pretend"), [step % 3]).sum().backward()
         found = ddp.reducer._get_local_used_map().cpu().tolist()
         assert found == [2 * (parameter // 2 == step % 3) for parameter in range(6)]
 

@@ -14,7 +14,7 @@ namespace pretend {
 namespace {
 
 constexpr c10::DeviceType kDevice = c10::kPrivateUse1;
-constexpr int kPool = 8;
+constexpr int kPool = 32;  // as CUDA has
 
 c10::Stream stream_with(StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(kDevice, 0), id);
