@@ -152,6 +152,7 @@ DELETIONS = (
         "transport/message_sender.cpp",
         "               scatter(packed, places);\n               keep_for_stream(packed);",
         "               scatter(packed, places);\n               if (!@) keep_for_stream(packed);",
+        test="test_pretend.py -k 'moves and rows'",
     ),
     Deletion(
         "a packed message is kept until it is scattered",

@@ -5,7 +5,6 @@ See tests/pretend/queues.h. The scenarios are those of the CPU; a seed decides w
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.util
 import os
@@ -271,60 +270,82 @@ class Branches(nn.Module):
         return torch.cat([self.branches[index](x) for index in used], 1)
 
 
-def branch_gradients(
-    device: str, policy: ddp_hooks.Policy, sizes: Sequence[int], used: Sequence[Sequence[int]], moves: bool = False
-) -> list[torch.Tensor]:
-    """Train for as many steps as `used` has, the first of them on another stream if it `moves`; then all is let go."""
+def moving_gradients(rank: int, device: str, policy: ddp_hooks.Policy, users: int) -> list[torch.Tensor]:
+    """Train on a stream, then on another, and let go of everything; `users` ranks look up each row.
+
+    The host does not wait for the device, not even for what it reads at the end, before all is gone. Futures of a group
+    that copies to the host record nothing, as those of one on streams do.
+    """
     torch.manual_seed(0)
-    streams = [torch.Stream(device="pretend") for _ in range(2)]
-    with streams[0] if moves else contextlib.nullcontext():
-        ddp = DistributedDataParallel(Branches(sizes).to(device), find_unused_parameters=True)
+    group = dist.new_group(backend="cpu:gloo,pretend:pretend_host")
+    first, second = (torch.Stream(device="pretend") for _ in range(2))
+    freezes = policy.name == PACK_ALL.name  # so that what is left is not one stretch, which would need no packing
+    with first:
+        module = Tables().to(device)
+        if freezes and device == "cpu":
+            for index in (1, 3):
+                module.tables[index].requires_grad_(False)
+        ddp = DistributedDataParallel(module, process_group=group)
         if device == "pretend":
             register(ddp, policy, True)
+            if freezes:
+                ddp_hooks.freeze(ddp, "tables.1", "tables.3")
     found = []
-    for step, branches in enumerate(used):
-        if moves and step == 1:
-            streams[1].wait_stream(streams[0])
-        with streams[min(step, 1)] if moves else contextlib.nullcontext():
-            ddp(torch.full((2, 4), 0.1 * step).to(device), branches).square().sum().backward()
-            # Not read before the end: the host would wait for the device.
+    for step in range(4):
+        if step == 1:
+            second.wait_stream(first)
+        with first if step == 0 else second:
+            rows = [8 * step + (rank + i) % dist.get_world_size() for i in range(users)]
+            ddp(torch.tensor(rows, device=device)).square().mean().backward()
             found += [p.grad for p in ddp.parameters() if p.grad is not None]
             ddp.zero_grad()
-    del ddp
+    del ddp, module
     gc.collect()
-    streams[0].wait_stream(streams[1])
-    with streams[0] if moves else contextlib.nullcontext():
+    first.wait_stream(second)
+    with first:
         return [gradient.cpu() for gradient in found]
 
 
-def same_branches(rank: int, policy: ddp_hooks.Policy, sizes: Sequence[int], used: Any, moves: bool = False) -> None:
-    cpu, pretend = (branch_gradients(device, policy, sizes, used[rank], moves) for device in ("cpu", "pretend"))
+def moves(rank: int, policy: ddp_hooks.Policy, users: int) -> None:
+    cpu, pretend = (moving_gradients(rank, device, policy, users) for device in ("cpu", "pretend"))
     for plain, ours in zip(cpu, pretend, strict=True):
         torch.testing.assert_close(plain, ours)
 
 
-# Of ranks and steps: which branches each uses.
-TWO_RANKS = [[[0], [0], [0, 2], [0, 2]], [[1], [1], [1, 3], [1, 3]]]
-THREE_RANKS = [[[i, (i + 1) % 3], [i, (i + 1) % 3], [i, (i + 1) % 3, 3 + i], [i, (i + 1) % 3, 3 + i]] for i in range(3)]
-
-
 @pytest.mark.parametrize(
-    ("policy", "used"),
-    [(PACK_ALL, TWO_RANKS), (test_direct.DIRECT, TWO_RANKS), (test_direct.DIRECT, THREE_RANKS)],
-    ids=["packed", "broadcast", "by owner"],
+    ("policy", "ranks", "users"),
+    [
+        (PACK_ALL, 2, 2),
+        (test_units.EVERY_ROW, 2, 2),
+        (test_direct.DIRECT_ROWS, 2, 1),
+        (test_direct.DIRECT_ROWS, 3, 2),
+    ],
+    ids=["packed", "rows", "broadcast", "by owner"],
 )
-def test_training_moves_to_another_stream(policy: ddp_hooks.Policy, used: Any) -> None:
+def test_training_moves_to_another_stream(policy: ddp_hooks.Policy, ranks: int, users: int) -> None:
     """What messages are put together in belongs to the first stream, which does not wait for the last step."""
-    run_pretended(len(used), 6, same_branches, policy, [8] * 6, used, True)
+    run_pretended(ranks, 6, moves, policy, users)
+
+
+def gap(rank: int) -> None:
+    found = []
+    for device in ("cpu", "pretend"):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Branches([64, 1, 64]).to(device), find_unused_parameters=True)
+        if device == "pretend":
+            tuning = ddp_hooks.Tuning(in_place_bytes=0, gap_fraction=0.5)
+            register(ddp, ddp_hooks.Policy("gaps", tuning=tuning), True)
+        for step in range(4):
+            ddp.zero_grad()
+            ddp(torch.full((2, 4), 0.1 * (step + rank)).to(device), [0, 2]).square().sum().backward()
+        found.append([p.grad.cpu() for p in ddp.parameters() if p.grad is not None])
+    for plain, ours in zip(*found, strict=True):
+        torch.testing.assert_close(plain, ours)
 
 
 def test_a_gap_that_is_sent_along() -> None:
     """Its content is put aside, and put back on the stream of the message's completion."""
-    used = [[0, 2]] * 4
-    policy = ddp_hooks.Policy(
-        "gaps", tuning=ddp_hooks.Tuning(in_place_bytes=0, gap_fraction=0.5, min_direct_bytes=1 << 40)
-    )
-    run_pretended(2, 7, same_branches, policy, [64, 1, 64], [used, used])
+    run_pretended(2, 7, gap)
 
 
 def pass_that_fails(rank: int, policy: ddp_hooks.Policy) -> None:
