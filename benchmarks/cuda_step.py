@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -43,7 +42,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from tools import harness
+from tools import harness, testbed
 
 LAYERS, WIDTH = 24, 1024
 ROWS, ROW, TOKENS = 400_000, 64, 4_096
@@ -234,12 +233,6 @@ def draw_timeline(variants: Sequence[Variant], batch: torch.Tensor, folder: Path
     profile.export_chrome_trace(str(folder / "timeline.json.gz"))
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def describe(rows: Sequence[dict[str, Any]]) -> str:
     """One sentence, losses included."""
     parts = []
@@ -289,7 +282,7 @@ def main() -> int:
         if not workloads:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (world_size, backend, free_port(), workloads, rounds, folder)
+            arguments = (world_size, backend, testbed.free_port(), workloads, rounds, folder)
             try:
                 mp.spawn(run_rank, args=arguments, nprocs=world_size)
             except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

@@ -444,11 +444,15 @@ class Testbed:
 
 
 def free_port() -> int:
+    """Return a free port: none of those that connections are given, or one may have it before it is used."""
+    import random
     import socket
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("expected a free port from 20000 to 31999, found none among 100")
 
 
 def _read(stream: IO[str], lines: list[str], echo: bool) -> None:
