@@ -292,9 +292,9 @@ def moving_gradients(rank: int, device: str, policy: ddp_hooks.Policy, users: in
                 ddp_hooks.freeze(ddp, "tables.1", "tables.3")
     found = []
     for step in range(4):
-        if step == 1:
+        if step == 2:  # buckets are what they will be, and messages as many
             second.wait_stream(first)
-        with first if step == 0 else second:
+        with first if step < 2 else second:
             rows = [8 * step + (rank + i) % dist.get_world_size() for i in range(users)]
             ddp(torch.tensor(rows, device=device)).square().mean().backward()
             found += [p.grad for p in ddp.parameters() if p.grad is not None]
