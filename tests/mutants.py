@@ -77,7 +77,15 @@ DELETIONS = (
     Deletion(
         "events of a bucket's messages are waited for",
         "transport/step_in_flight.cpp",
-        "end.block(current_stream(buffer_.device()));",
+        "end.block(current_stream(device));",
+    ),
+    Deletion(
+        "not backward's stream waits for messages",
+        "transport/step_in_flight.cpp",
+        "  here.block(guard.current_stream());",
+        "  here.block(guard.current_stream());\n"
+        "  const c10::StreamGuard current(@ ? guard.original_stream() : guard.current_stream());",
+        test="test_pretend.py -k waits_for_no_message",
     ),
     Deletion(
         "what a group copies back is waited for",

@@ -179,7 +179,8 @@ def dropped_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
         parameter.register_post_accumulate_grad_hook(lambda _: time.sleep(0.02))
     list(ddp.parameters())[1].register_post_accumulate_grad_hook(drop)
     for step in range(6):
-        ddp(torch.tensor([step + rank], device="pretend")).square().mean().backward()
+        rows = [step + rank, 30 + step + rank]  # far from each other, so that they are packed
+        ddp(torch.tensor(rows, device="pretend")).square().mean().backward()
         ddp.zero_grad()
     assert len(taken) == 6
     assert all(bool((tensor == 7).all()) for tensor in taken)
@@ -188,7 +189,37 @@ def dropped_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
 @pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_direct.DIRECT_ROWS], ids=lambda policy: policy.name)
 def test_dropped_within_backward(policy: ddp_hooks.Policy) -> None:
     for seed in RESTING[:1]:
-        run_pretended(2, seed, dropped_within_backward, with_settings(policy, pack_bytes=1))
+        # Both stretches of a table are a message.
+        run_pretended(2, seed, dropped_within_backward, with_settings(policy, pack_bytes=1000))
+
+
+def waits_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
+    from ddp_hooks_testing import _pretend
+
+    ddp = DistributedDataParallel(Tables().to("pretend"), bucket_cap_mb=0.001)
+    state = register(ddp, policy, True)
+    first_of_group = 100
+    seen = []
+
+    def look(_: torch.Tensor) -> None:
+        seen.append({stream: count for stream, count in _pretend.passed().items() if stream >= first_of_group})
+
+    *_, last = reversed(list(ddp.parameters()))
+    last.register_post_accumulate_grad_hook(look)
+    for step in range(6):
+        ddp.zero_grad()
+        loss = ddp(torch.tensor([step + rank, 30 + step + rank], device="pretend")).square().mean()
+        before = {stream: count for stream, count in _pretend.passed().items() if stream >= first_of_group}
+        messages = state.stats().messages
+        loss.backward()
+        assert state.stats().messages > messages
+        assert seen[-1] == before
+
+
+@pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_direct.DIRECT_ROWS], ids=lambda policy: policy.name)
+def test_backward_waits_for_no_message(policy: ddp_hooks.Policy) -> None:
+    """What computes gradients goes on while rows travel."""
+    run_pretended(2, RESTING[0], waits_within_backward, with_settings(policy, pack_bytes=1000))
 
 
 def gradients_of_many_streams(rank: int, policy: ddp_hooks.Policy) -> None:

@@ -1,6 +1,8 @@
 #include "transport/step_in_flight.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
@@ -27,7 +29,18 @@ void BucketInFlight::message_done() {
 void BucketInFlight::count_off() {
   if (--outstanding_ > 0 || finished_.exchange(true)) return;
   // Nobody adds events any more.
-  for (const c10::Event& end : events_) end.block(current_stream(buffer_.device()));
+  if (events_.empty()) return complete();
+  // On a stream of its own: this may be the one that backward goes on with, which is not to wait for messages.
+  const c10::Device device = buffer_.device();
+  c10::Event here(device.type());
+  here.record(current_stream(device));
+  const c10::StreamGuard guard(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+  here.block(guard.current_stream());
+  for (const c10::Event& end : events_) end.block(current_stream(device));
+  complete();
+}
+
+void BucketInFlight::complete() {
   future_->markCompleted(result_.defined() ? result_ : buffer_);
 }
 

@@ -49,10 +49,11 @@ class BucketInFlight {
   at::Tensor result_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   void count_off();
+  void complete();
 
   std::atomic<int32_t> outstanding_{0};
   std::atomic<bool> finished_{false};
-  // On a device: where the messages that are back ended, each on a stream of its own. The future follows the last.
+  // On a device: where the messages that are back ended, each on a stream of its own. The future follows all of them.
   std::mutex events_mutex_;
   std::vector<c10::Event> events_;
 };

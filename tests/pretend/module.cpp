@@ -1,3 +1,4 @@
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
@@ -27,6 +28,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("make_group", &pretend::make_group, py::call_guard<py::gil_scoped_release>());
   m.def("make_host_group", &pretend::make_host_group, py::call_guard<py::gil_scoped_release>());
+  // By stream, after how many pieces of work what is put on the current stream runs.
+  m.def("passed", [] { return Queues::get().ticket(pretend::current_stream()).passed; });
   m.def("finish_host_collectives_at_once", &pretend::finish_host_collectives_at_once);
   m.def("kernels", [] { return py::capsule(&pretend::kernels()); });
   m.def("exchange_stream", &pretend::exchange_stream);
