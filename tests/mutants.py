@@ -202,16 +202,13 @@ DELETIONS = (
         test="test_pretend.py -k dropped_within_backward",
     ),
     Deletion(
-        "buckets that a rebuild drops are kept until .grad has been read from them",
-        "engine/engine.cpp",
-        "if (!bucket.buffer().is_sparse()) keep_for_stream(bucket.buffer());",
-    ),
-    Deletion(
         "messages under way hold their memory",
         "transport/staging.h",
         "    return buffer.narrow(0, 0, numel);",
-        "    if (@) return at::from_blob(buffer.data_ptr(), {numel}, buffer.options());\n"
+        "    if (@) return at::for_blob(buffer.data_ptr(), {numel}).options(buffer.options())"
+        ".target_device(buffer.device()).make_tensor();\n"
         "    return buffer.narrow(0, 0, numel);",
+        test="test_failed_collectives.py",
     ),
     Deletion(
         "what a message of a step took is nobody else's in that step",

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Scenario, compare, register, with_settings
 
 import ddp_hooks
+from ddp_hooks import _C
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ddp_hooks_testing._pretend") is None,
@@ -356,6 +357,45 @@ def moves(rank: int, policy: ddp_hooks.Policy, users: int) -> None:
 def test_training_moves_to_another_stream(policy: ddp_hooks.Policy, ranks: int, users: int) -> None:
     """What messages are put together in belongs to the first stream, which does not wait for the last step."""
     run_pretended(ranks, 6, moves, policy, users)
+
+
+def rebuilt(rank: int, by: str, backend: str) -> None:
+    """Train on one stream, then on another, where the Reducer is made anew after a step."""
+    group = dist.new_group(backend=f"cpu:gloo,pretend:{backend}")
+    first, second = (torch.Stream(device="pretend") for _ in range(2))
+    found = []
+    for device in ("cpu", "pretend"):
+        torch.manual_seed(0)
+        with first:
+            module = Branches([64, 16, 64]).to(device)
+            ddp = DistributedDataParallel(module, process_group=group, find_unused_parameters=device == "cpu")
+            if device == "pretend":
+                register(ddp, ddp_hooks.Policy("rebuilt", rebuild_after=1 if by == "rebuild_after" else 0), True)
+        gradients = []
+        for step in range(6):
+            if step == 2:  # buckets are what they will be
+                ddp_hooks.freeze(ddp, "branches.1")
+                second.wait_stream(first)
+            with first if step < 2 else second:
+                ddp.zero_grad()
+                used = [0, 1, 2] if step < 2 else [0, 2]
+                ddp(torch.full((2, 4), 0.1 * (step + rank)).to(device), used).square().sum().backward()
+                if step == 3 and device == "pretend":
+                    if by == "rebuild":
+                        ddp_hooks.rebuild(ddp)
+                    assert len(_C.reducer_parameters(ddp.reducer)) == 4
+                gradients += [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
+        with second:
+            second.wait_stream(first)
+            found.append([gradient.cpu() for gradient in gradients])
+    for plain, ours in zip(*found, strict=True):
+        torch.testing.assert_close(plain, ours)
+
+
+@pytest.mark.parametrize(("by", "backend"), [("rebuild", "pretend"), ("rebuild_after", "pretend_host")])
+def test_rebuilt_on_another_stream(by: str, backend: str) -> None:
+    """Gradients are still read from buckets that a rebuild drops; their memory belongs to the first stream."""
+    run_pretended(2, 8, rebuilt, by, backend)
 
 
 def gap(rank: int) -> None:

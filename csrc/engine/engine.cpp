@@ -569,13 +569,8 @@ void Engine::after_backward(const std::shared_ptr<Step>& step) {
         "used to stand when backward reaches the module's outputs. An earlier backward pass that failed half-way, or a "
         "gradient made by hand during this one, can be the cause");
   }
-  if (step->rebuild) {
-    // The Reducer drops them, when .grad has yet to be read from them on this stream.
-    for (const BucketInFlight& bucket : step->buckets) {
-      if (!bucket.buffer().is_sparse()) keep_for_stream(bucket.buffer());
-    }
-    rebuild();
-  }
+  // Drops buckets that .grad has yet to be read from on this stream. The wait for their futures recorded them on it.
+  if (step->rebuild) rebuild();
   std::lock_guard lock(mutex_);
   ending_.reset();
 }

@@ -40,6 +40,7 @@ struct Block {
   size_t bytes = 0;
   StreamId stream = 0;  // it was made on
   std::set<StreamId> used_on;
+  bool given_back = false;       // and not taken again
   std::vector<Access> accesses;  // those that later ones may have to be ordered with
 
   bool holds(const void* pointer) const {
@@ -108,6 +109,7 @@ void end_accesses(Block& block, const Passed& passed) {
     }
   }
   block.accesses.clear();
+  block.given_back = true;
 }
 
 void free_on_device(void* context) {
@@ -153,6 +155,7 @@ class DeviceAllocator final : public c10::Allocator {
       memory().on_device[block->data] = block;
     }
     block->stream = current;
+    block->given_back = false;
     return {block->data, block, &free_on_device, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -176,10 +179,6 @@ void free_pinned(void* context) {
     add(passed, uses.back().passed);
   }
   end_accesses(*block, passed);
-  {
-    std::lock_guard lock(memory().mutex);
-    memory().pinned.erase(block->data);
-  }
   constexpr StreamId kWaiting = -2;
   for (const Ticket& use : uses) Queues::get().wait(kWaiting, use);
   const auto give_back = [block] {
@@ -207,6 +206,7 @@ class PinnedAllocator final : public c10::Allocator {
     if (block == nullptr) block = new_block(rounded(bytes));
     std::lock_guard lock(memory().mutex);
     memory().pinned[block->data] = block;
+    block->given_back = false;
     return {block->data, block, &free_pinned, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -241,7 +241,8 @@ c10::Allocator* pinned_allocator() {
 
 bool is_pinned(const void* pointer) {
   std::lock_guard lock(memory().mutex);
-  return find_pinned(pointer) != nullptr;
+  const Block* const block = find_pinned(pointer);
+  return block != nullptr && !block->given_back;
 }
 
 void record_on_stream(const c10::DataPtr& pointer, StreamId stream) {
@@ -269,6 +270,7 @@ void note_uses(const Ticket& work, const std::string& name, const std::vector<Us
     if (block == nullptr) continue;
     const auto* const begin = static_cast<const char*>(use.begin);
     const Access access{begin, begin + use.bytes, use.writes, work.stream, work.count, name};
+    if (block->given_back) fail(*block, text_of(access) + " after it was given back");
     for (const Access& other : block->accesses) {
       const bool conflicts = other.begin < access.end && access.begin < other.end && (access.writes || other.writes);
       if (conflicts && !other.is_within(work.passed)) {
