@@ -202,6 +202,12 @@ DELETIONS = (
         test="test_pretend.py -k dropped_within_backward",
     ),
     Deletion(
+        "unmanaged gradients are kept until their average is copied into them",
+        "transport/unmanaged_gradients.cpp",
+        "    keep_for_stream(gradient);",
+        test="test_pretend.py -k unfrozen",
+    ),
+    Deletion(
         "messages under way hold their memory",
         "transport/staging.h",
         "    return buffer.narrow(0, 0, numel);",

@@ -398,6 +398,40 @@ def test_rebuilt_on_another_stream(by: str, backend: str) -> None:
     run_pretended(2, 8, rebuilt, by, backend)
 
 
+def unfrozen(rank: int) -> None:
+    """Backward runs on another stream than forward, on which gradients are accumulated, and on which it averages them.
+
+    The Reducer is made anew with the parameter, and puts a view of its bucket in the place of that gradient.
+    """
+    forwards, backwards = (torch.Stream(device="pretend") for _ in range(2))
+    found = []
+    for device in ("cpu", "pretend"):
+        torch.manual_seed(0)
+        with forwards:
+            module = Branches([64, 16, 64]).to(device)
+            module.branches[1].requires_grad_(device == "cpu")
+            ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
+            if device == "pretend":
+                state = register(ddp, ddp_hooks.Policy("unfrozen", rebuild_after=2), True)
+                ddp_hooks.unfreeze(ddp, "branches.1")
+        for step in range(3):
+            with forwards:
+                ddp.zero_grad()
+                loss = ddp(torch.full((2, 4), 0.1 * (step + rank)).to(device), [0, 1, 2]).square().sum()
+            backwards.wait_stream(forwards)
+            with backwards:
+                loss.backward()
+                found.append([p.grad.cpu() for p in ddp.parameters() if p.grad is not None] if step == 2 else [])
+    assert state.stats().steps == 3
+    assert len(_C.reducer_parameters(ddp.reducer)) == 6
+    for plain, ours in zip(found[2], found[5], strict=True):
+        torch.testing.assert_close(plain, ours)
+
+
+def test_unfrozen_on_another_stream() -> None:
+    run_pretended(2, 8, unfrozen)
+
+
 def gap(rank: int) -> None:
     found = []
     for device in ("cpu", "pretend"):
@@ -459,3 +493,14 @@ def test_used_map() -> None:
 def test_random_programs(programs: int) -> None:
     """What each program does, and in which order the device runs it, a seed draws: tests/fuzz.py --device pretend."""
     run_many((generate(seed, 2, "pretend") for seed in range(programs)), on_failure=assert_same)
+
+
+def lazy_conjugates(rank: int) -> None:
+    numbers = torch.randn(4, dtype=torch.complex64)
+    assert torch.equal(numbers.to("pretend").conj().clone().cpu(), numbers.conj())
+    assert torch.equal(numbers.to("pretend").conj().imag.clone().cpu(), numbers.conj().imag)
+
+
+def test_lazy_conjugates() -> None:
+    """Torch's fallback would copy them to copy them, without end."""
+    run_pretended(1, 0, lazy_conjugates)

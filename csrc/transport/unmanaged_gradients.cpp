@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "transport/launch.h"
+
 namespace ddp_hooks {
 namespace {
 
@@ -98,6 +100,7 @@ void average_alike(c10d::Backend& group, const std::vector<UnmanagedGradient>& g
     if (!gradient.defined()) gradient = at::zeros_like(parameter);
     if (gradient.is_sparse()) continue;
     as_real(gradient).copy_(average.view_as(as_real(parameter)));
+    keep_for_stream(gradient);  // it belongs to its accumulator's, and a rebuild may drop it
   }
 }
 
