@@ -1,6 +1,6 @@
 """Delete what orders streams and keeps memory alive, one thing at a time: the pretended device has to notice each.
 
-    python tests/mutants.py            every deletion, an hour or two on two cores
+    python tests/mutants.py            every deletion, a few minutes on two cores
     python tests/mutants.py NAME ...   some of them, by words of their names
     python tests/mutants.py --seeds 60 --none   nothing deleted, so that nothing may be noticed
 

@@ -100,7 +100,8 @@ void average_alike(c10d::Backend& group, const std::vector<UnmanagedGradient>& g
     if (!gradient.defined()) gradient = at::zeros_like(parameter);
     if (gradient.is_sparse()) continue;
     as_real(gradient).copy_(average.view_as(as_real(parameter)));
-    keep_for_stream(gradient);  // it belongs to its accumulator's, and a rebuild may drop it
+    // Its memory goes back to its accumulator's stream, for which this one need not have run.
+    keep_for_stream(gradient);
   }
 }
 

@@ -33,10 +33,6 @@ def generate(seed: int, ranks: int, device: str = "cpu") -> Program:
         # CUDA adds up a norm in an order that depends on how gradients are aligned, and the hook leaves some elsewhere.
         for operation in program.operations:
             operation.pop("clip", None)
-        # Two ranks that share a GPU wait for each other's turns in each collective. With a message for each number
-        # there were 18,000 of them in a program, which took longer than it may.
-        if "segment_bytes" in options.policy:
-            options.policy["segment_bytes"] = max(options.policy["segment_bytes"], 1024)
     if device == "cuda" and any(layer.get("batch") for layer in program.layers if layer["kind"] == "norm"):
         # cuDNN's backward looks at the running statistics, which DDP broadcasts before the second forward pass.
         for operation in program.operations:

@@ -154,6 +154,7 @@ class DeviceAllocator final : public c10::Allocator {
       std::lock_guard lock(memory().mutex);
       memory().on_device[block->data] = block;
     }
+    std::lock_guard lock(memory().mutex);
     block->stream = current;
     block->given_back = false;
     return {block->data, block, &free_on_device, device};

@@ -6,8 +6,9 @@
 //
 // Pinned memory that is given back is poisoned at once, unless a copy of torch's own noted what it is used by.
 //
-// Besides, what each piece of work reads and writes is noted, and found wrong where nothing orders it with what others
-// read and write there, or with the end of that memory, or where that came first: none of that needs an unlucky moment.
+// Besides, what each piece of work reads and writes is noted. It is found wrong where nothing orders it with what
+// others read and write there, or with the end of that memory, and where it is put on a stream after that end. That
+// needs no unlucky moment.
 #pragma once
 
 #include <ATen/core/Tensor.h>
