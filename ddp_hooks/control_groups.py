@@ -182,7 +182,10 @@ def _open_groups(ddp: DistributedDataParallel, name: str) -> Any:
         first = here - position * stride
         axes.append(_open_group(ddp, f"{name}/axis{number}/{first}", position, length))
         stride *= length
-    return _C.ControlGroups(world_size=ranks, all=everyone, axes=axes)
+    sums = None
+    if _C.needs_group_for_sums(group, ddp.device):
+        sums = _open_group(ddp, f"{name}/sums", here, ranks)
+    return _C.ControlGroups(world_size=ranks, all=everyone, axes=axes, sums=sums)
 
 
 def grid(ranks: int, largest_axis: int) -> list[int]:

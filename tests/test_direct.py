@@ -6,8 +6,10 @@ import itertools
 import random
 import time
 from collections import Counter
+from typing import Any
 
 import pytest
+import slow_group
 import test_units
 import torch
 import torch.distributed as dist
@@ -566,6 +568,59 @@ def sums_of_a_static_graph(rank: int) -> None:
 
 def test_sums_of_a_static_graph() -> None:
     run_ranks(3, sums_of_a_static_graph)
+
+
+class AnyOrder(slow_group.SlowGroup):
+    """Contributions come to owners in any order, in a thread that is not gloo's."""
+
+    name_told = slow_group.BACKEND
+
+    def getBackendName(self) -> str:
+        return self.name_told
+
+    def all_to_all_single(self, received: Any, sent: Any, received_numels: Any, sent_numels: Any, options: Any) -> Any:
+        return self._later(
+            lambda: self._inner.alltoall_base(received, sent, received_numels, sent_numels, options), [received, sent]
+        )
+
+    alltoall_base = all_to_all_single  # as torch before 2.13 calls it
+
+
+def contributions_in_any_order(rank: int) -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(nn.Embedding(40, 16) for _ in range(4))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return sum(table(rows).square().sum() for table in self.tables)
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> AnyOrder:
+        return AnyOrder(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), 1)
+
+    dist.Backend.register_backend("any_order", create, devices=["cpu"])
+    group = dist.new_group(backend="any_order")
+    gradients = []
+    for policy in (None, DIRECT_ROWS):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Tables(), process_group=group if policy else None, bucket_cap_mb=0.001)
+        if policy is not None:
+            group.name_told = "gloo"  # others are handed no all-to-all
+            state = register(ddp, policy, True)
+        for step in range(6):
+            ddp(torch.arange(18) + 9 * rank + step % 2).backward()
+        gradients.append([p.grad for p in ddp.parameters()])
+    assert state.stats().owner_bytes > 0
+    assert group.overtaken > 0
+    for ours, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, plain)
+        everywhere = [torch.empty_like(ours) for _ in range(3)]
+        dist.all_gather(everywhere, ours)
+        assert all(torch.equal(everywhere[0], other) for other in everywhere)
+
+
+def test_contributions_in_any_order() -> None:
+    run_ranks(3, contributions_in_any_order)
 
 
 def statistics_while_sums_wait(rank: int) -> None:

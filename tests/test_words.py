@@ -39,7 +39,7 @@ GIVEN_UP = {
         ["vacant slots", "the slots are vacated", "views_.vacate_all()", "slots.is_vacant(i)", "BucketSlots& slots"],
     ),
     "BackwardPrologue": (r"\b[Pp]relude_?\b", ["std::unique_ptr<Prelude> prelude;", "engine/prelude.h"]),
-    "finish_owner_reduction, copy_into_bucket_early": (
+    "copy_into_bucket_early": (
         r"\b(?:bring|brought)_(?:sums|early)\b|\bsums_are_due\b",
         ["void bring_sums();", "step.brought_early"],
     ),

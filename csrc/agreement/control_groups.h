@@ -7,10 +7,12 @@
 // be any thread. Every rank must agree on: the order of what is asked of the groups, the grid.
 #pragma once
 
+#include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "agreement/group_reference.h"
+#include "agreement/ordered_group.h"
 
 namespace ddp_hooks {
 
@@ -18,18 +20,22 @@ class ControlGroups {
  public:
   // `all`: every rank; null when there is one rank only. `axes`: those that differ from this rank in one coordinate of
   // the grid only, for each axis; empty in a small world, where `all` is the only axis.
+  // `sums`: every rank, for what follows contributions; null where nothing is summed by owners, or the data group
+  // carries that as well.
   ControlGroups(int world_size, c10::intrusive_ptr<c10d::Backend> all,
-                std::vector<c10::intrusive_ptr<c10d::Backend>> axes);
+                std::vector<c10::intrusive_ptr<c10d::Backend>> axes, c10::intrusive_ptr<c10d::Backend> sums);
 
   int world_size() const { return world_size_; }
   size_t axis_count() const { return axes_.empty() ? 1 : axes_.size(); }
   c10d::Backend& axis(size_t number) const { return axes_.empty() ? *all_ : *axes_[number]; }
   c10d::Backend& all() const { return *all_; }
+  OrderedGroup& sums() const { return *sums_; }
 
  private:
   const int world_size_;
   GroupReference<c10d::Backend> all_;
   std::vector<GroupReference<c10d::Backend>> axes_;
+  const std::unique_ptr<OrderedGroup> sums_;
 };
 
 }  // namespace ddp_hooks

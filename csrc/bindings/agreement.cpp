@@ -16,15 +16,16 @@ namespace ddp_hooks {
 
 void bind_agreement(py::module_& m) {
   py::class_<ControlGroups, std::shared_ptr<ControlGroups>>(m, "ControlGroups")
-      .def(py::init([](int world_size, const py::object& all, const std::vector<py::object>& axes) {
+      .def(py::init([](int world_size, const py::object& all, const std::vector<py::object>& axes,
+                       const py::object& sums) {
              const auto to_backend = [](const py::object& group) {
                return group.is_none() ? nullptr : group.cast<c10::intrusive_ptr<c10d::Backend>>();
              };
              std::vector<c10::intrusive_ptr<c10d::Backend>> groups;
              for (const py::object& axis : axes) groups.push_back(to_backend(axis));
-             return std::make_shared<ControlGroups>(world_size, to_backend(all), std::move(groups));
+             return std::make_shared<ControlGroups>(world_size, to_backend(all), std::move(groups), to_backend(sums));
            }),
-           py::kw_only(), py::arg("world_size"), py::arg("all"), py::arg("axes"));
+           py::kw_only(), py::arg("world_size"), py::arg("all"), py::arg("axes"), py::arg("sums") = py::none());
   m.def(
       "wait_until_groups_are_gone",
       [](double seconds) { return wait_until_gone(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000))); },

@@ -88,7 +88,8 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
       probe_(settings.values.probe),
       units_(settings_.units),
       plans_(kCachedPlans),
-      sender_(*data_group_, reducer_.parameters().front().device().type(), views_, statistics_.messages) {
+      sender_(*data_group_, reducer_.parameters().front().device().type(), control_groups_, views_,
+              statistics_.messages) {
   const size_t parameters = reducer_.parameters().size() + unmanaged_parameters_.size();
   TORCH_CHECK(names_.size() == parameters, "ddp_hooks: expected a name for each of the module's ", parameters,
               " parameters, received ", names_.size());
@@ -155,7 +156,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
   try {
     const bool shadow = !reducer_.in_backward();
     if (shadow) reducer_lock = reducer_.lock();
-    std::unique_lock lock(mutex_);
+    std::lock_guard lock(mutex_);
     const double waited_before = statistics_.exchanges.wait_seconds;
     const at::NoGradGuard no_grad;
     try {
@@ -170,11 +171,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
       sender_.drop();
     }
     if (bucket.isLast() && !shadow && !(step_ && step_->closed)) leave_out_used_map();
-    const auto due = step_ && step_->owner_reduction_is_due ? step_ : nullptr;
     if (step_ && step_->buckets.size() >= layout_->buckets.size()) step_.reset();
     statistics_.hook_seconds += stopwatch.seconds() - (statistics_.exchanges.wait_seconds - waited_before);
-    lock.unlock();
-    if (due) finish_owner_reduction(due);
   } catch (...) {
     if (!future->completed()) future->setError(std::current_exception());
   }
@@ -228,9 +226,7 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
     step_->units->bucket_ready(index, layout_->buckets[index].sparse ? at::Tensor() : step_->buckets[index].flat(),
                                step_->local, [&](const SettledUnits& settled) { return send_units(settled); });
   }
-  if (index + 1 < layout_->buckets.size()) return;
-  send_sums();
-  close_step();
+  if (index + 1 == layout_->buckets.size()) close_step();
 }
 
 // A pass that broke off between two buckets, where DDP was told to go on (`_update_process_group`).
@@ -294,42 +290,6 @@ void Engine::send_parameters(uint32_t bucket) {
       [&](uint32_t settled) { send_bucket(settled, step_->planner->add_bucket(settled, step_->agreed)); });
 }
 
-// At the end of backward, since the ranks whose contributions this one waits for may still stand in some other
-// collective of their backward passes, which waits for this rank. The Reducer queues its own last act later.
-void Engine::send_sums() {
-  if (!sender_.contributions(step_)) return;
-  if (reducer_.learns_static_graph()) {
-    // The end of backward has come: the Reducer hands over all buckets and then waits for them in one call.
-    step_->owner_reduction_is_due = true;
-    return;
-  }
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = shared_from_this(), step = step_] { self->finish_owner_reduction(step); });
-}
-
-void Engine::finish_owner_reduction(const std::shared_ptr<Step>& step) {
-  const at::NoGradGuard no_grad;
-  try {
-    // Waits without the lock: gloo's threads, which deliver the contributions, may run callbacks of the user's futures
-    // that ask for statistics.
-    while (const auto contributions = contributions_to_sums(step)) {
-      contributions->wait();
-      std::lock_guard lock(mutex_);
-      sender_.send_sums(step);
-    }
-  } catch (...) {
-    step->fail(std::current_exception());
-    // Nobody waits for what is still under way; the next step may not use its memory.
-    std::lock_guard lock(mutex_);
-    sender_.drop();
-  }
-}
-
-c10::intrusive_ptr<c10d::Work> Engine::contributions_to_sums(const std::shared_ptr<Step>& step) {
-  std::lock_guard lock(mutex_);
-  return sender_.contributions(step);
-}
-
 // What travels from those who contribute, by what was agreed, would leave out a gradient that nobody announced.
 void Engine::note_unannounced(uint32_t bucket) {
   Step& step = *step_;
@@ -371,7 +331,8 @@ EngineSettings Engine::fitted(EngineSettings settings) const {
   transports.world_size = data_group_->getSize();
   transports.broadcasts = transports.broadcasts && settings.agreement.graph_detector &&
                           DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
-  transports.sums = transports.sums && transports.broadcasts;
+  transports.sums = transports.sums && transports.broadcasts &&
+                    DirectSender::can_sum(*data_group_, reducer_.parameters().front().device());
   const bool pays =
       settings.units.widths == ValuesDetector::kOn || narrow_pays(settings.plan.direct.costs, transports.world_size);
   if (!transports.broadcasts || !pays) settings.units.widths = ValuesDetector::kOff;
@@ -737,18 +698,12 @@ void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchroni
   for (const at::Tensor& output : outputs) refuse_capture(output.device());
   std::lock_guard lock(mutex_);
   if (!prologue_) return;
-  const bool manual = reducer_.finalizes_manually();
   TORCH_CHECK(
-      !manual || settings_.rebuild_after_steps == 0,
+      settings_.rebuild_after_steps == 0 || !reducer_.finalizes_manually(),
       "ddp_hooks: rebuild_after makes the Reducer anew at the end of backward, when with DDP's "
       "require_manual_backward_finalization its gradients are still under way: expected one of the two, received "
       "both; leave rebuild_after out of the policy, and call ddp_hooks.rebuild(ddp) on every rank after "
       "finalize_backward()");
-  if (manual && settings_.plan.direct.transports.sums) {
-    // Sums start when backward has ended, and finalize_backward() may wait for them before.
-    settings_.plan.direct.transports.sums = false;
-    plans_.clear();
-  }
   const std::weak_ptr<Engine> engine = weak_from_this();
   const auto reached = [engine] {
     if (auto self = engine.lock()) self->outputs_reached();

@@ -18,13 +18,13 @@
 //                                                                     agreed mask, plans
 //   run, every bucket        Reducer, which holds R       R, E        take_bucket: messages     -
 //                                                                     leave
-//   run, last bucket         Reducer, which holds R       R, E        close_step; step_ is      finish_owner_reduction,
-//                                                                     null again                after_backward
+//   run, last bucket         Reducer, which holds R       R, E        close_step; step_ is      after_backward
+//                                                                     null again
+//   contributions are back   the process group's thread   none        an owner sums, and sends  -
+//                                                                     the sums to all
 //   a message is back        the process group's thread   none        scatters; completes the   -
 //                                                                     bucket's future
 //   gradients_done           autograd, end of backward    none, E     marks what is unready     -
-//   finish_owner_reduction   autograd, end of backward    E by turns  waits without it; owners  -
-//                                                                     send their sums
 //   after_backward           autograd, after the          E by turns  unmanaged gradients are   errors that concern
 //                            Reducer's own callback                   averaged; rebuild         this rank alone
 //
@@ -181,9 +181,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void refresh_layout();
   void fill_views(uint32_t bucket);
   void note_unannounced(uint32_t bucket);
-  void send_sums();
-  void finish_owner_reduction(const std::shared_ptr<Step>& step);
-  c10::intrusive_ptr<c10d::Work> contributions_to_sums(const std::shared_ptr<Step>& step);
   void average_unmanaged(const Step& step, bool contribute);
 
   // Recursive, because buckets may complete while it is held, and what users have chained to their futures runs then

@@ -26,11 +26,10 @@ struct Step : StepInFlight {
   // With the values detector: what it finds, and the plan that grows with it.
   std::optional<ValuesOfStep> values;
   std::optional<ReductionPlanner> planner;
-  std::optional<UnitsOfStep> units;     // where some parameters are agreed on by units
-  std::optional<size_t> unannounced;    // a parameter with a gradient that was not sent
-  bool rebuild = false;                 // the Reducer is to be made anew after this backward pass
-  bool owner_reduction_is_due = false;  // to be finished as soon as the engine's lock is free
-  bool closed = false;                  // all messages have been started
+  std::optional<UnitsOfStep> units;   // where some parameters are agreed on by units
+  std::optional<size_t> unannounced;  // a parameter with a gradient that was not sent
+  bool rebuild = false;               // the Reducer is to be made anew after this backward pass
+  bool closed = false;                // all messages have been started, but for owners' sums
 };
 
 }  // namespace ddp_hooks

@@ -93,7 +93,93 @@ at::TensorOptions options_of(const DirectPlaces& places) {
   return places.front().front().slice.flat.options();
 }
 
+template <typename Group>
+c10::intrusive_ptr<c10d::Work> all_to_all(Group& group, at::Tensor received, at::Tensor sent,
+                                          std::vector<int64_t> received_bytes, std::vector<int64_t> sent_bytes) {
+  RECORD_FUNCTION("ddp_hooks::all_to_all", std::vector<c10::IValue>());
+  return start_all_to_all(group, received, sent, received_bytes, sent_bytes);
+}
+
+// What this rank has for all others, which lies where its part of the memory begins.
+template <typename Group>
+c10::intrusive_ptr<c10d::Work> send_to_all(Group& group, const DirectMessage& message, at::Tensor memory,
+                                           const std::vector<int64_t>& begins, int rank) {
+  const auto own = static_cast<size_t>(rank);
+  if (message.is_gathered) {
+    RECORD_FUNCTION("ddp_hooks::all_gather", std::vector<c10::IValue>());
+    // Where its result lies already: NCCL then copies nothing.
+    at::Tensor sent = memory.narrow(0, begins[own], memory.numel() / static_cast<int64_t>(begins.size()));
+    return start_all_gather(group, memory, sent);
+  }
+  const int64_t here = message.for_all_bytes[own], others = static_cast<int64_t>(begins.size()) - 1;
+  std::vector<int64_t> received = message.for_all_bytes;
+  std::vector<int64_t> to_each(begins.size(), here);
+  received[own] = to_each[own] = 0;
+  const at::Tensor sent = memory.narrow(0, begins[own], here * others);
+  for (int64_t copy = 1; copy < others; ++copy) sent.narrow(0, copy * here, here).copy_(sent.narrow(0, 0, here));
+  return all_to_all(group, memory.narrow(0, 0, begins[own]), sent, std::move(received), std::move(to_each));
+}
+
 }  // namespace
+
+// Sent to owners, and then summed by them.
+struct DirectSender::OwnedMessage {
+  Launch launch;
+  DirectMessage message;
+  DirectPlaces places;
+  at::Tensor sent;    // to owners, by owner
+  FromAll received;   // contributions to what this rank owns
+  FromAll with_sums;  // of all owners
+  int rank = 0;
+  int world_size = 0;
+
+  at::ScalarType type() const { return places.front().front().slice.flat.scalar_type(); }
+  c10::Device device() const { return received.memory.device(); }
+
+  // The group's sums, which lie where its owner's part begins.
+  at::Tensor sums_of(const DirectGroup& group) const {
+    const auto element_bytes = static_cast<int64_t>(c10::elementSize(type()));
+    const int64_t begin = with_sums.begins[static_cast<size_t>(group.owner)];
+    return with_sums.memory.narrow(0, begin, group.numel * element_bytes).view(type());
+  }
+
+  // What this rank owns.
+  void sum() {
+    RECORD_FUNCTION("ddp_hooks::sum", std::vector<c10::IValue>());
+    for (size_t i = 0; i < message.groups.size(); ++i) {
+      const DirectGroup& group = message.groups[i];
+      if (group.owner != rank) continue;
+      const at::Tensor own = sums_of(group);
+      std::vector<DirectPlace> into;
+      int64_t filled = 0;
+      for (size_t part = 0; part < group.parts.size(); ++part) {
+        into.push_back({{own, filled, group.parts[part].length}, places[i][part].divisor});
+        filled += group.parts[part].length;
+      }
+      std::vector<SliceSum> sums;
+      std::vector<int64_t> positions = received.begins;
+      add_sums(group, into, -1, world_size, positions, sums);
+      sum_contributions(received.memory, sums);
+    }
+    keep_for_stream(received.memory);
+    keep_for_stream(with_sums.memory);
+  }
+
+  void put_back() const {
+    RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
+    for (size_t i = 0; i < message.groups.size(); ++i) scatter(sums_of(message.groups[i]), slices_of(places[i]));
+    keep(with_sums.memory, places);
+  }
+};
+
+DirectSender::DirectSender(c10d::ProcessGroup& group, c10::DeviceType device_type,
+                           const std::shared_ptr<const ControlGroups>& control_groups, Staging& staging,
+                           MessageStatistics& statistics)
+    : group_(group),
+      is_on_streams_(is_on_streams(backend_name(group, device_type), device_type)),
+      control_groups_(control_groups),
+      staging_(staging),
+      statistics_(statistics) {}
 
 bool DirectSender::is_possible(c10d::ProcessGroup& group, c10::Device device) {
   // A group of several backends, one for each device, has no name of its own; and one written in Python no backend.
@@ -103,36 +189,28 @@ bool DirectSender::is_possible(c10d::ProcessGroup& group, c10::Device device) {
          (name == "gloo" || is_on_streams(name, device.type()));
 }
 
-c10::intrusive_ptr<c10d::Work> DirectSender::all_to_all(at::Tensor received, at::Tensor sent, Splits splits) {
-  RECORD_FUNCTION("ddp_hooks::all_to_all", std::vector<c10::IValue>());
+bool DirectSender::can_sum(c10d::ProcessGroup& group, c10::Device device) {
+  // Of two ranks neither saves anything as an owner.
+  return group.getSize() > 2 && is_possible(group, device) &&
+         (device.is_cpu() || is_on_streams(backend_name(group, device.type()), device.type()));
+}
+
+bool DirectSender::needs_group_for_sums(c10d::ProcessGroup& group, c10::Device device) {
+  return device.is_cpu() && can_sum(group, device);
+}
+
+void DirectSender::count(int64_t sent_bytes) {
   statistics_.messages += 1;
-  statistics_.sent_bytes += static_cast<int64_t>(sent.nbytes());
-  return start_all_to_all(group_, received, sent, splits.received, splits.sent);
+  statistics_.sent_bytes += sent_bytes;
 }
 
-c10::intrusive_ptr<c10d::Work> DirectSender::all_gather(const FromAll& room) {
-  RECORD_FUNCTION("ddp_hooks::all_gather", std::vector<c10::IValue>());
-  const int64_t bytes = room.memory.numel() / world_size();
-  statistics_.messages += 1;
-  statistics_.sent_bytes += bytes * (world_size() - 1);
-  // Where its result lies already: NCCL then copies nothing.
-  at::Tensor received = room.memory, sent = received.narrow(0, room.begins[static_cast<size_t>(rank())], bytes);
-  return start_all_gather(group_, received, sent);
-}
-
-DirectSender::Splits DirectSender::no_splits() const {
-  const std::vector<int64_t> nothing(static_cast<size_t>(world_size()), 0);
-  return {nothing, nothing};
-}
-
-void DirectSender::send(Launch launch, const DirectMessage& message, DirectPlaces places) {
+void DirectSender::send(const Launch& launch, const DirectMessage& message, DirectPlaces places) {
   const int64_t element_bytes = places.front().front().slice.flat.element_size();
   const MessageBytes bytes = bytes_of(message, element_bytes);
   statistics_.payload_bytes += bytes.payload;
   statistics_.narrow_bytes += bytes.narrow;
   (message.is_summed ? statistics_.owner_bytes : statistics_.broadcast_bytes) += bytes.payload;
-  message.is_summed ? collect(std::move(launch), message, std::move(places))
-                    : broadcast(std::move(launch), message, std::move(places));
+  message.is_summed ? collect(launch, message, std::move(places)) : broadcast(launch, message, std::move(places));
 }
 
 DirectSender::FromAll DirectSender::take_room(const Launch& launch, const DirectMessage& message,
@@ -156,25 +234,11 @@ DirectSender::FromAll DirectSender::take_room(const Launch& launch, const Direct
     end += bytes[own] * (world_size() - 1);
   }
   room.memory = staging_.take(*launch.step, end, options.dtype(at::kByte));
+  count((message.is_gathered ? most : bytes[own]) * (world_size() - 1));
   return room;
 }
 
-c10::intrusive_ptr<c10d::Work> DirectSender::send_to_all(const DirectMessage& message, const FromAll& room) {
-  if (message.is_gathered) return all_gather(room);
-  Splits splits{message.for_all_bytes, message.for_all_bytes};
-  const auto own = static_cast<size_t>(rank());
-  const int64_t here = message.for_all_bytes[own], others = world_size() - 1;
-  std::fill(splits.sent.begin(), splits.sent.end(), here);
-  splits.received[own] = splits.sent[own] = 0;
-  const int64_t received = room.begins[own];
-  const at::Tensor sent = room.memory.narrow(0, received, here * others);
-  for (int64_t copy = 1; copy < others; ++copy) {
-    sent.narrow(0, copy * here, here).copy_(sent.narrow(0, 0, here));
-  }
-  return all_to_all(room.memory.narrow(0, 0, received), sent, std::move(splits));
-}
-
-void DirectSender::broadcast(Launch launch, const DirectMessage& message, DirectPlaces places) {
+void DirectSender::broadcast(const Launch& launch, const DirectMessage& message, DirectPlaces places) {
   const at::TensorOptions options = options_of(places);
   FromAll received = take_room(launch, message, options);
   const auto own = static_cast<size_t>(rank());
@@ -187,9 +251,9 @@ void DirectSender::broadcast(Launch launch, const DirectMessage& message, Direct
   }
   packer.finish();
 
-  const auto work = send_to_all(message, received);
+  const auto work = send_to_all(group_, message, received.memory, received.begins, rank());
   const c10::Device device = received.memory.device();
-  when_back(work, device, std::move(launch),
+  when_back(work, device, launch,
             [groups = message.groups, places = std::move(places), received = std::move(received), rank = rank(),
              ranks = world_size()](c10::ivalue::Future&) {
               RECORD_FUNCTION("ddp_hooks::sum", std::vector<c10::IValue>());
@@ -203,17 +267,16 @@ void DirectSender::broadcast(Launch launch, const DirectMessage& message, Direct
             });
 }
 
-// The first phase of what owners sum.
-void DirectSender::collect(Launch launch, const DirectMessage& message, DirectPlaces places) {
+void DirectSender::collect(const Launch& launch, const DirectMessage& message, DirectPlaces places) {
   const at::TensorOptions options = options_of(places);
   const int64_t element_bytes = static_cast<int64_t>(options.dtype().itemsize());
-  Splits splits = no_splits();
+  const std::vector<int64_t> nothing(static_cast<size_t>(world_size()), 0);
+  std::vector<int64_t> to_owners = nothing, from_others = nothing, begins = nothing;
   int64_t own = 0, sent = 0, received = 0;
-  std::vector<int64_t> begins(static_cast<size_t>(world_size()), 0);
   for (const DirectGroup& group : message.groups) {
     if (group.owner != rank()) {
       const int64_t bytes = contribution_bytes(group, rank(), element_bytes);
-      splits.sent[static_cast<size_t>(group.owner)] = bytes;
+      to_owners[static_cast<size_t>(group.owner)] = bytes;
       sent += bytes;
       continue;
     }
@@ -221,88 +284,84 @@ void DirectSender::collect(Launch launch, const DirectMessage& message, DirectPl
     for (int from = 0; from < world_size(); ++from) {
       if (from == rank()) continue;
       const int64_t bytes = contribution_bytes(group, from, element_bytes);
-      splits.received[static_cast<size_t>(from)] = bytes;
+      from_others[static_cast<size_t>(from)] = bytes;
       begins[static_cast<size_t>(from)] = received;
       received += bytes;
     }
   }
   begins[static_cast<size_t>(rank())] = received;
-  StepInFlight& step = *launch.step;
   const at::TensorOptions bytes = options.dtype(at::kByte);
-  Waiting waiting{std::move(launch),
-                  message,
-                  std::move(places),
-                  staging_.take(step, sent, bytes),
-                  {staging_.take(step, received + own, bytes), std::move(begins)},
-                  nullptr};
+  const auto owned = std::make_shared<OwnedMessage>();
+  owned->launch = launch;
+  owned->message = message;
+  owned->places = std::move(places);
+  owned->sent = staging_.take(*launch.step, sent, bytes);
+  owned->received = {staging_.take(*launch.step, received + own, bytes), std::move(begins)};
+  owned->with_sums = take_room(launch, message, options);
+  owned->rank = rank();
+  owned->world_size = world_size();
   int64_t filled = 0;
   for (size_t i = 0; i < message.groups.size(); ++i) {
     const DirectGroup& group = message.groups[i];
     const bool is_own = group.owner == rank();
     const int64_t size = contribution_bytes(group, rank(), element_bytes);
-    Packer packer(is_own ? waiting.received.memory.narrow(0, received, size) : waiting.sent.narrow(0, filled, size));
+    Packer packer(is_own ? owned->received.memory.narrow(0, received, size) : owned->sent.narrow(0, filled, size));
     for (size_t part = 0; part < group.parts.size(); ++part) {
-      if (contains(group.parts[part].contributors, rank())) packer.add(group.parts[part], waiting.places[i][part]);
+      if (contains(group.parts[part].contributors, rank())) packer.add(group.parts[part], owned->places[i][part]);
     }
     packer.finish();
     if (!is_own) filled += size;
   }
-  waiting.work = all_to_all(waiting.received.memory.narrow(0, 0, received), waiting.sent, std::move(splits));
-  *step.messages_not_back += 1;
-  waiting_.push_back(std::move(waiting));
+  count(sent);
+  at::Tensor to = owned->received.memory.narrow(0, 0, received);
+  sum_when_back(all_to_all(group_, to, owned->sent, from_others, to_owners), owned);
 }
 
-c10::intrusive_ptr<c10d::Work> DirectSender::contributions(const std::shared_ptr<StepInFlight>& step) {
-  // Of a pass that was broken off, nothing is summed.
-  while (!waiting_.empty() && waiting_.front().launch.step != step) waiting_.pop_front();
-  return waiting_.empty() ? nullptr : waiting_.front().work;
-}
-
-void DirectSender::send_sums(const std::shared_ptr<StepInFlight>& step) {
-  // Whoever waited may have been dropped meanwhile.
-  if (!contributions(step)) return;
-  const Waiting waiting = std::move(waiting_.front());
-  waiting_.pop_front();
-  *step->messages_not_back -= 1;
-  broadcast_sums(waiting);
-}
-
-// The second phase: to all others what this rank owns.
-void DirectSender::broadcast_sums(const Waiting& waiting) {
-  const DirectMessage& message = waiting.message;
-  const at::TensorOptions options = options_of(waiting.places);
-  const FromAll received = take_room(waiting.launch, message, options);
-  // The group's sums, which lie where its owner's part begins.
-  const auto sums_of = [received, options](const DirectGroup& group) {
-    const auto element_bytes = static_cast<int64_t>(options.dtype().itemsize());
-    const int64_t begin = received.begins[static_cast<size_t>(group.owner)];
-    return received.memory.narrow(0, begin, group.numel * element_bytes)
-        .view(c10::typeMetaToScalarType(options.dtype()));
+void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contributions,
+                                 std::shared_ptr<OwnedMessage> owned) {
+  const auto send_sums = [owned](auto& group) {
+    const FromAll& room = owned->with_sums;
+    return send_to_all(group, owned->message, room.memory, room.begins, owned->rank);
   };
-  for (size_t i = 0; i < message.groups.size(); ++i) {
-    const DirectGroup& group = message.groups[i];
-    if (group.owner != rank()) continue;
-    const at::Tensor own = sums_of(group);
-    std::vector<DirectPlace> into;
-    int64_t filled = 0;
-    for (size_t part = 0; part < group.parts.size(); ++part) {
-      into.push_back({{own, filled, group.parts[part].length}, waiting.places[i][part].divisor});
-      filled += group.parts[part].length;
+  // Until its sums are back, a message counts as under way.
+  *owned->launch.step->messages_not_back += 1;
+  const auto sums_sent = [owned](const c10::intrusive_ptr<c10d::Work>& work, const std::exception_ptr& error) {
+    if (error) {
+      owned->launch.step->sums_failed = true;
+      return end_message(owned->launch.buckets, error);
     }
-    std::vector<SliceSum> sums;
-    std::vector<int64_t> positions = waiting.received.begins;
-    add_sums(group, into, -1, world_size(), positions, sums);
-    sum_contributions(waiting.received.memory, sums);
+    when_back(work, owned->device(), owned->launch, [owned](c10::ivalue::Future&) {
+      owned->put_back();
+      *owned->launch.step->messages_not_back -= 1;
+    });
+  };
+  const c10::Device device = owned->device();
+  if (is_on_streams_) {
+    // The completion runs here and now, in the same order on every rank.
+    return when_back(
+        contributions, device, owned->launch.step,
+        [owned, send_sums, sums_sent, group = &group_](c10::ivalue::Future&) {
+          owned->sum();
+          sums_sent(send_sums(*group), nullptr);
+        },
+        [owned](const std::exception_ptr& error) {
+          if (error) end_message(owned->launch.buckets, error);
+        });
   }
-
-  const auto work = send_to_all(message, received);
-  const c10::Device device = received.memory.device();
-  when_back(work, device, waiting.launch,
-            [groups = message.groups, places = waiting.places, received, sums_of](c10::ivalue::Future&) {
-              RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
-              for (size_t i = 0; i < groups.size(); ++i) scatter(sums_of(groups[i]), slices_of(places[i]));
-              keep(received.memory, places);
-            });
+  TORCH_CHECK(!owned->launch.step->sums_failed, "ddp_hooks: sums of this step have failed, so no others are sent");
+  const int64_t turn = control_groups_->sums().take_turn();
+  when_back(
+      contributions, device, owned->launch.step,
+      [owned, send_sums, sums_sent, turn, groups = control_groups_](c10::ivalue::Future&) {
+        owned->sum();
+        groups->sums().start(turn, send_sums, sums_sent);
+      },
+      [owned, groups = control_groups_](const std::exception_ptr& error) {
+        if (!error) return;
+        owned->launch.step->sums_failed = true;
+        groups->sums().fail(error);
+        end_message(owned->launch.buckets, error);
+      });
 }
 
 }  // namespace ddp_hooks

@@ -1,23 +1,25 @@
 // Sends what does not go round a ring, over collectives in which every rank may send another amount.
 //
 // What is broadcast each of its contributors sends to all others, and every rank adds it up. What is summed by its
-// owner goes there first; the sums follow at the end of backward, because on one group every rank has to start
-// collectives in the same order, and a completion knows no order. Contributions are added in the order of the ranks.
+// owner goes there first; the sums follow as soon as the contributions are there. Completions start them, which know no
+// order, so they travel on a group of their own, in the order of their messages; where collectives are put on streams,
+// the completion runs at once, and they follow on the same group. Contributions are added in the order of the ranks.
 // Where some rank contributes nothing, a zero is added, as in plain DDP's sum, which makes a -0.0 a +0.0.
 //
 // A contribution at full width is scaled before it is sent. A narrow one is scaled by whoever adds it up, because a
 // number that was divided may need more bits; and always by 1/divisor, which every rank knows alike.
 //
 // Always holds: what is summed by its owner is summed in one place; whoever adds the same contributions gets the same
-// bits. Thread-safety: the engine locks; completions run in the process group's threads. Every rank must agree on: the
-// messages and their order.
+// bits. Thread-safety: the engine locks; completions run in the process groups' threads, and hold what they need. Every
+// rank must agree on: the messages and their order.
 #pragma once
 
 #include <cstdint>
-#include <deque>
+#include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "agreement/control_groups.h"
 #include "kernels/packing.h"
 #include "transport/direct_plan.h"
 #include "transport/launch.h"
@@ -37,23 +39,19 @@ using DirectPlaces = std::vector<std::vector<DirectPlace>>;
 
 class DirectSender {
  public:
-  // The group has to outlive every call.
-  DirectSender(c10d::ProcessGroup& group, Staging& staging, MessageStatistics& statistics)
-      : group_(group), staging_(staging), statistics_(statistics) {}
+  // All of it has to outlive every call. `control_groups`: with a group for sums, where that is needed.
+  DirectSender(c10d::ProcessGroup& group, c10::DeviceType device_type,
+               const std::shared_ptr<const ControlGroups>& control_groups, Staging& staging,
+               MessageStatistics& statistics);
 
   // Whether the group has what this needs for gradients on that device; the same on every rank.
   static bool is_possible(c10d::ProcessGroup& group, c10::Device device);
+  // And for sums by owners; not where completions on a device know no order, as with gloo.
+  static bool can_sum(c10d::ProcessGroup& group, c10::Device device);
+  // And whether these need a group of their own.
+  static bool needs_group_for_sums(c10d::ProcessGroup& group, c10::Device device);
 
-  void send(Launch launch, const DirectMessage& message, DirectPlaces places);
-
-  // The contributions that the step's oldest unsummed message waits for; none if there is no such message.
-  c10::intrusive_ptr<c10d::Work> contributions(const std::shared_ptr<StepInFlight>& step);
-  // Sums what this rank owns of that message, when its contributions are there, and sends the sums. After the last
-  // bucket's messages.
-  void send_sums(const std::shared_ptr<StepInFlight>& step);
-
-  // Forgets what is waited for.
-  void drop() { waiting_.clear(); }
+  void send(const Launch& launch, const DirectMessage& message, DirectPlaces places);
 
  private:
   // What comes from all ranks, and where each rank's part of it begins; this rank's own is there, too.
@@ -61,37 +59,27 @@ class DirectSender {
     at::Tensor memory;            // uint8
     std::vector<int64_t> begins;  // by rank, bytes
   };
-  // A message whose owners wait for contributions.
-  struct Waiting {
-    Launch launch;
-    DirectMessage message;
-    DirectPlaces places;
-    at::Tensor sent;  // to owners, by owner
-    FromAll received;
-    c10::intrusive_ptr<c10d::Work> work;
-  };
   struct Splits {
     std::vector<int64_t> sent, received;  // elements, by rank
   };
+  // Of a message: what goes to owners, and what comes back.
+  struct OwnedMessage;
 
-  void broadcast(Launch launch, const DirectMessage& message, DirectPlaces places);
-  void collect(Launch launch, const DirectMessage& message, DirectPlaces places);
-  void broadcast_sums(const Waiting& waiting);
+  void broadcast(const Launch& launch, const DirectMessage& message, DirectPlaces places);
+  void collect(const Launch& launch, const DirectMessage& message, DirectPlaces places);
+  void sum_when_back(const c10::intrusive_ptr<c10d::Work>& contributions, std::shared_ptr<OwnedMessage> owned);
   // Memory for what each rank has for all others.
   FromAll take_room(const Launch& launch, const DirectMessage& message, const at::TensorOptions& options);
-  // Sends what this rank has of that, once it lies there.
-  c10::intrusive_ptr<c10d::Work> send_to_all(const DirectMessage& message, const FromAll& room);
-  c10::intrusive_ptr<c10d::Work> all_gather(const FromAll& room);
-  c10::intrusive_ptr<c10d::Work> all_to_all(at::Tensor received, at::Tensor sent, Splits splits);
-  Splits no_splits() const;
+  void count(int64_t sent_bytes);
 
   int rank() const { return group_.getRank(); }
   int world_size() const { return group_.getSize(); }
 
   c10d::ProcessGroup& group_;
+  const bool is_on_streams_;
+  const std::shared_ptr<const ControlGroups>& control_groups_;
   Staging& staging_;
   MessageStatistics& statistics_;
-  std::deque<Waiting> waiting_;
 };
 
 }  // namespace ddp_hooks

@@ -26,13 +26,14 @@ bool is_on_streams(const std::string& backend_name, c10::DeviceType device_type)
   return kernels != nullptr && std::count(kernels->backends.begin(), kernels->backends.end(), backend_name) > 0;
 }
 
-void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, Launch launch, OnSuccess on_success) {
-  *launch.step->messages_not_back += 1;
+void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, std::shared_ptr<StepInFlight> step,
+               OnSuccess on_success, OnEnd on_end) {
+  *step->messages_not_back += 1;
   const c10::intrusive_ptr<c10::ivalue::Future> back = work->getFuture();
   // Where the future knows no streams, as gloo's, only the work does: what gloo copies back, its own thread's stream
   // waits for, but the completion may run in this thread.
   const bool knows_streams = device.is_cpu() || !back->devices().empty();
-  back->addCallback([launch = std::move(launch), on_success = std::move(on_success), device,
+  back->addCallback([step = std::move(step), on_success = std::move(on_success), on_end = std::move(on_end), device,
                      waited = knows_streams ? c10::intrusive_ptr<c10d::Work>() : work](c10::ivalue::Future& future) {
     const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
     std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
@@ -41,19 +42,25 @@ void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, L
         if (waited) waited->synchronize();
         on_success(future);
         // Before a bucket completes, since the next step may begin then.
-        *launch.step->messages_not_back -= 1;
+        *step->messages_not_back -= 1;
       } catch (...) {
         error = std::current_exception();
       }
     }
-    for (BucketInFlight* bucket : launch.buckets) {
-      if (error) {
-        bucket->fail(error);
-      } else {
-        bucket->message_done();
-      }
-    }
+    on_end(error);
   });
+}
+
+void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, const Launch& launch,
+               OnSuccess on_success) {
+  when_back(
+      work, device, launch.step, std::move(on_success),
+      // The step keeps the buckets.
+      [step = launch.step, buckets = launch.buckets](const std::exception_ptr& error) { end_message(buckets, error); });
+}
+
+void end_message(const std::vector<BucketInFlight*>& buckets, const std::exception_ptr& error) {
+  for (BucketInFlight* bucket : buckets) error ? bucket->fail(error) : bucket->message_done();
 }
 
 void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double divisor, bool divides) {

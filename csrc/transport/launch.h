@@ -31,10 +31,16 @@ std::string backend_name(c10d::ProcessGroup& group, c10::DeviceType device_type)
 bool is_on_streams(const std::string& backend_name, c10::DeviceType device_type);
 
 using OnSuccess = std::function<void(c10::ivalue::Future&)>;
+// With what has failed, or null.
+using OnEnd = std::function<void(const std::exception_ptr& error)>;
 
-// When the collective is back, runs `on_success` and then counts the message off on each of its buckets; a failed
-// collective fails them instead.
-void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, Launch launch, OnSuccess on_success);
+// When the collective is back, runs `on_success`, unless it has failed, and then `on_end`.
+void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, std::shared_ptr<StepInFlight> step,
+               OnSuccess on_success, OnEnd on_end);
+// The same, and counts the message off on each of its buckets, or fails them.
+void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, const Launch& launch,
+               OnSuccess on_success);
+void end_message(const std::vector<BucketInFlight*>& buckets, const std::exception_ptr& error);
 
 // `to` = the slices, one after the other, scaled: divided where plain DDP divides, otherwise times 1/divisor.
 void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double divisor, bool divides);

@@ -29,14 +29,15 @@ int64_t payload_bytes(const at::Tensor& tensor);
 
 class MessageSender {
  public:
-  // The group has to outlive every call of `send`. `device_type` is the gradients'.
-  MessageSender(c10d::ProcessGroup& group, c10::DeviceType device_type, BucketViews& views,
+  // The references have to outlive every call of `send`. `device_type` is the gradients'.
+  MessageSender(c10d::ProcessGroup& group, c10::DeviceType device_type,
+                const std::shared_ptr<const ControlGroups>& control_groups, BucketViews& views,
                 MessageStatistics& statistics)
       : group_(group),
         can_average_(is_on_streams(backend_name(group, device_type), device_type)),
         views_(views),
         statistics_(statistics),
-        direct_(group, staging_, statistics) {}
+        direct_(group, device_type, control_groups, staging_, statistics) {}
 
   // `divided`: parts of the bucket travel beside the plan, by units.
   void send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t bucket,
@@ -46,21 +47,12 @@ class MessageSender {
   void send_units(const std::shared_ptr<StepInFlight>& step, uint32_t bucket,
                   const std::vector<DividedGradient>& gradients, const UnitPlan& plan);
 
-  // What this rank sums, after the last bucket's messages; see DirectSender.
-  c10::intrusive_ptr<c10d::Work> contributions(const std::shared_ptr<StepInFlight>& step) {
-    return direct_.contributions(step);
-  }
-  void send_sums(const std::shared_ptr<StepInFlight>& step) { direct_.send_sums(step); }
-
   // To be called when a parameter's gradient is final, which may be long before its bucket is ready: copies it to where
   // it will be sent from while it is still in the processor's cache.
   void copy_into_bucket_early(StepInFlight& step, size_t parameter);
 
-  // Lets go of the staging memory (messages under way keep theirs) and of contributions that are waited for.
-  void drop() {
-    staging_.drop();
-    direct_.drop();
-  }
+  // Lets go of the staging memory; messages under way keep theirs.
+  void drop() { staging_.drop(); }
 
  private:
   void send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, size_t parameter);
