@@ -20,9 +20,11 @@ from . import _extension
 _C = _extension.load()
 
 # How many are under way at once; a gloo group works on two at a time. Of few bytes as many as segments of a bucket, so
-# that a message takes what it keeps the others waiting.
+# that a message takes what it keeps the others waiting. Of many bytes, all-reduces that are as long as packed messages
+# are, and all-to-alls in which a rank has a segment for each of the others.
 MESSAGES = 4
 SMALL_MESSAGES = 16
+SEGMENT_BYTES = 256 << 10
 # What a rank sends in a round. At 1 Gbit/s the last takes 134 ms.
 SMALL_BYTES = 16 << 10
 LARGE_BYTES = (1 << 20, 4 << 20, 16 << 20)
@@ -40,7 +42,10 @@ BUDGET_SECONDS = 0.1
 SAME_WITHIN = 1.5
 # Of a gradient that is made narrow: more than caches hold, as gradients are.
 NARROWED_BYTES = 16 << 20
-_NARROWINGS = 3
+# And one that is summed in parts as long as rows are.
+SUMMED_BYTES = 8 << 20
+PART_LENGTH = 256
+_TIMES = 3
 
 
 def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -69,16 +74,15 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
     pairs: list[list[Sequence[float]]] = []
     spent = 0.0
     while len(pairs) < LEAST_PAIRS or (len(pairs) < MOST_PAIRS and spent < BUDGET_SECONDS):
-        pairs.append([_pair(group, device, size) for size in (SMALL_BYTES, sent // 4, sent)])
+        pairs.append([_pair(group, device, size) for size in (SMALL_BYTES, sent)])
         spent += 2 * sum(map(sum, pairs[-1]))
-    small, quarter, large = (
+    small, large = (
         [statistics.median(times) for times in zip(*rounds, strict=True)] for rounds in zip(*pairs, strict=True)
     )
-    # What takes as long whatever is sent is not a byte's. Of messages that overlap, bytes take at least half.
-    per_byte = [max(_of_bytes(quarter[i], large[i]), LEAST_OF_BYTES) * large[i] / sent for i in range(2)]
+    per_byte = [seconds / sent for seconds in large]
     if 1 / SAME_WITHIN < per_byte[0] / per_byte[1] < SAME_WITHIN:
         per_byte = [math.sqrt(per_byte[0] * per_byte[1])] * 2
-    narrowing, summing = _slowest(group, device, _narrowing_seconds(device))
+    narrowing, summing, for_a_part = _slowest(group, device, _working_seconds(device))
     return _C.CollectiveCosts(
         all_reduce_seconds=small[0] / SMALL_MESSAGES,
         all_reduce_seconds_per_byte=per_byte[0],
@@ -86,6 +90,7 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
         all_to_all_seconds_per_byte=per_byte[1],
         narrowing_seconds_per_byte=narrowing / NARROWED_BYTES,
         summing_seconds_per_byte=summing / NARROWED_BYTES,
+        seconds_per_part=for_a_part,
     )
 
 
@@ -103,11 +108,13 @@ def _pair(group: dist.ProcessGroup, device: torch.device, sent_bytes: int) -> Se
 def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int, first: int) -> Sequence[float]:
     """Return the seconds of all-reduces and of all-to-alls in which each rank sends so much; of the slowest rank."""
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
-    messages = MESSAGES if sent_bytes > SMALL_BYTES else SMALL_MESSAGES
-    numel = sent_bytes // messages // 4
+    is_small = sent_bytes <= SMALL_BYTES
+    reduced_messages = SMALL_MESSAGES if is_small else MESSAGES
+    messages = SMALL_MESSAGES if is_small else max(1, sent_bytes // (SEGMENT_BYTES * (ranks - 1)))
+    numel = sent_bytes // 4
     options: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    reduced = torch.zeros(messages, max(1, numel * ranks // (2 * (ranks - 1))), **options)
-    to_each = max(1, numel // (ranks - 1))
+    reduced = torch.zeros(reduced_messages, max(1, numel * ranks // (2 * (ranks - 1)) // reduced_messages), **options)
+    to_each = max(1, numel // (ranks - 1) // messages)
     splits = [0 if other == here else to_each for other in range(ranks)]
     sent, received = (torch.zeros(messages, sum(splits), **options) for _ in range(2))
 
@@ -126,19 +133,29 @@ def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int, firs
     return _slowest(group, device, seconds)
 
 
-def _narrowing_seconds(device: torch.device) -> tuple[float, float]:
-    """Return the seconds that it takes this rank's processor at least, and by the clock; 0 on a device."""
+def _working_seconds(device: torch.device) -> tuple[float, float, float]:
+    """Return what narrowing takes this rank's processor at least, and by the clock; and a part of a sum, by the clock.
+
+    All 0 on a device.
+    """
     if device.type != "cpu":
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     gradient = torch.ones(NARROWED_BYTES // 4, dtype=torch.float32, device=device)
     packed = torch.zeros(NARROWED_BYTES // 2, dtype=torch.uint8, device=device)
-    by_processor, by_clock = [], []
-    for _ in range(_NARROWINGS):
-        starts = time.thread_time(), time.perf_counter()
+    summed, contributions = gradient[: SUMMED_BYTES // 4], packed[:SUMMED_BYTES]
+    narrowing, summing, by_clock = [], [], []
+    for _ in range(_TIMES):
+        started, start = time.perf_counter(), time.thread_time()
         _C.narrow_once(gradient, packed)
-        by_processor.append(time.thread_time() - starts[0])
-        by_clock.append(time.perf_counter() - starts[1])
-    return min(by_processor), statistics.median(by_clock)
+        narrowing.append(time.thread_time() - start)
+        by_clock.append(time.perf_counter() - started)
+        start = time.thread_time()
+        _C.sum_parts_once(summed, contributions, PART_LENGTH)
+        summing.append(time.thread_time() - start)
+    # Of what cores take by turns, a mean says more than a median.
+    clock = statistics.fmean(by_clock)
+    sharing = max(1.0, clock / statistics.fmean(narrowing))
+    return min(narrowing), clock, sharing * min(summing) / (SUMMED_BYTES // 4 // PART_LENGTH)
 
 
 def _slowest(group: dist.ProcessGroup, device: torch.device, times: Sequence[float]) -> Sequence[float]:

@@ -109,7 +109,7 @@ def measured(rank: int) -> list[float]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_rank_measures_the_same(world_size: int) -> None:
     by_rank = run_ranks(world_size, measured)
-    assert len(by_rank[0]) == len(COSTS) == 6
+    assert len(by_rank[0]) == len(COSTS) == 7
     assert all(0 < seconds < 1 for seconds in by_rank[0])
     assert all(costs == by_rank[0] for costs in by_rank)
 
@@ -248,7 +248,7 @@ def sums(rank: int, users: list[list[int]]) -> set[str]:
     generator = torch.Generator().manual_seed(1)
     gradients = torch.randn(dist.get_world_size(), len(users), 96, 96, generator=generator)
     used = [i for i, ranks in enumerate(users) if rank in ranks]
-    with profiled() as profile:
+    with profiled(all_threads=True) as profile:
         ddp(used, gradients[rank]).backward()
     for i, ranks in enumerate(users):
         expected = torch.zeros(96, 96)
@@ -339,7 +339,7 @@ def dies_in_a_step(rank: int, phase: str, users: list[list[int]]) -> None:
         # Nothing of this rank's has been sent yet.
         if phase == "masks":
             die()
-        # Before the hook's own callback, in which sums leave.
+        # At the end of backward, before rank 0 has sent what this rank sums.
         if phase == "sums":
             torch.autograd.Variable._execution_engine.queue_callback(die)
 
@@ -349,6 +349,8 @@ def dies_in_a_step(rank: int, phase: str, users: list[list[int]]) -> None:
     dying = rank == 1
     if dying and phase == "contributions":
         layers[used[0]].weight.register_hook(die)
+    if phase == "sums" and rank == 0:
+        layers[used[0]].weight.register_hook(lambda _: time.sleep(1.5))
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?i)closed|reset|timed out|timeout|broken pipe"):
         step()

@@ -184,7 +184,7 @@ def _choose(buckets: Sequence[Bucket], found: Sequence[int], ranks: int, setting
     direct, sent = set[int](), ring(candidates)
     if alone and are_enough(alone) and busiest(alone) <= MOST_OF_A_RING * ring(alone):
         direct, sent = alone, busiest(alone) + ring(candidates - alone)
-    # All-reduces of whole parameters hide behind backward, and sums do not.
+    # All-reduces of whole parameters copy nothing.
     most = (1 - 2 * settings.min_owner_saving) * sent
     if candidates > alone and are_enough(candidates) and busiest(candidates) <= most:
         direct = candidates

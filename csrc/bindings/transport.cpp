@@ -6,9 +6,11 @@
 #include <vector>
 
 #include "bindings/rooms.h"
+#include "kernels/packing.h"
 #include "layout/bucket_layout.h"
 #include "layout/units.h"
 #include "layout/usage_mask.h"
+#include "transport/direct_plan.h"
 #include "transport/direct_sender.h"
 #include "transport/reduction_plan.h"
 #include "transport/unit_plan.h"
@@ -16,26 +18,61 @@
 namespace py = pybind11;
 
 namespace ddp_hooks {
+namespace {
+
+// What ranks do with parts of a gradient that owners sum: they are dealt out, packed, added up and put back. For
+// measurements. `packed` is as large as the gradient, whose length is a multiple of `part_length`.
+void sum_parts_once(const at::Tensor& gradient, const at::Tensor& packed, int64_t part_length) {
+  const int64_t element_bytes = gradient.element_size();
+  std::vector<DirectPart> parts;
+  std::vector<PackedSlice> slices;
+  std::vector<SliceOfTensor> places;
+  std::vector<SliceSum> sums;
+  for (int64_t begin = 0; begin < gradient.numel(); begin += part_length) {
+    const bool is_even = parts.size() % 2 == 0;
+    parts.push_back({0, begin, part_length, is_even ? RankSet{0b011} : RankSet{0b110}});
+    const SliceOfTensor place{gradient, begin, part_length};
+    places.push_back(place);
+    slices.push_back({place});
+    sums.push_back({place, {{begin * element_bytes}, {begin * element_bytes}}});
+  }
+  constexpr int64_t kSegmentBytes = 256 << 10;
+  const Transports transports{3, true, true};
+  make_direct_messages(parts, element_bytes, transports, {transports, kSegmentBytes});
+  pack(packed, slices);
+  sum_contributions(packed, sums);
+  scatter(packed.view(gradient.scalar_type()), places);
+}
+
+}  // namespace
+
 void bind_transport(py::module_& m) {
   py::class_<CollectiveCosts>(m, "CollectiveCosts")
       .def(py::init([](double all_reduce_seconds, double all_reduce_seconds_per_byte, double all_to_all_seconds,
                        double all_to_all_seconds_per_byte, double narrowing_seconds_per_byte,
-                       double summing_seconds_per_byte) {
-             return CollectiveCosts{all_reduce_seconds,          all_reduce_seconds_per_byte, all_to_all_seconds,
-                                    all_to_all_seconds_per_byte, narrowing_seconds_per_byte,  summing_seconds_per_byte};
+                       double summing_seconds_per_byte, double seconds_per_part) {
+             return CollectiveCosts{all_reduce_seconds,
+                                    all_reduce_seconds_per_byte,
+                                    all_to_all_seconds,
+                                    all_to_all_seconds_per_byte,
+                                    narrowing_seconds_per_byte,
+                                    summing_seconds_per_byte,
+                                    seconds_per_part};
            }),
            py::kw_only(), py::arg("all_reduce_seconds") = CollectiveCosts().all_reduce_seconds,
            py::arg("all_reduce_seconds_per_byte") = CollectiveCosts().all_reduce_seconds_per_byte,
            py::arg("all_to_all_seconds") = CollectiveCosts().all_to_all_seconds,
            py::arg("all_to_all_seconds_per_byte") = CollectiveCosts().all_to_all_seconds_per_byte,
            py::arg("narrowing_seconds_per_byte") = CollectiveCosts().narrowing_seconds_per_byte,
-           py::arg("summing_seconds_per_byte") = CollectiveCosts().summing_seconds_per_byte)
+           py::arg("summing_seconds_per_byte") = CollectiveCosts().summing_seconds_per_byte,
+           py::arg("seconds_per_part") = CollectiveCosts().seconds_per_part)
       .def_readonly("all_reduce_seconds", &CollectiveCosts::all_reduce_seconds)
       .def_readonly("all_reduce_seconds_per_byte", &CollectiveCosts::all_reduce_seconds_per_byte)
       .def_readonly("all_to_all_seconds", &CollectiveCosts::all_to_all_seconds)
       .def_readonly("all_to_all_seconds_per_byte", &CollectiveCosts::all_to_all_seconds_per_byte)
       .def_readonly("narrowing_seconds_per_byte", &CollectiveCosts::narrowing_seconds_per_byte)
       .def_readonly("summing_seconds_per_byte", &CollectiveCosts::summing_seconds_per_byte)
+      .def_readonly("seconds_per_part", &CollectiveCosts::seconds_per_part)
       .def("narrow_pays", &narrow_pays, py::arg("world_size"));
   py::class_<DirectSettings>(m, "DirectSettings")
       .def(py::init([](bool allowed, int world_size, bool sums, double least_saving_of_sums, int64_t segment_bytes,
@@ -140,6 +177,11 @@ void bind_transport(py::module_& m) {
 
   m.def("can_send_directly", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
     return DirectSender::is_possible(*group, device);
+  });
+  m.def("sum_parts_once", &sum_parts_once, py::arg("gradient"), py::arg("packed"), py::arg("part_length"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("needs_group_for_sums", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
+    return DirectSender::needs_group_for_sums(*group, device);
   });
 }
 

@@ -26,8 +26,10 @@ struct Transports {
 };
 
 // What collectives of a group take, measured when the state was made (ddp_hooks/collective_costs.py); the same on every
-// rank. A message's time is that of one among several under way. A byte's is for what a rank sends: in an all-reduce as
-// a ring would, in an all-to-all the rank with the most. Without a measurement only bytes count, wherever they travel.
+// rank. A byte's time is for what a rank sends, in messages of the length that they have in steps: in an all-reduce as
+// a ring would, in an all-to-all the rank with the most. A message's is that of one of many with nearly nothing in it:
+// where they are that small, messages take the time, and not bytes. Without a measurement only bytes count, wherever
+// they travel.
 struct CollectiveCosts {
   double all_reduce_seconds = 0;  // a message
   double all_reduce_seconds_per_byte = 1;
@@ -38,15 +40,8 @@ struct CollectiveCosts {
   // The same by the clock, while every rank does it: cores that ranks may have to share pack, add up and put back what
   // owners sum.
   double summing_seconds_per_byte = 0;
-
-  double of_all_reduces(double bytes, double messages) const {
-    return bytes * all_reduce_seconds_per_byte + messages * all_reduce_seconds;
-  }
-  // Half of a ring's hops, with as many bytes in each.
-  double of_all_gathers(double bytes, double messages) const { return of_all_reduces(bytes, messages / 2); }
-  double of_all_to_alls(double bytes, double messages) const {
-    return bytes * all_to_all_seconds_per_byte + messages * all_to_all_seconds;
-  }
+  // What comes on top for each part that travels apart, such as a row: it is dealt out, packed, added up and put back.
+  double seconds_per_part = 0;
 };
 
 // Whether links are so slow that it can save time to send a gradient narrow.

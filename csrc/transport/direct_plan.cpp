@@ -45,7 +45,7 @@ class Ownership {
 
   void add(const DirectPart& stretch) {
     const bool is_summed = transport_for(stretch.contributors, stretch.width, transports_) == Transport::kByOwner;
-    const int64_t segment = std::max<int64_t>(1, segment_bytes_ / part_bytes(1, stretch.width));
+    const int64_t segment = std::max<int64_t>(1, segment_bytes_ / segment_bytes_of(1, stretch.width, is_summed));
     DirectPart rest = stretch;
     while (rest.length > 0) {
       DirectPart part = rest;
@@ -56,23 +56,26 @@ class Ownership {
     }
   }
 
-  // How long the rank takes that takes longest. Without what an all-gather pads.
+  // How long the rank takes that takes longest. Without what an all-gather pads, which is half of an all-reduce.
   double seconds() const {
-    double most = 0;
+    double by_bytes = 0;
     const bool gathers_sums = is_gathered(summed_.for_all_bytes, costs_),
                gathers = is_gathered(broadcast_.for_all_bytes, costs_);
     for (size_t rank = 0; rank < count(); ++rank) {
       const int64_t sums = others() * summed_.for_all_bytes[rank], own = others() * broadcast_.for_all_bytes[rank];
       const int64_t gathered = (gathers_sums ? sums : 0) + (gathers ? own : 0);
-      most = std::max(most, costs_.of_all_gathers(static_cast<double>(gathered), 0) +
-                                costs_.of_all_to_alls(static_cast<double>(sent_bytes(rank) - gathered), 0));
+      by_bytes =
+          std::max(by_bytes, static_cast<double>(gathered) * costs_.all_reduce_seconds_per_byte +
+                                 static_cast<double>(sent_bytes(rank) - gathered) * costs_.all_to_all_seconds_per_byte);
     }
     const double with_sums = messages_of(summed_), others = messages_of(broadcast_);
     const double gathered = (gathers_sums ? with_sums : 0) + (gathers ? others : 0);
+    const double by_messages =
+        gathered * costs_.all_reduce_seconds / 2 + (2 * with_sums + others - gathered) * costs_.all_to_all_seconds;
     int64_t summed = 0;
     for (const int64_t bytes : summed_.for_all_bytes) summed += bytes;
-    most += costs_.summing_seconds_per_byte * static_cast<double>(summed);
-    return most + costs_.of_all_gathers(0, gathered) + costs_.of_all_to_alls(0, 2 * with_sums + others - gathered);
+    return std::max(by_bytes, by_messages) + costs_.summing_seconds_per_byte * static_cast<double>(summed) +
+           costs_.seconds_per_part * static_cast<double>(parts_);
   }
 
   std::vector<DirectMessage> messages() const {
@@ -106,7 +109,7 @@ class Ownership {
     int64_t most = 0;
     for (const std::vector<DirectPart>& parts : dealt.parts) {
       int64_t bytes = 0;
-      for (const DirectPart& part : parts) bytes += part_bytes(part.length, part.width);
+      for (const DirectPart& part : parts) bytes += segment_bytes_of(part.length, part.width, &dealt == &summed_);
       most = std::max(most, bytes);
     }
     return std::ceil(static_cast<double>(most) / static_cast<double>(segment_bytes_));
@@ -115,6 +118,11 @@ class Ownership {
   // Without what a packed part is rounded up to.
   int64_t part_bytes(int64_t length, Width width) const {
     return width == Width::kFull ? length * element_bytes_ : length * element_bytes_ / 2;
+  }
+
+  // Of segments. Sums are never narrow.
+  int64_t segment_bytes_of(int64_t length, Width width, bool is_summed) const {
+    return is_summed ? length * element_bytes_ : part_bytes(length, width);
   }
 
   size_t least_loaded(RankSet ranks) const {
@@ -129,6 +137,7 @@ class Ownership {
     // Of what is broadcast all contributors send the same, so it is dealt out in turn.
     const size_t owner = is_summed || std::has_single_bit(part.contributors) ? least_loaded(part.contributors)
                                                                              : next_in_turn(part.contributors);
+    parts_ += 1;
     const int64_t contribution = part_bytes(part.length, part.width);
     Dealt& dealt = is_summed ? summed_ : broadcast_;
     for (size_t rank = 0; rank < count(); ++rank) {
@@ -153,7 +162,7 @@ class Ownership {
       size_t number = first;
       int64_t filled = 0;
       for (const DirectPart& part : dealt.parts[owner]) {
-        const int64_t bytes = part_bytes(part.length, part.width);
+        const int64_t bytes = segment_bytes_of(part.length, part.width, is_summed);
         if (filled > 0 && filled + bytes > segment_bytes_) {
           ++number;
           filled = 0;
@@ -183,6 +192,7 @@ class Ownership {
   const CollectiveCosts costs_;
   std::vector<int64_t> to_owners_;  // what each rank sends of what others own, bytes
   size_t turn_ = 0;
+  int64_t parts_ = 0;
   Dealt broadcast_;
   Dealt summed_;
 };
@@ -218,51 +228,65 @@ MessageBytes bytes_of(const DirectMessage& message, int64_t element_bytes) {
 }
 
 Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t element_bytes,
-                             const DirectSettings& settings, bool hidden) {
-  // What gains nothing stays where it can travel with no copy.
-  constexpr double kMostOfARing = 0.95;
+                             const DirectSettings& settings, WhileReduced while_reduced) {
   const Transports& allowed = settings.transports;
-  const auto ring = [&](int64_t bytes) {
+  const Transports none{allowed.world_size, false, false};
+  if (stretches.empty() || !allowed.broadcasts) return none;
+  struct Stretches {
+    int64_t bytes = 0;
+    int64_t count = 0;
+  };
+  const auto ring = [&](const Stretches& of, bool packed) {
     constexpr double kMessageBytes = 4 << 20;
-    const double carried = 2.0 * (allowed.world_size - 1) / allowed.world_size * static_cast<double>(bytes);
-    return settings.costs.of_all_reduces(carried, std::ceil(static_cast<double>(bytes) / kMessageBytes));
+    const CollectiveCosts& costs = settings.costs;
+    const auto bytes = static_cast<double>(of.bytes);
+    const double carried = 2.0 * (allowed.world_size - 1) / allowed.world_size * bytes;
+    const double messages = std::ceil(bytes / kMessageBytes);
+    return std::max(carried * costs.all_reduce_seconds_per_byte, messages * costs.all_reduce_seconds) +
+           (packed ? costs.seconds_per_part * static_cast<double>(of.count) : 0);
   };
   struct Outcome {
-    int64_t leaving_bytes = 0;  // of all stretches
-    bool sums = false;          // owners sum some of that
-    double leaving = 0;         // what it takes, seconds
-    double staying = 0;         // and the rest
+    Stretches leaving;  // of the all-reduces
+    bool sums = false;  // owners sum some of that
+    double leaving_seconds = 0;
+    double seconds = 0;  // with what stays
   };
   const auto outcome = [&](const Transports& transports) {
+    Outcome of;
     std::vector<DirectPart> leaving;
-    int64_t leaving_bytes = 0, staying_bytes = 0;
-    bool sums = false;
+    Stretches staying;
     for (const DirectPart& stretch : stretches) {
       const Transport transport = transport_for(stretch.contributors, stretch.width, transports);
       const bool leaves = transport != Transport::kAllReduce;
-      sums = sums || transport == Transport::kByOwner;
-      (leaves ? leaving_bytes : staying_bytes) += stretch.length * element_bytes;
+      of.sums = of.sums || transport == Transport::kByOwner;
+      Stretches& these = leaves ? of.leaving : staying;
+      these.bytes += stretch.length * element_bytes;
+      these.count += 1;
       if (leaves) leaving.push_back(stretch);
     }
-    const double seconds = share_out(leaving, element_bytes, transports, settings).seconds();
-    return Outcome{leaving_bytes, sums, seconds, ring(staying_bytes)};
+    const bool packs =
+        while_reduced == WhileReduced::kPacked || (while_reduced == WhileReduced::kInPlaceTogether && !leaving.empty());
+    of.leaving_seconds = share_out(leaving, element_bytes, transports, settings).seconds();
+    of.seconds = of.leaving_seconds + ring(staying, packs);
+    return of;
   };
-  const Transports none{allowed.world_size, false, false};
-  if (stretches.empty() || !allowed.broadcasts) return none;
   Transports chosen = none;
-  double seconds = outcome(none).staying;
+  double seconds = outcome(none).seconds;
+  // What gains nothing stays where it can travel with no copy.
+  constexpr double kMostOfARing = 0.95;
   const Transports broadcasts{allowed.world_size, true, false};
   const Outcome with_broadcasts = outcome(broadcasts);
-  if (with_broadcasts.leaving_bytes > 0 && with_broadcasts.leaving_bytes >= settings.min_bytes &&
-      with_broadcasts.leaving <= kMostOfARing * ring(with_broadcasts.leaving_bytes)) {
+  const double stayed = kMostOfARing * ring(with_broadcasts.leaving, while_reduced == WhileReduced::kPacked);
+  if (with_broadcasts.leaving.bytes > 0 && with_broadcasts.leaving.bytes >= settings.min_bytes &&
+      with_broadcasts.leaving_seconds <= stayed && with_broadcasts.seconds < seconds) {
     chosen = broadcasts;
-    seconds = with_broadcasts.leaving + with_broadcasts.staying;
+    seconds = with_broadcasts.seconds;
   }
   if (!allowed.sums) return chosen;
   const Outcome with_sums = outcome(allowed);
-  const double least_saving = settings.least_saving_of_sums * (hidden ? 2 : 1);
-  const bool pays = with_sums.leaving + with_sums.staying <= (1 - least_saving) * seconds;
-  return with_sums.sums && pays && with_sums.leaving_bytes >= settings.min_bytes ? allowed : chosen;
+  const double least_saving = settings.least_saving_of_sums * (while_reduced == WhileReduced::kInPlace ? 2 : 1);
+  const bool pays = with_sums.seconds <= (1 - least_saving) * seconds;
+  return with_sums.sums && pays && with_sums.leaving.bytes >= settings.min_bytes ? allowed : chosen;
 }
 
 std::vector<DirectMessage> make_direct_messages(const std::vector<DirectPart>& stretches, int64_t element_bytes,

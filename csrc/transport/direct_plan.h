@@ -27,7 +27,7 @@ struct DirectSettings {
   Transports transports;      // what may leave the all-reduces
   int64_t segment_bytes = 1;  // what one rank owns of one message
   int64_t min_bytes = 0;      // with less to send than this, nothing leaves the all-reduces
-  // What sums have to save of the time, for what all-reduces would not hide behind backward either.
+  // What sums have to save of the time, and twice as much where all-reduces copy nothing.
   double least_saving_of_sums = 0;
   CollectiveCosts costs = {};
 };
@@ -74,10 +74,12 @@ struct MessageBytes {
 };
 MessageBytes bytes_of(const DirectMessage& message, int64_t element_bytes);
 
-// What shall leave the all-reduces of these, which may, by how long either takes. Sums start when backward has ended:
-// where all-reduces are `hidden` behind it, they have to save twice as much.
+// Where it lies while it is all-reduced: a stretch that does not leave, or all of them if none does, or a packed copy.
+enum class WhileReduced : uint8_t { kInPlace, kInPlaceTogether, kPacked };
+
+// What shall leave the all-reduces of these, which may, by how long either takes.
 Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t element_bytes,
-                             const DirectSettings& settings, bool hidden);
+                             const DirectSettings& settings, WhileReduced while_reduced);
 
 // For stretches of elements of one size; those `transports` all-reduce none of them. What leaves at once comes first.
 std::vector<DirectMessage> make_direct_messages(const std::vector<DirectPart>& stretches, int64_t element_bytes,

@@ -116,7 +116,7 @@ UsageMask choose_direct(const LayoutOfBuckets& layout, const UsageMask& agreed, 
     UsageMask candidates(layout.parameter_count);
     set_direct(kind, settings.transports, candidates);
     const std::vector<DirectPart> stretches = direct_stretches(layout, kind, candidates, contributors);
-    set_direct(kind, choose_transports(stretches, element_bytes, settings, true), direct);
+    set_direct(kind, choose_transports(stretches, element_bytes, settings, WhileReduced::kInPlace), direct);
   }
   return direct;
 }

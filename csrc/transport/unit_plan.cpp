@@ -52,11 +52,14 @@ Transports transports_of_units(const std::vector<Units>& gradients, const UsageM
                                const DirectSettings& settings) {
   if (!contributors.are_known()) return {settings.transports.world_size, false, false};
   std::vector<DirectPart> candidates;
+  WhileReduced while_reduced = WhileReduced::kInPlaceTogether;
   for (size_t i = 0; i < gradients.size(); ++i) {
     const Runs runs = runs_of(i, gradients[i], used, contributors, settings.transports);
     candidates.insert(candidates.end(), runs.direct.begin(), runs.direct.end());
+    const auto used_elements = static_cast<double>(elements_in(gradients[i], used));
+    if (!travels_whole(gradients[i], used_elements)) while_reduced = WhileReduced::kPacked;
   }
-  return choose_transports(candidates, element_bytes, settings, false);
+  return choose_transports(candidates, element_bytes, settings, while_reduced);
 }
 
 std::vector<UnitMessage> pack(const std::vector<UnitRun>& runs, int64_t element_bytes, const PlanSettings& settings) {
