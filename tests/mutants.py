@@ -172,15 +172,15 @@ DELETIONS = (
     Deletion(
         "broadcast contributions are kept until they are added up",
         "transport/direct_sender.cpp",
-        "              sum_contributions(received.memory, sums);\n              keep(received.memory, places);",
-        "              sum_contributions(received.memory, sums);\n              if (!@) keep(received.memory, places);",
+        "              keep_for_stream(received.memory);",
         test="test_pretend.py -k 'moves and broadcast'",
     ),
     Deletion(
-        "owners' sums are kept until they are scattered",
+        "gradients are kept until owners' sums are put back into them",
         "transport/direct_sender.cpp",
-        "    keep(with_sums.memory, places);",
-        test="test_pretend.py -k 'moves and owner'",
+        "  keep(places);\n  }",
+        "  if (!@) keep(places);\n  }",
+        test="test_pretend.py -k 'dropped and owner'",
     ),
     Deletion(
         "gradients are kept until units are scattered into them",

@@ -163,8 +163,11 @@ class Tables(nn.Module):
         return x
 
 
-def dropped_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
-    """A gradient that somebody drops while its rows are under way: what takes its memory stays what it is."""
+def dropped_within_backward(rank: int, policy: ddp_hooks.Policy, users: int) -> None:
+    """A gradient that somebody drops while its rows are under way: what takes its memory stays what it is.
+
+    `users` ranks look up each row.
+    """
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Tables().to("pretend"), bucket_cap_mb=0.001)
     register(ddp, policy, True)
@@ -180,18 +183,23 @@ def dropped_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
         parameter.register_post_accumulate_grad_hook(lambda _: time.sleep(0.02))
     list(ddp.parameters())[1].register_post_accumulate_grad_hook(drop)
     for step in range(6):
-        rows = [step + rank, 30 + step + rank]  # far from each other, so that they are packed
+        # Far from each other, so that they are packed.
+        rows = [first + step + (rank + i) % dist.get_world_size() for first in (0, 30) for i in range(users)]
         ddp(torch.tensor(rows, device="pretend")).square().mean().backward()
         ddp.zero_grad()
     assert len(taken) == 6
     assert all(bool((tensor == 7).all()) for tensor in taken)
 
 
-@pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_direct.DIRECT_ROWS], ids=lambda policy: policy.name)
-def test_dropped_within_backward(policy: ddp_hooks.Policy) -> None:
+@pytest.mark.parametrize(
+    ("policy", "ranks", "users"),
+    [(test_units.EVERY_ROW, 2, 1), (test_direct.DIRECT_ROWS, 2, 1), (test_direct.DIRECT_ROWS, 3, 2)],
+    ids=["rows", "broadcast", "by owner"],
+)
+def test_dropped_within_backward(policy: ddp_hooks.Policy, ranks: int, users: int) -> None:
     for seed in RESTING[:1]:
         # Both stretches of a table are a message.
-        run_pretended(2, seed, dropped_within_backward, with_settings(policy, pack_bytes=1000))
+        run_pretended(ranks, seed, dropped_within_backward, with_settings(policy, pack_bytes=1000), users)
 
 
 def waits_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:

@@ -83,9 +83,7 @@ std::vector<SliceOfTensor> slices_of(const std::vector<DirectPlace>& places) {
   return slices;
 }
 
-void keep(const at::Tensor& memory, const DirectPlaces& places) {
-  if (memory.is_cpu()) return;
-  keep_for_stream(memory);
+void keep(const DirectPlaces& places) {
   for (const std::vector<DirectPlace>& of_group : places) keep_for_stream(slices_of(of_group));
 }
 
@@ -161,14 +159,13 @@ struct DirectSender::OwnedMessage {
       add_sums(group, into, -1, world_size, positions, sums);
       sum_contributions(received.memory, sums);
     }
-    keep_for_stream(received.memory);
-    keep_for_stream(with_sums.memory);
   }
 
+  // What was received is an output of the collective, and on streams its future records that.
   void put_back() const {
     RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
     for (size_t i = 0; i < message.groups.size(); ++i) scatter(sums_of(message.groups[i]), slices_of(places[i]));
-    keep(with_sums.memory, places);
+    keep(places);
   }
 };
 
@@ -263,7 +260,8 @@ void DirectSender::broadcast(const Launch& launch, const DirectMessage& message,
                 add_sums(groups[i], places[i], rank, ranks, positions, sums);
               }
               sum_contributions(received.memory, sums);
-              keep(received.memory, places);
+              keep_for_stream(received.memory);
+              keep(places);
             });
 }
 
