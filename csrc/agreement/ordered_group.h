@@ -3,9 +3,9 @@
 // On one group every rank has to start collectives in the same order. So a turn is taken where the ranks have an order,
 // and what is ready before its turn is started by whoever is ready last before it. Nobody waits.
 //
-// Always holds: what starts, starts in the order of turns, once; nothing does between a turn that fails and those taken
-// after it has. Thread-safety: any thread, under any lock but those
-// that `then` takes. Every rank must agree on: the order in which turns are taken.
+// Always holds: what starts, starts in the order of turns, once; of those taken before one fails, none starts after it.
+// Thread-safety: any thread, but under no lock that `then` takes. Every rank must agree on: the order in which turns are
+// taken.
 #pragma once
 
 #include <cstdint>
