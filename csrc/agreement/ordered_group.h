@@ -4,8 +4,7 @@
 // and what is ready before its turn is started by whoever is ready last before it. Nobody waits.
 //
 // Always holds: what starts, starts in the order of turns, once; of those taken before one fails, none starts after it.
-// Thread-safety: any thread, but under no lock that `then` takes. Every rank must agree on: the order in which turns are
-// taken.
+// Thread-safety: any thread, but under no lock that `then` takes. Every rank must agree on: the order of turns.
 #pragma once
 
 #include <cstdint>
