@@ -551,7 +551,8 @@ def _groups_to_share(ddp: DistributedDataParallel) -> dict[str, ControlGroups]:
         service = reference()
         if service is None or service._control_groups is None or other is ddp:
             continue
-        alike = other.module is ddp.module and other.process_group is ddp.process_group
+        # Not after a move to another device, for which costs were not measured, and which may need other groups.
+        alike = other.module is ddp.module and other.process_group is ddp.process_group and other.device == ddp.device
         if alike and not service.engine.has_early_exchange():
             found[service._control_groups.name] = service._control_groups
     return found
