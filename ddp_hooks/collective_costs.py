@@ -153,8 +153,9 @@ def _working_seconds(device: torch.device) -> tuple[float, float, float]:
         _C.sum_parts_once(summed, contributions, PART_LENGTH)
         summing.append(time.thread_time() - start)
     # Of what cores take by turns, a mean says more than a median.
-    clock = statistics.fmean(by_clock)
-    sharing = max(1.0, clock / statistics.fmean(narrowing))
+    clock, busy = statistics.fmean(by_clock), statistics.fmean(narrowing)
+    # A thread's clock may be too coarse to see any of it.
+    sharing = max(1.0, clock / busy) if busy > 0 else 1.0
     return min(narrowing), clock, sharing * min(summing) / (SUMMED_BYTES // 4 // PART_LENGTH)
 
 

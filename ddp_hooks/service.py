@@ -553,6 +553,7 @@ def _groups_to_share(ddp: DistributedDataParallel) -> dict[str, ControlGroups]:
             continue
         # Not after a move to another device, for which costs were not measured, and which may need other groups.
         alike = other.module is ddp.module and other.process_group is ddp.process_group and other.device == ddp.device
-        if alike and not service.engine.has_early_exchange():
-            found[service._control_groups.name] = service._control_groups
+        groups = service._control_groups
+        if alike and not service.engine.has_early_exchange() and not groups.groups.have_failed():
+            found[groups.name] = groups
     return found

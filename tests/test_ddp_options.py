@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import test_direct
 import torch
 import torch.distributed as dist
 from spawn import run_ranks
@@ -214,18 +215,24 @@ def test_late_gradients_are_averaged_when_the_user_finalises() -> None:
 
 
 def owners_and_finalized(rank: int) -> None:
-    """What two of three ranks use would be summed by one of them, when backward has ended."""
-    tuning = ddp_hooks.Tuning(min_direct_bytes=0)
-    ddp = DistributedDataParallel(Layers(), find_unused_parameters=True)
-    state = ddp_hooks.register(ddp, "skip_unused", tuning=tuning)
-    ddp.require_manual_backward_finalization = True
-    ddp(batch(rank, 0)).sum().backward()
-    ddp.finalize_backward()
-    assert state.stats().owner_bytes == 0
+    """What two of three ranks use one of them sums."""
+    found = []
+    for policy in (None, test_direct.DIRECT):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(test_direct.Heads(2), find_unused_parameters=True)
+        state = None if policy is None else ddp_hooks.register(ddp, policy)
+        ddp.require_manual_backward_finalization = True
+        ddp(torch.ones(2, 64), min(rank, 1)).sum().backward()
+        ddp.finalize_backward()
+        found.append(gradients(ddp.module))
+    assert state is not None
+    assert state.stats().owner_bytes > 0
+    for plain, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain)
 
 
 @manual
-def test_nothing_is_summed_by_owners_when_the_user_finalises() -> None:
+def test_owners_sum_when_the_user_finalises() -> None:
     run_ranks(3, owners_and_finalized)
 
 

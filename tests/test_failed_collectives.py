@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import slow_group
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import COLLECTIVE_TIMEOUT_SECONDS, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,13 +80,14 @@ class FailingGroup(slow_group.SlowGroup):
     alltoall_base = all_to_all_single  # as torch before 2.13 calls it
 
 
-def new_failing_group() -> Any:
-    def create(store: Any, rank: int, size: int, timeout: Any) -> FailingGroup:
-        return FailingGroup(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+def new_failing_group(kind: Callable[[Any], Any]) -> Any:
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return kind(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
 
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
-    return dist.new_group(backend=BACKEND)
+    name = f"{BACKEND}_{kind.__name__}".lower()
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, create, devices=["cpu"])
+    return dist.new_group(backend=name)
 
 
 class Branches(nn.Module):
@@ -104,11 +107,11 @@ def step_after_failure(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], 
     model = Branches()
     options: dict[str, Any] = {"find_unused_parameters": True}
     plain = DistributedDataParallel(copy.deepcopy(model), **options)
-    group = new_failing_group()
+    group = new_failing_group(FailingGroup)
     ddp = DistributedDataParallel(model, process_group=group, **options)
     # Others are handed no all-to-all; and DDP, when it is made, looks for a backend behind this name.
     group.name_told = "gloo"
-    ddp_hooks.register(ddp, policy)
+    state = ddp_hooks.register(ddp, policy)
 
     def step(ddp: DistributedDataParallel) -> None:
         ddp.zero_grad()
@@ -123,6 +126,11 @@ def step_after_failure(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], 
         assert group.names == expected
         assert group.still_written
         group.fails = False
+        if policy.name == "owners":
+            with pytest.raises(RuntimeError, match=r"state.close\(\) and .*register(?s:.*) failed on purpose"):
+                step(ddp)
+            state.close()
+            state = ddp_hooks.register(ddp, policy)
         step(ddp)
         for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None)
@@ -140,25 +148,145 @@ def step_after_failure(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], 
     assert first == second != []
 
 
-@pytest.mark.parametrize(
-    ("policy", "by_rank", "collectives"),
-    [
-        # The same everywhere, two runs gathered into a message.
-        (ddp_hooks.Policy("packed"), [1, 1], {"all_reduce"}),
-        # A branch for each rank, which broadcasts it; beside it the others' message.
-        (
-            ddp_hooks.Policy("broadcast", tuning=ddp_hooks.Tuning(min_direct_bytes=0)),
-            [0, 2],
-            {"all_reduce", "all_to_all"},
-        ),
-        # Two of three ranks contribute, and one of them sums.
-        (
-            ddp_hooks.Policy("owners", tuning=ddp_hooks.Tuning(min_direct_bytes=0, min_owner_saving=0)),
-            [0, 0, 2],
-            {"all_reduce", "all_to_all"},
-        ),
-    ],
-    ids=["packed", "broadcast", "owners"],
-)
+TUNING = ddp_hooks.Tuning(min_direct_bytes=0, min_owner_saving=0)
+CASES: list[tuple[ddp_hooks.Policy, list[int], set[str]]] = [
+    # The same everywhere, two runs gathered into a message.
+    (ddp_hooks.Policy("packed"), [1, 1], {"all_reduce"}),
+    # A branch for each rank, which broadcasts it; beside it the others' message.
+    (ddp_hooks.Policy("broadcast", tuning=TUNING), [0, 2], {"all_reduce", "all_to_all"}),
+    # Two of three ranks contribute, and one of them sums.
+    (ddp_hooks.Policy("owners", tuning=TUNING), [0, 0, 2], {"all_reduce", "all_to_all"}),
+]
+
+
+@pytest.mark.parametrize(("policy", "by_rank", "collectives"), CASES, ids=[case[0].name for case in CASES])
 def test_step_after_failure(policy: ddp_hooks.Policy, by_rank: list[int], collectives: set[str]) -> None:
     run_ranks(len(by_rank), step_after_failure, policy, by_rank, collectives)
+
+
+class LateWork(slow_group.SlowWork):
+    """Done when it is told so."""
+
+    def __init__(self, work: Any, result: Any) -> None:
+        super().__init__()
+        self._work, self._result = work, result
+
+    def finish(self) -> None:
+        self._work.wait()
+        self.later.set_result(self._result)
+
+
+class LateGroup(FailingGroup):
+    """Gloo, whose collectives on gradients are back later when it is told so."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.late: list[LateWork] = []
+        self.is_late = False
+
+    def _run_or_fail(self, name: str, tensors: list[torch.Tensor], begin: Any) -> slow_group.SlowWork:
+        if not self.is_late or tensors[0].dtype == torch.int32:
+            return self._later(begin, tensors)
+        self.late.append(LateWork(begin(), tensors))
+        return self.late[-1]
+
+
+class FailingHereGroup(FailingGroup):
+    """Gloo, whose all-to-alls fail for this rank alone when it is told so."""
+
+    def _run_or_fail(self, name: str, tensors: list[torch.Tensor], begin: Any) -> slow_group.SlowWork:
+        work = self._later(begin, tensors)
+        if not self.fails or name != "all_to_all":
+            return work
+        failing = FailingWork()
+
+        def fail() -> None:
+            work.wait()
+            failing.fail()
+
+        threading.Thread(target=fail).start()
+        return failing
+
+
+def contributions_fail_on_one_rank(rank: int) -> None:
+    policy, by_rank, _ = CASES[-1]
+    group = new_failing_group(FailingHereGroup)
+    ddp = DistributedDataParallel(Branches(), process_group=group, find_unused_parameters=True)
+    group.name_told = "gloo"
+    state = ddp_hooks.register(ddp, policy)
+
+    def step() -> None:
+        ddp.zero_grad()
+        ddp(torch.ones(2, 4), by_rank[rank]).sum().backward()
+
+    step()
+    assert state.stats().owner_bytes > 0
+    group.fails = rank == 0
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="failed on purpose" if group.fails else r"(?i)closed|reset|broken pipe"):
+        step()
+    assert time.monotonic() - started < COLLECTIVE_TIMEOUT_SECONDS / 2
+
+
+def test_contributions_fail_on_one_rank() -> None:
+    """The others wait for a sum that this rank will not send, in vain, but not for long."""
+    run_ranks(3, contributions_fail_on_one_rank)
+
+
+class TwoBuckets(nn.Module):
+    """Branches in a bucket that is sent before the other one is ready, of another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4).double()
+        self.branches = Branches()
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.branches(self.trunk(x.double()).float(), branch)
+
+
+def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int]) -> None:
+    """A pass breaks off, and what it has sent comes back after the next one."""
+    torch.manual_seed(0)
+    model = TwoBuckets()
+    # So that gradients are the buckets that messages are put back into.
+    options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    plain = DistributedDataParallel(copy.deepcopy(model), **options)
+    group = new_failing_group(LateGroup)
+    ddp = DistributedDataParallel(model, process_group=group, **options)
+    group.name_told = "gloo"
+    state = ddp_hooks.register(ddp, policy)
+
+    def step(ddp: DistributedDataParallel, branch: int, scale: float = 1) -> None:
+        ddp.zero_grad()
+        ddp(torch.full((2, 4), rank + scale), branch).sum().backward()
+
+    step(ddp, by_rank[rank])
+
+    def break_off(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    handle = model.trunk.weight.register_hook(break_off)
+    group.is_late = True
+    with pytest.raises(ArithmeticError):
+        step(ddp, by_rank[rank], 5)
+    assert group.late
+    group.is_late = False
+    handle.remove()
+    ddp._update_process_group(group)
+    for ddp_now in (ddp, plain):
+        step(ddp_now, 1)
+    for work in group.late:
+        work.finish()
+    dist.barrier()
+    time.sleep(0.2)  # sums that follow come back as well
+    for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    assert (state.stats().owner_bytes > 0) == (policy.name == "owners")
+
+
+@pytest.mark.parametrize(("policy", "by_rank"), [pytest.param(*case[:2], id=case[0].name) for case in CASES])
+def test_late_messages_of_a_pass_that_broke_off(policy: ddp_hooks.Policy, by_rank: list[int]) -> None:
+    run_ranks(len(by_rank), late_messages, policy, by_rank)

@@ -317,7 +317,8 @@ def moving_gradients(rank: int, device: str, policy: ddp_hooks.Policy, users: in
     that copies to the host record nothing, as those of one on streams do; but owners sum on streams only.
     """
     torch.manual_seed(0)
-    backend = "pretend" if users < dist.get_world_size() > 2 else "pretend_host"
+    owners_sum = dist.get_world_size() > 2
+    backend = "pretend" if owners_sum else "pretend_host"
     group = dist.new_group(backend=f"cpu:gloo,pretend:{backend}")
     first, second = (torch.Stream(device="pretend") for _ in range(2))
     freezes = policy.name == PACK_ALL.name  # so that what is left is not one stretch, which would need no packing
@@ -482,6 +483,48 @@ def pass_that_fails(rank: int, policy: ddp_hooks.Policy) -> None:
 @pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_units.WITH_VALUES], ids=lambda policy: policy.name)
 def test_a_pass_that_fails(policy: ddp_hooks.Policy) -> None:
     run_pretended(2, RESTING[0], pass_that_fails, policy)
+
+
+class TwoBuckets(nn.Module):
+    """A parameter for each use, of float64 in a bucket that comes after that of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 64).double()
+        self.first = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        return self.first[used](self.last(x.double()).float())
+
+
+def nothing_after_a_failure(rank: int) -> None:
+    from ddp_hooks_testing import _pretend
+
+    ddp = DistributedDataParallel(TwoBuckets().to("pretend"), find_unused_parameters=True)
+    tuning = ddp_hooks.Tuning(min_direct_bytes=0, min_owner_saving=0)
+    state = register(ddp, ddp_hooks.Policy("owners", tuning=tuning), True)
+
+    def step() -> int:
+        ddp.zero_grad()
+        before = _pretend.counts()["collectives"]
+        ddp(torch.ones(2, 4, device="pretend"), min(rank, 1)).sum().backward()
+        return int(_pretend.counts()["collectives"] - before)
+
+    per_step = step()
+    assert per_step >= 4
+    assert state.stats().owner_bytes > 0
+    for number in range(1, per_step + 1):
+        before = _pretend.counts()["collectives"]
+        _pretend.fail_collective(number)
+        with pytest.raises(RuntimeError, match="failed on purpose"):
+            step()
+        assert _pretend.counts()["collectives"] - before == number - 1
+        _pretend.synchronize()  # nothing orders the next step with what is under way of this one
+
+
+def test_nothing_is_sent_after_what_could_not_be() -> None:
+    """Of a sum by an owner two collectives follow each other; the other ranks may have put both on their streams."""
+    run_pretended(3, 1, nothing_after_a_failure)
 
 
 def used_map(rank: int) -> None:

@@ -30,6 +30,8 @@ class ControlGroups {
   c10d::Backend& axis(size_t number) const { return axes_.empty() ? *all_ : *axes_[number]; }
   c10d::Backend& all() const { return *all_; }
   OrderedGroup& sums() const { return *sums_; }
+  // Whether sums can never be sent again on this rank.
+  bool have_failed() const { return sums_ && sums_->has_failed(); }
 
  private:
   const int world_size_;

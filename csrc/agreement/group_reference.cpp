@@ -159,4 +159,10 @@ void keep_groups_from_now_on() {
   all.changed.notify_all();
 }
 
+bool are_groups_kept() {
+  Departures& all = all_departures();
+  std::lock_guard lock(all.mutex);
+  return all.keeps;
+}
+
 }  // namespace ddp_hooks

@@ -35,6 +35,7 @@ bool wait_until_gone(std::chrono::milliseconds limit);
 
 // Keeps whatever is let go of from now on. Called at the interpreter's exit.
 void keep_groups_from_now_on();
+bool are_groups_kept();
 
 template <typename Group>
 class GroupReference {

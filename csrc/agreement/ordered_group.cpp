@@ -1,31 +1,51 @@
 #include "agreement/ordered_group.h"
 
+#include <stdexcept>
+#include <string>
+
 namespace ddp_hooks {
+namespace {
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& failed) {
+    return failed.what_without_backtrace();
+  } catch (const std::exception& failed) {
+    return failed.what();
+  } catch (...) {
+    return "unknown error";
+  }
+}
+
+}  // namespace
 
 int64_t OrderedGroup::take_turn() {
   std::lock_guard lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
   return next_to_take_++;
 }
 
 void OrderedGroup::start(int64_t turn, Start start, Then then) {
   // What is let go of, and told, is so without the lock.
   std::vector<std::pair<Ready, WorkPointer>> started;
-  std::vector<Ready> dropped;
+  Dropped dropped;
   std::exception_ptr error;
   {
     std::lock_guard lock(mutex_);
     ready_[turn] = {std::move(start), std::move(then)};
-    for (auto next = ready_.find(next_to_start_); next != ready_.end(); next = ready_.find(next_to_start_)) {
+    if (are_groups_kept()) close(std::make_exception_ptr(std::runtime_error("the interpreter ends")));
+    for (auto next = ready_.find(next_to_start_); !error_ && next != ready_.end(); next = ready_.find(next_to_start_)) {
       try {
         WorkPointer work = next->second.start(*group_);
         started.emplace_back(std::move(next->second), std::move(work));
         ready_.erase(next);
         ++next_to_start_;
       } catch (...) {
-        drop_turns(std::current_exception());
+        close(std::current_exception());
       }
     }
-    dropped = take_dropped();
+    if (error_) dropped.swap(ready_);
     error = error_;
   }
   for (const auto& [ready, work] : started) ready.then(work, nullptr);
@@ -33,31 +53,31 @@ void OrderedGroup::start(int64_t turn, Start start, Then then) {
 }
 
 void OrderedGroup::fail(const std::exception_ptr& error) {
-  std::vector<Ready> dropped;
+  Dropped dropped;
   {
     std::lock_guard lock(mutex_);
-    drop_turns(error);
-    dropped = take_dropped();
+    close(error);
+    dropped.swap(ready_);
   }
   tell(dropped, error);
 }
 
-void OrderedGroup::drop_turns(const std::exception_ptr& error) {
-  error_ = error;
-  next_to_start_ = next_to_take_;
+bool OrderedGroup::has_failed() {
+  std::lock_guard lock(mutex_);
+  return error_ != nullptr;
 }
 
-std::vector<OrderedGroup::Ready> OrderedGroup::take_dropped() {
-  std::vector<Ready> dropped;
-  while (!ready_.empty() && ready_.begin()->first < next_to_start_) {
-    dropped.push_back(std::move(ready_.begin()->second));
-    ready_.erase(ready_.begin());
-  }
-  return dropped;
+void OrderedGroup::close(const std::exception_ptr& error) {
+  if (error_) return;
+  error_ = std::make_exception_ptr(
+      std::runtime_error("ddp_hooks: owners cannot send sums any more since a step failed; if the process group is "
+                         "still good, call state.close() and ddp_hooks.register(ddp) on every rank. What failed: " +
+                         message_of(error)));
+  group_.let_go();
 }
 
-void OrderedGroup::tell(const std::vector<Ready>& ready, const std::exception_ptr& error) {
-  for (const Ready& one : ready) one.then(nullptr, error);
+void OrderedGroup::tell(const Dropped& dropped, const std::exception_ptr& error) {
+  for (const auto& [turn, one] : dropped) one.then(nullptr, error);
 }
 
 }  // namespace ddp_hooks

@@ -3,8 +3,11 @@
 // On one group every rank has to start collectives in the same order. So a turn is taken where the ranks have an order,
 // and what is ready before its turn is started by whoever is ready last before it. Nobody waits.
 //
-// Always holds: what starts, starts in the order of turns, once; of those taken before one fails, none starts after it.
-// Thread-safety: any thread, but under no lock that `then` takes. Every rank must agree on: the order of turns.
+// When a turn will not be used here, other ranks may have used it, and would take whatever comes next for it. So
+// nothing starts any more then, and the group closes, whereupon the others fail at once.
+//
+// Always holds: what starts, starts in the order of turns, once; after a failure nothing does. Thread-safety: any
+// thread, but under no lock that `then` takes. Every rank must agree on: the order of turns.
 #pragma once
 
 #include <cstdint>
@@ -30,27 +33,30 @@ class OrderedGroup {
 
   explicit OrderedGroup(c10::intrusive_ptr<c10d::Backend> group) : group_(std::move(group)) {}
 
+  // Throws if the group has failed.
   int64_t take_turn();
   // Here and now if it is this one's turn, and then those after it that are ready; otherwise later.
   void start(int64_t turn, Start start, Then then);
-  // A turn will not be used, so none that was taken so far: other ranks may have used it, and would be ahead.
+  // A turn that was taken will not be used.
   void fail(const std::exception_ptr& error);
+  bool has_failed();
 
  private:
   struct Ready {
     Start start;
     Then then;
   };
-  static void tell(const std::vector<Ready>& ready, const std::exception_ptr& error);
-  void drop_turns(const std::exception_ptr& error);
-  std::vector<Ready> take_dropped();
+  // What waited for its turn, to be told without the lock.
+  using Dropped = std::map<int64_t, Ready>;
+  static void tell(const Dropped& dropped, const std::exception_ptr& error);
+  void close(const std::exception_ptr& error);
 
-  const GroupReference<c10d::Backend> group_;
+  GroupReference<c10d::Backend> group_;
   std::mutex mutex_;
   int64_t next_to_take_ = 0;
   int64_t next_to_start_ = 0;
-  std::map<int64_t, Ready> ready_;  // by turn; those that wait for one before them
-  std::exception_ptr error_;        // what turns were dropped for last
+  std::map<int64_t, Ready> ready_;  // by turn
+  std::exception_ptr error_;        // once set, nothing starts
 };
 
 }  // namespace ddp_hooks

@@ -25,7 +25,8 @@ void bind_agreement(py::module_& m) {
              for (const py::object& axis : axes) groups.push_back(to_backend(axis));
              return std::make_shared<ControlGroups>(world_size, to_backend(all), std::move(groups), to_backend(sums));
            }),
-           py::kw_only(), py::arg("world_size"), py::arg("all"), py::arg("axes"), py::arg("sums") = py::none());
+           py::kw_only(), py::arg("world_size"), py::arg("all"), py::arg("axes"), py::arg("sums") = py::none())
+      .def("have_failed", &ControlGroups::have_failed, py::call_guard<py::gil_scoped_release>());
   m.def(
       "wait_until_groups_are_gone",
       [](double seconds) { return wait_until_gone(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000))); },

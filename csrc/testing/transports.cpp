@@ -4,13 +4,20 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
+#include <cstdint>
+#include <exception>
 #include <functional>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "agreement/ordered_group.h"
 #include "layout/units.h"
 #include "testing/parts.h"
 #include "transport/direct_plan.h"
@@ -41,9 +48,43 @@ class OneOfMany : public c10d::Backend {
   AllReduce all_reduce_;
 };
 
+// What is told an error is told its text.
+using Told = std::function<void(std::optional<std::string>)>;
+
+std::optional<std::string> text_of(const std::exception_ptr& error) {
+  if (!error) return std::nullopt;
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& failed) {
+    return failed.what();
+  }
+}
+
+// Without collectives: what is started is called, with the GIL, as everything here.
+void bind_ordered_group(py::module_& m) {
+  py::class_<OrderedGroup>(m, "OrderedGroup")
+      .def(py::init(
+          [] { return std::make_unique<OrderedGroup>(c10::make_intrusive<OneOfMany>(0, 1, OneOfMany::AllReduce())); }))
+      .def("take_turn", &OrderedGroup::take_turn)
+      .def("start",
+           [](OrderedGroup& group, int64_t turn, const std::function<void()>& start, const Told& then) {
+             group.start(
+                 turn,
+                 [start](c10d::Backend&) {
+                   start();
+                   return c10::make_intrusive<Done>();
+                 },
+                 [then](const OrderedGroup::WorkPointer&, const std::exception_ptr& error) { then(text_of(error)); });
+           })
+      .def("fail", [](OrderedGroup& group,
+                      const std::string& reason) { group.fail(std::make_exception_ptr(std::runtime_error(reason))); })
+      .def("has_failed", &OrderedGroup::has_failed);
+}
+
 }  // namespace
 
 void bind_transports(py::module_& m) {
+  bind_ordered_group(m);
   m.def("elements_in_units", &elements_in);
   // Of a message, of elements of so many bytes: its payload, and what of that is narrow.
   m.def("bytes_of_direct_message", [](const DirectMessage& message, int64_t element_bytes) {

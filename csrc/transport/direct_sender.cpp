@@ -169,15 +169,6 @@ struct DirectSender::OwnedMessage {
   }
 };
 
-DirectSender::DirectSender(c10d::ProcessGroup& group, c10::DeviceType device_type,
-                           const std::shared_ptr<const ControlGroups>& control_groups, Staging& staging,
-                           MessageStatistics& statistics)
-    : group_(group),
-      is_on_streams_(is_on_streams(backend_name(group, device_type), device_type)),
-      control_groups_(control_groups),
-      staging_(staging),
-      statistics_(statistics) {}
-
 bool DirectSender::is_possible(c10d::ProcessGroup& group, c10::Device device) {
   // A group of several backends, one for each device, has no name of its own; and one written in Python no backend.
   std::string name = backend_name(group, device.type());
@@ -324,10 +315,7 @@ void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contribut
   // Until its sums are back, a message counts as under way.
   *owned->launch.step->messages_not_back += 1;
   const auto sums_sent = [owned](const c10::intrusive_ptr<c10d::Work>& work, const std::exception_ptr& error) {
-    if (error) {
-      owned->launch.step->sums_failed = true;
-      return end_message(owned->launch.buckets, error);
-    }
+    if (error) return end_message(owned->launch.buckets, error);
     when_back(work, owned->device(), owned->launch, [owned](c10::ivalue::Future&) {
       owned->put_back();
       *owned->launch.step->messages_not_back -= 1;
@@ -336,17 +324,25 @@ void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contribut
   const c10::Device device = owned->device();
   if (is_on_streams_) {
     // The completion runs here and now, in the same order on every rank.
-    return when_back(
+    TORCH_CHECK(contributions->getFuture()->completed(), "ddp_hooks: expected a backend whose collectives are done ",
+                "for the host when they are on a stream, received ", backend_name(group_, device.type()),
+                ", for which it would have to wait; set Tuning.owners to False");
+    std::exception_ptr failure;
+    when_back(
         contributions, device, owned->launch.step,
-        [owned, send_sums, sums_sent, group = &group_](c10::ivalue::Future&) {
+        [&](c10::ivalue::Future&) {
           owned->sum();
-          sums_sent(send_sums(*group), nullptr);
+          sums_sent(send_sums(group_), nullptr);
         },
-        [owned](const std::exception_ptr& error) {
-          if (error) end_message(owned->launch.buckets, error);
+        [&](const std::exception_ptr& error) {
+          failure = error;
+          // Otherwise the collective that sends them does that.
+          if (error) keep_for_stream(owned->with_sums.memory);
         });
+    // The other ranks are ahead of this one, which must not send them anything else.
+    if (failure) std::rethrow_exception(failure);
+    return;
   }
-  TORCH_CHECK(!owned->launch.step->sums_failed, "ddp_hooks: sums of this step have failed, so no others are sent");
   const int64_t turn = control_groups_->sums().take_turn();
   when_back(
       contributions, device, owned->launch.step,
@@ -356,7 +352,6 @@ void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contribut
       },
       [owned, groups = control_groups_](const std::exception_ptr& error) {
         if (!error) return;
-        owned->launch.step->sums_failed = true;
         groups->sums().fail(error);
         end_message(owned->launch.buckets, error);
       });

@@ -40,9 +40,14 @@ using DirectPlaces = std::vector<std::vector<DirectPlace>>;
 class DirectSender {
  public:
   // All of it has to outlive every call. `control_groups`: with a group for sums, where that is needed.
-  DirectSender(c10d::ProcessGroup& group, c10::DeviceType device_type,
+  DirectSender(c10d::ProcessGroup& group, bool is_on_streams,
                const std::shared_ptr<const ControlGroups>& control_groups, Staging& staging,
-               MessageStatistics& statistics);
+               MessageStatistics& statistics)
+      : group_(group),
+        is_on_streams_(is_on_streams),
+        control_groups_(control_groups),
+        staging_(staging),
+        statistics_(statistics) {}
 
   // Whether the group has what this needs for gradients on that device; the same on every rank.
   static bool is_possible(c10d::ProcessGroup& group, c10::Device device);
@@ -58,9 +63,6 @@ class DirectSender {
   struct FromAll {
     at::Tensor memory;            // uint8
     std::vector<int64_t> begins;  // by rank, bytes
-  };
-  struct Splits {
-    std::vector<int64_t> sent, received;  // elements, by rank
   };
   // Of a message: what goes to owners, and what comes back.
   struct OwnedMessage;

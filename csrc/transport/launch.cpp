@@ -54,7 +54,10 @@ void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, s
 void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, const Launch& launch,
                OnSuccess on_success) {
   when_back(
-      work, device, launch.step, std::move(on_success),
+      work, device, launch.step,
+      [step = launch.step, on_success = std::move(on_success)](c10::ivalue::Future& future) {
+        if (!step->has_failed) on_success(future);
+      },
       // The step keeps the buckets.
       [step = launch.step, buckets = launch.buckets](const std::exception_ptr& error) { end_message(buckets, error); });
 }

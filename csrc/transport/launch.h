@@ -37,7 +37,8 @@ using OnEnd = std::function<void(const std::exception_ptr& error)>;
 // When the collective is back, runs `on_success`, unless it has failed, and then `on_end`.
 void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, std::shared_ptr<StepInFlight> step,
                OnSuccess on_success, OnEnd on_end);
-// The same, and counts the message off on each of its buckets, or fails them.
+// The same for what is written into buckets, unless their step has failed; counts the message off on each, or fails
+// them.
 void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, const Launch& launch,
                OnSuccess on_success);
 void end_message(const std::vector<BucketInFlight*>& buckets, const std::exception_ptr& error);

@@ -249,7 +249,7 @@ bool MessageSender::group_averages(const StepInFlight& step, const at::Tensor& t
   // Saves a pass over gradients that lie in the bucket already. NCCL's average multiplies with 1/n before it sums, as
   // we do, but with 1/n rounded to the tensor's dtype; in 16 bits that is off by more than the rounding of a product.
   // Decided by what was agreed, not by the divisor, which a rank that has joined does not know.
-  return can_average_ && tensor.element_size() >= 4 && step.nobody_joined && !step.divides_by_contributors;
+  return is_on_streams_ && tensor.element_size() >= 4 && step.nobody_joined && !step.divides_by_contributors;
 }
 
 void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout,

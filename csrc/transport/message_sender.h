@@ -34,10 +34,10 @@ class MessageSender {
                 const std::shared_ptr<const ControlGroups>& control_groups, BucketViews& views,
                 MessageStatistics& statistics)
       : group_(group),
-        can_average_(is_on_streams(backend_name(group, device_type), device_type)),
+        is_on_streams_(is_on_streams(backend_name(group, device_type), device_type)),
         views_(views),
         statistics_(statistics),
-        direct_(group, device_type, control_groups, staging_, statistics) {}
+        direct_(group, is_on_streams_, control_groups, staging_, statistics) {}
 
   // `divided`: parts of the bucket travel beside the plan, by units.
   void send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t bucket,
@@ -68,7 +68,7 @@ class MessageSender {
   void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
 
   c10d::ProcessGroup& group_;
-  const bool can_average_;
+  const bool is_on_streams_;
   BucketViews& views_;
   MessageStatistics& statistics_;
   Staging staging_;

@@ -55,6 +55,7 @@ at::Tensor BucketInFlight::flat() const {
 
 void StepInFlight::fail(const std::exception_ptr& reason) {
   error = reason;
+  has_failed = true;
   for (BucketInFlight& bucket : buckets) bucket.fail(reason);
 }
 

@@ -73,9 +73,9 @@ struct StepInFlight {
   size_t next_staging = 0;
   // Messages that are under way or have failed: somebody may still write to their memory. Outlives the step.
   const std::shared_ptr<std::atomic<int64_t>> messages_not_back = std::make_shared<std::atomic<int64_t>>(0);
-  // Some that this rank owns were not sent, so none after them are either: other ranks may wait for those.
-  std::atomic<bool> sums_failed{false};
   std::exception_ptr error;  // once set, the buckets still to come fail with it
+  // Buckets may be those of another step by now, so that what comes back is not written into them.
+  std::atomic<bool> has_failed{false};
 
   double divisor_of(size_t parameter) const {
     return divides_by_contributors ? static_cast<double>(contributors.count(parameter)) : divisor;

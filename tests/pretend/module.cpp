@@ -31,6 +31,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // By stream, after how many pieces of work what is put on the current stream runs.
   m.def("passed", [] { return Queues::get().ticket(pretend::current_stream()).passed; });
   m.def("finish_host_collectives_at_once", &pretend::finish_host_collectives_at_once);
+  m.def("fail_collective", &pretend::fail_collective);
   m.def("kernels", [] { return py::capsule(&pretend::kernels()); });
   m.def("exchange_stream", &pretend::exchange_stream);
 }

@@ -38,6 +38,7 @@ constexpr StreamId kFirstStream = 100;
 constexpr StreamId kFirstHostStream = 1'000'000;
 constexpr StreamId kHostStreams = 8;
 std::atomic<bool> host_collectives_finish_at_once{false};
+std::atomic<int> collectives_until_failure{0};
 
 c10::Stream stream_with(StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, 0), id);
@@ -155,6 +156,7 @@ class QueuedGroup final : public CarriedGroup {
   }
 
   c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs, Start start) override {
+    TORCH_CHECK(--collectives_until_failure != 0, "failed on purpose");
     ++Counts::get().collectives;
     Queues& queues = Queues::get();
     queues.wait(stream_, queues.ticket(current_stream()));
@@ -323,6 +325,10 @@ c10::intrusive_ptr<c10d::Backend> make_host_group(const c10::intrusive_ptr<c10d:
 
 void finish_host_collectives_at_once(bool at_once) {
   host_collectives_finish_at_once = at_once;
+}
+
+void fail_collective(int number) {
+  collectives_until_failure = number;
 }
 
 }  // namespace pretend
