@@ -93,9 +93,9 @@ void narrow_once(const at::Tensor& gradient, const at::Tensor& packed) {
   constexpr int64_t kUnitLength = 4096;
   const SliceOfTensor all{gradient, 0, gradient.numel()};
   start_unit_scan(all, kUnitLength, true).wait();
-  pack(packed, {{all, Width::kBFloat16}});
+  pack(packed, {{borrow(all), Width::kBFloat16}});
   SliceSum sum;
-  sum.to = all;
+  sum.to = borrow(all);
   sum.contributions = {{0, Width::kBFloat16, false}, {0, Width::kBFloat16, true}};
   sum_contributions(packed, {sum});
 }

@@ -26,12 +26,16 @@ void sum_parts_once(const at::Tensor& gradient, const at::Tensor& packed, int64_
   const int64_t element_bytes = gradient.element_size();
   std::vector<DirectPart> parts;
   std::vector<PackedSlice> slices;
-  std::vector<SliceOfTensor> places;
+  std::vector<BorrowedSlice> places;
   std::vector<SliceSum> sums;
+  const auto count = static_cast<size_t>(gradient.numel() / part_length);
+  places.reserve(count);
+  slices.reserve(count);
+  sums.reserve(count);
   for (int64_t begin = 0; begin < gradient.numel(); begin += part_length) {
     const bool is_even = parts.size() % 2 == 0;
     parts.push_back({0, begin, part_length, is_even ? RankSet{0b011} : RankSet{0b110}});
-    const SliceOfTensor place{gradient, begin, part_length};
+    const BorrowedSlice place{&gradient, begin, part_length};
     places.push_back(place);
     slices.push_back({place});
     sums.push_back({place, {{begin * element_bytes}, {begin * element_bytes}}});

@@ -12,6 +12,7 @@
 #include "kernels/cpu/narrowing.h"
 #include "kernels/cpu/slice_copy.h"
 #include "kernels/devices.h"
+#include "kernels/slice_reader.h"
 
 namespace ddp_hooks {
 namespace {
@@ -22,12 +23,6 @@ void check_buffer(const at::Tensor& buffer, const char* what) {
   check_range(buffer, 0, buffer.numel());
 }
 
-void check_slice(const SliceOfTensor& slice, c10::Device device) {
-  TORCH_CHECK(slice.flat.device() == device, "ddp_hooks: expected slices on ", device, ", received ",
-              slice.flat.device());
-  check_range(slice.flat, slice.offset, slice.length);
-}
-
 void check_width(Width width, ElementType type) {
   const std::array<Width, 2> narrow = narrow_widths(type);
   TORCH_CHECK(width == Width::kFull || width == narrow[0] || width == narrow[1],
@@ -35,9 +30,8 @@ void check_width(Width width, ElementType type) {
               static_cast<int>(width));
 }
 
-void check_sum(const SliceSum& sum, c10::Device device, int64_t received_bytes) {
-  check_slice(sum.to, device);
-  const ElementType type = element_type_of(sum.to.flat);
+void check_sum(const SliceSum& sum, SliceReader& reader, int64_t received_bytes) {
+  reader.look_at(sum.to);
   TORCH_CHECK(!sum.contributions.empty(), "ddp_hooks: expected a contribution at least, received none");
   int64_t own = 0;
   for (const Contribution& each : sum.contributions) {
@@ -45,25 +39,23 @@ void check_sum(const SliceSum& sum, c10::Device device, int64_t received_bytes) 
       ++own;
       continue;
     }
-    check_width(each.width, type);
-    const int64_t bytes = sum.to.length * bytes_of_number(each.width, element_bytes(type));
+    check_width(each.width, reader.type());
+    const int64_t bytes = sum.to.length * bytes_of_number(each.width, reader.element_bytes());
     TORCH_CHECK(each.offset >= 0 && each.offset + bytes <= received_bytes, "ddp_hooks: expected contributions within ",
                 received_bytes, " bytes, received offset ", each.offset, " and ", bytes, " bytes");
   }
   TORCH_CHECK(own <= 1, "ddp_hooks: expected one contribution that lies in the slice itself, received ", own);
 }
 
-void check_to_pack(const PackedSlice& packed, c10::Device device) {
-  check_slice(packed.slice, device);
-  check_width(packed.width, element_type_of(packed.slice.flat));
+void check_to_pack(const PackedSlice& packed, SliceReader& reader) {
+  reader.look_at(packed.slice);
+  check_width(packed.width, reader.type());
   TORCH_CHECK(packed.width == Width::kFull || packed.divisor == 1,
               "ddp_hooks: expected narrow numbers undivided, received divisor ", packed.divisor);
 }
 
-void pack_on_cpu(char* to, const PackedSlice& packed) {
+void pack_on_cpu(char* to, const PackedSlice& packed, const char* from, ElementType type) {
   const auto& [slice, width, divisor, divides] = packed;
-  const ElementType type = element_type_of(slice.flat);
-  const char* const from = address_of(slice);
   if (width != Width::kFull || divisor == 1) {
     cpu::narrow(to, from, slice.length, type, width);
   } else if (divides) {
@@ -82,16 +74,18 @@ void check_place(const char* address, int64_t number_bytes) {
 void pack_on_device(const at::Tensor& to, const std::vector<PackedSlice>& from) {
   if (from.empty()) return;
   const c10::DeviceGuard guard(to.device());
-  const ElementType type = element_type_of(from.front().slice.flat);
+  const ElementType type = element_type_of(*from.front().slice.flat);
   char* const buffer = static_cast<char*>(to.data_ptr());
   check_place(buffer, element_bytes(type));
+  SliceReader reader(to.device());
   std::vector<cuda::SliceToPack> slices;
   slices.reserve(from.size());
   for (const auto& [slice, width, divisor, divides] : from) {
-    TORCH_CHECK(element_type_of(slice.flat) == type, "ddp_hooks: expected slices of one type, received one of ",
-                slice.flat.scalar_type());
-    check_aligned(slice.flat);
-    slices.push_back({address_of(slice), slice.length, width, 1 / divisor});
+    TORCH_CHECK(element_type_of(*slice.flat) == type, "ddp_hooks: expected slices of one type, received one of ",
+                slice.flat->scalar_type());
+    check_aligned(*slice.flat);
+    reader.look_at(slice);
+    slices.push_back({reader.address(), slice.length, width, 1 / divisor});
   }
   const char* error =
       kernels_of(to.device()).pack(buffer, slices.data(), slices.size(), type, current_stream_handle(to.device()));
@@ -115,10 +109,12 @@ void sum_alike_on_device(const char* packed, const std::vector<const SliceSum*>&
   std::vector<cuda::SliceToSum> slices;
   slices.reserve(sums.size());
   const int64_t element_size = element_bytes(kind.type);
+  SliceReader reader(device);
   for (const SliceSum* sum : sums) {
-    check_aligned(sum->to.flat);
+    check_aligned(*sum->to.flat);
+    reader.look_at(sum->to);
     slices.push_back(
-        {address_of(sum->to), sum->to.length * element_size, terms.data() + terms.size(), sum->contributions.size()});
+        {reader.address(), sum->to.length * element_size, terms.data() + terms.size(), sum->contributions.size()});
     for (const Contribution& each : sum->contributions) {
       if (!each.own) check_place(packed + each.offset, bytes_of_number(each.width, element_size));
       terms.push_back({each.offset, each.width, each.own});
@@ -134,7 +130,7 @@ void sum_on_device(const char* packed, const std::vector<SliceSum>& sums, c10::D
   // Narrow and wide slices alternate, so that one kind after the other takes fewer launches. There are few kinds.
   std::vector<std::pair<KindOfSum, std::vector<const SliceSum*>>> kinds;
   for (const SliceSum& sum : sums) {
-    const KindOfSum kind{element_type_of(sum.to.flat), sum.divisor, sum.adds_zero};
+    const KindOfSum kind{element_type_of(*sum.to.flat), sum.divisor, sum.adds_zero};
     auto found = std::find_if(kinds.begin(), kinds.end(), [&](const auto& each) { return each.first == kind; });
     if (found == kinds.end()) found = kinds.insert(found, {kind, {}});
     found->second.push_back(&sum);
@@ -147,26 +143,27 @@ void sum_on_device(const char* packed, const std::vector<SliceSum>& sums, c10::D
 void pack(const at::Tensor& to, const std::vector<PackedSlice>& from) {
   check_device(to.device());
   check_buffer(to, "a buffer");
+  SliceReader reader(to.device());
   int64_t total = 0;
   for (const PackedSlice& each : from) {
-    check_to_pack(each, to.device());
-    total += packed_bytes(each.slice.length, each.width, each.slice.flat.element_size());
+    check_to_pack(each, reader);
+    total += packed_bytes(each.slice.length, each.width, reader.element_bytes());
   }
   TORCH_CHECK(total <= to.numel(), "ddp_hooks: expected a buffer of ", total, " bytes at least, received ", to.numel());
   if (!to.is_cpu()) return pack_on_device(to, from);
   char* position = static_cast<char*>(to.data_ptr());
   for (const PackedSlice& each : from) {
-    const int64_t element_size = each.slice.flat.element_size();
-    pack_on_cpu(position, each);
-    char* const end = position + each.slice.length * bytes_of_number(each.width, element_size);
-    position += packed_bytes(each.slice.length, each.width, element_size);
+    reader.look_at(each.slice);
+    pack_on_cpu(position, each, reader.address(), reader.type());
+    char* const end = position + each.slice.length * bytes_of_number(each.width, reader.element_bytes());
+    position += packed_bytes(each.slice.length, each.width, reader.element_bytes());
     for (char* padding = end; padding != position; ++padding) *padding = 0;
   }
 }
 
 void sum_contributions(const at::Tensor& packed, const std::vector<SliceSum>& sums) {
   if (sums.empty()) return;
-  const c10::Device device = sums.front().to.flat.device();
+  const c10::Device device = sums.front().to.flat->device();
   check_device(device);
   if (packed.defined()) {
     check_buffer(packed, "what was received");
@@ -174,18 +171,20 @@ void sum_contributions(const at::Tensor& packed, const std::vector<SliceSum>& su
                 packed.device());
   }
   const int64_t received_bytes = packed.defined() ? packed.numel() : 0;
-  for (const SliceSum& sum : sums) check_sum(sum, device, received_bytes);
+  SliceReader reader(device);
+  for (const SliceSum& sum : sums) check_sum(sum, reader, received_bytes);
   const char* received = packed.defined() ? static_cast<const char*>(packed.data_ptr()) : nullptr;
   if (!device.is_cpu()) return sum_on_device(received, sums, device);
   std::vector<cpu::Term> terms;
   for (const SliceSum& sum : sums) {
-    char* const to = address_of(sum.to);
+    reader.look_at(sum.to);
+    char* const to = reader.address();
     terms.clear();
     for (const Contribution& each : sum.contributions) {
       terms.push_back(each.own ? cpu::Term{to, Width::kFull} : cpu::Term{received + each.offset, each.width});
     }
-    cpu::sum_terms(to, terms.data(), terms.size(), sum.to.length, element_type_of(sum.to.flat),
-                   {sum.divisor, sum.divides}, sum.adds_zero);
+    cpu::sum_terms(to, terms.data(), terms.size(), sum.to.length, reader.type(), {sum.divisor, sum.divides},
+                   sum.adds_zero);
   }
 }
 

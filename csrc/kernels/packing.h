@@ -8,6 +8,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <vector>
@@ -18,7 +19,7 @@
 namespace ddp_hooks {
 
 struct PackedSlice {
-  SliceOfTensor slice;
+  BorrowedSlice slice;
   Width width = Width::kFull;  // or one of narrow_widths(its type), which holds all of it
   // At full width what it is scaled by: divided where it `divides`, otherwise times 1 / divisor, as slice_copy.h does.
   double divisor = 1;
@@ -36,10 +37,13 @@ struct Contribution {
   bool own = false;  // what lies in `to` itself instead, in full
 };
 
+// Where slices are rows there are many, with one contribution or two.
+using Contributions = c10::SmallVector<Contribution, 2>;
+
 // What several ranks contribute to one slice, in the order of ranks.
 struct SliceSum {
-  SliceOfTensor to;
-  std::vector<Contribution> contributions;  // one at least, and at most one is `own`
+  BorrowedSlice to;
+  Contributions contributions;  // one at least, and at most one is `own`
   double divisor = 1;
   bool divides = false;    // each is divided; otherwise, and always on CUDA, it is multiplied with 1 / divisor
   bool adds_zero = false;  // +0.0 is added at the end, so that -0.0 becomes +0.0

@@ -8,6 +8,7 @@
 
 #include "kernels/cpu/slice_copy.h"
 #include "kernels/devices.h"
+#include "kernels/slice_reader.h"
 
 namespace ddp_hooks {
 namespace {
@@ -17,15 +18,16 @@ char* address(const at::Tensor& flat, int64_t element) {
 }
 
 // Throws unless the slices are of the message's dtype, on its device, and fill exactly its elements.
-void check_fit(const at::Tensor& message, const std::vector<SliceOfTensor>& slices) {
+void check_fit(const at::Tensor& message, const std::vector<BorrowedSlice>& slices) {
   check_device(message.device());
+  SliceReader reader(message.device());
+  const at::Tensor* seen = nullptr;
   int64_t total = 0;
-  for (const SliceOfTensor& slice : slices) {
-    TORCH_CHECK(slice.flat.device() == message.device(), "ddp_hooks: expected slices on ", message.device(),
-                ", received ", slice.flat.device());
-    check_range(slice.flat, slice.offset, slice.length);
-    TORCH_CHECK(slice.flat.scalar_type() == message.scalar_type(), "ddp_hooks: expected slices of ",
-                message.scalar_type(), ", received ", slice.flat.scalar_type());
+  for (const BorrowedSlice& slice : slices) {
+    reader.look_at(slice);
+    TORCH_CHECK(slice.flat == seen || slice.flat->scalar_type() == message.scalar_type(),
+                "ddp_hooks: expected slices of ", message.scalar_type(), ", received ", slice.flat->scalar_type());
+    seen = slice.flat;
     total += slice.length;
   }
   check_range(message, 0, message.numel());
@@ -61,17 +63,36 @@ void add_on_cpu(const at::Tensor& message, const at::Tensor& to, const std::vect
   }
 }
 
-std::vector<cuda::SliceOfMemory> addresses(const std::vector<SliceOfTensor>& slices) {
+std::vector<cuda::SliceOfMemory> addresses(const std::vector<BorrowedSlice>& slices) {
   std::vector<cuda::SliceOfMemory> memory;
   memory.reserve(slices.size());
-  for (const SliceOfTensor& slice : slices) {
-    check_aligned(slice.flat);
-    memory.push_back({address_of(slice), slice.length * slice.flat.element_size()});
+  for (const BorrowedSlice& slice : slices) {
+    check_aligned(*slice.flat);
+    memory.push_back({address(*slice.flat, slice.offset), slice.length * slice.flat->element_size()});
   }
   return memory;
 }
 
+// Calls `copy(address, address in the message, length)` for each.
+template <typename Copy>
+void for_each_on_cpu(const at::Tensor& message, const std::vector<BorrowedSlice>& slices, const Copy& copy) {
+  SliceReader reader(message.device());
+  char* in_message = static_cast<char*>(message.data_ptr());
+  for (const BorrowedSlice& slice : slices) {
+    reader.look_at(slice);
+    copy(reader.address(), in_message, slice.length);
+    in_message += slice.length * reader.element_bytes();
+  }
+}
+
 }  // namespace
+
+std::vector<BorrowedSlice> borrow(const std::vector<SliceOfTensor>& slices) {
+  std::vector<BorrowedSlice> borrowed;
+  borrowed.reserve(slices.size());
+  for (const SliceOfTensor& slice : slices) borrowed.push_back(borrow(slice));
+  return borrowed;
+}
 
 char* address_of(const SliceOfTensor& slice) {
   return address(slice.flat, slice.offset);
@@ -106,7 +127,7 @@ ElementType element_type_of(const at::Tensor& flat) {
   }
 }
 
-void gather_scaled(const at::Tensor& message, const std::vector<SliceOfTensor>& slices, double factor) {
+void gather_scaled(const at::Tensor& message, const std::vector<BorrowedSlice>& slices, double factor) {
   check_fit(message, slices);
   const ElementType type = element_type_of(message);
   if (!message.is_cpu()) {
@@ -118,25 +139,21 @@ void gather_scaled(const at::Tensor& message, const std::vector<SliceOfTensor>& 
                                            current_stream_handle(message.device()));
     return check_launch(error, message.device(), "gather gradients");
   }
-  int64_t position = 0;
-  for (const SliceOfTensor& slice : slices) {
-    cpu::copy_scaled(address(message, position), address_of(slice), slice.length, type, factor);
-    position += slice.length;
-  }
+  for_each_on_cpu(message, slices, [&](const char* from, char* to, int64_t length) {
+    cpu::copy_scaled(to, from, length, type, factor);
+  });
 }
 
-void gather_divided(const at::Tensor& message, const std::vector<SliceOfTensor>& slices, double divisor) {
+void gather_divided(const at::Tensor& message, const std::vector<BorrowedSlice>& slices, double divisor) {
   if (!message.is_cpu()) return gather_scaled(message, slices, 1 / divisor);
   check_fit(message, slices);
   const ElementType type = element_type_of(message);
-  int64_t position = 0;
-  for (const SliceOfTensor& slice : slices) {
-    cpu::copy_divided(address(message, position), address_of(slice), slice.length, type, divisor);
-    position += slice.length;
-  }
+  for_each_on_cpu(message, slices, [&](const char* from, char* to, int64_t length) {
+    cpu::copy_divided(to, from, length, type, divisor);
+  });
 }
 
-void scatter(const at::Tensor& message, const std::vector<SliceOfTensor>& slices) {
+void scatter(const at::Tensor& message, const std::vector<BorrowedSlice>& slices) {
   check_fit(message, slices);
   const ElementType type = element_type_of(message);
   if (!message.is_cpu()) {
@@ -148,22 +165,19 @@ void scatter(const at::Tensor& message, const std::vector<SliceOfTensor>& slices
             .scatter(message.data_ptr(), memory.data(), memory.size(), current_stream_handle(message.device()));
     return check_launch(error, message.device(), "scatter gradients");
   }
-  int64_t position = 0;
-  for (const SliceOfTensor& slice : slices) {
-    cpu::copy(address_of(slice), address(message, position), slice.length, type);
-    position += slice.length;
-  }
+  for_each_on_cpu(message, slices,
+                  [&](char* to, const char* from, int64_t length) { cpu::copy(to, from, length, type); });
 }
 
 void scatter_add(const at::Tensor& message, const at::Tensor& to, const std::vector<Range>& ranges) {
-  std::vector<SliceOfTensor> slices;
+  std::vector<BorrowedSlice> slices;
   slices.reserve(ranges.size());
-  for (const Range& range : ranges) slices.push_back({to, range.offset, range.length});
+  for (const Range& range : ranges) slices.push_back({&to, range.offset, range.length});
   check_fit(message, slices);
   if (message.is_cpu()) return add_on_cpu(message, to, ranges);
   // A device does it for all ranges in three launches.
   const at::Tensor terms = at::zeros_like(to);
-  for (SliceOfTensor& slice : slices) slice.flat = terms;
+  for (BorrowedSlice& slice : slices) slice.flat = &terms;
   scatter(message, slices);
   at::Tensor(to).add_(terms);
 }

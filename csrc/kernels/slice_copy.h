@@ -21,6 +21,18 @@ struct SliceOfTensor {
   int64_t length = 0;
 };
 
+// The same of a tensor that somebody else holds meanwhile: of many rows each would count a reference.
+struct BorrowedSlice {
+  const at::Tensor* flat = nullptr;
+  int64_t offset = 0;
+  int64_t length = 0;
+};
+
+inline BorrowedSlice borrow(const SliceOfTensor& slice) {
+  return {&slice.flat, slice.offset, slice.length};
+}
+std::vector<BorrowedSlice> borrow(const std::vector<SliceOfTensor>& slices);
+
 // Where the slice begins.
 char* address_of(const SliceOfTensor& slice);
 
@@ -34,13 +46,13 @@ void check_aligned(const at::Tensor& flat);
 ElementType element_type_of(const at::Tensor& flat);
 
 // message = the slices, one after the other, times `factor`.
-void gather_scaled(const at::Tensor& message, const std::vector<SliceOfTensor>& slices, double factor);
+void gather_scaled(const at::Tensor& message, const std::vector<BorrowedSlice>& slices, double factor);
 
 // message = the slices divided by `divisor`. On CUDA multiplied with 1/divisor, as ATen divides by a number there.
-void gather_divided(const at::Tensor& message, const std::vector<SliceOfTensor>& slices, double divisor);
+void gather_divided(const at::Tensor& message, const std::vector<BorrowedSlice>& slices, double divisor);
 
 // The slices = their stretches of the message.
-void scatter(const at::Tensor& message, const std::vector<SliceOfTensor>& slices);
+void scatter(const at::Tensor& message, const std::vector<BorrowedSlice>& slices);
 
 // A stretch of one tensor.
 struct Range {

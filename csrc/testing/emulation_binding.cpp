@@ -104,24 +104,25 @@ void bind_emulation(py::module_& m) {
         std::vector<cuda::SliceToPack> memory;
         for (const auto& [slice, width, divisor, divides] : slices_to_pack(flat, slices, divisors, false)) {
           check_range(flat, slice.offset, slice.length);
-          memory.push_back({address_of(slice), slice.length, width, 1 / divisor});
+          memory.push_back({address_of({flat, slice.offset, slice.length}), slice.length, width, 1 / divisor});
         }
         return summary(cuda::emulate_pack(static_cast<char*>(to.data_ptr()), memory, element_type_of(flat)));
       },
       py::arg("to"), py::arg("flat"), py::arg("slices"), py::arg("divisors") = std::vector<double>());
   // Of sums of one type, divisor and way to end.
-  m.def("emulate_sum_contributions", [summary](const at::Tensor& packed, const std::vector<SliceSum>& sums) {
+  m.def("emulate_sum_contributions", [summary](const at::Tensor& packed, const std::vector<HeldSum>& held) {
+    const std::vector<SliceSum> sums = borrow(held);
     std::vector<std::vector<cuda::TermToAdd>> terms(sums.size());
     std::vector<cuda::SliceToSum> memory;
     for (size_t i = 0; i < sums.size(); ++i) {
-      const SliceOfTensor& to = sums[i].to;
+      const SliceOfTensor to{held[i].flat, sums[i].to.offset, sums[i].to.length};
       check_range(to.flat, to.offset, to.length);
       for (const auto& [offset, width, own] : sums[i].contributions) terms[i].push_back({offset, width, own});
       memory.push_back({address_of(to), to.length * to.flat.element_size(), terms[i].data(), terms[i].size()});
     }
     const SliceSum& first = sums.at(0);
     return summary(cuda::emulate_sum_terms(static_cast<const char*>(packed.data_ptr()), packed.numel(), memory,
-                                           element_type_of(first.to.flat), 1 / first.divisor, first.adds_zero));
+                                           element_type_of(*first.to.flat), 1 / first.divisor, first.adds_zero));
   });
   m.attr("SLICES_PER_LAUNCH") = cuda::kLargeTable;
   m.attr("SAMPLES_PER_LAUNCH") = cuda::kLargeSamples;

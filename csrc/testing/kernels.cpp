@@ -26,9 +26,18 @@ std::vector<PackedSlice> slices_to_pack(const at::Tensor& flat, const WidthOfSli
               " slices, received ", divisors.size());
   std::vector<PackedSlice> packed;
   for (const auto& [offset, length, width] : slices) {
-    packed.push_back({{flat, offset, length}, width, divisors.empty() ? 1 : divisors[packed.size()], divides});
+    packed.push_back({{&flat, offset, length}, width, divisors.empty() ? 1 : divisors[packed.size()], divides});
   }
   return packed;
+}
+
+std::vector<SliceSum> borrow(const std::vector<HeldSum>& held) {
+  std::vector<SliceSum> sums;
+  for (const HeldSum& each : held) {
+    sums.push_back(each.sum);
+    sums.back().to.flat = &each.flat;
+  }
+  return sums;
 }
 
 void bind_packing(py::module_& m) {
@@ -45,17 +54,18 @@ void bind_packing(py::module_& m) {
   py::class_<Contribution>(m, "Contribution")
       .def(py::init([](int64_t offset, Width width, bool own) { return Contribution{offset, width, own}; }),
            py::arg("offset") = 0, py::arg("width") = Width::kFull, py::arg("own") = false);
-  py::class_<SliceSum>(m, "SliceSum")
-      .def(py::init([](const at::Tensor& flat, int64_t offset, int64_t length, std::vector<Contribution> contributions,
-                       double divisor, bool divides, bool adds_zero) {
-             return SliceSum{{flat, offset, length}, std::move(contributions), divisor, divides, adds_zero};
+  py::class_<HeldSum>(m, "SliceSum")
+      .def(py::init([](const at::Tensor& flat, int64_t offset, int64_t length,
+                       const std::vector<Contribution>& contributions, double divisor, bool divides, bool adds_zero) {
+             const Contributions all(contributions.begin(), contributions.end());
+             return HeldSum{flat, {{nullptr, offset, length}, all, divisor, divides, adds_zero}};
            }),
            py::arg("flat"), py::arg("offset"), py::arg("length"), py::arg("contributions"), py::arg("divisor") = 1,
            py::arg("divides") = false, py::arg("adds_zero") = false);
   m.def(
       "sum_contributions",
-      [](const std::optional<at::Tensor>& packed, const std::vector<SliceSum>& sums) {
-        sum_contributions(packed.value_or(at::Tensor()), sums);
+      [](const std::optional<at::Tensor>& packed, const std::vector<HeldSum>& sums) {
+        sum_contributions(packed.value_or(at::Tensor()), borrow(sums));
       },
       py::call_guard<py::gil_scoped_release>());
   m.def("leave_out_avx2", &cpu::leave_out_avx2);
@@ -63,8 +73,8 @@ void bind_packing(py::module_& m) {
 
 void bind_single_kernels(py::module_& m) {
   const auto to_slices = [](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
-    std::vector<SliceOfTensor> slices;
-    for (const auto& [offset, length] : ranges) slices.push_back({flat, offset, length});
+    std::vector<BorrowedSlice> slices;
+    for (const auto& [offset, length] : ranges) slices.push_back({&flat, offset, length});
     return slices;
   };
   m.def("gather_scaled", [to_slices](const at::Tensor& message, const at::Tensor& flat,
@@ -96,8 +106,10 @@ void bind_single_kernels(py::module_& m) {
           py::call_guard<py::gil_scoped_release>());
   m.def(
       "start_scan",
-      [to_slices](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
-        return start_scan(to_slices(flat, ranges));
+      [](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+        std::vector<SliceOfTensor> slices;
+        for (const auto& [offset, length] : ranges) slices.push_back({flat, offset, length});
+        return start_scan(slices);
       },
       py::keep_alive<0, 1>());
   m.def("nonzero_scan", [](const at::Tensor& flat) {

@@ -21,6 +21,13 @@ using WidthOfSlices = std::vector<std::tuple<int64_t, int64_t, Width>>;
 std::vector<PackedSlice> slices_to_pack(const at::Tensor& flat, const WidthOfSlices& slices,
                                         const std::vector<double>& divisors, bool divides);
 
+// As Python holds it, which may let go of the tensor.
+struct HeldSum {
+  at::Tensor flat;
+  SliceSum sum;  // without the tensor
+};
+std::vector<SliceSum> borrow(const std::vector<HeldSum>& held);
+
 // Kernels that the package runs within a step only.
 void bind_single_kernels(pybind11::module_& m);
 

@@ -14,11 +14,17 @@ class Packer {
  public:
   explicit Packer(const at::Tensor& to) : to_(to) {}
 
-  void add(const DirectPart& part, const DirectPlace& place) {
-    if (part.width != Width::kFull) {
-      parts_.push_back({place.slice, part.width});
-    } else {
-      parts_.push_back({place.slice, part.width, place.divisor, place.divides});
+  // What the rank contributes to a group. `places` have to stay.
+  void add_contributions(const DirectGroup& group, const DirectPlaces& places, int rank) {
+    parts_.reserve(parts_.size() + group.parts.size());
+    for (const DirectPart& part : group.parts) {
+      if (!contains(part.contributors, rank)) continue;
+      const DirectPlace& place = places[part.place];
+      if (part.width != Width::kFull) {
+        parts_.push_back({place.slice(part), part.width});
+      } else {
+        parts_.push_back({place.slice(part), part.width, place.divisor, place.divides});
+      }
     }
   }
 
@@ -33,18 +39,28 @@ class Packer {
   std::vector<PackedSlice> parts_;
 };
 
-// Where the parts of a group are to be summed, of contributions that lie in `positions` by rank, which are moved past
-// them. `here`: this rank, whose narrow contributions lie where the sum is to be; -1 where all have been copied.
-void add_sums(const DirectGroup& group, const std::vector<DirectPlace>& places, int here, int world_size,
+// All places of a message are of one type, on one device.
+const at::Tensor& one_of(const DirectPlaces& places) {
+  return std::find_if(places.begin(), places.end(), [](const DirectPlace& place) { return place.flat.defined(); })->flat;
+}
+
+int64_t element_bytes_of(const DirectPlaces& places) {
+  return one_of(places).element_size();
+}
+
+// Of each part of a group the sum of contributions, which lie in `positions` by rank, and which are moved past them; it
+// is to be `to(part)`. `here`: this rank, whose narrow contributions lie there; -1 where all have been copied.
+template <typename To>
+void add_sums(const DirectGroup& group, const DirectPlaces& places, const To& to, int here, int world_size,
               std::vector<int64_t>& positions, std::vector<SliceSum>& sums) {
-  for (size_t i = 0; i < group.parts.size(); ++i) {
-    const DirectPart& part = group.parts[i];
-    const DirectPlace& place = places[i];
+  sums.reserve(sums.size() + group.parts.size());
+  const int64_t element_bytes = element_bytes_of(places);
+  for (const DirectPart& part : group.parts) {
     const bool is_narrow = part.width != Width::kFull;
-    const int64_t bytes = packed_bytes(part.length, part.width, place.slice.flat.element_size());
+    const int64_t bytes = packed_bytes(part.length, part.width, element_bytes);
     SliceSum& sum = sums.emplace_back();
-    sum.to = place.slice;
-    sum.divisor = is_narrow ? place.divisor : 1;
+    sum.to = to(part);
+    sum.divisor = is_narrow ? places[part.place].divisor : 1;
     sum.adds_zero = std::popcount(part.contributors) < world_size;
     for (int rank = 0; rank < world_size; ++rank) {
       if (!contains(part.contributors, rank)) continue;
@@ -76,19 +92,10 @@ c10::intrusive_ptr<c10d::Work> start_all_gather(Group& group, at::Tensor& receiv
   }
 }
 
-std::vector<SliceOfTensor> slices_of(const std::vector<DirectPlace>& places) {
-  std::vector<SliceOfTensor> slices;
-  slices.reserve(places.size());
-  for (const DirectPlace& place : places) slices.push_back(place.slice);
-  return slices;
-}
-
 void keep(const DirectPlaces& places) {
-  for (const std::vector<DirectPlace>& of_group : places) keep_for_stream(slices_of(of_group));
-}
-
-at::TensorOptions options_of(const DirectPlaces& places) {
-  return places.front().front().slice.flat.options();
+  for (const DirectPlace& place : places) {
+    if (place.flat.defined()) keep_for_stream(place.flat);
+  }
 }
 
 template <typename Group>
@@ -131,32 +138,28 @@ struct DirectSender::OwnedMessage {
   int rank = 0;
   int world_size = 0;
 
-  at::ScalarType type() const { return places.front().front().slice.flat.scalar_type(); }
   c10::Device device() const { return received.memory.device(); }
 
   // The group's sums, which lie where its owner's part begins.
   at::Tensor sums_of(const DirectGroup& group) const {
-    const auto element_bytes = static_cast<int64_t>(c10::elementSize(type()));
     const int64_t begin = with_sums.begins[static_cast<size_t>(group.owner)];
-    return with_sums.memory.narrow(0, begin, group.numel * element_bytes).view(type());
+    return with_sums.memory.narrow(0, begin, group.numel * element_bytes_of(places)).view(one_of(places).scalar_type());
   }
 
   // What this rank owns.
   void sum() {
     RECORD_FUNCTION("ddp_hooks::sum", std::vector<c10::IValue>());
-    for (size_t i = 0; i < message.groups.size(); ++i) {
-      const DirectGroup& group = message.groups[i];
+    for (const DirectGroup& group : message.groups) {
       if (group.owner != rank) continue;
       const at::Tensor own = sums_of(group);
-      std::vector<DirectPlace> into;
       int64_t filled = 0;
-      for (size_t part = 0; part < group.parts.size(); ++part) {
-        into.push_back({{own, filled, group.parts[part].length}, places[i][part].divisor});
-        filled += group.parts[part].length;
-      }
+      const auto behind = [&](const DirectPart& part) {
+        filled += part.length;
+        return BorrowedSlice{&own, filled - part.length, part.length};
+      };
       std::vector<SliceSum> sums;
       std::vector<int64_t> positions = received.begins;
-      add_sums(group, into, -1, world_size, positions, sums);
+      add_sums(group, places, behind, -1, world_size, positions, sums);
       sum_contributions(received.memory, sums);
     }
   }
@@ -164,7 +167,12 @@ struct DirectSender::OwnedMessage {
   // What was received is an output of the collective, and on streams its future records that.
   void put_back() const {
     RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
-    for (size_t i = 0; i < message.groups.size(); ++i) scatter(sums_of(message.groups[i]), slices_of(places[i]));
+    for (const DirectGroup& group : message.groups) {
+      std::vector<BorrowedSlice> to;
+      to.reserve(group.parts.size());
+      for (const DirectPart& part : group.parts) to.push_back(places[part.place].slice(part));
+      scatter(sums_of(group), to);
+    }
     keep(places);
   }
 };
@@ -193,8 +201,7 @@ void DirectSender::count(int64_t sent_bytes) {
 }
 
 void DirectSender::send(const Launch& launch, const DirectMessage& message, DirectPlaces places) {
-  const int64_t element_bytes = places.front().front().slice.flat.element_size();
-  const MessageBytes bytes = bytes_of(message, element_bytes);
+  const MessageBytes bytes = bytes_of(message, element_bytes_of(places));
   statistics_.payload_bytes += bytes.payload;
   statistics_.narrow_bytes += bytes.narrow;
   (message.is_summed ? statistics_.owner_bytes : statistics_.broadcast_bytes) += bytes.payload;
@@ -227,16 +234,11 @@ DirectSender::FromAll DirectSender::take_room(const Launch& launch, const Direct
 }
 
 void DirectSender::broadcast(const Launch& launch, const DirectMessage& message, DirectPlaces places) {
-  const at::TensorOptions options = options_of(places);
+  const at::TensorOptions options = one_of(places).options();
   FromAll received = take_room(launch, message, options);
   const auto own = static_cast<size_t>(rank());
   Packer packer(received.memory.narrow(0, received.begins[own], message.for_all_bytes[own]));
-  for (size_t i = 0; i < message.groups.size(); ++i) {
-    const std::vector<DirectPart>& parts = message.groups[i].parts;
-    for (size_t part = 0; part < parts.size(); ++part) {
-      if (contains(parts[part].contributors, rank())) packer.add(parts[part], places[i][part]);
-    }
-  }
+  for (const DirectGroup& group : message.groups) packer.add_contributions(group, places, rank());
   packer.finish();
 
   const auto work = send_to_all(group_, message, received.memory, received.begins, rank());
@@ -247,9 +249,8 @@ void DirectSender::broadcast(const Launch& launch, const DirectMessage& message,
               RECORD_FUNCTION("ddp_hooks::sum", std::vector<c10::IValue>());
               std::vector<SliceSum> sums;
               std::vector<int64_t> positions = received.begins;
-              for (size_t i = 0; i < groups.size(); ++i) {
-                add_sums(groups[i], places[i], rank, ranks, positions, sums);
-              }
+              const auto to = [&](const DirectPart& part) { return places[part.place].slice(part); };
+              for (const DirectGroup& group : groups) add_sums(group, places, to, rank, ranks, positions, sums);
               sum_contributions(received.memory, sums);
               keep_for_stream(received.memory);
               keep(places);
@@ -257,7 +258,7 @@ void DirectSender::broadcast(const Launch& launch, const DirectMessage& message,
 }
 
 void DirectSender::collect(const Launch& launch, const DirectMessage& message, DirectPlaces places) {
-  const at::TensorOptions options = options_of(places);
+  const at::TensorOptions options = one_of(places).options();
   const int64_t element_bytes = static_cast<int64_t>(options.dtype().itemsize());
   const std::vector<int64_t> nothing(static_cast<size_t>(world_size()), 0);
   std::vector<int64_t> to_owners = nothing, from_others = nothing, begins = nothing;
@@ -290,14 +291,11 @@ void DirectSender::collect(const Launch& launch, const DirectMessage& message, D
   owned->rank = rank();
   owned->world_size = world_size();
   int64_t filled = 0;
-  for (size_t i = 0; i < message.groups.size(); ++i) {
-    const DirectGroup& group = message.groups[i];
+  for (const DirectGroup& group : message.groups) {
     const bool is_own = group.owner == rank();
     const int64_t size = contribution_bytes(group, rank(), element_bytes);
     Packer packer(is_own ? owned->received.memory.narrow(0, received, size) : owned->sent.narrow(0, filled, size));
-    for (size_t part = 0; part < group.parts.size(); ++part) {
-      if (contains(group.parts[part].contributors, rank())) packer.add(group.parts[part], owned->places[i][part]);
-    }
+    packer.add_contributions(group, owned->places, rank());
     packer.finish();
     if (!is_own) filled += size;
   }

@@ -27,15 +27,18 @@
 
 namespace ddp_hooks {
 
-// Where a part lies, and what contributions to it are divided by before they are summed.
+// Where the parts of one place lie, and what contributions to them are divided by before they are summed.
 struct DirectPlace {
-  SliceOfTensor slice;
+  at::Tensor flat;     // undefined where the message has none
+  int64_t offset = 0;  // where the first part would begin at offset 0
   double divisor = 1;
   bool divides = false;  // as plain DDP does, see BucketViews::is_divided
+
+  BorrowedSlice slice(const DirectPart& part) const { return {&flat, offset + part.offset, part.length}; }
 };
 
-// By group of the message, and by part.
-using DirectPlaces = std::vector<std::vector<DirectPlace>>;
+// By the number that parts call it by.
+using DirectPlaces = std::vector<DirectPlace>;
 
 class DirectSender {
  public:

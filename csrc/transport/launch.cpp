@@ -66,7 +66,7 @@ void end_message(const std::vector<BucketInFlight*>& buckets, const std::excepti
   for (BucketInFlight* bucket : buckets) error ? bucket->fail(error) : bucket->message_done();
 }
 
-void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double divisor, bool divides) {
+void gather(const at::Tensor& to, const std::vector<BorrowedSlice>& from, double divisor, bool divides) {
   RECORD_FUNCTION("ddp_hooks::gather", std::vector<c10::IValue>());
   divides ? gather_divided(to, from, divisor) : gather_scaled(to, from, 1 / divisor);
 }

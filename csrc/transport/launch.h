@@ -44,7 +44,7 @@ void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, c
 void end_message(const std::vector<BucketInFlight*>& buckets, const std::exception_ptr& error);
 
 // `to` = the slices, one after the other, scaled: divided where plain DDP divides, otherwise times 1/divisor.
-void gather(const at::Tensor& to, const std::vector<SliceOfTensor>& from, double divisor, bool divides);
+void gather(const at::Tensor& to, const std::vector<BorrowedSlice>& from, double divisor, bool divides);
 
 // Completions on a device run on a stream of their own; memory that they read or write may not be reused before they
 // have. Gradients are held by their parameters, unless somebody drops them within backward.

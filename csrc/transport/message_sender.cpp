@@ -31,6 +31,11 @@ void append(std::vector<SliceOfTensor>& slices, const SliceOfTensor& slice) {
   slices.push_back(slice);
 }
 
+BorrowedSlice place_of(const UnitRun& run, const std::vector<SliceOfTensor>& gradients) {
+  const SliceOfTensor& gradient = gradients[run.gradient];
+  return {&gradient.flat, gradient.offset + run.offset, run.length};
+}
+
 }  // namespace
 
 int64_t payload_bytes(const at::Tensor& tensor) {
@@ -77,14 +82,11 @@ void MessageSender::prepare_direct(const StepInFlight& step, const BucketLayout&
 }
 
 void MessageSender::send_direct(const std::shared_ptr<StepInFlight>& step, const DirectMessage& message) {
-  DirectPlaces places;
+  std::vector<DirectPlace> places(step->buckets.size());
   std::vector<BucketInFlight*> buckets;
-  for (const uint32_t bucket : buckets_of(message)) buckets.push_back(&step->buckets[bucket]);
-  for (const DirectGroup& group : message.groups) {
-    std::vector<DirectPlace>& of_group = places.emplace_back();
-    for (const DirectPart& part : group.parts) {
-      of_group.push_back({{step->buckets[part.place].flat(), part.offset, part.length}});
-    }
+  for (const uint32_t bucket : buckets_of(message)) {
+    buckets.push_back(&step->buckets[bucket]);
+    places[bucket].flat = step->buckets[bucket].flat();
   }
   direct_.send({step, std::move(buckets)}, message, std::move(places));
 }
@@ -95,33 +97,21 @@ void MessageSender::send_units(const std::shared_ptr<StepInFlight>& step, uint32
   bucket.expect_messages(static_cast<int32_t>(plan.reduced.size() + plan.direct.size()));
   statistics_.buckets_packed += 1;
   for (const UnitMessage& message : plan.reduced) send_unit_message(step, bucket, gradients, message);
-  for (const DirectMessage& message : plan.direct) {
-    DirectPlaces places;
-    for (const DirectGroup& group : message.groups) {
-      std::vector<DirectPlace>& of_group = places.emplace_back();
-      of_group.reserve(group.parts.size());
-      for (const DirectPart& part : group.parts) {
-        const DividedGradient& divided = gradients[part.place];
-        of_group.push_back({{divided.gradient.flat, divided.gradient.offset + part.offset, part.length},
-                            step->divisor_of(divided.parameter),
-                            views_.is_divided(divided.parameter)});
-      }
-    }
-    direct_.send({step, {&bucket}}, message, std::move(places));
+  std::vector<DirectPlace> places;
+  for (const DividedGradient& divided : gradients) {
+    places.push_back({divided.gradient.flat, divided.gradient.offset, step->divisor_of(divided.parameter),
+                      views_.is_divided(divided.parameter)});
   }
+  for (const DirectMessage& message : plan.direct) direct_.send({step, {&bucket}}, message, places);
   bucket.release();
 }
 
 void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket,
                                       const std::vector<DividedGradient>& gradients, const UnitMessage& message) {
-  const auto place = [&](const UnitRun& run) -> SliceOfTensor {
-    const SliceOfTensor& gradient = gradients[run.gradient].gradient;
-    return {gradient.flat, gradient.offset + run.offset, run.length};
-  };
   if (message.in_place) {
     const UnitRun& run = message.runs.front();
-    const SliceOfTensor slice = place(run);
-    const at::Tensor view = slice.flat.narrow(0, slice.offset, slice.length);
+    const SliceOfTensor& gradient = gradients[run.gradient].gradient;
+    const at::Tensor view = gradient.flat.narrow(0, gradient.offset + run.offset, run.length);
     const bool averages = group_averages(*step, view);
     const size_t parameter = gradients[run.gradient].parameter;
     if (!averages) scale(view, step->divisor_of(parameter), views_.is_divided(parameter));
@@ -129,28 +119,31 @@ void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step,
                [](c10::ivalue::Future&) {});
     return;
   }
-  std::vector<SliceOfTensor> places;
-  places.reserve(message.runs.size());
-  for (const UnitRun& run : message.runs) places.push_back(place(run));
-  const at::Tensor packed = staging_.take(*step, message.numel, places.front().flat.options());
+  std::vector<SliceOfTensor> wholes;
+  for (const DividedGradient& divided : gradients) wholes.push_back(divided.gradient);
+  const at::Tensor packed = staging_.take(*step, message.numel, wholes.front().flat.options());
   // Runs of one gradient after the other; each gradient is scaled in its own way.
   int64_t position = 0;
-  for (size_t first = 0; first < places.size();) {
+  for (size_t first = 0; first < message.runs.size();) {
     const size_t gradient = message.runs[first].gradient;
     const int64_t begin = position;
-    size_t end = first;
-    for (; end < places.size() && message.runs[end].gradient == gradient; ++end) position += places[end].length;
-    gather(packed.narrow(0, begin, position - begin),
-           {places.begin() + static_cast<std::ptrdiff_t>(first), places.begin() + static_cast<std::ptrdiff_t>(end)},
-           step->divisor_of(gradients[gradient].parameter), views_.is_divided(gradients[gradient].parameter));
-    first = end;
+    std::vector<BorrowedSlice> from;
+    for (; first < message.runs.size() && message.runs[first].gradient == gradient; ++first) {
+      from.push_back(place_of(message.runs[first], wholes));
+      position += from.back().length;
+    }
+    gather(packed.narrow(0, begin, position - begin), from, step->divisor_of(gradients[gradient].parameter),
+           views_.is_divided(gradients[gradient].parameter));
   }
   all_reduce(packed, c10d::ReduceOp::SUM, {step, {&bucket}},
-             [packed, places = std::move(places)](c10::ivalue::Future&) {
+             [packed, runs = message.runs, wholes = std::move(wholes)](c10::ivalue::Future&) {
                RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
-               scatter(packed, places);
+               std::vector<BorrowedSlice> to;
+               to.reserve(runs.size());
+               for (const UnitRun& run : runs) to.push_back(place_of(run, wholes));
+               scatter(packed, to);
                keep_for_stream(packed);
-               keep_for_stream(places);
+               keep_for_stream(wholes);
              });
 }
 
@@ -199,7 +192,7 @@ void MessageSender::copy_into_bucket(const StepInFlight& step, const BucketLayou
   std::vector<SliceOfTensor> sources;
   const auto finish_run = [&] {
     const at::Tensor run = flat.narrow(0, begin, end - begin);
-    if (way == Way::kGather) gather(run, sources, divisor, divides);
+    if (way == Way::kGather) gather(run, borrow(sources), divisor, divides);
     if (way == Way::kScale) scale(run, divisor, divides);
     sources.clear();
   };
@@ -231,7 +224,7 @@ void MessageSender::copy_into_bucket_early(StepInFlight& step, size_t parameter)
   if (!step.plan || !step.plan->in_place.test(parameter) || !views_.is_detached(parameter)) return;
   const at::Tensor gradient = views_.find(parameter);
   if (!gradient.defined()) return;
-  gather(views_.place(parameter), {{gradient, 0, gradient.numel()}}, step.divisor_of(parameter),
+  gather(views_.place(parameter), {{&gradient, 0, gradient.numel()}}, step.divisor_of(parameter),
          views_.is_divided(parameter));
   step.copied_early.set(parameter);
 }
@@ -288,13 +281,13 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
   // Scaled on the way, so an average would save no pass here, and NCCL has fewer algorithms for it than for a sum.
   int64_t position = 0;
   for (const Sources& from : sources) {
-    gather(packed.narrow(0, position, from.numel), from.slices, from.divisor, from.divides);
+    gather(packed.narrow(0, position, from.numel), borrow(from.slices), from.divisor, from.divides);
     position += from.numel;
   }
   all_reduce(packed, c10d::ReduceOp::SUM, {step, std::move(buckets)},
              [packed, to = std::move(to)](c10::ivalue::Future&) {
                RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
-               scatter(packed, to);
+               scatter(packed, borrow(to));
                keep_for_stream(packed);
              });
 }

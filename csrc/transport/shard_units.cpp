@@ -162,7 +162,7 @@ void ShardUnits::append_slices(const at::Tensor& flat, int64_t offset, const uin
                                std::vector<PackedSlice>& slices) const {
   const ElementType type = element_type_of(flat);
   for_each_run(ends_, codes, [&](int64_t begin, int64_t end, UnitCode code) {
-    slices.push_back({{flat, offset + begin, end - begin}, width_of(code, type)});
+    slices.push_back({{&flat, offset + begin, end - begin}, width_of(code, type)});
   });
 }
 
@@ -176,14 +176,14 @@ void ShardUnits::sum(const at::Tensor& to, const at::Tensor& packed, const std::
   // Runs of units with the same code on every sender are added up at once.
   std::vector<SliceSum> sums;
   int64_t run_begin = 0, unit_begin = 0;
-  std::vector<Contribution> contributions;
+  Contributions contributions;
   const auto end_run = [&](int64_t end) {
     if (end == run_begin) return;
     if (contributions.empty()) {
       to.narrow(0, run_begin, end - run_begin).zero_();
     } else {
       const bool adds_zero = contributions.size() < cursors.size();
-      sums.push_back({{to, run_begin, end - run_begin}, std::move(contributions), 1, false, adds_zero});
+      sums.push_back({{&to, run_begin, end - run_begin}, std::move(contributions), 1, false, adds_zero});
     }
     contributions.clear();
     run_begin = end;

@@ -64,7 +64,7 @@ class ShardUnits {
   // Bytes of a part with these codes.
   int64_t packed_bytes(const uint8_t* codes, ElementType type) const;
 
-  // Appends to `slices` what `pack` has to write for a part with these codes.
+  // Appends to `slices`, which borrow the tensor, what `pack` has to write for a part with these codes.
   void append_slices(const at::Tensor& flat, int64_t offset, const uint8_t* codes,
                      std::vector<PackedSlice>& slices) const;
 
