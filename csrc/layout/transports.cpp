@@ -75,8 +75,10 @@ SentElements count_sent(const Units& units, const UsageMask& used, const Contrib
   for_each_used(units, used, [&](int64_t unit, size_t bit) {
     const auto length = static_cast<double>(units.end(unit) - units.begin(unit));
     const RankSet ranks = who.ranks(bit);
-    sent.elements += length * relative_cost(ranks, width_of(units, unit, used), transports);
-    sent.at_full_width += length * relative_cost(ranks, Width::kFull, transports);
+    const Width width = width_of(units, unit, used);
+    const double at_full_width = relative_cost(ranks, Width::kFull, transports);
+    sent.elements += length * (width == Width::kFull ? at_full_width : relative_cost(ranks, width, transports));
+    sent.at_full_width += length * at_full_width;
   });
   return sent;
 }

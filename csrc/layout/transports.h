@@ -23,6 +23,8 @@ struct Transports {
   int world_size = 1;
   bool broadcasts = false;
   bool sums = false;  // by owner
+
+  bool operator==(const Transports&) const = default;
 };
 
 // What collectives of a group take, measured when the state was made (ddp_hooks/collective_costs.py); the same on every

@@ -10,7 +10,9 @@
 // units.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -38,7 +40,7 @@ struct Units {
 
   int64_t count() const { return length == 0 ? 0 : (slice_length + length - 1) / length; }
   int64_t begin(int64_t unit) const { return unit * length; }
-  int64_t end(int64_t unit) const { return unit + 1 < count() ? (unit + 1) * length : slice_length; }
+  int64_t end(int64_t unit) const { return std::min((unit + 1) * length, slice_length); }
 };
 
 Units units_of(const ParameterSlice& slice, int64_t element_bytes, const UnitSettings& settings);
@@ -61,13 +63,11 @@ int64_t count_narrow(const Units& units, const UsageMask& used);
 // Calls `act(unit, bit)` for each of the units that is used, in order.
 template <typename Act>
 void for_each_used(const Units& units, const UsageMask& used, const Act& act) {
-  for (int64_t unit = 0; unit < units.count(); ++unit) {
-    const size_t bit = units.first_bit + static_cast<size_t>(unit);
-    // Most words of a mask that is worth having are empty.
-    if (bit % 64 == 0 && used.words()[bit / 64] == 0) {
-      unit += 63;
-    } else if (used.test(bit)) {
-      act(unit, bit);
+  const size_t words = UsageMask::word_count(static_cast<size_t>(units.count()));
+  for (size_t begin = 0; begin < words * 64; begin += 64) {
+    for (uint64_t word = used.words()[(units.first_bit + begin) / 64]; word != 0; word &= word - 1) {
+      const size_t unit = begin + static_cast<size_t>(std::countr_zero(word));
+      act(static_cast<int64_t>(unit), units.first_bit + unit);
     }
   }
 }

@@ -41,7 +41,8 @@ class Packer {
 
 // All places of a message are of one type, on one device.
 const at::Tensor& one_of(const DirectPlaces& places) {
-  return std::find_if(places.begin(), places.end(), [](const DirectPlace& place) { return place.flat.defined(); })->flat;
+  return std::find_if(places.begin(), places.end(), [](const DirectPlace& place) { return place.flat.defined(); })
+      ->flat;
 }
 
 int64_t element_bytes_of(const DirectPlaces& places) {

@@ -47,15 +47,13 @@ Runs runs_of(size_t index, const Units& units, const UsageMask& used, const Cont
   return runs;
 }
 
+// `runs`: by gradient, with all transports that the settings allow.
 Transports transports_of_units(const std::vector<Units>& gradients, const UsageMask& used,
-                               const Contributors& contributors, int64_t element_bytes,
-                               const DirectSettings& settings) {
-  if (!contributors.are_known()) return {settings.transports.world_size, false, false};
+                               const std::vector<Runs>& runs, int64_t element_bytes, const DirectSettings& settings) {
   std::vector<DirectPart> candidates;
   WhileReduced while_reduced = WhileReduced::kInPlaceTogether;
   for (size_t i = 0; i < gradients.size(); ++i) {
-    const Runs runs = runs_of(i, gradients[i], used, contributors, settings.transports);
-    candidates.insert(candidates.end(), runs.direct.begin(), runs.direct.end());
+    candidates.insert(candidates.end(), runs[i].direct.begin(), runs[i].direct.end());
     const auto used_elements = static_cast<double>(elements_in(gradients[i], used));
     if (!travels_whole(gradients[i], used_elements)) while_reduced = WhileReduced::kPacked;
   }
@@ -87,7 +85,20 @@ std::vector<UnitMessage> pack(const std::vector<UnitRun>& runs, int64_t element_
 
 UnitPlan make_unit_plan(const std::vector<Units>& gradients, const UsageMask& used, const Contributors& contributors,
                         int64_t element_bytes, const PlanSettings& settings) {
-  const Transports transports = transports_of_units(gradients, used, contributors, element_bytes, settings.direct);
+  Transports transports = settings.direct.transports;
+  if (!contributors.are_known()) transports = {transports.world_size, false, false};
+  const auto find_runs = [&] {
+    std::vector<Runs> runs;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      runs.push_back(runs_of(i, gradients[i], used, contributors, transports));
+    }
+    return runs;
+  };
+  std::vector<Runs> runs = find_runs();
+  if (contributors.are_known()) {
+    const Transports chosen = transports_of_units(gradients, used, runs, element_bytes, settings.direct);
+    if (chosen != std::exchange(transports, chosen)) runs = find_runs();
+  }
   UnitPlan plan;
   std::vector<UnitRun> reduced;
   std::vector<DirectPart> direct;
@@ -101,9 +112,8 @@ UnitPlan make_unit_plan(const std::vector<Units>& gradients, const UsageMask& us
       continue;
     }
     plan.sent.push_back(sent);
-    const Runs runs = runs_of(i, units, used, contributors, transports);
-    reduced.insert(reduced.end(), runs.reduced.begin(), runs.reduced.end());
-    direct.insert(direct.end(), runs.direct.begin(), runs.direct.end());
+    reduced.insert(reduced.end(), runs[i].reduced.begin(), runs[i].reduced.end());
+    direct.insert(direct.end(), runs[i].direct.begin(), runs[i].direct.end());
   }
   plan.reduced = pack(reduced, element_bytes, settings);
   plan.direct = make_direct_messages(direct, element_bytes, transports, settings.direct);
