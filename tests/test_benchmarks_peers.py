@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -75,7 +76,7 @@ def accumulate(rank: int, name: str) -> None:
     ranks = dist.get_world_size()
     context = peers.Context(workload, master, rank, usage.find_usage(workload, master, ranks))
     exact = (peers.BASELINE, "allreduce_hook", "ours:auto:native", "ours:skip_unused:native:skip_zero_rows=on")
-    lossy = ("fp16_compress", "powersgd")
+    lossy = ("fp16_compress", "powersgd", "part:0.5")
     variants = {peer: peers.find(peer).build(context) for peer in (*exact, *lossy, peers.NOTHING, peers.COMPUTE)}
     largest = dict.fromkeys(variants, 0.0)
     for step in range(3 * workload.patterns):
@@ -113,6 +114,28 @@ def accumulate(rank: int, name: str) -> None:
 )
 def test_peers_under_autocast_and_with_accumulation(name: str) -> None:
     run_ranks(2, accumulate, name)
+
+
+def send_a_share(rank: int) -> None:
+    workload = workloads.make("ncf", "tiny")
+    master = workload.build()
+    context = peers.Context(workload, master, rank, usage.find_usage(workload, master, 2))
+    variant = peers.find("part:0.25").build(context)
+    reduced: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def count(part: torch.Tensor, **how: Any) -> Any:
+        reduced.append(part.nbytes)
+        return all_reduce(part, **how)
+
+    with mock.patch.object(dist, "all_reduce", count):
+        variant.step(0)
+    assert sum(reduced) == pytest.approx(context.dense_bytes / 4, abs=4 * len(reduced))
+    assert variant.payload_bytes(0) == context.dense_bytes // 4
+
+
+def test_a_share_of_the_bytes() -> None:
+    run_ranks(2, send_a_share)
 
 
 def test_a_policy_with_other_settings() -> None:

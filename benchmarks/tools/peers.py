@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +28,7 @@ COMPUTE = "compute"
 ORACLE_COMPUTE = "oracle_compute"
 NOTHING = "nothing"
 SILENT = (COMPUTE, ORACLE_COMPUTE, NOTHING)  # exchange nothing, so that their gradients are one rank's
+PART = "part:"  # a share of the bytes follows
 
 
 class NotApplicable(Exception):
@@ -93,6 +95,25 @@ class _Dense(Variant):
 
 class _Half(_Dense):
     factor = 0.5
+
+
+class _Part(_Dense):
+    """The beginning of each bucket, and nothing of the rest: what a hook that sends so many bytes takes at least."""
+
+    def __init__(self, context: Context, share: float) -> None:
+        ddp = DistributedDataParallel(context.copy_model(), find_unused_parameters=context.workload.needs_find_unused)
+        super().__init__(context, ddp, ddp.module)
+        context.workload.after_wrapping(ddp.module)
+        self.factor = share
+        group, ranks = ddp.process_group, ddp.process_group.size()
+
+        def send_part(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+            buffer = bucket.buffer()
+            part = buffer[: round(share * buffer.numel())].div_(ranks)
+            future = dist.all_reduce(part, group=group, async_op=True).get_future()
+            return future.then(lambda _: buffer)
+
+        ddp.register_comm_hook(None, send_part)
 
 
 class _Rows(Variant):
@@ -370,17 +391,21 @@ PEERS = {peer.name: peer for peer in _all_peers()}
 
 
 def find(name: str) -> Peer:
-    """Return the peer of that name, or a policy of ours with other settings.
+    """Return the peer of that name, a policy of ours with other settings, or one that sends a share of the bytes.
 
     Args:
         name: a key of `PEERS`, or that of a policy registered natively and settings behind it, numbers or words:
-            ``ours:auto:native:owners=True,segment_bytes=65536,skip_zeros=off``.
+            ``ours:auto:native:owners=True,segment_bytes=65536,skip_zeros=off``; or ``part:0.75``.
 
     Raises:
         ValueError: there is none of that name.
     """
     if name in PEERS:
         return PEERS[name]
+    if name.startswith(PART):
+        share = float(name.removeprefix(PART))
+        title = f"an all-reduce of {share:.0%} of each bucket, and nothing else"
+        return Peer(name, title, lambda context: _Part(context, share), is_lossy=True)
     known, _, settings = name.rpartition(":")
     if known not in PEERS or not known.endswith(":native") or "=" not in settings:
         raise ValueError(f"expected one of {', '.join(PEERS)}, or ours:POLICY:native:SETTING=VALUE, received {name}")
