@@ -152,15 +152,15 @@ DELETIONS = (
     Deletion(
         "a packed message of units is kept until it is scattered",
         "transport/message_sender.cpp",
-        "               scatter(packed, places);\n               keep_for_stream(packed);",
-        "               scatter(packed, places);\n               if (!@) keep_for_stream(packed);",
+        "               keep_for_stream(packed);\n               for (const",
+        "               if (!@) keep_for_stream(packed);\n               for (const",
         test="test_pretend.py -k 'moves and rows'",
     ),
     Deletion(
         "a packed message is kept until it is scattered",
         "transport/message_sender.cpp",
-        "               scatter(packed, to);\n               keep_for_stream(packed);",
-        "               scatter(packed, to);\n               if (!@) keep_for_stream(packed);",
+        "               scatter(packed, borrow(to));\n               keep_for_stream(packed);",
+        "               scatter(packed, borrow(to));\n               if (!@) keep_for_stream(packed);",
         test="test_pretend.py -k 'moves and packed'",
     ),
     Deletion(
@@ -185,13 +185,13 @@ DELETIONS = (
     Deletion(
         "gradients are kept until units are scattered into them",
         "transport/message_sender.cpp",
-        "keep_for_stream(places);",
+        "for (const SliceOfTensor& whole : wholes) keep_for_stream(whole.flat);",
         test="test_pretend.py -k dropped_within_backward",
     ),
     Deletion(
         "gradients are kept until contributions are added up in them",
         "transport/direct_sender.cpp",
-        "keep_for_stream(slices_of(of_group));",
+        "for (const DirectPlace& place : places) keep_for_stream(place.flat);",
         test="test_pretend.py -k dropped_within_backward",
     ),
     Deletion(

@@ -14,6 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from mutants import DELETIONS, Deletion
 
 ROOT = Path(__file__).parent.parent
 
@@ -309,3 +310,11 @@ def test_what_may_be_in_cxx() -> None:
         "high/c.h": "",
     }
     assert cxx_problems(sources, ("low", "high")) == []
+
+
+# --- mutants
+
+
+@pytest.mark.parametrize("deletion", DELETIONS, ids=lambda deletion: deletion.name)
+def test_what_mutants_delete_is_there(deletion: Deletion) -> None:
+    assert (ROOT / "csrc" / deletion.file).read_text().count(deletion.text) == 1

@@ -94,9 +94,7 @@ c10::intrusive_ptr<c10d::Work> start_all_gather(Group& group, at::Tensor& receiv
 }
 
 void keep(const DirectPlaces& places) {
-  for (const DirectPlace& place : places) {
-    if (place.flat.defined()) keep_for_stream(place.flat);
-  }
+  for (const DirectPlace& place : places) keep_for_stream(place.flat);
 }
 
 template <typename Group>

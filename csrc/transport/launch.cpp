@@ -72,16 +72,7 @@ void gather(const at::Tensor& to, const std::vector<BorrowedSlice>& from, double
 }
 
 void keep_for_stream(const at::Tensor& tensor) {
-  if (!tensor.is_cpu()) tensor.record_stream(current_stream(tensor.device()));
-}
-
-void keep_for_stream(const std::vector<SliceOfTensor>& slices) {
-  if (slices.empty() || slices.front().flat.is_cpu()) return;
-  const at::Tensor* kept = nullptr;  // slices of one tensor are neighbours
-  for (const SliceOfTensor& slice : slices) {
-    if (kept == nullptr || !kept->is_same(slice.flat)) keep_for_stream(slice.flat);
-    kept = &slice.flat;
-  }
+  if (tensor.defined() && !tensor.is_cpu()) tensor.record_stream(current_stream(tensor.device()));
 }
 
 }  // namespace ddp_hooks

@@ -48,8 +48,7 @@ void gather(const at::Tensor& to, const std::vector<BorrowedSlice>& from, double
 
 // Completions on a device run on a stream of their own; memory that they read or write may not be reused before they
 // have. Gradients are held by their parameters, unless somebody drops them within backward.
-void keep_for_stream(const at::Tensor& tensor);
-void keep_for_stream(const std::vector<SliceOfTensor>& slices);
+void keep_for_stream(const at::Tensor& tensor);  // which may be undefined
 
 // Since the last reset; the same on every rank, but for the bytes of sparse gradients and what each sends.
 struct MessageStatistics {

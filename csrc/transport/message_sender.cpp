@@ -82,7 +82,7 @@ void MessageSender::prepare_direct(const StepInFlight& step, const BucketLayout&
 }
 
 void MessageSender::send_direct(const std::shared_ptr<StepInFlight>& step, const DirectMessage& message) {
-  std::vector<DirectPlace> places(step->buckets.size());
+  DirectPlaces places(step->buckets.size());
   std::vector<BucketInFlight*> buckets;
   for (const uint32_t bucket : buckets_of(message)) {
     buckets.push_back(&step->buckets[bucket]);
@@ -97,12 +97,18 @@ void MessageSender::send_units(const std::shared_ptr<StepInFlight>& step, uint32
   bucket.expect_messages(static_cast<int32_t>(plan.reduced.size() + plan.direct.size()));
   statistics_.buckets_packed += 1;
   for (const UnitMessage& message : plan.reduced) send_unit_message(step, bucket, gradients, message);
-  std::vector<DirectPlace> places;
-  for (const DividedGradient& divided : gradients) {
-    places.push_back({divided.gradient.flat, divided.gradient.offset, step->divisor_of(divided.parameter),
-                      views_.is_divided(divided.parameter)});
+  for (const DirectMessage& message : plan.direct) {
+    DirectPlaces places(gradients.size());
+    for (const DirectGroup& group : message.groups) {
+      for (const DirectPart& part : group.parts) {
+        if (places[part.place].flat.defined()) continue;
+        const auto& [parameter, gradient, units] = gradients[part.place];
+        places[part.place] = {gradient.flat, gradient.offset, step->divisor_of(parameter),
+                              views_.is_divided(parameter)};
+      }
+    }
+    direct_.send({step, {&bucket}}, message, std::move(places));
   }
-  for (const DirectMessage& message : plan.direct) direct_.send({step, {&bucket}}, message, places);
   bucket.release();
 }
 
@@ -119,13 +125,13 @@ void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step,
                [](c10::ivalue::Future&) {});
     return;
   }
-  std::vector<SliceOfTensor> wholes;
-  for (const DividedGradient& divided : gradients) wholes.push_back(divided.gradient);
-  const at::Tensor packed = staging_.take(*step, message.numel, wholes.front().flat.options());
+  std::vector<SliceOfTensor> wholes(gradients.size());  // of those that the message has runs of
+  const at::Tensor packed = staging_.take(*step, message.numel, gradients.front().gradient.flat.options());
   // Runs of one gradient after the other; each gradient is scaled in its own way.
   int64_t position = 0;
   for (size_t first = 0; first < message.runs.size();) {
     const size_t gradient = message.runs[first].gradient;
+    wholes[gradient] = gradients[gradient].gradient;
     const int64_t begin = position;
     std::vector<BorrowedSlice> from;
     for (; first < message.runs.size() && message.runs[first].gradient == gradient; ++first) {
@@ -143,7 +149,7 @@ void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step,
                for (const UnitRun& run : runs) to.push_back(place_of(run, wholes));
                scatter(packed, to);
                keep_for_stream(packed);
-               keep_for_stream(wholes);
+               for (const SliceOfTensor& whole : wholes) keep_for_stream(whole.flat);
              });
 }
 
