@@ -226,6 +226,18 @@ def contributions_fail_on_one_rank(rank: int) -> None:
     with pytest.raises(RuntimeError, match="failed on purpose" if group.fails else r"(?i)closed|reset|broken pipe"):
         step()
     assert time.monotonic() - started < COLLECTIVE_TIMEOUT_SECONDS / 2
+    # On every rank; and all have started the same collectives, so that the data group can go on.
+    group.fails = False
+    with pytest.raises(RuntimeError, match=r"(?i)state.close\(\)|closed|reset|broken pipe"):
+        step()
+    state.close()
+    state = ddp_hooks.register(ddp, policy)
+    step()
+    for parameter in ddp.parameters():
+        if parameter.grad is not None:
+            total = parameter.grad.clone()
+            dist.all_reduce(total)
+            assert torch.equal(total, 3 * parameter.grad)
 
 
 def test_contributions_fail_on_one_rank() -> None:

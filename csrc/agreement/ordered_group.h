@@ -33,7 +33,6 @@ class OrderedGroup {
 
   explicit OrderedGroup(c10::intrusive_ptr<c10d::Backend> group) : group_(std::move(group)) {}
 
-  // Throws if the group has failed.
   int64_t take_turn();
   // Here and now if it is this one's turn, and then those after it that are ready; otherwise later.
   void start(int64_t turn, Start start, Then then);

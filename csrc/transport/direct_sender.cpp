@@ -312,7 +312,7 @@ void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contribut
   // Until its sums are back, a message counts as under way.
   *owned->launch.step->messages_not_back += 1;
   const auto sums_sent = [owned](const c10::intrusive_ptr<c10d::Work>& work, const std::exception_ptr& error) {
-    if (error) return end_message(owned->launch.buckets, error);
+    if (error) return end_message(owned->launch, error);
     when_back(work, owned->device(), owned->launch, [owned](c10::ivalue::Future&) {
       owned->put_back();
       *owned->launch.step->messages_not_back -= 1;
@@ -350,7 +350,7 @@ void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contribut
       [owned, groups = control_groups_](const std::exception_ptr& error) {
         if (!error) return;
         groups->sums().fail(error);
-        end_message(owned->launch.buckets, error);
+        end_message(owned->launch, error);
       });
 }
 

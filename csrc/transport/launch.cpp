@@ -58,12 +58,13 @@ void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, c
       [step = launch.step, on_success = std::move(on_success)](c10::ivalue::Future& future) {
         if (!step->has_failed) on_success(future);
       },
-      // The step keeps the buckets.
-      [step = launch.step, buckets = launch.buckets](const std::exception_ptr& error) { end_message(buckets, error); });
+      [launch](const std::exception_ptr& error) { end_message(launch, error); });
 }
 
-void end_message(const std::vector<BucketInFlight*>& buckets, const std::exception_ptr& error) {
-  for (BucketInFlight* bucket : buckets) error ? bucket->fail(error) : bucket->message_done();
+void end_message(const Launch& launch, const std::exception_ptr& error) {
+  // Before a bucket fails, since the next step may begin then.
+  if (error) launch.step->has_failed = true;
+  for (BucketInFlight* bucket : launch.buckets) error ? bucket->fail(error) : bucket->message_done();
 }
 
 void gather(const at::Tensor& to, const std::vector<BorrowedSlice>& from, double divisor, bool divides) {

@@ -41,7 +41,7 @@ void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, s
 // them.
 void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, const Launch& launch,
                OnSuccess on_success);
-void end_message(const std::vector<BucketInFlight*>& buckets, const std::exception_ptr& error);
+void end_message(const Launch& launch, const std::exception_ptr& error);
 
 // `to` = the slices, one after the other, scaled: divided where plain DDP divides, otherwise times 1/divisor.
 void gather(const at::Tensor& to, const std::vector<BorrowedSlice>& from, double divisor, bool divides);
