@@ -406,6 +406,7 @@ class Service:
         if not self._is_watched(module) or not module.require_backward_grad_sync:
             return
         self._activity.steps += 1
+        self.engine.forward_begins()
         # What was declared for a forward pass that raised is not this one's.
         if self._declared_now or self._declared_once:
             self._declared_now, self._declared_once = self._declared_once, set()

@@ -278,7 +278,8 @@ SAYS = re.compile(
 
 def judge(plan: Round, pid: int, text: str) -> Report | None:
     """Judge the first report in what a rank has written; None if there is none yet."""
-    found = SAYS.search(text)
+    # On a slow machine a start may take as long as ranks wait before they ask; that is about no step.
+    found = next((found for found in SAYS.finditer(text) if not is_about_start(plan, found[0])), None)
     if found is None or not text.endswith("\n"):
         return None
     lines = [re.sub(r"^\[rank\d\]: ?", "", line) for line in found["lines"].splitlines() if line]
@@ -306,6 +307,10 @@ def judge(plan: Round, pid: int, text: str) -> Report | None:
         report.names_rank, about = True, found["head"]
     report.names_place = is_its_place(plan, pid, about)
     return report
+
+
+def is_about_start(plan: Round, said: str) -> bool:
+    return plan.cause != "register" and "before its first step" in said
 
 
 def is_its_place(plan: Round, pid: int, about: str) -> bool:

@@ -257,8 +257,8 @@ class TwoBuckets(nn.Module):
         return self.branches(self.trunk(x.double()).float(), branch)
 
 
-def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int]) -> None:
-    """A pass breaks off, and what it has sent comes back after the next one."""
+def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], within: bool) -> None:
+    """A pass breaks off, and what it has sent comes back after the next one, or before that has sent anything."""
     torch.manual_seed(0)
     model = TwoBuckets()
     # So that gradients are the buckets that messages are put back into.
@@ -270,10 +270,11 @@ def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int]) -> No
     state = ddp_hooks.register(ddp, policy)
 
     def step(ddp: DistributedDataParallel, branch: int, scale: float = 1) -> None:
-        ddp.zero_grad()
+        ddp.zero_grad(set_to_none=False)  # so that autograd adds to what lies in the buckets
         ddp(torch.full((2, 4), rank + scale), branch).sum().backward()
 
-    step(ddp, by_rank[rank])
+    for module in (ddp, plain):
+        step(module, by_rank[rank])
 
     def break_off(_: torch.Tensor) -> None:
         raise ArithmeticError
@@ -286,10 +287,20 @@ def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int]) -> No
     group.is_late = False
     handle.remove()
     ddp._update_process_group(group)
-    for ddp_now in (ddp, plain):
-        step(ddp_now, 1)
-    for work in group.late:
-        work.finish()
+    finished: list[LateWork] = []
+
+    def finish(_: torch.Tensor | None = None) -> None:
+        finished.extend(group.late)
+        while group.late:
+            group.late.pop().finish()
+
+    step(plain, 1)
+    if within:
+        # The last gradient of the bucket that is sent first; the others lie there.
+        model.branches.trunk.weight.register_hook(finish)
+    step(ddp, 1)
+    assert bool(finished) == within
+    finish()
     dist.barrier()
     time.sleep(0.2)  # sums that follow come back as well
     for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
@@ -299,6 +310,7 @@ def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int]) -> No
     assert (state.stats().owner_bytes > 0) == (policy.name == "owners")
 
 
+@pytest.mark.parametrize("within", [False, True], ids=["after", "within"])
 @pytest.mark.parametrize(("policy", "by_rank"), [pytest.param(*case[:2], id=case[0].name) for case in CASES])
-def test_late_messages_of_a_pass_that_broke_off(policy: ddp_hooks.Policy, by_rank: list[int]) -> None:
-    run_ranks(len(by_rank), late_messages, policy, by_rank)
+def test_late_messages_of_a_pass_that_broke_off(policy: ddp_hooks.Policy, by_rank: list[int], within: bool) -> None:
+    run_ranks(len(by_rank), late_messages, policy, by_rank, within)

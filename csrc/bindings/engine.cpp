@@ -164,6 +164,7 @@ void bind_engine(py::module_& m) {
              }
              return to_python(future);
            })
+      .def("forward_begins", &Engine::forward_begins, py::call_guard<py::gil_scoped_release>())
       .def("forward_done", &Engine::forward_done, py::call_guard<py::gil_scoped_release>())
       .def("has_early_exchange", &Engine::has_early_exchange, py::call_guard<py::gil_scoped_release>())
       .def("finish_early_exchange", &Engine::finish_early_exchange, py::call_guard<py::gil_scoped_release>())

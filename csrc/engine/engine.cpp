@@ -207,7 +207,7 @@ std::exception_ptr Engine::explained(const std::exception_ptr& error) const {
 }
 
 void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future) {
-  forget_broken_pass(bucket);
+  if (bucket.getIndex() == 0 && !reducer_.learns_static_graph()) forget_broken_pass();
   const bool first = !step_;
   if (first) step_ = std::make_shared<Step>();
   // Buckets are counted here, because in the first pass of a static graph the Reducer numbers every bucket 0.
@@ -230,8 +230,8 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
 }
 
 // A pass that broke off between two buckets, where DDP was told to go on (`_update_process_group`).
-void Engine::forget_broken_pass(const c10d::GradBucket& bucket) {
-  if (!step_ || bucket.getIndex() != 0 || reducer_.learns_static_graph()) return;
+void Engine::forget_broken_pass() {
+  if (!step_) return;
   step_->fail(std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was broken off")));
   step_.reset();
   sender_.drop();
@@ -692,6 +692,12 @@ void Engine::set_explain(std::function<std::string(const std::string&)> explain)
 void Engine::set_tell_unregistered(std::function<void()> tell) {
   std::lock_guard lock(mutex_);
   tell_unregistered_.swap(tell);
+}
+
+void Engine::forward_begins() {
+  auto reducer_lock = reducer_.lock();
+  std::lock_guard lock(mutex_);
+  if (!reducer_.in_backward()) forget_broken_pass();
 }
 
 void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises) {

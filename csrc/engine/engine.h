@@ -9,6 +9,7 @@
 //
 //   entry point              called by                    locks       what happens              queues
 //   -----------------------  ---------------------------  ----------  ------------------------  ----------------------
+//   forward_begins           Python, before a forward     R, E        forgets a broken pass     -
 //   forward_done             Python, after a forward      E           watches the outputs       -
 //   outputs_reached          autograd, at an output       R, E        exchange starts, views    gradients_done
 //                                                                     are detached
@@ -89,6 +90,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The hook. Never throws: errors arrive through the future, because an exception would leave the Reducer unusable.
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
 
+  // To be called before each forward pass that will synchronise. What comes back late for a pass that broke off is not
+  // written any more into buckets, in which the next one's gradients may lie from here on.
+  void forward_begins();
+
   // To be called after each forward pass in grad mode, with the tensors among the module's outputs. Notes what is
   // frozen, and arranges for a backward pass that reaches one of the outputs to start the mask exchange and to tell the
   // Reducer about frozen parameters. `synchronises` is false under no_sync().
@@ -153,7 +158,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void unmanaged_gradient_reported(size_t parameter);
   void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
   std::exception_ptr explained(const std::exception_ptr& error) const;
-  void forget_broken_pass(const c10d::GradBucket& bucket);
+  void forget_broken_pass();
   void check_bucket(uint32_t bucket);
   void wait_for_gradients(uint32_t bucket) const;
   void prepare_gradients(uint32_t bucket);

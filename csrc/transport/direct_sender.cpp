@@ -14,9 +14,10 @@ class Packer {
  public:
   explicit Packer(const at::Tensor& to) : to_(to) {}
 
+  // Room for parts of some groups, so that the list does not move with each.
+  void reserve(size_t parts) { parts_.reserve(parts); }
   // What the rank contributes to a group. `places` have to stay.
   void add_contributions(const DirectGroup& group, const DirectPlaces& places, int rank) {
-    parts_.reserve(parts_.size() + group.parts.size());
     for (const DirectPart& part : group.parts) {
       if (!contains(part.contributors, rank)) continue;
       const DirectPlace& place = places[part.place];
@@ -45,6 +46,12 @@ const at::Tensor& one_of(const DirectPlaces& places) {
       ->flat;
 }
 
+size_t count_parts(const std::vector<DirectGroup>& groups) {
+  size_t count = 0;
+  for (const DirectGroup& group : groups) count += group.parts.size();
+  return count;
+}
+
 int64_t element_bytes_of(const DirectPlaces& places) {
   return one_of(places).element_size();
 }
@@ -54,7 +61,6 @@ int64_t element_bytes_of(const DirectPlaces& places) {
 template <typename To>
 void add_sums(const DirectGroup& group, const DirectPlaces& places, const To& to, int here, int world_size,
               std::vector<int64_t>& positions, std::vector<SliceSum>& sums) {
-  sums.reserve(sums.size() + group.parts.size());
   const int64_t element_bytes = element_bytes_of(places);
   for (const DirectPart& part : group.parts) {
     const bool is_narrow = part.width != Width::kFull;
@@ -157,6 +163,7 @@ struct DirectSender::OwnedMessage {
         return BorrowedSlice{&own, filled - part.length, part.length};
       };
       std::vector<SliceSum> sums;
+      sums.reserve(group.parts.size());
       std::vector<int64_t> positions = received.begins;
       add_sums(group, places, behind, -1, world_size, positions, sums);
       sum_contributions(received.memory, sums);
@@ -237,6 +244,7 @@ void DirectSender::broadcast(const Launch& launch, const DirectMessage& message,
   FromAll received = take_room(launch, message, options);
   const auto own = static_cast<size_t>(rank());
   Packer packer(received.memory.narrow(0, received.begins[own], message.for_all_bytes[own]));
+  packer.reserve(count_parts(message.groups));
   for (const DirectGroup& group : message.groups) packer.add_contributions(group, places, rank());
   packer.finish();
 
@@ -247,6 +255,7 @@ void DirectSender::broadcast(const Launch& launch, const DirectMessage& message,
              ranks = world_size()](c10::ivalue::Future&) {
               RECORD_FUNCTION("ddp_hooks::sum", std::vector<c10::IValue>());
               std::vector<SliceSum> sums;
+              sums.reserve(count_parts(groups));
               std::vector<int64_t> positions = received.begins;
               const auto to = [&](const DirectPart& part) { return places[part.place].slice(part); };
               for (const DirectGroup& group : groups) add_sums(group, places, to, rank, ranks, positions, sums);
@@ -294,6 +303,7 @@ void DirectSender::collect(const Launch& launch, const DirectMessage& message, D
     const bool is_own = group.owner == rank();
     const int64_t size = contribution_bytes(group, rank(), element_bytes);
     Packer packer(is_own ? owned->received.memory.narrow(0, received, size) : owned->sent.narrow(0, filled, size));
+    packer.reserve(group.parts.size());
     packer.add_contributions(group, owned->places, rank());
     packer.finish();
     if (!is_own) filled += size;
@@ -311,12 +321,19 @@ void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contribut
   };
   // Until its sums are back, a message counts as under way.
   *owned->launch.step->messages_not_back += 1;
-  const auto sums_sent = [owned](const c10::intrusive_ptr<c10d::Work>& work, const std::exception_ptr& error) {
+  const auto sums_sent = [owned, groups = is_on_streams_ ? nullptr : control_groups_](
+                             const c10::intrusive_ptr<c10d::Work>& work, const std::exception_ptr& error) {
     if (error) return end_message(owned->launch, error);
-    when_back(work, owned->device(), owned->launch, [owned](c10::ivalue::Future&) {
-      owned->put_back();
-      *owned->launch.step->messages_not_back -= 1;
-    });
+    when_back(
+        work, owned->device(), owned->launch.step,
+        [owned](c10::ivalue::Future&) {
+          if (!owned->launch.step->has_failed) owned->put_back();
+          *owned->launch.step->messages_not_back -= 1;
+        },
+        [owned, groups](const std::exception_ptr& failure) {
+          if (failure && groups) groups->sums().fail(failure);
+          end_message(owned->launch, failure);
+        });
   };
   const c10::Device device = owned->device();
   if (is_on_streams_) {
