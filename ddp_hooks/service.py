@@ -403,10 +403,12 @@ class Service:
         return bool(module._comm_hooks)
 
     def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
-        if not self._is_watched(module) or not module.require_backward_grad_sync:
+        if not self._is_watched(module):
+            return
+        self.engine.forward_begins()
+        if not module.require_backward_grad_sync:
             return
         self._activity.steps += 1
-        self.engine.forward_begins()
         # What was declared for a forward pass that raised is not this one's.
         if self._declared_now or self._declared_once:
             self._declared_now, self._declared_once = self._declared_once, set()

@@ -310,7 +310,12 @@ def judge(plan: Round, pid: int, text: str) -> Report | None:
 
 
 def is_about_start(plan: Round, said: str) -> bool:
-    return plan.cause != "register" and "before its first step" in said
+    """Say whether nobody in a report has begun a later step than the first."""
+    head, *lines = said.splitlines()
+    step = re.search(r", step (\d+)", head)
+    about = [line for line in lines if re.match(r"(\[rank\d\]: ?)?  rank ", line)]
+    at_start = all("before its first step" in line for line in about)
+    return plan.cause != "register" and (step is None or step[1] == "1") and about != [] and at_start
 
 
 def is_its_place(plan: Round, pid: int, about: str) -> bool:

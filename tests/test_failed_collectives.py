@@ -257,7 +257,7 @@ class TwoBuckets(nn.Module):
         return self.branches(self.trunk(x.double()).float(), branch)
 
 
-def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], within: bool) -> None:
+def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], where: str, when: str) -> None:
     """A pass breaks off, and what it has sent comes back after the next one, or before that has sent anything."""
     torch.manual_seed(0)
     model = TwoBuckets()
@@ -279,7 +279,16 @@ def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], withi
     def break_off(_: torch.Tensor) -> None:
         raise ArithmeticError
 
-    handle = model.trunk.weight.register_hook(break_off)
+    def queue_error(_: torch.Tensor) -> None:
+        # In front of the Reducer's own callback.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: break_off(_))
+
+    # Between two buckets, or when all have left.
+    handle = (
+        model.trunk.weight.register_hook(break_off)
+        if where == "between"
+        else model.branches.head.bias.register_hook(queue_error)
+    )
     group.is_late = True
     with pytest.raises(ArithmeticError):
         step(ddp, by_rank[rank], 5)
@@ -294,12 +303,21 @@ def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], withi
         while group.late:
             group.late.pop().finish()
 
-    step(plain, 1)
-    if within:
-        # The last gradient of the bucket that is sent first; the others lie there.
-        model.branches.trunk.weight.register_hook(finish)
-    step(ddp, 1)
-    assert bool(finished) == within
+    if when == "accumulated":
+        # Gradients lie in the buckets then.
+        for module, then in ((plain, lambda: None), (ddp, finish)):
+            module.zero_grad(set_to_none=False)
+            with module.no_sync():
+                module(torch.full((2, 4), rank + 2.0), 1).sum().backward()
+                then()
+            module(torch.full((2, 4), rank + 3.0), 1).sum().backward()
+    else:
+        step(plain, 1)
+        if when == "within":
+            # The last gradient of the bucket that is sent first; the others lie there.
+            model.branches.trunk.weight.register_hook(finish)
+        step(ddp, 1)
+    assert bool(finished) == (when != "after")
     finish()
     dist.barrier()
     time.sleep(0.2)  # sums that follow come back as well
@@ -310,7 +328,10 @@ def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], withi
     assert (state.stats().owner_bytes > 0) == (policy.name == "owners")
 
 
-@pytest.mark.parametrize("within", [False, True], ids=["after", "within"])
+@pytest.mark.parametrize("where", ["between", "behind"])
+@pytest.mark.parametrize("when", ["after", "within", "accumulated"])
 @pytest.mark.parametrize(("policy", "by_rank"), [pytest.param(*case[:2], id=case[0].name) for case in CASES])
-def test_late_messages_of_a_pass_that_broke_off(policy: ddp_hooks.Policy, by_rank: list[int], within: bool) -> None:
-    run_ranks(len(by_rank), late_messages, policy, by_rank, within)
+def test_late_messages_of_a_pass_that_broke_off(
+    policy: ddp_hooks.Policy, by_rank: list[int], where: str, when: str
+) -> None:
+    run_ranks(len(by_rank), late_messages, policy, by_rank, where, when)

@@ -31,6 +31,11 @@ bool uses_others_than_reduced(const Step& step, size_t reduced_count) {
   return false;
 }
 
+// Where DDP was told to go on (`_update_process_group`).
+std::exception_ptr broken_off() {
+  return std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was broken off"));
+}
+
 // To be raised at the end of this backward pass by a rank that is wrong alone. What is queued behind an error is never
 // called, and other ranks may wait for it: an expectation's verdict, another module's unmanaged gradients. So it comes
 // after whatever is queued now, and after what that queues.
@@ -171,7 +176,10 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
       sender_.drop();
     }
     if (bucket.isLast() && !shadow && !(step_ && step_->closed)) leave_out_used_map();
-    if (step_ && step_->buckets.size() >= layout_->buckets.size()) step_.reset();
+    if (step_ && step_->buckets.size() >= layout_->buckets.size()) {
+      last_step_ = step_;
+      step_.reset();
+    }
     statistics_.hook_seconds += stopwatch.seconds() - (statistics_.exchanges.wait_seconds - waited_before);
   } catch (...) {
     if (!future->completed()) future->setError(std::current_exception());
@@ -229,10 +237,9 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   if (index + 1 == layout_->buckets.size()) close_step();
 }
 
-// A pass that broke off between two buckets, where DDP was told to go on (`_update_process_group`).
 void Engine::forget_broken_pass() {
   if (!step_) return;
-  step_->fail(std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was broken off")));
+  step_->fail(broken_off());
   step_.reset();
   sender_.drop();
 }
@@ -695,9 +702,19 @@ void Engine::set_tell_unregistered(std::function<void()> tell) {
 }
 
 void Engine::forward_begins() {
-  auto reducer_lock = reducer_.lock();
-  std::lock_guard lock(mutex_);
-  if (!reducer_.in_backward()) forget_broken_pass();
+  if (reducer_.is_gone()) return;
+  std::shared_ptr<Step> broken;
+  {
+    auto reducer_lock = reducer_.lock();
+    std::lock_guard lock(mutex_);
+    if (!prologue_ || reducer_.in_backward()) return;
+    // What has come back since its last bucket left is done with it; of a pass that then broke off, the rest may come.
+    if (const auto last = last_step_.lock()) last->has_failed = true;
+    broken.swap(step_);
+    if (broken) sender_.drop();
+  }
+  // Whoever waits for its buckets is told without a lock.
+  if (broken) broken->fail(broken_off());
 }
 
 void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises) {

@@ -90,8 +90,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The hook. Never throws: errors arrive through the future, because an exception would leave the Reducer unusable.
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
 
-  // To be called before each forward pass that will synchronise. What comes back late for a pass that broke off is not
-  // written any more into buckets, in which the next one's gradients may lie from here on.
+  // To be called before each forward pass. What comes back from here on for a pass that broke off is not put into the
+  // buckets, in which the next one's gradients may lie. An all-reduce in place still writes there, as plain DDP's does.
   void forward_begins();
 
   // To be called after each forward pass in grad mode, with the tensors among the module's outputs. Notes what is
@@ -221,7 +221,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<std::chrono::steady_clock::rep> in_hook_since_{0};
   int64_t step_number_ = 0;
   std::atomic<int64_t> agreed_steps_{0};
-  std::shared_ptr<Step> step_;  // null between steps
+  std::shared_ptr<Step> step_;     // null between steps
+  std::weak_ptr<Step> last_step_;  // as long as any of its messages is under way
   // Alive from a step's last bucket until this rank has done what others wait for at the end of its backward pass.
   std::weak_ptr<void> ending_;
 

@@ -321,8 +321,10 @@ void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contribut
   };
   // Until its sums are back, a message counts as under way.
   *owned->launch.step->messages_not_back += 1;
-  const auto sums_sent = [owned, groups = is_on_streams_ ? nullptr : control_groups_](
-                             const c10::intrusive_ptr<c10d::Work>& work, const std::exception_ptr& error) {
+  // Not held: the group for sums holds this until its turn comes.
+  const std::weak_ptr<const ControlGroups> groups =
+      is_on_streams_ ? std::weak_ptr<const ControlGroups>() : control_groups_;
+  const auto sums_sent = [owned, groups](const c10::intrusive_ptr<c10d::Work>& work, const std::exception_ptr& error) {
     if (error) return end_message(owned->launch, error);
     when_back(
         work, owned->device(), owned->launch.step,
@@ -331,7 +333,8 @@ void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contribut
           *owned->launch.step->messages_not_back -= 1;
         },
         [owned, groups](const std::exception_ptr& failure) {
-          if (failure && groups) groups->sums().fail(failure);
+          const auto open = failure ? groups.lock() : nullptr;
+          if (open) open->sums().fail(failure);
           end_message(owned->launch, failure);
         });
   };
