@@ -542,7 +542,7 @@ def test_used_map() -> None:
         run_pretended(2, seed, used_map)
 
 
-@pytest.mark.parametrize("programs", [5, pytest.param(40, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("programs", [5, pytest.param(20, marks=pytest.mark.thorough)])
 def test_random_programs(programs: int) -> None:
     """What each program does, and in which order the device runs it, a seed draws: tests/fuzz.py --device pretend."""
     run_many((generate(seed, 2, "pretend") for seed in range(programs)), on_failure=assert_same)
