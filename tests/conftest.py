@@ -36,13 +36,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     by_function: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        by_function[item.nodeid.split("[")[0]].append(item)
+        if item.get_closest_marker("thorough") is None:
+            by_function[item.nodeid.split("[")[0]].append(item)
     chosen: set[pytest.Item] = set()
     for tests in by_function.values():
         # By identity: a parameter's values are the same objects in each of its combinations.
         values = [tuple(map(id, test.callspec.params.values())) if hasattr(test, "callspec") else () for test in tests]
         chosen.update(tests[position] for position in pairwise(values))
-    chosen = {item for item in chosen if item.get_closest_marker("thorough") is None}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 

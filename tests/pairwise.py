@@ -40,18 +40,25 @@ def pairwise(tested: Sequence[Sequence[int]]) -> set[int]:
     return chosen
 
 
-def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+def in_turn(first: Sequence[Any], second: Sequence[Any], rare: Sequence[Any] = ()) -> list[Any]:
     """Return all combinations as parameters; those in which each value of the longer meets the next are not thorough.
 
-    For what is slow and is tested with all pairs elsewhere.
+    For what is slow and is tested with all pairs elsewhere. With one of ``first`` that is ``rare``, all are thorough.
     """
     turns = max(len(first), len(second))
     chosen = {(turn % len(first), turn % len(second)) for turn in range(turns)}
     return [
-        pytest.param(a, b, id=f"{_name(b)}-{_name(a)}", marks=[] if (i, j) in chosen else pytest.mark.thorough)
+        pytest.param(
+            a, b, id=f"{_name(b)}-{_name(a)}", marks=[] if (i, j) in chosen and a not in rare else pytest.mark.thorough
+        )
         for i, a in enumerate(first)
         for j, b in enumerate(second)
     ]
+
+
+def thorough(*values: Any) -> list[Any]:
+    """Return values of one parameter that only ``--all`` tests."""
+    return [pytest.param(value, marks=pytest.mark.thorough) for value in values]
 
 
 def _name(value: Any) -> str:

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from pairwise import thorough
 from spawn import run_ranks
 from test_benchmarks_workloads import needs_transformers
 
@@ -61,8 +62,8 @@ def compare(rank: int, name: str) -> None:
                 torch.testing.assert_close(found[key], gradient)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", ["ncf", "omnireduce:0.1", "zero_times_sum", "mixture"])
+@pytest.mark.parametrize("ranks", [2, *thorough(3)])
+@pytest.mark.parametrize("name", ["ncf", "omnireduce:0.1", *thorough("zero_times_sum", "mixture")])
 def test_the_prototype_sends_used_rows_and_gives_the_gradients_of_ddp(name: str, ranks: int) -> None:
     run_ranks(ranks, compare, name)
 
@@ -101,15 +102,14 @@ def accumulate(rank: int, name: str) -> None:
     assert all(0 < largest[peer] < float("inf") for peer in lossy), largest
 
 
+@pytest.mark.thorough
 @needs_transformers
 @pytest.mark.parametrize(
     "name",
     [
         "gpt2_autocast",
-        *(
-            pytest.param(name, marks=pytest.mark.thorough)
-            for name in ("bert_autocast:bfloat16:3", "resnet_autocast:float16:2")
-        ),
+        "bert_autocast:bfloat16:3",
+        "resnet_autocast:float16:2",
     ],
 )
 def test_peers_under_autocast_and_with_accumulation(name: str) -> None:

@@ -13,6 +13,7 @@ import spawn
 import test_direct
 import torch
 import torch.distributed as dist
+from pairwise import thorough
 from profiling import profiled
 from spawn import RankFailure, run_ranks
 from torch import nn
@@ -305,7 +306,7 @@ def dies_while_measured(rank: int, at: int) -> None:
     raise RuntimeError(TOLD)
 
 
-@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("at", [3, *thorough(0)])
 def test_a_rank_that_dies_while_it_measures_is_named(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     expect_a_death(monkeypatch, 3, dies_while_measured, at)
 

@@ -13,6 +13,7 @@ import slow_group
 import test_units
 import torch
 import torch.distributed as dist
+from pairwise import thorough
 from spawn import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -248,7 +249,7 @@ def same_as_plain_ddp(rank: int) -> None:
         compare(rank, scenario(), DIRECT, True)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("world_size", [3, *thorough(2, 4)])
 def test_same_as_plain_ddp(world_size: int) -> None:
     run_ranks(world_size, same_as_plain_ddp, timeout=300.0)
 
@@ -319,6 +320,7 @@ def on_a_grid(rank: int) -> None:
     assert state.usage()["heads.5.weight"].ranks == ()
 
 
+@pytest.mark.thorough
 def test_on_a_grid() -> None:
     run_ranks(6, on_a_grid, timeout=300.0)
 

@@ -8,6 +8,7 @@ import json
 import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from spawn import run_ranks
@@ -120,6 +121,7 @@ def test_three_ranks_are_told_apart(tmp_path: Path) -> None:
     assert patterns["never.bias"] == ["......"] * 3
 
 
+@pytest.mark.thorough
 def test_a_hang_of_three_ranks_is_named() -> None:
     arguments = ["--nproc-per-node", "3", "-m", "ddp_hooks", "doctor", "--patience", "2"]
     printed = without_times(doctors_part(run([*arguments, "tests/doctored/skipped_branch.py"], 1)))

@@ -147,7 +147,8 @@ def test_random_freezing(find_unused: bool, bucket_view: bool, optimizer: str, p
     run_ranks(2, random_freezing, find_unused, bucket_view, optimizer, policy, native, 30)
 
 
-@pytest.mark.parametrize("find_unused", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("find_unused", [False, True])
 def test_random_freezing_on_three_ranks(find_unused: bool) -> None:
     run_ranks(3, random_freezing, find_unused, False, "sgd", "skip_unused", True, 100)
 

@@ -34,8 +34,8 @@ def assert_same(program: Program, verdict: Verdict) -> None:
 @pytest.mark.parametrize(
     ("ranks", "first", "end"),
     [
-        (2, 0, FIXED[2] // 2),
-        pytest.param(2, FIXED[2] // 2, FIXED[2], marks=pytest.mark.thorough),
+        (2, 0, FIXED[2] // 4),
+        pytest.param(2, FIXED[2] // 4, FIXED[2], marks=pytest.mark.thorough),
         pytest.param(3, 0, FIXED[3], marks=pytest.mark.thorough),
     ],
 )

@@ -643,17 +643,21 @@ print(signal.getsignal(signal.SIGUSR1), faulthandler.is_enabled(), sys.excepthoo
 """
 
 
-def test_only_what_a_launcher_has_started_is_watched_from_the_import_on() -> None:
-    alone, launched = [], ["ddp_hooks watcher"]
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({"RANK": "", "WORLD_SIZE": ""}, []),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, [], marks=pytest.mark.thorough),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["ddp_hooks watcher"]),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "2", watcher.VARIABLE: "0"}, [], marks=pytest.mark.thorough),
+    ],
+)
+def test_only_what_a_launcher_has_started_is_watched_from_the_import_on(
+    environment: dict[str, str], threads: list[str]
+) -> None:
     signals = "0\n0 False True"  # SIG_DFL
-    for environment, threads in (
-        ({"RANK": "", "WORLD_SIZE": ""}, alone),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, alone),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, launched),
-        ({"RANK": "0", "WORLD_SIZE": "2", watcher.VARIABLE: "0"}, alone),
-    ):
-        # A child that was forked has no thread, and does not take part.
-        assert run_python(NAMES, **environment).replace("Handlers.SIG_DFL", "0") == f"{threads}\n{signals}"
+    # A child that was forked has no thread, and does not take part.
+    assert run_python(NAMES, **environment).replace("Handlers.SIG_DFL", "0") == f"{threads}\n{signals}"
 
 
 @pytest.mark.parametrize("what", ["thread", "store"])
@@ -783,7 +787,8 @@ for step in range(4):
 """
 
 
-@pytest.mark.parametrize("registered", ["by_run", pytest.param("plain", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("registered", ["by_run", "plain"])
 def test_under_torchrun(tmp_path: Path, registered: str) -> None:
     """The line is printed once and again, and the error at the timeout says the same."""
     (tmp_path / "train.py").write_text(SCRIPT)

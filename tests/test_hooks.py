@@ -1216,6 +1216,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TORCHRUN_SCRIPT)

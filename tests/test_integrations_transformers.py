@@ -190,6 +190,7 @@ def trains_compiled(rank: int, folder: Path) -> None:
     assert_trained_alike(rank, Training(weights_of(trainer.model), callback.state.stats()))
 
 
+@pytest.mark.thorough
 def test_trains_compiled(tmp_path: Path) -> None:
     run_launched(trains_compiled, tmp_path)
 

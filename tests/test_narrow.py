@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pairwise import in_turn, thorough
 from profiling import profiled
 from spawn import run_ranks, run_ranks_with_sparse_gradients
-from test_equivalence import SCENARIOS, Joined
+from test_equivalence import SCENARIOS, SLOW, Joined
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Scenario, Trainer, compare, register, with_settings
@@ -150,11 +151,8 @@ def test_a_message_is_counted_as_what_a_ring_of_the_same_bytes_would_carry() -> 
 # --- the same gradients, whatever DDP is used for
 
 
-@pytest.mark.parametrize(
-    "world_size", [2, pytest.param(3, marks=pytest.mark.thorough), pytest.param(4, marks=pytest.mark.thorough)]
-)
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("world_size", [2, *thorough(3, 4)])
+@pytest.mark.parametrize(("scenario", "native"), in_turn(SCENARIOS, [True, False], SLOW))
 def test_same_as_plain_ddp(scenario: type[Scenario], world_size: int, native: bool) -> None:
     made = scenario()
     made.check_bytes = False  # what is counted here are whole parameters
@@ -223,7 +221,7 @@ class AutocastJoined(Joined):
     check_bytes = False
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("world_size", [2, 3, *thorough(4)])
 @pytest.mark.parametrize("policy", [NARROW, SMALL_SEGMENTS, ADAPTIVE], ids=lambda p: p.name)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
 @pytest.mark.parametrize("scenario", [Autocast, Float16Autocast, Accumulated, AutocastBucketViews, AutocastJoined])
@@ -496,7 +494,7 @@ def sums_in_backward(rank: int, native: bool) -> None:
     assert state.stats().narrow_bytes > 0
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize("native", [True, *thorough(False)], ids=["native", "python"])
 def test_collectives_of_the_programs_own_within_backward(native: bool) -> None:
     """What a rank starts on the group comes between the same two of these everywhere, whenever its masks are back."""
     run_ranks(2, sums_in_backward, native, timeout=60.0)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from fuzzer.campaign import run_many
 from fuzzer.generate import generate
-from pairwise import in_turn
+from pairwise import in_turn, thorough
 from spawn import run_ranks
 from test_equivalence import EAGER_AUTO, PACK_ALL, SPLIT_ALL
 from test_fuzz import assert_same
@@ -68,6 +68,15 @@ def on_device(scenario: Scenario) -> Scenario:
 
 # That of many parameters takes half a minute each.
 FEW = [scenario for scenario in test_cuda_hook.FEW if scenario is not on_cpu.ManyTinyParameters]
+# Others have more of what these have.
+RARE = [
+    on_cpu.AllUsed,
+    on_cpu.BucketsAreRebuilt,
+    on_cpu.BucketViews,
+    on_cpu.SpecialValues,
+    on_cpu.FrozenAfterWrapping,
+    on_cpu.Experts,
+]
 
 
 WAYS = {
@@ -85,7 +94,7 @@ UNDER_AUTOCAST = [
 ]
 
 
-@pytest.mark.parametrize(("scenario", "way"), in_turn(FEW, list(WAYS)))
+@pytest.mark.parametrize(("scenario", "way"), in_turn(FEW, list(WAYS), RARE))
 def test_same_as_plain_ddp(scenario: type[Scenario], way: str) -> None:
     run_pretended(2, 1, compare, on_device(scenario()), *WAYS[way])
 
@@ -116,7 +125,7 @@ FREEZING = {
 }
 
 
-@pytest.mark.parametrize("way", FREEZING)
+@pytest.mark.parametrize("way", ["views", "values", *thorough("gradients", "python")])
 def test_random_freezing(way: str) -> None:
     run_pretended(2, 5, test_freezing.random_freezing, *FREEZING[way], 12, "pretend")
 
@@ -139,7 +148,7 @@ def test_units_of_rows(scenario: type[Scenario], policy: ddp_hooks.Policy) -> No
 DIRECT = [test_units.OnOneRank, test_units.RankBuckets, on_cpu.StepBranches]
 
 
-@pytest.mark.parametrize("scenario", DIRECT)
+@pytest.mark.parametrize("scenario", [*DIRECT[:1], *thorough(*DIRECT[1:])])
 def test_every_transport(scenario: type[Scenario]) -> None:
     """On three ranks some contribute and others do not: broadcast, and summed by owners."""
     run_pretended(3, 3, compare, on_device(scenario()), test_direct.DIRECT_ROWS, True)
@@ -261,7 +270,7 @@ def gradients_of_many_streams(rank: int, policy: ddp_hooks.Policy) -> None:
             torch.testing.assert_close(a, b.cpu())
 
 
-@pytest.mark.parametrize(("seed", "policy"), in_turn(RESTING, [PACK_ALL, test_units.EVERY_ROW]))
+@pytest.mark.parametrize(("seed", "policy"), in_turn(RESTING, [PACK_ALL, test_units.EVERY_ROW], RESTING[2:]))
 def test_gradients_of_many_streams(seed: int, policy: ddp_hooks.Policy) -> None:
     run_pretended(2, seed, gradients_of_many_streams, policy)
 
@@ -542,7 +551,7 @@ def test_used_map() -> None:
         run_pretended(2, seed, used_map)
 
 
-@pytest.mark.parametrize("programs", [5, pytest.param(20, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("programs", [3, *thorough(20)])
 def test_random_programs(programs: int) -> None:
     """What each program does, and in which order the device runs it, a seed draws: tests/fuzz.py --device pretend."""
     run_many((generate(seed, 2, "pretend") for seed in range(programs)), on_failure=assert_same)

@@ -566,7 +566,7 @@ def nonzero_units(gradient: torch.Tensor, policy: Policy) -> list[bool]:
 @pytest.mark.parametrize(
     ("part", "world_size"),
     [
-        (0, 2),
+        pytest.param(0, 2, marks=pytest.mark.thorough),
         (1, 2),
         (2, 2),
         (3, 2),
