@@ -842,7 +842,7 @@ def ways_to_serve() -> Iterator[Any]:
             yield pytest.param(scenario, way, world_size, id=name, marks=[] if is_chosen else pytest.mark.thorough)
 
 
-@pytest.mark.parametrize(("scenario", "way", "world_size"), ways_to_serve())
+@pytest.mark.parametrize(("scenario", "way", "world_size"), list(ways_to_serve()))
 def test_same_as_plain_ddp(scenario: type[Scenario], way: str, world_size: int) -> None:
     run = run_ranks_with_sparse_gradients if scenario.has_sparse_gradients else run_ranks
     run(world_size, compare, scenario(), *WAYS[way])
