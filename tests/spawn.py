@@ -93,6 +93,7 @@ def _run_tasks(stack_file: str, pipe: Connection) -> None:
         faulthandler.enable(stacks)
         if module := os.environ.get("DDP_HOOKS_IMPORT_FIRST"):
             importlib.import_module(module)
+        groups: list[dist.ProcessGroup] = []
         while True:
             task = pipe.recv()
             if task is None:
@@ -110,6 +111,9 @@ def _run_tasks(stack_file: str, pipe: Connection) -> None:
                 )
                 result = function(rank, *args)
                 dist.barrier()
+                # Held until the end of the next task, which drops the ones before. A DDP module without our hook would
+                # drop its group with the GIL, while a worker of the group may need that for the barrier: torch hangs.
+                groups[:] = dist.distributed_c10d._world.pg_map
                 dist.destroy_process_group()
                 if "torch.distributed.tensor" in sys.modules:
                     # It would find an equal mesh again, whose process groups have gone with the task.
