@@ -172,7 +172,7 @@ class LateWork(slow_group.SlowWork):
         self._work, self._result = work, result
 
     def wait_for_data(self) -> None:
-        """Wait until gloo has written its last, of which nobody is told before `finish`."""
+        """Wait until gloo has written its last. Nobody is told of that before `finish`."""
         self._work.wait()
 
     def finish(self) -> None:
