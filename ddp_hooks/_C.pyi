@@ -247,7 +247,7 @@ class ValuesProbe:
     def wants_values(self, arg0: int, /) -> bool: ...  # step
     def observe(self, arg0: int, arg1: int, arg2: int, /) -> bool: ...  # step, used_bytes, zero_bytes; not in vain
 
-# In which parameters units are agreed on, as engine.cpp asks; gradients it is shown there only.
+# In which parameters units are agreed on, as the engine asks; gradients it is shown there only.
 class UnitsDetector:
     def __init__(
         self, *, rows: ValuesDetector, widths: ValuesDetector, units: UnitSettings, probe: ProbeSettings

@@ -96,18 +96,18 @@ DELETIONS = (
     ),
     Deletion(
         "a bucket's future carries the stream on which it is complete",
-        "engine/engine.cpp",
+        "engine/engine_buckets.cpp",
         "if (!bucket.getBuffer().is_cpu()) devices.push_back(bucket.getBuffer().device());",
     ),
     Deletion(
         "the hook's stream waits for those on which gradients were accumulated",
-        "engine/engine.cpp",
+        "engine/engine_buckets.cpp",
         "    accumulated.block(current_stream(device));",
         test="test_pretend.py -k many_streams",
     ),
     Deletion(
         "the used map is waited for at the end of backward",
-        "engine/engine.cpp",
+        "engine/engine_buckets.cpp",
         "  reducer_.wait_for_used_map();\n  average_unmanaged(*step, true);",
         "  if (!@) reducer_.wait_for_used_map();\n  average_unmanaged(*step, true);",
         test="test_pretend.py -k used_map",
@@ -130,7 +130,7 @@ DELETIONS = (
     ),
     Deletion(
         "where gradients were accumulated is recorded",
-        "engine/engine.cpp",
+        "engine/engine_buckets.cpp",
         "    accumulated.record(stream);",
         test="test_pretend.py -k many_streams",
     ),

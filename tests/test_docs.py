@@ -220,6 +220,7 @@ def test_the_results_are_those_that_were_measured() -> None:
     rows = json.loads(read("benchmarks/results/fsdp_1gbit.json"))["rows"]
     plain, _, hook = (row for row in rows if row["workload"] == "mixtral")
     check("fsdp_1gbit", plain, hook, [hook["dense_bytes"], hook["payload_bytes"]])
+    assert sum(row["differing_gradients"] for row in rows) == 0
     rows = json.loads(read("benchmarks/results/hook_overhead.json"))["rows"]
     (loss,) = [row for row in rows if (row["workload"], row["peer"]) == ("layers:0", "ours:auto:native")]
     assert f"| {loss['ratio_to_baseline']['median']:.3f} | [hook_overhead]" in page

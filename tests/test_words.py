@@ -31,8 +31,9 @@ GIVEN_UP = {
         ["csrc/values/units_of_step.h", '#include "values/values_probe.h"'],
     ),
     "UnusedParameters": (
-        r"\bAbsence\b|\babsence\.(?:h|cpp)\b|\breducer/absence\b|& absence\b|`absence`",
-        ["Absence absence_;", "reducer/absence.h", "const UnusedParameters& absence,"],
+        r"\bAbsence\b|\babsence\.(?:h|cpp)\b|\breducer/absence\b|& absence\b|`absence`|"
+        r"\bmark_absent\b|\babsent_\b",
+        ["Absence absence_;", "reducer/absence.h", "& absence", "mark_absent()", "absent_.set(i)"],
     ),
     "detached bucket view": (
         r"\b[Vv]acan(?:t|cy)\b|\b[Vv]acat(?:e|es|ed|ing)(?:_\w+)?\b|\bis_vacant\b|\bBucketSlots\b|\bbucket_slots\b",
@@ -56,7 +57,10 @@ GIVEN_UP = {
         r"\b(?:is|are|be|was|were) \[?spread\b(?! (?:over|across|evenly|among))",
         ["Transport::kSpread", "*spread*: it sends", "it spreads them", "units are spread", "is [spread](x)"],
     ),
-    "mark_used_map_reduced": (r"\bsettle_used_map\b|\bused_map_(?:is_)?settled\b", ["reducer_.settle_used_map(used)"]),
+    "mark_used_map_reduced": (
+        r"\bsettle_used_map\b|\bused_map_(?:is_)?settled\b|\bmap (?:of used parameters )?was settled",
+        ["reducer_.settle_used_map(used)", "where the map of used parameters was settled"],
+    ),
     "unmanaged": (
         r"\b[Ll]ate\*? (?:gradient|parameter)s?\b|\blate_(?:gradient|parameter)s?\b|\bmay_be_late\b|\bis \*late\*|"
         r"\[late\]\(",

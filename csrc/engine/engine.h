@@ -13,23 +13,30 @@
 //   forward_done             Python, after a forward      E           watches the outputs       -
 //   outputs_reached          autograd, at an output       R, E        exchange starts, views    gradients_done
 //                                                                     are detached
-//   gradient_reported        autograd, each accumulator   none: marks what is absent ready      reduced_without_hook,
+//   gradient_reported        autograd, each accumulator   none: marks what is unused ready      reduced_without_hook,
 //                                                         R, E: copies early within a step      until there is a hook
 //   run, first bucket        Reducer, which holds R       R, E        open_step: waits for the  -
 //                                                                     agreed mask, plans
-//   run, every bucket        Reducer, which holds R       R, E        take_bucket: messages     -
+//   run, every bucket        Reducer, which holds R       R, E        take_bucket: detectors    -
+//                                                                     exchange masks, messages
 //                                                                     leave
-//   run, last bucket         Reducer, which holds R       R, E        close_step; step_ is      after_backward
-//                                                                     null again
+//   run, last bucket         Reducer, which holds R       R, E        close_step; step_ is      after_backward; in a
+//                                                                     null again                pass that failed, the
+//                                                                                               used map's return
 //   contributions are back   the process group's thread   none        an owner sums, and sends  -
 //                                                                     the sums to all
 //   a message is back        the process group's thread   none        scatters; completes the   -
 //                                                                     bucket's future
-//   gradients_done           autograd, end of backward    none, E     marks what is unready     -
+//   unmanaged_gradient_      autograd, accumulator of     E           notes the gradient        -
+//   reported                 what DDP does not know
+//   gradients_done           autograd, end of backward    R, E        marks what is unready,    -
+//                                                                     for which it holds none
 //   after_backward           autograd, after the          E by turns  unmanaged gradients are   errors that concern
 //                            Reducer's own callback                   averaged; rebuild         this rank alone
 //
 // A rank that has joined calls `run` outside of backward, without R, which the engine then takes; it queues nothing.
+// `run` and what it queues are in engine_buckets.cpp, the other entry points in engine_events.cpp, settings and life in
+// engine.cpp.
 //
 // Always holds: what is sent, in what order and in what shape depends on agreed masks, the bucket layout and the
 // settings only. Every bucket future handed out is completed or failed, whatever happens.
@@ -173,6 +180,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<SentElements> send_units(const SettledUnits& settled);
   EngineSettings fitted(EngineSettings settings) const;
   void close_step();
+  void record_usage();
+  bool is_time_to_rebuild();
+  void queue_after_backward();
   void leave_out_used_map();
   void gradients_done();
   void after_backward(const std::shared_ptr<Step>& step);
@@ -181,7 +191,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void look_for_hook();
   void reduced_without_hook();
   void watch_gradients();
-  void mark_absent();
+  void mark_unused_ready();
   std::vector<size_t> unready_parameters();
   void refresh_layout();
   void fill_views(uint32_t bucket);

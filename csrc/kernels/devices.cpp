@@ -92,4 +92,11 @@ bool is_capturing(c10::Device device) {
   return kernels != nullptr && kernels->is_capturing(current_stream_handle(device));
 }
 
+void refuse_capture(c10::Device device) {
+  TORCH_CHECK(
+      !is_capturing(device),
+      "ddp_hooks: expected a step that is run, received one that is captured into a CUDA graph: what is sent is "
+      "agreed on the host in each step, and a graph would replay one step's answer. Capture without this hook");
+}
+
 }  // namespace ddp_hooks

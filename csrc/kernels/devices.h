@@ -30,4 +30,7 @@ StreamHandle current_stream_handle(c10::Device device);
 // Whether what is put on that stream now is recorded into a graph instead of run. Always false on the CPU.
 bool is_capturing(c10::Device device);
 
+// Throws where that is so.
+void refuse_capture(c10::Device device);
+
 }  // namespace ddp_hooks

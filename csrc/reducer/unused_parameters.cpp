@@ -15,7 +15,7 @@ UnusedParameters::UnusedParameters(const ReducerView& reducer, const std::vector
       names_(names),
       armed_(std::make_shared<UsageMask>(reduced_count_)) {
   parameters_.insert(parameters_.end(), unmanaged.begin(), unmanaged.end());
-  declared_ = taken_back_ = absent_ = accumulated_ = taken_up_ = UsageMask(parameters_.size());
+  declared_ = taken_back_ = unused_ = accumulated_ = taken_up_ = UsageMask(parameters_.size());
   unmanaged_taken_up();
   for (size_t i : pending) accumulated_.set(i);
 }
@@ -27,10 +27,10 @@ void UnusedParameters::declare(const std::vector<size_t>& parameters) {
 
 void UnusedParameters::synchronising_forward_done(int64_t number) {
   forward_number_ = number;
-  absent_ = declared_;
+  unused_ = declared_;
   taken_back_ = UsageMask(parameters_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!parameters_[i].requires_grad()) absent_.set(i);
+    if (!parameters_[i].requires_grad()) unused_.set(i);
   }
   checked_ = false;
   prepared_ = false;
@@ -76,15 +76,15 @@ void UnusedParameters::unmanaged_taken_up() {
 }
 
 void UnusedParameters::forget_unless_of(int64_t number) {
-  if (forward_number_ != number) absent_ = UsageMask(parameters_.size());
+  if (forward_number_ != number) unused_ = UsageMask(parameters_.size());
 }
 
 void UnusedParameters::check_declarations(int64_t reports) {
   if (checked_) return;
   checked_ = true;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!absent_.test(i) || !parameters_[i].requires_grad() || !is_in_a_graph(i, reports)) continue;
-    absent_.clear(i);
+    if (!unused_.test(i) || !parameters_[i].requires_grad() || !is_in_a_graph(i, reports)) continue;
+    unused_.clear(i);
     taken_back_.set(i);
   }
 }
@@ -100,12 +100,12 @@ bool UnusedParameters::is_in_a_graph(size_t parameter, int64_t reports) const {
 }
 
 bool UnusedParameters::has_nothing_to_send(size_t parameter) const {
-  return absent_.test(parameter) && !has_accumulated(parameter);
+  return unused_.test(parameter) && !has_accumulated(parameter);
 }
 
 bool UnusedParameters::is_complete() const {
   for (size_t i = 0; i < reduced_count_; ++i) {
-    if (!absent_.test(i)) return false;
+    if (!unused_.test(i)) return false;
   }
   return true;
 }
@@ -114,7 +114,7 @@ bool UnusedParameters::prepare_marks() {
   if (prepared_) return false;
   prepared_ = true;
   for (size_t i = 0; i < reduced_count_; ++i) {
-    if (!absent_.test(i)) continue;
+    if (!unused_.test(i)) continue;
     marks_.push_back(i);
     if (parameters_[i].requires_grad()) guard(i);
   }
@@ -150,7 +150,7 @@ void UnusedParameters::guard(size_t parameter) {
 }
 
 void UnusedParameters::step_closed() {
-  absent_ = UsageMask(parameters_.size());
+  unused_ = UsageMask(parameters_.size());
   // Gradients of unmanaged parameters may come after the step has closed, and are averaged later still.
   for (size_t i = 0; i < reduced_count_; ++i) accumulated_.clear(i);
 }

@@ -8,7 +8,7 @@
 // parameter for which that is not true counts as used. What enters a graph only later, in a backward pass of its own
 // (as under reentrant checkpointing), is caught by a guard when its gradient comes.
 //
-// Always holds: what is absent was so when the last synchronising forward pass ended. It is forgotten when the
+// Always holds: what is unused here was so when the last synchronising forward pass ended. It is forgotten when the
 // step that it belongs to closes, or another forward pass has begun that could not be watched. Thread-safety: none; the
 // engine locks. Ranks may differ.
 #pragma once
@@ -59,13 +59,13 @@ class UnusedParameters {
   // how often each of the Reducer's parameters is watched by a GradientReport.
   void check_declarations(int64_t reports);
 
-  // Absent, and without a gradient from an earlier pass under no_sync() that still has to travel.
+  // Unused, and without a gradient from an earlier pass under no_sync() that still has to travel.
   bool has_nothing_to_send(size_t parameter) const;
 
-  // Whether all that the Reducer knows is absent, so that it will not reduce anything.
+  // Whether all that the Reducer knows is unused, so that it will not reduce anything.
   bool is_complete() const;
 
-  // Notes, once for each forward pass, that the absent ones among the Reducer's parameters are to be marked ready;
+  // Notes, once for each forward pass, that the unused ones among the Reducer's parameters are to be marked ready;
   // returns whether there are any, or some whose declaration was taken back. From then on, until the pass has ended, a
   // declared one that receives a gradient makes backward fail with an error that names it.
   bool prepare_marks();
@@ -88,7 +88,7 @@ class UnusedParameters {
   const std::vector<std::string>& names_;
   UsageMask declared_;
   UsageMask taken_back_;  // of these, those that are in a graph, perhaps not this pass's
-  UsageMask absent_;
+  UsageMask unused_;
   UsageMask accumulated_;
   UsageMask taken_up_;  // unmanaged ones; what of theirs was not reported is left of earlier steps
   int64_t forward_number_ = 0;

@@ -36,6 +36,32 @@ BorrowedSlice place_of(const UnitRun& run, const std::vector<SliceOfTensor>& gra
   return {&gradient.flat, gradient.offset + run.offset, run.length};
 }
 
+// Neighbouring parameters of a bucket that get ready to be sent in one go.
+struct BucketRun {
+  enum class Treatment : uint8_t {
+    kLeave,   // lies in the bucket, scaled
+    kScale,   // lies in the bucket
+    kGather,  // lies elsewhere: is copied here, scaled
+  };
+
+  int64_t begin = 0;
+  int64_t end = 0;
+  Treatment treatment = Treatment::kLeave;
+  double divisor = 1;
+  bool divides = false;
+  std::vector<SliceOfTensor> gradients;
+
+  bool takes(int64_t offset, Treatment next, double next_divisor, bool next_divides) const {
+    return offset == end && next == treatment && next_divisor == divisor && next_divides == divides;
+  }
+
+  void make_ready(const at::Tensor& flat) const {
+    const at::Tensor here = flat.narrow(0, begin, end - begin);
+    if (treatment == Treatment::kGather) gather(here, borrow(gradients), divisor, divides);
+    if (treatment == Treatment::kScale) scale(here, divisor, divides);
+  }
+};
+
 }  // namespace
 
 int64_t payload_bytes(const at::Tensor& tensor) {
@@ -184,46 +210,33 @@ void MessageSender::send_in_place(const std::shared_ptr<StepInFlight>& step, con
              });
 }
 
-// Brings the stretch's gradients into the bucket, scaled unless the group does that: neighbours that lie elsewhere in
-// one copy, those that lie in the bucket already where they are.
-void MessageSender::copy_into_bucket(const StepInFlight& step, const BucketLayout& layout, const Slice& stretch,
+// Copies the gradients of a slice of a bucket into it, scaled unless the group does that: neighbours that lie elsewhere
+// in one copy, those that lie in the bucket already where they are.
+void MessageSender::copy_into_bucket(const StepInFlight& step, const BucketLayout& layout, const Slice& sent,
                                      bool scales) {
-  enum class Way { kLeave, kScale, kGather };
-  const at::Tensor flat = step.buckets[stretch.bucket].flat();
-  int64_t begin = stretch.offset;
-  int64_t end = begin;
-  Way way = Way::kLeave;
-  bool divides = false;
-  double divisor = 1;
-  std::vector<SliceOfTensor> sources;
-  const auto finish_run = [&] {
-    const at::Tensor run = flat.narrow(0, begin, end - begin);
-    if (way == Way::kGather) gather(run, borrow(sources), divisor, divides);
-    if (way == Way::kScale) scale(run, divisor, divides);
-    sources.clear();
-  };
-  for (const ParameterSlice& slice : parameters_in(layout, stretch)) {
+  using Treatment = BucketRun::Treatment;
+  const at::Tensor flat = step.buckets[sent.bucket].flat();
+  BucketRun run;
+  run.begin = run.end = sent.offset;
+  for (const ParameterSlice& slice : parameters_in(layout, sent)) {
     at::Tensor gradient;
-    Way next = Way::kLeave;
+    Treatment treatment = Treatment::kLeave;
     if (step.copied_early.test(slice.parameter)) {
       views_.restore(slice.parameter);
     } else if (step.agreed.test(slice.parameter)) {
       gradient = take_gradient(step, slice.parameter);
-      next = gradient.defined() ? Way::kGather : Way::kScale;
+      treatment = gradient.defined() ? Treatment::kGather : Treatment::kScale;
     }
-    const bool divides_next = views_.is_divided(slice.parameter);
-    const double divisor_next = scales ? step.divisor_of(slice.parameter) : 1;
-    if (next != way || divides_next != divides || divisor_next != divisor || slice.offset != end) {
-      finish_run();
-      way = next;
-      divides = divides_next;
-      divisor = divisor_next;
-      begin = slice.offset;
+    const double divisor = scales ? step.divisor_of(slice.parameter) : 1;
+    const bool divides = views_.is_divided(slice.parameter);
+    if (!run.takes(slice.offset, treatment, divisor, divides)) {
+      run.make_ready(flat);
+      run = {slice.offset, slice.offset, treatment, divisor, divides, {}};
     }
-    end = slice.offset + slice.length;
-    if (gradient.defined()) sources.push_back({gradient, 0, slice.length});
+    run.end = slice.offset + slice.length;
+    if (gradient.defined()) run.gradients.push_back({gradient, 0, slice.length});
   }
-  finish_run();
+  run.make_ready(flat);
 }
 
 void MessageSender::copy_into_bucket_early(StepInFlight& step, size_t parameter) {

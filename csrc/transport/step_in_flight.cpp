@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <stdexcept>
 #include <utility>
 
 #include "kernels/devices.h"
@@ -57,6 +58,10 @@ void StepInFlight::fail(const std::exception_ptr& reason) {
   error = reason;
   has_failed = true;
   for (BucketInFlight& bucket : buckets) bucket.fail(reason);
+}
+
+void StepInFlight::break_off() {
+  fail(std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was broken off")));
 }
 
 }  // namespace ddp_hooks

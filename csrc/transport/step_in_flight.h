@@ -81,6 +81,8 @@ struct StepInFlight {
     return divides_by_contributors ? static_cast<double>(contributors.count(parameter)) : divisor;
   }
   void fail(const std::exception_ptr& reason);
+  // Where DDP was told to go on after a pass that failed half-way (`_update_process_group`).
+  void break_off();
 };
 
 }  // namespace ddp_hooks

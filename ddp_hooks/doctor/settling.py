@@ -1,7 +1,7 @@
 """What ``auto`` sends once its detectors have settled: the engine's own detectors, driven with what was watched.
 
 The steps that were watched are repeated, over and over. Which units and which values are asked for follows from what
-the ranks wrote down, as in csrc/engine/engine.cpp.
+the ranks wrote down, as in csrc/engine/engine_buckets.cpp.
 """
 
 from __future__ import annotations
