@@ -331,8 +331,9 @@ def test_pages_that_sources_name_are_there() -> None:
 
 
 def test_the_pages_are_short() -> None:
-    for page in [*PAGES, "docs/reference.md", "CHANGELOG.md"]:
-        assert [line for line in read(page).splitlines() if len(line) > 120 and not line.startswith(("|", "!"))] == []
+    for page in [page for page in ALL_PAGES if not page.startswith("benchmarks/figures/")]:  # those are made
+        text = re.sub(r"^```.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
+        assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "!"))] == [], page
     assert len(read("README.md").splitlines()) <= 120
     of_ddp = [page for page in PAGES if page not in ("README.md", "docs/fsdp.md")]
     assert sum(len(read(page).encode()) for page in of_ddp) <= 50_000
