@@ -46,6 +46,15 @@ NARROWED_BYTES = 16 << 20
 SUMMED_BYTES = 8 << 20
 PART_LENGTH = 256
 _TIMES = 3
+_FIELDS = (
+    "all_reduce_seconds",
+    "all_reduce_seconds_per_byte",
+    "all_to_all_seconds",
+    "all_to_all_seconds_per_byte",
+    "narrowing_seconds_per_byte",
+    "summing_seconds_per_byte",
+    "seconds_per_part",
+)
 
 
 def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -92,6 +101,11 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
         summing_seconds_per_byte=summing / NARROWED_BYTES,
         seconds_per_part=for_a_part,
     )
+
+
+def costs_as_numbers(costs: Any) -> tuple[float, ...] | None:
+    """Return the fields of a ``_C.CollectiveCosts``, which ranks can compare; None for None."""
+    return None if costs is None else tuple(getattr(costs, name) for name in _FIELDS)
 
 
 def _of_bytes(quarter: float, large: float) -> float:

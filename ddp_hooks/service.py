@@ -18,7 +18,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from . import _extension
 from .absentees import naming_absent_ranks
 from .agreement import settle
-from .collective_costs import measure_collective_costs
+from .collective_costs import costs_as_numbers, measure_collective_costs
 from .control_groups import ControlGroups, new_name, open_control_groups
 from .engine_settings import engine_settings
 from .hangs import watcher
@@ -74,10 +74,15 @@ def agree_to_serve(
     sharable = _groups_to_share(ddp)
     # Two runs have the same bits only where times decide nothing.
     may_measure = policy.tuning.calibrate and not torch.are_deterministic_algorithms_enabled()
-    own = (new_name(), tuple(sharable), may_measure)
+    # Of services that share groups some may have been told what collectives take and others not, and which of them are
+    # left differs by rank.
+    costs = {name: costs_as_numbers(groups.costs) for name, groups in sharable.items()}
+    own = (new_name(), costs, may_measure)
     offers = settle(function, propose(ddp, function, description, problem, own), error)
-    shared = set(sharable).intersection(*(names for _, names, _ in offers))
+    shared = set(sharable).intersection(*(theirs for _, theirs, _ in offers))
     groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
+    if len({theirs.get(groups.name) for _, theirs, _ in offers}) > 1:
+        groups = replace(groups, costs=None)
     measures = all(may_measure for _, _, may_measure in offers)
     if groups.costs is None and measures and _C.can_send_directly(ddp.process_group, ddp.device):
         with naming_absent_ranks(ddp.process_group, function):

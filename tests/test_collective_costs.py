@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -165,6 +166,25 @@ def costs_stay(rank: int) -> None:
 
 def test_a_new_policy_and_a_rebuilt_reducer_keep_what_was_measured() -> None:
     run_ranks(2, costs_stay)
+
+
+def costs_known_on_a_rank(rank: int) -> None:
+    """Of two wrappers of one model only the second has costs, and on a rank that one is gone."""
+    measurement = Measured(DEAR_MESSAGES)
+    model = test_direct.Heads(3)
+    wrappers = [DistributedDataParallel(model, find_unused_parameters=True) for _ in range(3)]
+    states = [register(wrappers[0], with_settings(DIRECT, calibrate=False), True), register(wrappers[1], DIRECT, True)]
+    assert measurement.count == 1
+    if rank == 0:
+        del states[1], wrappers[1]
+        gc.collect()
+    state = register(wrappers[-1], DIRECT, True)
+    wrappers[-1](torch.ones(2, 64), rank).sum().backward()
+    assert (measurement.count, state.stats().broadcast_bytes) == (2, 0)
+
+
+def test_ranks_agree_on_whether_costs_are_known() -> None:
+    run_ranks(2, costs_known_on_a_rank)
 
 
 def deterministic_on_a_rank(rank: int) -> None:

@@ -183,7 +183,7 @@ def test_a_stale_gradient_of_what_is_frozen_stays(native: bool) -> None:
     run_ranks(2, stale_gradient_of_frozen, native)
 
 
-def stale_gradient_of_late(rank: int, native: bool) -> None:
+def stale_gradient_of_late(rank: int, average: Any, native: bool) -> None:
     """What nobody used in a step stays; where one rank used it, what the other has left over travels, as in DDP."""
 
     class Chooses(nn.Module):
@@ -199,7 +199,7 @@ def stale_gradient_of_late(rank: int, native: bool) -> None:
     twin = copy.deepcopy(model)
     model.late.requires_grad_(False)
     ddp = wrap(model, find_unused_parameters=True)
-    register(ddp, "skip_unused", native)
+    register(ddp, ddp_hooks.Policy("graph", average=average), native)
     model.late.requires_grad_(True)
     plain = wrap(twin, find_unused_parameters=True)
     steps = [(True, True), (False, False), (True, False), (False, True)]
@@ -213,8 +213,10 @@ def stale_gradient_of_late(rank: int, native: bool) -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_a_stale_gradient_of_what_is_late(native: bool) -> None:
-    run_ranks(2, stale_gradient_of_late, native)
+@pytest.mark.parametrize("average", ["world", "contributors"])
+def test_a_stale_gradient_of_what_is_late(average: str, native: bool) -> None:
+    """Where one is added, an average over contributors is one over all ranks, too."""
+    run_ranks(2, stale_gradient_of_late, average, native)
 
 
 def frozen_where_others_left_a_gradient(rank: int, native: bool) -> None:
@@ -785,6 +787,40 @@ def declared_in_a_graph_that_was_kept(rank: int, native: bool, bucket_view: bool
 @pytest.mark.parametrize(("native", "bucket_view"), [(True, False), (True, True), (False, False)])
 def test_declared_in_a_graph_that_was_kept(native: bool, bucket_view: bool) -> None:
     run_ranks(2, declared_in_a_graph_that_was_kept, native, bucket_view)
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, batch: torch.Tensor, uses_a: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.b(batch) + (self.a(batch) if uses_a else 0), self.c(batch)
+
+
+def declared_and_gone_back_from_in_parts(rank: int) -> None:
+    """The Reducer waits for the other output as well when the first one's pass is over."""
+    torch.manual_seed(0)
+    model = TwoOutputs()
+    twin = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
+    ddp = wrap(model)
+    state = register(ddp, "skip_unused", True)
+    batch = torch.full((2, 8), 1.0 + rank)
+    kept = ddp(batch, True)
+    sum(output.sum() for output in kept).backward(retain_graph=True)
+    model.zero_grad()
+    with state.unused("a"):
+        outputs = ddp(batch, False)
+    for output in outputs:
+        output.sum().backward()
+    sum(output.sum() for output in twin(batch, False)).backward()
+    for ours, plain in zip(model.parameters(), twin.module.parameters(), strict=True):
+        expected = torch.zeros_like(plain) if plain.grad is None else plain.grad
+        assert torch.equal(ours.grad, expected)
+
+
+def test_declared_and_gone_back_from_in_parts() -> None:
+    run_ranks(2, declared_and_gone_back_from_in_parts)
 
 
 class Recomputed(nn.Module):

@@ -891,6 +891,7 @@ def collectives_in_backward(rank: int, policy: str | ddp_hooks.Policy, native: b
             super().__init__()
             self.trunk = nn.Linear(8, 16)
             self.branches = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+            self.frozen = nn.Linear(2, 2).requires_grad_(False)  # so that there is an exchange with any policy
 
         def forward(self, x: torch.Tensor, alone: bool) -> torch.Tensor:
             x = WaitsForAll.apply(torch.tanh(self.trunk(x)), group)
@@ -908,9 +909,47 @@ def collectives_in_backward(rank: int, policy: str | ddp_hooks.Policy, native: b
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("policy", ["skip_unused", "skip_zeros", EAGER_AUTO], ids=["graph", "values", "auto"])
+@pytest.mark.parametrize(
+    "policy",
+    ["skip_unused", "skip_zeros", EAGER_AUTO, ddp_hooks.Policy("values alone", skip_unused=False, skip_zeros="on")],
+    ids=["graph", "values", "auto", "values_alone"],
+)
 def test_collectives_in_backward(policy: str | ddp_hooks.Policy, native: bool) -> None:
     run_ranks(2, collectives_in_backward, policy, native)
+
+
+def collectives_behind_a_kept_gradient(rank: int, policy: str | ddp_hooks.Policy) -> None:
+    """An adapter counts as used on both ranks: on one for an earlier pass, so that the masks are the same."""
+    group = dist.new_group()
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.adapter, self.trunk = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, adapt: bool) -> torch.Tensor:
+            x = self.stem(x)
+            return self.trunk(WaitsForAll.apply(self.adapter(x) if adapt else x, group))
+
+    torch.manual_seed(0)
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 0.0001}
+    plain, ddp = (DistributedDataParallel(Adapted(), **options) for _ in range(2))
+    ddp.module.load_state_dict(plain.module.state_dict())
+    state = register(ddp, policy, True)
+    for step in range(3):
+        for each in (plain, ddp):
+            each.zero_grad()
+            with each.no_sync():
+                each(torch.ones(2, 8), True).sum().backward()
+            each(torch.ones(2, 8), rank == step % 2).sum().backward()
+        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+    assert state.stats().steps == 3
+
+
+@pytest.mark.parametrize("policy", ["skip_zeros", EAGER_AUTO], ids=["values", "auto"])
+def test_collectives_behind_a_kept_gradient(policy: str | ddp_hooks.Policy) -> None:
+    run_ranks(2, collectives_behind_a_kept_gradient, policy)
 
 
 def collectives_in_backward_on_a_grid(rank: int, policy: str | ddp_hooks.Policy) -> None:

@@ -217,6 +217,67 @@ def test_declared_for_long() -> None:
     run_ranks(2, declared_for_long)
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, both: bool) -> list[torch.Tensor]:
+        x = self.trunk(x)
+        return [self.b(x), self.a(x)] if both else [self.b(x)]
+
+
+def output_left_out_under_no_sync(rank: int, then: str) -> None:
+    """What reports without a gradient is not used, although a placeholder stands in its place since the step before."""
+    torch.manual_seed(0)
+    plain, ddp = (DistributedDataParallel(TwoHeads(), find_unused_parameters=True) for _ in range(2))
+    ddp.module.load_state_dict(plain.module.state_dict())
+    state = ddp_hooks.register(ddp, "skip_unused")
+    for each in (plain, ddp):
+        each(batch(rank), False)[0].sum().backward()
+        with each.no_sync():
+            each(batch(rank), True)[0].sum().backward()
+        if then == "closed" and each is ddp:
+            state.close()
+        to = [*each.module.trunk.parameters(), *each.module.b.parameters()] if then == "to some" else None
+        each(batch(rank), False)[0].sum().backward(inputs=to)
+    for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is theirs.grad is None or torch.equal(ours.grad, theirs.grad)
+    if then == "goes on":
+        assert not state.usage()["a.weight"].used_anywhere
+
+
+@pytest.mark.parametrize("then", ["goes on", "closed", "to some"])
+def test_output_left_out_under_no_sync(then: str) -> None:
+    run_ranks(2, output_left_out_under_no_sync, then)
+
+
+def hook_after_ours(rank: int) -> None:
+    """Whoever comes after the hook is handed the parameters, which the Reducer looks up once and for all."""
+    model = layers()
+    ddp = DistributedDataParallel(model)
+    state = ddp_hooks.register(ddp)
+    for _ in range(2):
+        run_pass(ddp, rank)
+    state.close()
+    handed = []
+
+    def collect(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        handed.extend(bucket.parameters())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    # DDP reads annotations, which here would be strings.
+    ddp.register_comm_hook(None, lambda _, bucket: collect(bucket))
+    run_pass(ddp, rank)
+    assert {id(parameter) for parameter in handed} == {id(parameter) for parameter in model.parameters()}
+
+
+def test_hook_after_ours() -> None:
+    run_ranks(2, hook_after_ours)
+
+
 def second_state(rank: int) -> None:
     """A state that was made and never registered leaves the module to the next."""
     ddp = DistributedDataParallel(layers())

@@ -76,9 +76,11 @@ AgreedUsage UsageAgreement::agree(bool shadow, uint64_t layout) {
   if (!exchange) exchange = start_usage_exchange(usage.here, shadow, layout);
   usage.anywhere = wait(*exchange);
   const bool leftovers = usage.anywhere.test(leftover_bit());
+  const bool unreached = usage.anywhere.test(unreached_bit());
   usage.anywhere.clear(leftover_bit());
+  usage.anywhere.clear(unreached_bit());
   usage.objections = exchange->piggybacked();
-  usage.same_everywhere = exchange->masks_were_identical();
+  usage.same_everywhere = exchange->masks_were_identical() && !unreached;
   usage.nobody_joined = !usage.anywhere.test(joined_bit_);
   usage.contributors = exchange->contributors();
   usage.nothing_left_over = !leftovers;
@@ -94,6 +96,7 @@ std::unique_ptr<PendingExchange> UsageAgreement::start_usage_exchange(const Usag
                                                                       uint64_t layout) {
   UsageMask sent = usage;
   if (settings_.asks_who && !shadow && has_leftover(usage)) sent.set(leftover_bit());
+  if (!shadow && has_unreached(usage)) sent.set(unreached_bit());
   return counted(exchange_.start(sent, objections_(shadow), settings_.asks_who, {settings_.configuration, layout, 0}));
 }
 
@@ -101,6 +104,18 @@ std::unique_ptr<PendingExchange> UsageAgreement::start_usage_exchange(const Usag
 bool UsageAgreement::has_leftover(const UsageMask& usage) const {
   for (size_t i = 0; i < reduced_count_; ++i) {
     if (!usage.test(i) && reducer_.has_gradient(i)) return true;
+  }
+  return false;
+}
+
+// A gradient of an earlier pass under no_sync() that has yet to travel, a declaration that was taken back because of
+// some graph; or all that the graph leaves out, where it is not asked.
+bool UsageAgreement::has_unreached(const UsageMask& usage) const {
+  for (size_t i : reducer_.unreached()) {
+    if (usage.test(i)) return true;
+  }
+  for (size_t i = 0; i < reduced_count_ && !reducer_.searches_graph(); ++i) {
+    if (usage.test(i) && unused_.may_be_unreached(i)) return true;
   }
   return false;
 }

@@ -2,9 +2,10 @@
 //
 // Every synchronised backward pass takes one mask exchange. It is started when the pass is known to reach the Reducer,
 // and its result is asked for by the first bucket. Masks have a bit for each of the Reducer's parameters, for each
-// unmanaged one, one that says "this rank has joined", and one that says "here a gradient is left of something that
-// this pass does not use", which it would contribute although nobody sees it in the graph. Beside the mask travel
-// *objections*: a bit for each parameter that may have units, set by a rank that would rather send it whole.
+// unmanaged one, and three more. *Joined*: this rank has. *Left over*: here a gradient is left of something that this
+// pass does not use, which it would contribute although nobody sees it in the graph. *Unreached*: something counts as
+// used here that this pass may not reach, so that ranks with the same mask may have other graphs. Beside the mask
+// travel *objections*: a bit for each parameter that may have units, set by a rank that would rather send it whole.
 //
 // Always holds: at most one exchange is under way that no step has taken up.
 // Thread-safety: none; the engine locks, and the Reducer's mutex is held. Every rank must agree on: the settings, the
@@ -43,7 +44,7 @@ struct ExchangeStatistics {
 struct AgreedUsage {
   UsageMask here;
   UsageMask anywhere;
-  bool same_everywhere = true;     // every rank's mask is the same
+  bool same_everywhere = true;     // every rank's pass reaches the same parameters
   bool nobody_joined = false;      // as far as it was agreed; without an exchange nobody knows
   UsageMask objections;            // of any rank; empty without an exchange
   Contributors contributors;       // as far as somebody asked who
@@ -63,7 +64,7 @@ class UsageAgreement {
                  ExchangeStatistics& statistics);
 
   size_t joined_bit() const { return joined_bit_; }
-  UsageMask nothing() const { return UsageMask(joined_bit_ + 2); }
+  UsageMask nothing() const { return UsageMask(joined_bit_ + 3); }
 
   // Whether an exchange is needed and none is under way. One may be: another output of the same pass started it, or a
   // pass that failed before its first bucket did, and then the other ranks count on that exchange.
@@ -86,7 +87,9 @@ class UsageAgreement {
 
  private:
   size_t leftover_bit() const { return joined_bit_ + 1; }
+  size_t unreached_bit() const { return joined_bit_ + 2; }
   bool has_leftover(const UsageMask& usage) const;
+  bool has_unreached(const UsageMask& usage) const;
   bool exchanges() const;
   UsageMask everything() const;
   UsageMask local_usage() const;

@@ -76,6 +76,7 @@ void Engine::close(bool remove_hook, bool dying) {
     // Not into buckets that a forward pass has had made anew since the last step.
     views_.forget();
     if (!reducer_.in_backward()) reducer_.unmark_used_map_reduced();
+    reducer_.forget_parameters_of_buckets();
     if (remove_hook && !dying) hook = reducer_.take_hook();
   }
   step_.reset();

@@ -86,11 +86,15 @@ void Engine::gradient_reported(size_t index) {
   // On a device a launch for each parameter would cost more than its cache saves.
   const bool copies_early = takes_gradients_ && reducer_.parameters()[index].is_cpu();
   // Where the Reducer searches the graph, it notes itself what was accumulated.
-  if (!copies_early && reducer_.searches_graph()) return;
+  if (!copies_early && reducer_.searches_graph() && reducer_.has_gradient(index)) return;
   auto reducer_lock = reducer_.lock();
   std::lock_guard lock(mutex_);
   if (!prologue_) return;
-  if (!reducer_.expects_backward()) return prologue_->gradient_accumulated(index);
+  if (!reducer_.expects_backward()) {
+    // It has noted a gradient here, and looked at the placeholder.
+    if (views_.is_detached(index)) reducer_.forget_use_without_gradient(index);
+    return prologue_->gradient_accumulated(index);
+  }
   if (!copies_early) return;
   // Before the step opens, nobody knows how a gradient will travel.
   if (!step_ || step_->error || !reducer_.is_final(index)) return;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -24,6 +25,14 @@ struct PrivateSet {
 };
 const std::unordered_set<size_t>& marked_ready(c10d::Reducer& r);
 template struct PrivateSet<&c10d::Reducer::perIterationReadyParams_>;
+
+using ParametersOfBuckets = std::unordered_map<size_t, std::vector<at::Tensor>>;
+template <ParametersOfBuckets c10d::Reducer::* kMember>
+struct PrivateMap {
+  friend ParametersOfBuckets& parameters_of_buckets(c10d::Reducer& r) { return r.*kMember; }
+};
+ParametersOfBuckets& parameters_of_buckets(c10d::Reducer& r);
+template struct PrivateMap<&c10d::Reducer::cached_variables_for_bucket_>;
 
 // Never instantiated: it is only the scope in which pointers to the Reducer's protected members can be formed.
 struct Members : c10d::Reducer {
@@ -224,6 +233,10 @@ void ReducerView::clear_unused(UsageMask& usage) const {
   for (size_t index : Members::unused(*reducer)) {
     if (used_since_sync == nullptr || used_since_sync[index] == 0) usage.clear(index);
   }
+}
+
+void ReducerView::forget_parameters_of_buckets() const {
+  parameters_of_buckets(*get()).clear();
 }
 
 bool ReducerView::used_since_synchronised(size_t parameter) const {

@@ -98,7 +98,7 @@ class ReducerView {
   // not, it will not reduce anything.
   bool reaches_parameters() const;
 
-  // Those that the last search did not reach.
+  // Those that the last search did not reach, with a static graph the first one; none where nobody searched.
   std::vector<size_t> unreached() const;
 
   // Clears bit i of `usage` when this rank has no gradient to contribute for parameter i, neither from this backward
@@ -132,6 +132,10 @@ class ReducerView {
   // bucket is handed back, where the Reducer searches the graph, and let go of it before the Reducer's own last act.
   // Thread-safety: may be let go of in any thread, without the Reducer's mutex and without the GIL.
   std::shared_ptr<void> leave_out_used_map() const;
+
+  // The Reducer hands each bucket's parameters to hooks from a list that it makes once, which has placeholders in it if
+  // a native hook was called first.
+  void forget_parameters_of_buckets() const;
 
   // Whether some graph that has not been freed leads to parameter i, so that a backward pass may give it a gradient.
   // May be true without one, where somebody else holds the parameter's accumulator. `holders` says how often it is held

@@ -111,7 +111,8 @@ bool UnusedParameters::is_complete() const {
 }
 
 bool UnusedParameters::prepare_marks() {
-  if (prepared_) return false;
+  // The outputs of a forward pass may be gone back from one by one, and nobody knows which comes last.
+  if (prepared_) return taken_back_.count() > 0;
   prepared_ = true;
   for (size_t i = 0; i < reduced_count_; ++i) {
     if (!unused_.test(i)) continue;

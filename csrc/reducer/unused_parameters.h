@@ -59,6 +59,8 @@ class UnusedParameters {
   // how often each of the Reducer's parameters is watched by a GradientReport.
   void check_declarations(int64_t reports);
 
+  // Unused, or declared unused and in some graph, which may be none of this pass's.
+  bool may_be_unreached(size_t parameter) const { return unused_.test(parameter) || taken_back_.test(parameter); }
   // Unused, and without a gradient from an earlier pass under no_sync() that still has to travel.
   bool has_nothing_to_send(size_t parameter) const;
 
@@ -66,8 +68,8 @@ class UnusedParameters {
   bool is_complete() const;
 
   // Notes, once for each forward pass, that the unused ones among the Reducer's parameters are to be marked ready;
-  // returns whether there are any, or some whose declaration was taken back. From then on, until the pass has ended, a
-  // declared one that receives a gradient makes backward fail with an error that names it.
+  // returns whether there are any, or, each time, some whose declaration was taken back. From then on, until the pass
+  // has ended, a declared one that receives a gradient makes backward fail with an error that names it.
   bool prepare_marks();
   // Those to be marked in the pass that follows the `number`th forward pass, once.
   std::vector<size_t> take_marks(int64_t number);

@@ -30,9 +30,10 @@ struct UnmanagedMessages {
 };
 
 // Averages over the ranks of `group` the gradients that some rank used: times `factor`, or if that is 0, divided by how
-// many did; a rank that did not contributes what its .grad holds, as in DDP, or zeros. It waits for the result and
-// writes it to every .grad but sparse ones. Without `wait`, on a rank that has joined, it contributes zeros and leaves
-// every .grad as it is.
+// many did; a rank that did not contributes what its .grad holds, as in DDP, or zeros. Where one adds such an old
+// gradient, nobody knows who is in it, and what is summed is divided by the number of ranks. It waits for the result
+// and writes it to every .grad but sparse ones. Without `wait`, on a rank that has joined, it contributes zeros and
+// leaves every .grad as it is.
 UnmanagedMessages average_unmanaged_gradients(c10d::Backend& group, const std::vector<UnmanagedGradient>& gradients,
                                               double factor, bool wait);
 
