@@ -70,8 +70,8 @@ class Visit:
             return
         self._places = _places(group, place)
         # Counted in the store, because another group may have had this one's name before.
-        number = self._places.add(f"visits/{self._rank}", 1)
-        self._places.add("visits", 1)
+        number = self._number = self._places.add(f"visits/{self._rank}", 1)
+        self._places.add(f"ranks with {number} visits", 1)
         self._store = dist.PrefixStore(str(number), self._places)  # type: ignore[attr-defined]
         self._where = _collectives_so_far(group)
         self._store.set(f"coming/{self._rank}", "yes")
@@ -85,7 +85,7 @@ class Visit:
         self._store.set(f"coming/{self._rank}", "no")
         self._store.add(f"coming at {self._where}", -1)
         self._places.add(f"visits/{self._rank}", -1)
-        self._places.add("visits", -1)
+        self._places.add(f"ranks with {self._number} visits", -1)
 
     def meet(self, patience_seconds: float, *, passed_together: bool = False) -> tuple[int, ...]:
         """Come to the place, and wait for the others.
@@ -135,8 +135,8 @@ class Visit:
 def meet_to_register(group: dist.ProcessGroup, function: str) -> None:
     """Make sure that every rank registers, where some have made modules under `enable` and others have not.
 
-    Those that have may train already, on a module that was refused there. Otherwise this costs two requests to the
-    store.
+    Those that have may train already, on a module that was refused there. Otherwise this costs three requests to
+    the store.
 
     Args:
         group: the module's process group, whose ranks have waited for each other when it was made.
@@ -152,7 +152,10 @@ def meet_to_register(group: dist.ProcessGroup, function: str) -> None:
         return
     places = _places(group, ENABLE)
     visits = int(places.add(f"visits/{dist.get_rank(group)}", 0))
-    if places.add("visits", 0) == ranks * visits:
+    # Of so many visits at least, each rank is counted once. A sum of all ranks' would not do: it may be that of ranks
+    # that have made one more, and one less.
+    reached, beyond = (int(places.add(f"ranks with {number} visits", 0)) for number in (visits, visits + 1))
+    if beyond == 0 and reached == (ranks if visits > 0 else 0):
         return
     absent = Visit(group, "register").meet(REGISTERING_SECONDS)
     if absent:

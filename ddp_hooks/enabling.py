@@ -35,7 +35,7 @@ class MadeModule:
 
     Attributes:
         name: its model's class.
-        rank: this process's rank in the module's group.
+        rank: this process's rank in the world.
         world_size: that group's size.
         state: what serves it; None where nothing does.
         problem: why nothing does; None where something does.
@@ -118,7 +118,7 @@ class Enabling:
             )
         if self._report is not None:
             group = ddp.process_group
-            self._report(MadeModule(name, dist.get_rank(group), dist.get_world_size(group), state, problem))
+            self._report(MadeModule(name, dist.get_rank(), dist.get_world_size(group), state, problem))
 
 
 def enable(policy: Policy | str = "auto", **settings: Any) -> Enabling:

@@ -280,10 +280,20 @@ def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _norms_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[_NormBase]:
+    """Find the norms that have one of the parameters, or none at all and lie in a module all of whose are chosen."""
     chosen = {id(parameter) for parameter in parameters.values()}
-    for module in model.modules():
-        if isinstance(module, _NormBase) and any(id(parameter) in chosen for parameter in module.parameters()):
-            yield module
+    found: dict[nn.Module, None] = {}
+
+    def look_in(module: nn.Module, all_chosen: bool) -> None:
+        own = [id(parameter) in chosen for parameter in module.parameters()]
+        all_chosen = all(own) if own else all_chosen
+        if isinstance(module, _NormBase) and (any(own) if own else all_chosen):
+            found[module] = None
+        for child in module.children():
+            look_in(child, all_chosen)
+
+    look_in(model, False)
+    return iter(found)  # type: ignore[arg-type]
 
 
 def _by_step(

@@ -21,8 +21,8 @@ def select(module: nn.Module, *what: Selector) -> dict[str, nn.Parameter]:
 
     Args:
         module: whose parameters; not the DDP wrapper, so that names have no ``module.`` in front.
-        what: patterns of parameter names as in a shell (``"encoder.*"``; ``"encoder"`` alone means everything in it),
-            modules within ``module``, or parameters of it.
+        what: patterns of parameter names as in a shell (``"encoder.*"``; ``"encoder"`` alone means everything in it,
+            also what it shares with other modules), modules within ``module``, or parameters of it.
 
     Raises:
         TypeError: something else.
@@ -41,8 +41,14 @@ class ParameterIndex:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._named = dict(module.named_parameters())
-        self._ordered = sorted(self._named)
         self._name_of = {id(parameter): name for name, parameter in self._named.items()}
+        # Of parameters that modules share, all names; they stand for the first one.
+        self._first_names = {
+            name: self._name_of[id(parameter)]
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if id(parameter) in self._name_of
+        }
+        self._ordered = sorted(self._first_names)
 
     def select(self, *what: Selector) -> dict[str, nn.Parameter]:
         """Return the parameters that are meant; arguments and errors as for :func:`select`."""
@@ -51,7 +57,7 @@ class ParameterIndex:
         chosen: set[str] = set()
         for selector in what:
             if isinstance(selector, str):
-                found = _matching(selector, self._ordered)
+                found = {self._first_names[name] for name in _matching(selector, self._ordered)}
             elif isinstance(selector, nn.Module):
                 found = {
                     self._name_of[id(parameter)]
@@ -87,10 +93,6 @@ class ParameterIndex:
             return f"names have no 'module.' in front: pass {short(plain)}"
         if any(name == plain for name, _ in self._module.named_buffers()):
             return f"{plain} is a buffer, which has no gradient"
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            if name not in named and _matching(selector, [name]):
-                first = next(first for first, other in named.items() if other is parameter)
-                return f"{name} is the same parameter as {first}: pass that name"
         # Parts of names, too: "encodr" is close to "encoder", and far from "encoder.layers.0.weight".
         parts = {".".join(name.split(".")[:depth]): None for name in named for depth in range(1, name.count(".") + 2)}
         close = get_close_matches(plain, list(parts), n=1)

@@ -258,7 +258,7 @@ class Service:
             self.engine.register_natively()
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._finalizer = weakref.finalize(ddp, _module_is_gone, self.engine, weakref.ref(self))
+        self._finalizer = weakref.finalize(ddp, _module_is_gone, self.engine, weakref.ref(self), self._activity)
         self._finalizer.atexit = False
 
     def _make_engine(self, ddp: DistributedDataParallel, pending: Set[int]) -> Any:
@@ -543,9 +543,12 @@ def rebuild(ddp: DistributedDataParallel, find_unused_parameters: bool | None = 
     return service.rebuild(find_unused_parameters)
 
 
-def _module_is_gone(engine: Any, service: weakref.ref[Service]) -> None:
+def _module_is_gone(engine: Any, service: weakref.ref[Service], module: ModuleActivity) -> None:
     living = service()
-    if living is not None and living.engine is engine:
+    if living is None:
+        # It has gone with the module, in one cycle, and cannot take its word back any more.
+        activity.remove(module)
+    elif living.engine is engine:
         living._leave_module()
     engine.close(remove_hook=False, dying=True)
     del engine

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
 from ddp_hooks.doctor import command
+from ddp_hooks.doctor.noticeboard import Noticeboard
 
 RANKS = 3
 
@@ -130,3 +131,19 @@ def test_a_hang_of_three_ranks_is_named() -> None:
     assert "The ranks differ" in printed
     for rank in range(RANKS):
         assert f"rank {rank}: stood still, after 3 finished steps" in printed
+
+
+def _words_of_a_group(rank: int) -> None:
+    groups = [dist.new_group([other]) for other in range(2)]
+    board = Noticeboard("0", groups[rank])
+    if rank == 0:
+        board.leave({"said": "here"})
+    dist.barrier()
+    assert board.someone_calls() == (rank == 0)
+    assert board.read(0.1) == ({0: {"said": "here"}} if rank == 0 else {})
+    dist.barrier()
+    board.close()
+
+
+def test_ranks_of_another_group_are_not_called() -> None:
+    run_ranks(2, _words_of_a_group)

@@ -411,6 +411,21 @@ def test_enabled_on_one_rank_and_registered_on_the_other_is_refused() -> None:
     run_ranks(2, _by_hand_on_one_rank)
 
 
+def _unevenly(rank: int) -> None:
+    enabling.PATIENCE_SECONDS = 0.5
+    for turn in range(2):
+        with ddp_hooks.enable() if rank + turn < 2 else nullcontext():
+            warned(wrapped)
+    ddp = wrapped()
+    assert ddp_hooks.register(ddp).serves(ddp)
+    train(ddp, rank)
+
+
+def test_ranks_that_enabled_it_more_often_and_less_often_meet_to_register() -> None:
+    """With three, the sum of how often they did may be thrice what one of them did."""
+    run_ranks(3, _unevenly)
+
+
 def test_constructions_of_every_kind_are_counted_right() -> None:
     run_ranks(2, _constructions)
 

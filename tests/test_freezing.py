@@ -1046,6 +1046,14 @@ def test_freeze_and_unfreeze() -> None:
     assert ddp_hooks.unfreeze(model, "*", train_norms=True) == tuple(dict(model.named_parameters()))
     assert model[1].training
     assert all(parameter.requires_grad for parameter in model.parameters())
+    # One without parameters goes with what lies beside it.
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)), nn.Linear(2, 2))
+    ddp_hooks.freeze(model, "0.0.weight", "1", eval_norms=True)
+    assert model[0][1].training
+    ddp_hooks.freeze(model, "0", eval_norms=True)
+    assert not model[0][1].training
+    ddp_hooks.unfreeze(model, model[0][0], train_norms=True)
+    assert model[0][1].training
     refused(lambda: ddp_hooks.freeze(model, "encoder.*"), ValueError, r"'encoder\.\*', which matches none")
     refused(lambda: ddp_hooks.freeze(model, nn.Linear(2, 2)), ValueError, "a Linear, which matches none")
     refused(lambda: ddp_hooks.freeze(model), ValueError, "received none")

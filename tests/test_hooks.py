@@ -31,6 +31,7 @@ from training import register
 import ddp_hooks
 from ddp_hooks import control_groups, reducer, registration
 from ddp_hooks.engine_settings import engine_settings
+from ddp_hooks.hangs.activity import activity
 
 # Probes soon and often, so that a few steps see skip_zeros="adaptive" at work.
 EAGER_AUTO = ddp_hooks.Policy(
@@ -1240,6 +1241,24 @@ def module_goes_away(rank: int) -> None:
 
 def test_module_goes_away() -> None:
     run_ranks(2, module_goes_away)
+
+
+def module_goes_away_in_a_cycle(rank: int) -> None:
+    """What serves it goes at the same moment, when nobody can ask it any more."""
+    import gc
+
+    ddp = wrapped()
+    ddp_hooks.register(ddp)
+    run_step(ddp, 0)
+    watched = len(activity.modules)
+    ddp.register_forward_hook(lambda *_, module=ddp: None)
+    del ddp
+    gc.collect()
+    assert len(activity.modules) == watched - 1
+
+
+def test_module_goes_away_in_a_cycle() -> None:
+    run_ranks(2, module_goes_away_in_a_cycle)
 
 
 TORCHRUN_SCRIPT = """

@@ -78,7 +78,9 @@ def test_what_matches_nothing_is_refused() -> None:
 def test_tied_parameters_are_found_by_either_module() -> None:
     model = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
     model["second"].weight = model["first"].weight
-    assert list(select(model, model["second"])) == ["first.weight", "second.bias"]
+    for second in (model["second"], "second", "second.*", "*ond.*"):
+        assert list(select(model, second)) == ["first.weight", "second.bias"]
+    assert list(select(model, "second.weight")) == ["first.weight"]
 
 
 def test_thousands_of_selectors_do_not_take_quadratic_time() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -338,10 +339,18 @@ def _taken_after_a_reset(rank: int) -> None:
     checkpoint, before = state.state_dict(), state.stats()
     run(2)
     assert_taken(state.stats() - before)
-    for load in (state.load_state_dict, hook.load_state_dict):
+
+    def resume(saved: dict[str, Any]) -> None:
+        hook.load_state_dict(saved)
+        hook.register(ddp)
+
+    # Of several hosts, each with a folder of its own, only the first one's has read it.
+    for load in (state.load_state_dict, resume, lambda saved: resume(saved if rank == 0 else {})):
         load(checkpoint)
+        loaded = state.stats()
+        assert loaded.steps == before.steps
         run(2)
-        assert_taken(state.stats() - before)
+        assert_taken(state.stats() - loaded)
     # Another module goes on where this one ended.
     before = state.stats()
     ddp = DistributedDataParallel(torch.nn.Linear(2, 1))

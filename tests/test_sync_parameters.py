@@ -503,6 +503,12 @@ def _refusals(rank):
         with pytest.raises(ValueError, match="lazy conjugate"):
             function([conjugate, plain])
         assert plain.eq(rank).all()
+    with torch.inference_mode():
+        made_there = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"inference_mode.*\.clone\(\)"):
+        ddp_hooks.sync.broadcast_parameters([made_there, plain])
+    with torch.inference_mode():
+        ddp_hooks.sync.broadcast_parameters([made_there])
     for name in ("uint64", "int1", "uint7", "bits8", "float4_e2m1fn_x2"):
         without_mean = torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))
         with pytest.raises(ValueError, match=f"tensor '0' is {name}; broadcast it instead"):

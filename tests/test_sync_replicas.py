@@ -284,6 +284,18 @@ def test_what_ddp_ignores_is_meant_to_differ():
     run_ranks(2, _ignored_by_ddp)
 
 
+def _not_convertible(rank):
+    for name in ("int1", "uint7", "bits8", "float4_e2m1fn_x2"):
+        tensor = torch.full((8,), rank, dtype=torch.uint8).view(getattr(torch, name))
+        (difference,) = ddp_hooks.sync.verify_replicas([tensor]).differences
+        assert difference.max_abs_differences[0] == 0
+        assert math.isnan(difference.max_abs_differences[1])
+
+
+def test_numbers_that_torch_cannot_convert_differ_by_nan():
+    run_ranks(2, _not_convertible)
+
+
 def _refusals(rank):
     if rank == 0:
         with pytest.raises(TypeError, match="pass the model itself"):

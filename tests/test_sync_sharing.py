@@ -213,6 +213,40 @@ def test_memory_goes_with_the_module():
     run_ranks(2, _memory_goes_with_the_module)
 
 
+def _hosts_in_other_groups(rank):
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    for weight in (1, 2):
+        model = nn.Linear(2, 2)
+        nn.init.constant_(model.weight, weight + rank)
+        with pretend_hosts([0], [1]):
+            shared = ddp_hooks.sync.share_parameters(model)
+        assert len(shared.hosts) == 2
+        assert (model.weight == weight).all()
+        shared.release()
+
+
+def test_first_ranks_of_hosts_meet_whatever_groups_they_are_in():
+    run_ranks(2, _hosts_in_other_groups)
+
+
+def _memory_held_by_one_rank(rank):
+    model = nn.Linear(2, 2)
+    shared = ddp_hooks.sync.share_parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if shared.writer else None
+    del model
+    gc.collect()
+    assert shared.active == (optimizer is not None)
+    shared.release()
+    shared.release()
+    assert not shared.active
+    assert ddp_hooks.sync.broadcast_parameters(torch.ones(1000)).payload_bytes == 4000
+
+
+def test_every_rank_waits_where_one_still_holds_the_memory():
+    run_ranks(2, _memory_held_by_one_rank)
+
+
 def _refusals(rank):
     with pytest.raises(TypeError, match="received list"):
         ddp_hooks.sync.share_parameters([torch.ones(2)])

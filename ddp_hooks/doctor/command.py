@@ -158,7 +158,7 @@ class _Session:
         recorder = diagnosis.recorder
         assert recorder is not None  # it was entered
         number = len(self._open)
-        board = Noticeboard(str(number), dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group))
+        board = Noticeboard(str(number), ddp.process_group)
         recorder.on_step = self._make_counter()
         self._open.append((diagnosis, Watchdog(recorder, board, self._options.patience_seconds)))
 

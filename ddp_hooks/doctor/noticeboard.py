@@ -5,9 +5,11 @@ Collectives are of no use then: one of them is what hangs. Nothing here waits wi
 
 from __future__ import annotations
 
+import hashlib
 import time
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..hangs.board import Board
@@ -19,15 +21,16 @@ class Noticeboard:
     """A part of the default process group's store that nobody else uses.
 
     Args:
-        name: the same on every rank, and given only once in a run.
-        rank: this rank in the world.
-        ranks: how many there are.
+        name: the same on every rank of the group, and given only once for it in a run.
+        group: whose ranks leave word.
     """
 
-    def __init__(self, name: str, rank: int, ranks: int) -> None:
-        self.rank = rank
-        self.ranks = ranks
-        self._board = Board(distributed_c10d._get_default_store(), f"doctor/{name}")
+    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        # Another group may have a module of that name as well.
+        of_group = hashlib.blake2b(repr(dist.get_process_group_ranks(group)).encode(), digest_size=8).hexdigest()
+        self._board = Board(distributed_c10d._get_default_store(), f"doctor/{of_group}/{name}")
 
     def someone_calls(self) -> bool:
         """Say whether a rank has left word."""

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..hooks import SkipUnusedState, origin_of, register
 from ..policies import Policy
+from ..registration import propose
 from ..statistics import Statistics
 
 
@@ -27,12 +28,15 @@ class HookOfTrainer:
         self.state: SkipUnusedState | None = None
         self._policy = policy
         self._settings = dict(settings)
-        self._saved: dict[str, Any] = {}  # of a checkpoint, until there is a state that takes it
+        self._saved: dict[str, Any] = {}  # of a checkpoint, until it is known which module goes on with it
         self._logged = Statistics()
         self._resets = 0  # of the state, when these were read
 
     def register(self, ddp: DistributedDataParallel) -> None:
-        """Register the hook with a module, unless it serves that one already. Every rank calls it.
+        """Register the hook with a module, unless it serves that one already, and load what was left to be loaded.
+
+        Every rank calls it. With a folder for each host only the first one's ranks may have read it from a checkpoint:
+        then the others load rank 0's.
 
         Args:
             ddp: the module that will be trained.
@@ -40,33 +44,30 @@ class HookOfTrainer:
         Raises:
             TypeError, ValueError, RuntimeError: as for :func:`ddp_hooks.register`.
         """
-        if self.state is not None and self.state.serves(ddp):
-            return
-        saved = self.state_dict()
-        self.state, self._saved = register(ddp, self._policy, **self._settings), {}
-        self._resets, _ = origin_of(self.state)
-        if saved:
-            self._go_on(self.state, saved)
+        saved = self._saved
+        if self.state is None or not self.state.serves(ddp):
+            saved = self.state_dict()
+            self.state = register(ddp, self._policy, **self._settings)
+            self._resets, _ = origin_of(self.state)
+        self._saved = {}
+        first = propose(ddp, "register", {}, own=saved)[0].own
+        if first:
+            saved = saved or first
+            # The policy is the one that stands in the program that runs now, not the one of the run before.
+            self.state.load_state_dict({**saved, "policy": self.state.policy.to_dict()})
+            self._resets, self._logged = origin_of(self.state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the state saves; empty before there is any."""
-        return self._saved if self.state is None else self.state.state_dict()
+        return self._saved if self._saved or self.state is None else self.state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the statistics of a checkpoint, at once or when a module is registered. Every rank calls it.
+        """Go on with the statistics of a checkpoint when :meth:`register` is called next.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
         """
-        if self.state is None:
-            self._saved = state_dict
-        elif state_dict:
-            self._go_on(self.state, state_dict)
-
-    def _go_on(self, state: SkipUnusedState, saved: dict[str, Any]) -> None:
-        # The policy is the one that stands in the program that runs now, not the one of the run before.
-        state.load_state_dict({**saved, "policy": state.policy.to_dict()})
-        self._resets, self._logged = origin_of(state)
+        self._saved = state_dict
 
     def take_metrics(self) -> dict[str, float]:
         """Return what a logger is to be told about the steps since this was called last.

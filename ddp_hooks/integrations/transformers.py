@@ -73,9 +73,11 @@ class SkipUnusedCallback(TrainerCallback):
         module = trainer.model_wrapped
         ddp = uncompiled(module)
         if isinstance(ddp, DistributedDataParallel):
+            # Only what was read from a checkpoint has it now.
+            saved = _saved_in(state).get(_SAVED_AS, {})
+            if saved:
+                self._hook.load_state_dict(saved)
             self._hook.register(ddp)
-            # Only what was read from a checkpoint has it now. Every rank reads the same.
-            self._hook.load_state_dict(_saved_in(state).get(_SAVED_AS, {}))
         elif args.world_size > 1:
             raise TypeError(
                 "SkipUnusedCallback: expected a model that Trainer wraps in DistributedDataParallel, received "

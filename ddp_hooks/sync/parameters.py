@@ -25,14 +25,11 @@ from ..groups import resolve_group
 from ..wording import check_flag, short
 from . import sharing
 from .messages import BroadcastMessage, MaximumMessage, MeanMessage, Message, run, split
-from .tensors import NamedTensor, TensorSource, check_writable, describe_layout, named_tensors
+from .tensors import NamedTensor, TensorSource, check_writable, describe_layout, is_convertible, named_tensors
 from .work import SyncReport, SyncWork, carry_out, report_on
 
 BufferTreatment = Literal["average", "broadcast", "ignore"]
 # What becomes a maximum; without uint64.
-_INTEGERS = frozenset(
-    {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32}
-)
 _BUFFER_TREATMENTS = ("average", "broadcast", "ignore")
 
 
@@ -308,9 +305,7 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
 def _check_averageable(tensors: Sequence[NamedTensor]) -> None:
     for named in tensors:
         dtype = named.tensor.dtype
-        # uint64 is too wide; torch converts neither integers of fewer bits than a byte, nor bits, nor packed floats.
-        averaged = dtype != torch.float4_e2m1fn_x2 if dtype.is_floating_point else dtype in _INTEGERS
-        if not averaged and not dtype.is_complex:
+        if not is_convertible(dtype) or dtype == torch.uint64:  # which is too wide
             raise ValueError(
                 f"expected dtypes that fit int64 or float64, but {named.label} is "
                 f"{str(dtype).removeprefix('torch.')}; broadcast it instead"

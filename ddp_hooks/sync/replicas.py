@@ -9,6 +9,7 @@ hold.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .tensors import (
     check_readable,
     describe_layout,
     ignored_by_ddp,
+    is_convertible,
     named_tensors,
     read_tensors,
     unwrap,
@@ -44,7 +46,7 @@ class TensorDifference:
         versions: the ranks that hold each version; the version that most ranks hold first, of equally frequent ones
             that of the lowest rank.
         max_abs_differences: by rank, the largest absolute difference of an element from the first version; NaN where a
-            NaN or two infinities meet, 0.0 for other bits of equal value such as -0.0.
+            NaN or two infinities meet, or torch converts no such dtype; 0.0 for other bits of equal value such as -0.0.
     """
 
     kind: str
@@ -304,6 +306,8 @@ class _ComparisonMessage(BroadcastMessage):
 
 
 def _max_abs_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    if not is_convertible(a.dtype):
+        return math.nan
     wide = torch.complex128 if a.is_complex() else torch.float64
     # Piece by piece: in float64 a large tensor would take several times its own memory.
     pieces = zip(a.reshape(-1).split(1 << 20), b.reshape(-1).split(1 << 20), strict=True)  # type: ignore[no-untyped-call]

@@ -68,6 +68,7 @@ class SharedParameters:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._block = StorageWeakRef(block.untyped_storage())  # type: ignore[no-untyped-call]
         self._address = block.data_ptr()
+        self._was_released = False
         _registry[self._address] = self
 
     @property
@@ -90,8 +91,10 @@ class SharedParameters:
     @torch.no_grad()
     def release(self) -> None:
         """Give every rank private copies of its parameters; collective, and to be called before the group is gone."""
-        if not self.active:
+        # Not where the memory is gone: somebody else may hold it on another rank, an optimizer for example.
+        if self._was_released:
             return
+        self._was_released = True
         self._barrier("SharedParameters.release")
         private: torch.Tensor | None = None
         for reference in self._parameters:
@@ -102,7 +105,8 @@ class SharedParameters:
             if private is None:
                 private = _bytes_of(parameter.untyped_storage()).clone()
             _point_to(parameter, private.untyped_storage(), parameter.storage_offset())
-        del _registry[self._address]
+        if _registry.get(self._address) is self:
+            del _registry[self._address]
         # Nobody may go on, and perhaps write, while another rank still copies.
         self._barrier("SharedParameters.release")
         if self.leader_group is not None:
@@ -189,12 +193,11 @@ def share_parameters(module: torch.nn.Module, *, process_group: dist.ProcessGrou
             "share_parameters: " + "; ".join(lines) + ". No parameter changed. Is there enough room in /dev/shm?"
         )
 
-    leader_group = None
-    if rank == ranks_here[0]:
+    is_leader = rank == ranks_here[0]
+    leader_group = _group_of_leaders(group, hosts, is_leader) if len(hosts) > 1 else None
+    if is_leader:
         placement.fill(block)
-        if len(hosts) > 1:
-            leaders = [dist.get_global_rank(group, first) for first in _first_ranks(hosts)]
-            leader_group = dist.new_group(leaders, backend="gloo", use_local_synchronization=True)
+        if leader_group is not None:
             run([BroadcastMessage(part, 0, leader_group) for part in split(torch.split(block, MESSAGE_BYTES))])
     dist.barrier(group)
     with torch.no_grad():
@@ -202,6 +205,18 @@ def share_parameters(module: torch.nn.Module, *, process_group: dist.ProcessGrou
             offset = start // parameter.element_size() + parameter.storage_offset()
             _point_to(parameter, block.untyped_storage(), offset)
     return SharedParameters(group, hosts, block, parameters, leader_group)
+
+
+def _group_of_leaders(
+    group: dist.ProcessGroup, hosts: tuple[tuple[int, ...], ...], is_leader: bool
+) -> dist.ProcessGroup | None:
+    leaders = [dist.get_global_rank(group, first) for first in _first_ranks(hosts)]
+    # A group that only its own ranks make is found under how many groups they are in, which may differ.
+    everyone_is_here = dist.get_world_size(group) == dist.get_world_size()
+    if not (everyone_is_here or is_leader):
+        return None
+    made = dist.new_group(leaders, backend="gloo", use_local_synchronization=not everyone_is_here)
+    return made if is_leader else None
 
 
 def partition(

@@ -12,6 +12,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..wording import short
 from ..wrappers import uncompiled
 
+_INTEGERS = frozenset(
+    {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+)
+
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
@@ -162,6 +167,13 @@ def _unsuitable(tensor: torch.Tensor) -> str | None:
     return None
 
 
+def is_convertible(dtype: torch.dtype) -> bool:
+    """Say whether torch can convert the dtype's numbers: it cannot where they have fewer bits than a byte."""
+    if dtype.is_floating_point:
+        return dtype != torch.float4_e2m1fn_x2
+    return dtype.is_complex or dtype in _INTEGERS
+
+
 def _needed_bytes(tensor: torch.Tensor) -> int:
     """Return how far into its storage a strided tensor reaches."""
     elements = tensor.numel()
@@ -180,6 +192,8 @@ def _unwritable(tensor: torch.Tensor) -> str | None:
         return "is a lazy conjugate: make it .resolve_conj()"
     if tensor.is_neg():
         return "is lazily negated: make it .resolve_neg()"
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made in inference_mode(), and can be written there only: make it a .clone()"
     return None
 
 
