@@ -183,7 +183,6 @@ MISTAKES_ALONE: dict[str, list[Mistake]] = {
         Mistake(lambda: ddp_hooks.freeze(nn.ReLU(), "*"), ValueError, [NAMES, "the module has no parameters"]),
         Mistake(lambda: ddp_hooks.freeze(MODEL, MODEL.head.weight[0]), ValueError, ["float32 [4]", "no part"]),
         Mistake(lambda: ddp_hooks.freeze(MODEL, "encoder.2.running_mean"), ValueError, ["is a buffer, which has no"]),
-        Mistake(lambda: ddp_hooks.freeze(MODEL, "decoder.weight"), ValueError, ["same parameter as head.weight"]),
         Mistake(
             lambda: ddp_hooks.freeze(MODEL, "head", eval_norms="no"), TypeError, ["eval_norms to be True or False"]
         ),
