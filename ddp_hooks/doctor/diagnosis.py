@@ -18,8 +18,9 @@ from ..hangs import watcher
 from ..registration import find_ddp
 from ..service import registered_service
 from . import timing
-from .findings import Findings, RankRecord, find
+from .findings import Findings, find
 from .recorder import Recorder
+from .records import RankRecord
 from .shards import ShardDiagnosis
 from .side_channel import SideChannel
 from .text import describe, describe_unfinished

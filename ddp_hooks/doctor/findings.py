@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
 from .prediction import dense_bytes, predict
+from .problems import Problem, find_problems
 from .questions import Answer, Facts, advise, answer_all
 from .recorder import Step, slots_of
+from .records import RankRecord
 from .timing import Division, divide, estimate, put_together
-from .traffic import World, unite
+from .traffic import unite
 from .verdicts import IGNORED, ModuleVerdict, ParameterVerdict, group_by_module, judge
 
 
@@ -43,44 +45,6 @@ class PolicyOutlook:
 
 
 @dataclass(frozen=True, slots=True)
-class RankRecord:
-    """What a rank brings to the others: plain values.
-
-    Attributes:
-        names: of its parameters, those that DDP reduces first.
-        sizes: their bytes.
-        reduced_count: how many DDP reduces.
-        ignored: the parameters that DDP ignores at the user's wish.
-        order: all names in the model's order.
-        steps: what it wrote down.
-        layouts: a hash of each of its bucket layouts.
-        find_unused_parameters: DDP's setting when recording began.
-        static_graph: DDP's setting.
-        has_hook: a hook of this package is registered.
-        world: what decides how gradients travel.
-        copy_seconds_per_byte: how fast it copies in memory.
-        missed: of the ranks' steps, counted from 0, those in which it had joined (``ddp.join()``).
-        before_accumulating: of the first pass that DDP did not reduce, which part of the bytes a narrow form holds to
-            the bit; None if there was none.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    reduced_count: int
-    ignored: tuple[str, ...]
-    order: tuple[str, ...]
-    steps: tuple[Step, ...]
-    layouts: tuple[int, ...]
-    find_unused_parameters: bool
-    static_graph: bool
-    has_hook: bool
-    world: World
-    copy_seconds_per_byte: float
-    missed: tuple[int, ...] = ()
-    before_accumulating: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Findings:
     """What a diagnosis found; the same on every rank. Bytes and seconds are a step's where it does not say otherwise.
 
@@ -96,8 +60,9 @@ class Findings:
             at.
         division: how a step divides; None before the second step.
         answers: to the questions that people ask.
-        advice: the one line to add, or why not.
+        advice: the one line to add, or why not; empty while there are problems that go first.
         notes: what limits this diagnosis.
+        problems: what is wrong, the most serious first.
     """
 
     ranks: int
@@ -111,6 +76,7 @@ class Findings:
     answers: tuple[Answer, ...]
     advice: str
     notes: tuple[str, ...]
+    problems: tuple[Problem, ...] = ()
 
     def verdict(self, name: str) -> ParameterVerdict:
         """Return what became of one parameter.
@@ -168,7 +134,8 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
     united = [unite(steps, layouts[steps[0].layout], slots[steps[0].layout]) for steps in by_step]
     dense = [dense_bytes(step.layout) for step in united]
     unmanaged = {i: size for i, size in enumerate(first.sizes) if i >= first.reduced_count}
-    predictions = predict(united, unmanaged, replace(first.world, ranks=len(records))) if united else {}
+    # One rank sends nothing.
+    predictions = predict(united, unmanaged, first.world) if united and len(records) > 1 else {}
     if predictions and "skip_zeros" not in predictions:
         notes.append("values were not looked at in every step (memory, or a device without a scan): skip_unused only")
     verdicts = judge(first.names, first.sizes, first.reduced_count, ranks, united) if united else []
@@ -194,8 +161,8 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
             one.total.narrow_bytes,
             one.total.sent_bytes,
             one.exact,
-            1 - one.total.payload_bytes / total if total and len(records) > 1 else 0.0,
-            None if division is None or len(records) == 1 or first.has_hook else estimate(times, one.by_step, division),
+            1 - one.total.payload_bytes / total if total else 0.0,
+            None if division is None or first.has_hook else estimate(times, one.by_step, division),
         )
         for name, one in predictions.items()
     )
@@ -215,7 +182,9 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         division,
         narrow / total if looked else None,
         min(single, default=None),
+        tuple(records),
     )
+    problems = find_problems(facts)
     savings = {one.policy: (one.saved_fraction, one.step_seconds) for one in outlooks}
     return Findings(
         len(records),
@@ -227,8 +196,9 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         facts.narrow_fraction,
         division,
         tuple(answer_all(facts)),
-        advise(facts, savings),
+        "" if any(one.kind.forbids_advice for one in problems) else advise(facts, savings),
         tuple(notes),
+        tuple(problems),
     )
 
 

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from ..wording import describe_part
 from .findings import Findings
+from .problems import open_report
 from .text import describe, megabytes
 from .verdicts import FROZEN_AFTER, MEANING, NEVER, SOME_RANKS, SOMETIMES, UNFROZEN, USED, ParameterVerdict
 
@@ -58,7 +59,7 @@ def _draw_one(findings: Findings) -> str:
         "<h1>ddp_hooks doctor</h1>",
         f"<p>{findings.steps} steps on {findings.ranks} ranks, {len(findings.parameters)} parameters, "
         f"{megabytes(findings.dense_bytes / max(findings.steps, 1))} of gradients a step.</p>",
-        f'<p class="advice">{escape(findings.advice)}</p>',
+        f'<p class="advice">{escape(open_report(findings.steps, findings.problems, findings.advice))}</p>',
     ]
     if findings.policies:
         parts += ["<h2>What would be sent</h2>", '<div class="table">', *_draw_policies(findings), "</div>"]

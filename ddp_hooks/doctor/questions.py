@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..wording import describe_part
+from .records import RankRecord
 from .timing import Division
 from .verdicts import FROZEN_AFTER, NEVER, SOME_RANKS, SOMETIMES, UNFROZEN, ModuleVerdict, ParameterVerdict
 
@@ -65,6 +67,7 @@ class Facts:
     division: Division | None
     narrow_fraction: float | None
     before_accumulating: float | None
+    records: tuple[RankRecord, ...]
 
 
 def answer_all(facts: Facts) -> list[Answer]:
@@ -92,19 +95,19 @@ def _is_the_search_needed(facts: Facts) -> Answer:
         return Answer(
             question,
             "no, if you wrap later",
-            f"all that is unused ({_names(unused)}) is frozen: freeze before wrapping, or call "
+            f"all that is unused ({short_names(unused)}) is frozen: freeze before wrapping, or call "
             "ddp_hooks.rebuild(ddp, find_unused_parameters=False) after freezing",
         )
     if all(one.verdict in (NEVER, FROZEN_AFTER) for one in unused):
         return Answer(
             question,
             "yes, as the model stands",
-            f"no gradient came in any step for {_names(unused)}; freeze or remove that before wrapping, and it is not "
-            "needed",
+            f"no gradient came in any step for {short_names(unused)}; freeze or remove that before wrapping, and it is "
+            "not needed",
         )
     if not facts.find_unused_parameters and facts.static_graph:
         return Answer(question, "no", "static_graph=True has found out what is unused in its first step")
-    return Answer(question, "yes", f"unused in some steps or on some ranks: {_names(unused)}")
+    return Answer(question, "yes", f"unused in some steps or on some ranks: {short_names(unused)}")
 
 
 def _is_a_static_graph_legal(facts: Facts) -> Answer:
@@ -131,11 +134,11 @@ def is_something_forgotten(modules: Sequence[ModuleVerdict]) -> Answer:
         return Answer(
             question,
             "probably",
-            f"no parameter of {_names(whole)} got a gradient in any step, though all require one: look whether "
+            f"no parameter of {short_names(whole)} got a gradient in any step, though all require one: look whether "
             "forward calls it, whether its output reaches the loss, and for .detach() or no_grad() behind it",
         )
     if single:
-        return Answer(question, "perhaps", f"{_names(single)} got no gradient, while the rest of its module did")
+        return Answer(question, "perhaps", f"{short_names(single)} got no gradient, while the rest of its module did")
     return Answer(question, "no", "everything that requires a gradient got one in some step")
 
 
@@ -144,7 +147,7 @@ def _is_something_apart(facts: Facts) -> Answer:
     return Answer(
         "Do the ranks train something apart?",
         "yes",
-        f"{_names(apart)} was frozen when DDP was built and is trained now; plain DDP does not average it, so the "
+        f"{short_names(apart)} was frozen when DDP was built and is trained now; plain DDP does not average it, so the "
         "ranks' weights differ. ddp_hooks.register(ddp) averages it; or wrap the model after unfreezing",
     )
 
@@ -195,34 +198,26 @@ def advise(facts: Facts, savings: Mapping[str, tuple[float, float | None]]) -> s
     """
     if facts.has_hook:
         return "ddp_hooks is registered already; print(state.stats()) says what it saves."
-    if not savings:
+    if facts.steps == 0:
         return "Nothing can be said before a step was watched."
-    if facts.ranks == 1:
-        return "Do not: one rank has nobody to send to. Run on two at least."
+    if not savings:
+        return "One rank has nobody to send to, so ddp_hooks could save nothing; run the script on two at least."
     plain, _ = savings["skip_unused"]
-    best = max(savings, key=lambda name: savings[name][0])
     policy = "auto" if "auto" in savings and savings["auto"][0] >= plain + _LEAST_MORE else "skip_unused"
     saved, seconds = savings[policy]
-    apart = any(one.verdict == UNFROZEN for one in facts.parameters)
-    if saved < LEAST_SAVED and not apart:
-        return (
-            f"Do not: no policy would save {LEAST_SAVED:.0%} of the bytes (the best, {best}: {savings[best][0]:.1%})."
-        )
-    line = f'state = ddp_hooks.register(ddp, "{policy}")'
-    unused = [one for one in facts.modules if one.verdict in (NEVER, FROZEN_AFTER)]
-    changing = [one for one in facts.parameters if one.verdict in (SOMETIMES, SOME_RANKS)]
-    text = f"Add, after wrapping: {line}. It saves {saved:.1%} of the bytes"
+    if saved < LEAST_SAVED:
+        return f"ddp_hooks is not worth adding: the best policy saves {describe_part(max(saved, 0))} of the bytes."
+    text = f'Add after wrapping: state = ddp_hooks.register(ddp, "{policy}"). It saves {saved:.1%} of the bytes'
     if facts.division is not None and seconds is not None:
         gain = 1 - seconds / facts.division.step_seconds
         text += f" and about {max(gain, 0):.0%} of a step"
         if gain < LEAST_SAVED:
             text += ", because computing hides the sending here: it pays on a slower link"
-    if policy == "skip_unused" and unused and not changing:
-        text += f". Or, without it, freeze {_names(unused)} before wrapping"
     return f"{text}."
 
 
-def _names(of: Sequence[ModuleVerdict]) -> str:
+def short_names(of: Sequence[ModuleVerdict]) -> str:
+    """Return the names of modules in one line, the first few of many."""
     names = [one.name or "the whole model" for one in of]
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

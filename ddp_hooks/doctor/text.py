@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..wording import describe_part, describe_ranks, fill
+from .problems import open_report
 from .verdicts import MEANING, MOSTLY_ZERO, SOME_RANKS, SOMETIMES, USED, ModuleVerdict, ParameterVerdict
 
 if TYPE_CHECKING:
     from .findings import Findings
+    from .timing import Division
 
 _WIDEST_NAME = 30
 _LINES_SHOWN = 40
@@ -24,15 +26,26 @@ def describe(findings: Findings) -> str:
         f"{megabytes(findings.dense_bytes // max(findings.steps, 1))} of gradients a step",
         indent="",
     )
+    lines += ["", *_wrap(open_report(findings.steps, findings.problems, findings.advice), indent="")]
+    for number, problem in enumerate(findings.problems):
+        if number:
+            lines += [
+                "",
+                *_wrap(" ".join(filter(None, ("Also:", problem.fact, problem.change, problem.gain))), indent=""),
+            ]
+        for detail in problem.details:
+            lines += _wrap(detail)
     if findings.steps:
         lines += ["", "Parameters", *_parameter_lines(findings)]
         lines += ["", "Questions"]
         for answer in findings.answers:
             lines += _wrap(f"{answer.question} {answer.verdict[:1].upper()}{answer.verdict[1:]}: {answer.reason}.")
+    if findings.division is not None:
+        lines += ["", "A step", *_step_lines(findings.division)]
     if findings.policies:
-        lines += ["", "A step", *_step_lines(findings)]
         lines += ["", "What ddp_hooks would send", *_policy_lines(findings)]
-    lines += ["", *_wrap(findings.advice, indent="")]
+    if findings.problems and findings.advice:
+        lines += ["", *_wrap(findings.advice, indent="")]
     for note in findings.notes:
         lines += _wrap(f"Note: {note}.", indent="")
     return "\n".join(lines)
@@ -130,11 +143,7 @@ def _in_steps(counts: Sequence[int], steps: int) -> str:
     return f"in {least if least == most else f'{least} to {most}'} of {steps} steps"
 
 
-def _step_lines(findings: Findings) -> Iterator[str]:
-    division = findings.division
-    if division is None:
-        yield "  Two steps at least are needed for times."
-        return
+def _step_lines(division: Division) -> Iterator[str]:
     part = division.exposed_seconds / division.step_seconds if division.step_seconds else 0.0
     yield f"  {division.step_seconds * 1e3:.1f} ms in all"
     yield f"  {division.compute_seconds * 1e3:.1f} ms of computing, until the slowest rank has its gradients"
