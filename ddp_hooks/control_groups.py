@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension
 from .agreement import settle
+from .endpoints import Endpoint, Listener, advise, choose_listener, find_endpoint, group_by_host
 from .errors import RefusedError
 from .groups import store_of
 from .hangs.watcher import waited_in_vain
@@ -29,11 +31,11 @@ LARGEST_AXIS = 4
 # How often the ranks try to open groups. gloo gives a group up when it loses one connection while it makes the others,
 # and does not try again.
 ATTEMPTS = 3
-# gloo waits for a connection five times as long as for a message. All ranks begin at the same moment, so that less than
-# the groups' timeout is enough, but for machines that are busy; and all attempts together are to take no longer. Who
-# lost a connection asks the others meanwhile, on the data group, and with a timeout under 50 seconds may give up.
+# gloo waits for a connection five times as long as for a message.
 _WAITS_FOR_A_CONNECTION = 5
-_LEAST_TO_CONNECT = timedelta(seconds=10)
+# All ranks begin to connect at the same moment, so half of the data group's timeout is enough, unless that is so short
+# that a busy machine may need more of it. A rank that lost a connection waits for the others on the data group.
+_ENOUGH_TO_CONNECT, _MOST_TO_CONNECT = timedelta(seconds=10), timedelta(seconds=60)
 # How long the interpreter's exit waits for workers of gloo groups that are late.
 _LATE_WORKERS_SECONDS = 0.05
 
@@ -65,6 +67,8 @@ class ControlGroups:
     """The same on every rank of the module, and given only once."""
     groups: Any
     """A ``_C.ControlGroups``, which closes them."""
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each host."""
     costs: Any = None
     """What collectives take on the group that gradients travel on, a ``_C.CollectiveCosts``; None if not measured."""
 
@@ -77,6 +81,8 @@ class SmallGroup:
     """Its collectives; None with one rank only."""
     keeper: Any
     """A ``_C.ControlGroups``, which closes it. It has to be let go of last."""
+    hosts: tuple[tuple[int, ...], ...]
+    """The ranks of each host."""
 
 
 def open_small_group(ddp: DistributedDataParallel, function: str, problem: str | None = None) -> SmallGroup:
@@ -90,16 +96,20 @@ def open_small_group(ddp: DistributedDataParallel, function: str, problem: str |
     Raises:
         RuntimeError: some rank has a problem, or could not open it; the same on every rank.
     """
-    name = settle(function, propose(ddp, function, {}, problem, new_name()))[0]
+    own = (new_name(), tuple(find_endpoint(ddp.process_group)))
+    offers = settle(function, propose(ddp, function, {}, problem, own))
+    name, endpoints = offers[0][0], [Endpoint(*endpoint) for _, endpoint in offers]
     ranks = dist.get_world_size(ddp.process_group)
 
-    def open_one(attempt: int) -> Any:
+    def open_one(attempt: int, listener: Listener) -> Any:
         if ranks == 1:
             return None
-        return _open_group(ddp, f"{name}/{attempt}/small", dist.get_rank(ddp.process_group), ranks)
+        devices = listener.make_devices()
+        return _open_group(ddp, f"{name}/{attempt}/small", dist.get_rank(ddp.process_group), ranks, devices)
 
-    backend = _open_on_every_rank(ddp, function, "a group for small messages", open_one)
-    return SmallGroup(backend, _C.ControlGroups(world_size=ranks, all=backend, axes=[]))
+    backend = _open_on_every_rank(ddp, function, "a group for small messages", endpoints, open_one)
+    keeper = _C.ControlGroups(world_size=ranks, all=backend, axes=[])
+    return SmallGroup(backend, keeper, group_by_host([endpoint.host for endpoint in endpoints]))
 
 
 def new_name() -> str:
@@ -107,34 +117,44 @@ def new_name() -> str:
     return f"ddp_hooks/{uuid.uuid4().hex}"
 
 
-def open_control_groups(ddp: DistributedDataParallel, function: str, name: str) -> ControlGroups:
+def open_control_groups(
+    ddp: DistributedDataParallel, function: str, name: str, endpoints: Sequence[Endpoint]
+) -> ControlGroups:
     """Open the groups for the mask exchange; collective over the module's process group.
 
     Args:
         ddp: the module.
         function: what every rank calls.
         name: the same on every rank, and new. The ranks find each other under it, in the store of the module's group.
+        endpoints: every rank's.
 
     Raises:
         RuntimeError: some rank could not open them; the same on every rank.
     """
 
-    def open_all(attempt: int) -> Any:
-        return _open_groups(ddp, f"{name}/{attempt}")
+    def open_all(attempt: int, listener: Listener) -> Any:
+        return _open_groups(ddp, f"{name}/{attempt}", listener)
 
-    return ControlGroups(name, _open_on_every_rank(ddp, function, "the groups for the mask exchange", open_all))
+    return ControlGroups(
+        name, _open_on_every_rank(ddp, function, "the groups for the mask exchange", endpoints, open_all)
+    )
 
 
 def _open_on_every_rank(
-    ddp: DistributedDataParallel, function: str, what: str, open_groups: Callable[[int], Any]
+    ddp: DistributedDataParallel,
+    function: str,
+    what: str,
+    endpoints: Sequence[Endpoint],
+    open_groups: Callable[[int, Listener], Any],
 ) -> Any:
-    """Open groups, on all ranks again where some rank has lost a connection; collective over the module's group.
+    """Open groups, on all ranks again if some rank lost a connection; collective over the module's group.
 
     Args:
         ddp: the module.
         function: what every rank calls.
         what: what is opened, in words.
-        open_groups: given the number of the attempt, opens groups under a name of that attempt.
+        endpoints: every rank's.
+        open_groups: given the number of the attempt and where to listen, opens groups under a name of that attempt.
 
     Returns:
         What ``open_groups`` returned.
@@ -142,22 +162,24 @@ def _open_on_every_rank(
     Raises:
         RefusedError: some rank could not open them; the same on every rank.
     """
+    listener = choose_listener(ddp.process_group, endpoints)
     attempt = 0
     while True:
         attempt += 1
         # What this rank has opened in vain is closed before the next attempt.
         opened, error = None, None
         try:
-            opened = open_groups(attempt)
+            opened = open_groups(attempt, listener)
         except RuntimeError as caught:
             error = caught
         tries = "" if attempt == 1 else f" in {attempt} attempts"
-        problem = None if error is None else f"could not open {what}{tries}: {error}"
+        problem = None if error is None else f"could not open {what}{tries}: {error}. {advise(listener)}"
         # Also so that nobody leaves, or closes them, before the last rank has connected. A rank that has gone does not
-        # answer, which ends this on the others: only where every rank is there was it a connection that was lost.
-        proposals = propose(ddp, function, {}, problem, error is None or waited_in_vain(error))
-        lost = any(each.problem is not None for each in proposals) and all(each.own for each in proposals)
-        if lost and attempt < ATTEMPTS:
+        # answer, which ends this on the others.
+        proposals = propose(ddp, function, {}, problem, _outcome(error))
+        outcomes = {each.own for each in proposals}
+        # A connection that was lost may last the next time. One that could not be made cannot be made then either.
+        if _LOST in outcomes and outcomes <= {_OPENED, _LOST, _NOT_MADE} and attempt < ATTEMPTS:
             continue
         try:
             settle(function, proposals)
@@ -167,12 +189,26 @@ def _open_on_every_rank(
         return opened
 
 
-def _open_groups(ddp: DistributedDataParallel, name: str) -> Any:
+# How an attempt to open groups ended on a rank.
+_OPENED, _LOST, _NOT_MADE, _FAILED = "opened", "connection lost", "connection not made", "failed"
+_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+
+
+def _outcome(error: RuntimeError | None) -> str:
+    if error is None:
+        return _OPENED
+    if not waited_in_vain(error):
+        return _FAILED
+    return _NOT_MADE if _TIMED_OUT.search(str(error)) else _LOST
+
+
+def _open_groups(ddp: DistributedDataParallel, name: str, listener: Listener) -> Any:
     group = ddp.process_group
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
         return _C.ControlGroups(world_size=1, all=None, axes=[])
-    everyone = _open_group(ddp, f"{name}/all", here, ranks)
+    devices = listener.make_devices()
+    everyone = _open_group(ddp, f"{name}/all", here, ranks, devices)
     axes = []
     lengths = grid(ranks, LARGEST_AXIS)
     stride = 1
@@ -180,11 +216,12 @@ def _open_groups(ddp: DistributedDataParallel, name: str) -> Any:
         position = here // stride % length
         # Those that differ from this rank along the axis only; the first of them names their group.
         first = here - position * stride
-        axes.append(_open_group(ddp, f"{name}/axis{number}/{first}", position, length))
+        axes.append(_open_group(ddp, f"{name}/axis{number}/{first}", position, length, devices))
         stride *= length
     sums = None
     if _C.needs_group_for_sums(group, ddp.device):
-        sums = _open_group(ddp, f"{name}/sums", here, ranks)
+        # Gradients travel there, which masks must not wait for.
+        sums = _open_group(ddp, f"{name}/sums", here, ranks, listener.make_devices())
     return _C.ControlGroups(world_size=ranks, all=everyone, axes=axes, sums=sums)
 
 
@@ -206,16 +243,19 @@ def grid(ranks: int, largest_axis: int) -> list[int]:
     return [divisor] if divisor == ranks else [divisor, *grid(ranks // divisor, largest_axis)]
 
 
-def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int) -> Any:
+def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int, devices: list[Any]) -> Any:
     global _has_opened_groups
     _has_opened_groups = True
     store = dist.PrefixStore(name, store_of(ddp.process_group))  # type: ignore[attr-defined]
     timeout = _timeout_of(ddp)
-    to_connect = max(timeout / (_WAITS_FOR_A_CONNECTION * ATTEMPTS), min(timeout / 2, _LEAST_TO_CONNECT))
-    group = dist.ProcessGroupGloo(store, rank, ranks, timeout=to_connect)
-    group._set_default_timeout(timeout)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._threads = devices, 2 * len(devices)  # as many as torch takes
+    to_connect = min(max(timeout / 2, min(0.9 * timeout, _ENOUGH_TO_CONNECT)), _MOST_TO_CONNECT)
+    options._timeout = to_connect / _WAITS_FOR_A_CONNECTION
     # What torch's own groups are told, for its flight recorder.
-    group.options.group_name = name  # type: ignore[assignment]
+    options.group_name = name
+    group = dist.ProcessGroupGloo(store, rank, ranks, options)
+    group._set_default_timeout(timeout)
     return group
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _extension
@@ -20,18 +20,23 @@ _DETECTOR = {
 _MIN_ZERO_FRACTION_ON_DEVICE = 0.25
 
 
-def engine_settings(policy: Policy, description: Mapping[str, str], costs: Any = None) -> Any:
+def engine_settings(
+    policy: Policy, description: Mapping[str, str], hosts: Sequence[Sequence[int]], costs: Any = None
+) -> Any:
     """Translate a policy for the engine of one module.
 
     Args:
         policy: the policy.
         description: what the module's ranks have in common; the engine's messages carry a hash of it.
+        hosts: the ranks of each host.
         costs: what collectives take on the module's process group, a ``_C.CollectiveCosts``; None without a
             measurement.
 
     Returns:
         A ``_C.EngineSettings``.
     """
+    if not policy.tuning.calibrate:
+        costs = None
     digest = hashlib.blake2b(repr(sorted(description.items())).encode(), digest_size=8).digest()
     return _C.EngineSettings(
         graph_detector=policy.skip_unused,
@@ -44,13 +49,13 @@ def engine_settings(policy: Policy, description: Mapping[str, str], costs: Any =
             pack_bytes=policy.tuning.pack_bytes,
             gap_fraction=policy.tuning.gap_fraction,
             direct=_C.DirectSettings(
-                allowed=policy.tuning.direct,
+                allowed=policy.tuning.direct and may_send_directly(hosts, costs),
                 world_size=1,  # the engine asks the module's group
                 sums=policy.tuning.owners,
                 least_saving_of_sums=policy.tuning.min_owner_saving,
                 segment_bytes=policy.tuning.segment_bytes,
                 min_bytes=policy.tuning.min_direct_bytes,
-                costs=costs if costs is not None and policy.tuning.calibrate else _C.CollectiveCosts(),
+                costs=_C.CollectiveCosts() if costs is None else costs,
             ),
         ),
         probe=probe_settings(policy, is_on_device=description.get("device", "cpu") != "cpu"),
@@ -58,6 +63,18 @@ def engine_settings(policy: Policy, description: Mapping[str, str], costs: Any =
         averages_contributors=policy.average == "contributors",
         configuration=int.from_bytes(digest, "little"),
     )
+
+
+def may_send_directly(hosts: Sequence[Sequence[int]], costs: Any = None) -> bool:
+    """Say whether anything may leave the all-reduces, which is decided by bytes where nothing was measured.
+
+    Transports count what ranks send, so bytes only decide where each rank has a host, and thereby a link, of its own.
+
+    Args:
+        hosts: the ranks of each host.
+        costs: what collectives take, or None.
+    """
+    return costs is not None or all(len(ranks) == 1 for ranks in hosts)
 
 
 def unit_settings(policy: Policy) -> Any:

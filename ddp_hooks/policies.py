@@ -77,17 +77,21 @@ class Tuning:
         gap_fraction: unused gradients between two used runs are sent along when they make up at most this fraction of
             the runs' mean length.
         direct: what only one rank contributes, it sends straight to the others, which takes half the bytes of an
-            all-reduce (docs/internals/protocol.md, "Who contributes"). It needs ``skip_unused`` and a gloo or NCCL
-            group of at most 64 ranks; without them everything is all-reduced.
+            all-reduce (docs/internals/protocol.md, "Who contributes"). It needs ``skip_unused``, a gloo or NCCL
+            group of at most 64 ranks, and a host for each rank or ``calibrate``; without them everything is
+            all-reduced.
         owners: what some ranks contribute and others do not, one of them sums and sends on, which saves up to half of
             the bytes. It needs ``direct``.
         min_owner_saving: the fraction of the time that these sums have to save in a bucket's rows. Whole parameters
             have to save twice as much, because their all-reduces copy nothing.
-        calibrate: when a state is made, measure for about a second what collectives take on its process group. By that
-            the ranks decide what leaves the all-reduces, and whether ``narrow="adaptive"`` can pay. Without it every
-            byte counts the same. On three ranks and more the order of sums depends on it, so two runs have the same
-            bits only without: where some rank calls ``torch.use_deterministic_algorithms``, nothing is measured. It
-            needs what ``direct`` needs.
+        calibrate: measure for about a second, when a state is made, how long collectives take on its process group.
+            The ranks then decide by those times what leaves the all-reduces, and whether ``narrow="adaptive"`` can
+            pay. By default they decide by bytes if every rank is on a host of its own, and all-reduce everything at
+            full width if ranks share a host (the hostname and the kernel's boot id tell hosts apart, or the variable
+            ``DDP_HOOKS_HOST``). Measured times differ between runs, so on three ranks and more runs are bitwise
+            reproducible only without it; it does nothing if a rank has called
+            ``torch.use_deterministic_algorithms``. With NCCL the measurement opens connections that keep up to
+            gigabytes of GPU memory. It needs what ``direct`` needs.
         segment_bytes: about how much each rank puts into one message of these. Bytes.
         min_direct_bytes: when a step (or the units of a bucket) has less than this to send in these ways, it is all
             all-reduced. Bytes.
@@ -128,7 +132,7 @@ class Tuning:
     min_unit_bytes: int = 256
     max_unit_bytes: int = 64 << 10
     min_owner_saving: float = 0.13
-    calibrate: bool = True
+    calibrate: bool = False
     report_hang_after: float = 10.0
 
     def __post_init__(self) -> None:
@@ -187,8 +191,7 @@ class Policy:
             ``torch.autocast``, and a float64 one in 32. What arrives is the same to the bit: stretches that do not
             fit on some rank are sent at full width. ``"on"`` reads every gradient once, and costs an exchange of
             compressed masks for each bucket. ``"adaptive"`` takes samples, and does it for the parameters for which it
-            pays, if links are slow enough (see ``calibrate``). Needs ``skip_unused``. It does nothing with
-            ``direct=False``, on more than 64 ranks, and in groups that are neither gloo nor NCCL.
+            pays. Needs ``skip_unused``, and does nothing where ``direct`` does nothing.
         average: ``"world"`` divides by the number of ranks, as DDP does. ``"contributors"`` divides each parameter's
             gradient by the number of ranks that used it in the step, so gradients differ from plain DDP's wherever a
             rank leaves something out (docs/internals/averages.md). Needs ``skip_unused``.

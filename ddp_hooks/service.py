@@ -20,6 +20,7 @@ from .absentees import naming_absent_ranks
 from .agreement import settle
 from .collective_costs import costs_as_numbers, measure_collective_costs
 from .control_groups import ControlGroups, new_name, open_control_groups
+from .endpoints import Endpoint, find_endpoint, group_by_host
 from .engine_settings import engine_settings
 from .hangs import watcher
 from .hangs.activity import ModuleActivity, activity
@@ -77,13 +78,15 @@ def agree_to_serve(
     # Of services that share groups some may have been told what collectives take and others not, and which of them are
     # left differs by rank.
     costs = {name: costs_as_numbers(groups.costs) for name, groups in sharable.items()}
-    own = (new_name(), costs, may_measure)
+    own = (new_name(), tuple(find_endpoint(ddp.process_group)), costs, may_measure)
     offers = settle(function, propose(ddp, function, description, problem, own), error)
-    shared = set(sharable).intersection(*(theirs for _, theirs, _ in offers))
-    groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0])
-    if len({theirs.get(groups.name) for _, theirs, _ in offers}) > 1:
+    endpoints = [Endpoint(*endpoint) for _, endpoint, _, _ in offers]
+    shared = set(sharable).intersection(*(theirs for _, _, theirs, _ in offers))
+    groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0], endpoints)
+    if len({theirs.get(groups.name) for _, _, theirs, _ in offers}) > 1:
         groups = replace(groups, costs=None)
-    measures = all(may_measure for _, _, may_measure in offers)
+    groups = replace(groups, hosts=group_by_host([endpoint.host for endpoint in endpoints]))
+    measures = all(may_measure for _, _, _, may_measure in offers)
     if groups.costs is None and measures and _C.can_send_directly(ddp.process_group, ddp.device):
         with naming_absent_ranks(ddp.process_group, function):
             groups = replace(groups, costs=measure_collective_costs(ddp.process_group, ddp.device))
@@ -276,7 +279,10 @@ class Service:
             reducer=ddp.reducer,
             control_groups=self._control_groups.groups,
             settings=engine_settings(
-                self._policy, describe(self._policy, ddp, reduced, unmanaged), self._control_groups.costs
+                self._policy,
+                describe(self._policy, ddp, reduced, unmanaged),
+                self._control_groups.hosts,
+                self._control_groups.costs,
             ),
             unmanaged_parameters=unmanaged,
             names=self._names,
@@ -379,7 +385,8 @@ class Service:
         description = describe(policy, ddp, *parameters_of(ddp))
         self._agree_between_steps(function, description, problem, None, error)
         assert self._control_groups is not None
-        self.engine.configure(engine_settings(policy, description, self._control_groups.costs))
+        groups = self._control_groups
+        self.engine.configure(engine_settings(policy, description, groups.hosts, groups.costs))
         self._policy = policy
         watcher.begin(policy.tuning.report_hang_after)
 

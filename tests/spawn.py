@@ -101,7 +101,8 @@ def _run_tasks(stack_file: str, pipe: Connection) -> None:
             function, args, store_file, backend, collective_timeout, rank, world_size = task
             try:
                 torch.manual_seed(1234)
-                _leave_out_measurements()
+                # As if each rank were on a host of its own, so that bytes decide what leaves the all-reduces.
+                os.environ["DDP_HOOKS_HOST"] = str(rank)
                 dist.init_process_group(
                     backend,
                     store=dist.FileStore(store_file, world_size),
@@ -122,13 +123,6 @@ def _run_tasks(stack_file: str, pipe: Connection) -> None:
             except BaseException:
                 pipe.send(("error", traceback.format_exc()))
                 return
-
-
-def _leave_out_measurements() -> None:
-    """Have no state measure its links, by which it would decide what to send: tests count bytes."""
-    from ddp_hooks import service
-
-    service.measure_collective_costs = lambda group, device: None
 
 
 class Parent:

@@ -128,7 +128,7 @@ class Measured:
         return self.costs(group, device) if callable(self.costs) else self.costs
 
 
-DIRECT = Policy("direct", tuning=Tuning(min_direct_bytes=0))
+DIRECT = Policy("direct", tuning=Tuning(min_direct_bytes=0, calibrate=True))
 
 
 def costs_stay(rank: int) -> None:
@@ -321,7 +321,7 @@ def dies_while_measured(rank: int, at: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     started = time.monotonic()
     with pytest.raises(ddp_hooks.errors.RanksAbsentError, match=r"register: waited .* for rank 1, which did not call"):
-        ddp_hooks.register(ddp)
+        ddp_hooks.register(ddp, calibrate=True)
     assert time.monotonic() - started < 20
     raise RuntimeError(TOLD)
 

@@ -83,14 +83,13 @@ def test_the_script_of_the_readme_prints_what_it_shows(tmp_path: Path) -> None:
 
 
 # Runs scripts one after another in the same processes, because importing torch takes longer than most of them. Each
-# has a store of its own: in torchrun's it would find the addresses of the one before. Links are not measured, as in the
-# rank processes of other tests: on a busy machine it would be right to send what pages leave out.
+# has a store of its own: in torchrun's it would find the addresses of the one before. As in other tests, each rank
+# has a host of its own, so that bytes decide what leaves the all-reduces.
 ONE_AFTER_ANOTHER = """
 import os, pathlib, runpy, sys
-from ddp_hooks import service
 from torch.distributed import TCPStore
 
-service.measure_collective_costs = lambda group, device: None
+os.environ["DDP_HOOKS_HOST"] = os.environ["RANK"]
 host = os.environ["MASTER_ADDR"]
 launchers = TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False)
 stores = []  # kept: another rank may not be through with its script

@@ -198,7 +198,7 @@ def exchange_on_a_grid(rank: int) -> None:
     # second axis a rank hands on the graph's masks of two, because it is asked who.
     assert (state.stats().exchanges, state.stats().mask_bytes) == (6 * 2, 6 * 7 * (1 + 2 + 1 + 1) * 8)
     if rank == 3:
-        state._service.engine.configure(engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}))
+        state._service.engine.configure(engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}, [[0]]))
     assert "rank 3: exchange 12" in error_of(lambda: run_step(ddp, 0))
 
 
@@ -782,7 +782,7 @@ def drifting_ranks(rank: int) -> None:
     if rank == 1:
         other = ddp_hooks.Policy("other")
         description = {"policy": repr(other)}
-        state._service.engine.configure(engine_settings(other, description))
+        state._service.engine.configure(engine_settings(other, description, [[0], [1]]))
     message = error_of(lambda: run_step(ddp, 0))
     assert "the ranks drifted apart" in message
     assert "rank 0: exchange 1" in message

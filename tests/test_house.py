@@ -61,6 +61,7 @@ PYTHON_ROOMS = {
         "ddp_hooks._C",
         "ddp_hooks.absentees",
         "ddp_hooks.agreement",
+        "ddp_hooks.endpoints",
         "ddp_hooks.errors",
         "ddp_hooks.groups",
         "ddp_hooks.hangs",

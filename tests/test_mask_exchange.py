@@ -22,7 +22,7 @@ def refused_gathers(rank: int, axis: int) -> None:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)
     options = {}
 
-    def open_group(ddp: object, name: str, rank: int, ranks: int) -> FakeProcessGroup:
+    def open_group(ddp: object, name: str, rank: int, ranks: int, devices: object) -> FakeProcessGroup:
         options[name.split("/")[3]] = chosen = FakeProcessGroup.Options()
         return FakeProcessGroup._create_internal(rank, ranks, chosen)
 

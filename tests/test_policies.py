@@ -278,7 +278,7 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
         "narrow": "on",
         "direct": False,
         "owners": False,
-        "calibrate": False,
+        "calibrate": True,
         "average": "contributors",
         "gap_fraction": 0.5,
         "min_zero_fraction": 0.5,

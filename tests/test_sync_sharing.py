@@ -42,12 +42,12 @@ def make_model(seed=0):
 def pretend_hosts(*hosts):
     """Let `share_parameters` believe that these groups of ranks are hosts."""
     rank = dist.get_rank()
-    original = sharing.host_identity
-    sharing.host_identity = lambda: next(f"host {i}" for i, ranks in enumerate(hosts) if rank in ranks)
+    original = sharing.shared_memory_identity
+    sharing.shared_memory_identity = lambda: next(f"host {i}" for i, ranks in enumerate(hosts) if rank in ranks)
     try:
         yield
     finally:
-        sharing.host_identity = original
+        sharing.shared_memory_identity = original
 
 
 def assert_same(a, b):

@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
+from ..engine_settings import may_send_directly
 from ..fsdp.param_groups import is_sharded
 from ..hangs import watcher
 from ..registration import find_ddp
@@ -154,11 +154,20 @@ class Diagnosis:
             recorder.find_unused_parameters,
             bool(ddp.static_graph),
             registered_service(ddp) is not None,
-            _describe_world(ddp),
+            self._describe_world(ddp),
             # A device copies beside the host.
             timing.measure_copying(recorder.largest_bucket_bytes if ddp.device_type == "cpu" else 0),
             tuple(recorder.missed),
             recorder.before_accumulating,
+        )
+
+    def _describe_world(self, ddp: DistributedDataParallel) -> World:
+        assert self._channel is not None  # what the callers have made sure of
+        device = torch.device(ddp.device_type)
+        return World(
+            self._channel.ranks,
+            _C.can_send_directly(ddp.process_group, device) and may_send_directly(self._channel.hosts),
+            device.type != "cpu",
         )
 
 
@@ -187,16 +196,6 @@ def diagnose(ddp: torch.nn.Module) -> Diagnosis | ShardDiagnosis:
     if is_sharded(ddp):
         return ShardDiagnosis(ddp)
     return Diagnosis(find_ddp(ddp, "diagnose"))
-
-
-def _describe_world(ddp: DistributedDataParallel) -> World:
-    group = ddp.process_group
-    ranks = dist.get_world_size(group)
-    return World(
-        ranks,
-        _C.can_send_directly(group, torch.device(ddp.device_type)),
-        ddp.device_type != "cpu",
-    )
 
 
 def why_not_watched(ddp: DistributedDataParallel, way_out: str) -> str | None:

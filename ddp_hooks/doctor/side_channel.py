@@ -36,6 +36,7 @@ class SideChannel:
     def __init__(self, ddp: DistributedDataParallel, function: str, problem: str | None = None) -> None:
         group = open_small_group(ddp, function, problem)
         self._backend, self._keeper = group.backend, group.keeper
+        self.hosts: tuple[tuple[int, ...], ...] = group.hosts  # the ranks of each
         self._function = function
         self._data_group = weakref.ref(ddp.process_group)
         self.rank: int = dist.get_rank(ddp.process_group)

@@ -21,7 +21,8 @@ class World:
 
     Attributes:
         ranks: how many there are in the module's group.
-        is_direct: what one rank alone contributes may leave the all-reduces: a group of gloo or NCCL.
+        is_direct: what one rank alone contributes may leave the all-reduces: a group of gloo or NCCL, and a host for
+            each rank.
         is_on_device: gradients lie on a device, where the host waits for what is asked of them.
     """
 

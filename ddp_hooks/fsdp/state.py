@@ -15,6 +15,7 @@ from .._version import __version__
 from ..absentees import naming_absent_ranks
 from ..agreement import exchange_proposals, settle
 from ..collective_costs import measure_collective_costs
+from ..endpoints import host_of_this_rank
 from ..policies import Policy, resolve
 from ..statistics import ParameterUsage, Statistics
 from ..wording import short
@@ -33,13 +34,13 @@ class ShardState:
         self,
         policy: Policy,
         groups: Sequence[ParamGroup],
-        costs: Mapping[str, Any],
+        narrow_pays: Mapping[str, bool],
         mesh: DeviceMesh | None,
     ) -> None:
         self._policy, self.mesh = policy, mesh
         hosts = None if mesh is None else mesh.get_group(0)
         self._staging = Staging()
-        self._served = [_ServedGroup(self, group, policy, costs, self._staging, hosts) for group in groups]
+        self._served = [_ServedGroup(self, group, policy, narrow_pays, self._staging, hosts) for group in groups]
         self._earlier, self._earlier_of_hosts = Statistics(), Statistics()
         self._is_open = True
 
@@ -121,20 +122,19 @@ class _ServedGroup:
         owner: ShardState,
         group: ParamGroup,
         policy: Policy,
-        costs: Mapping[str, Any],
+        narrow_pays: Mapping[str, bool],
         staging: Staging,
         hosts: dist.ProcessGroup | None,
     ) -> None:
         self.group = group
         columns = group.columns()
         self._ranks = [] if group.process_group is None else dist.get_process_group_ranks(group.process_group)
-        self.reduce_scatter = ReduceScatter(
-            columns, group.names, policy, _questions(policy, costs, group.process_group), staging
-        )
+        questions = Questions.of(policy, narrow_pays.get(_name_of(group.process_group), False))
+        self.reduce_scatter = ReduceScatter(columns, group.names, policy, questions, staging)
         self.over_hosts = None
         if hosts is not None:
             numel = sum(column.length for column in columns)
-            questions = _questions(policy, costs, hosts)
+            questions = Questions.of(policy, narrow_pays[_name_of(hosts)])
             self.over_hosts = AverageOverHosts(hosts, group.names, numel, policy, questions, staging)
         self._last: Participants | None = None
         self._announced: list[Announcement] | None = None
@@ -218,12 +218,6 @@ class _ServedGroup:
             )
 
 
-def _questions(policy: Policy, costs: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> Questions:
-    measured = costs.get(_name_of(process_group))
-    ranks = 1 if process_group is None else dist.get_world_size(process_group)
-    return Questions.of(policy, narrow_pays=measured is None or measured.narrow_pays(ranks))
-
-
 def register(
     module: nn.Module, policy: Policy | str = "auto", *, mesh: DeviceMesh | None = None, **settings: Any
 ) -> ShardState:
@@ -268,14 +262,16 @@ def register(
         registration.exchange(world)
     if registration.known is not None:
         return registration.known
-    costs = {}
     chosen, groups = registration.policy, registration.groups
+    narrow_pays = dict(registration.has_hosts_of_their_own)
     if chosen.tuning.calibrate and chosen.narrow == "adaptive":
         for process_group in registration.process_groups:
-            if dist.get_world_size(process_group) > 1:
+            ranks = dist.get_world_size(process_group)
+            if ranks > 1:
                 with naming_absent_ranks(process_group, _FUNCTION):
-                    costs[_name_of(process_group)] = measure_collective_costs(process_group, groups[0].device)
-    return ShardState(chosen, groups, costs, mesh)
+                    costs = measure_collective_costs(process_group, groups[0].device)
+                narrow_pays[_name_of(process_group)] = costs.narrow_pays(ranks)
+    return ShardState(chosen, groups, narrow_pays, mesh)
 
 
 class _Registration:
@@ -286,6 +282,8 @@ class _Registration:
         groups: of parameters.
         known: the state that the module has already.
         process_groups: over which something is reduced, each once, in the same order on every rank.
+        has_hosts_of_their_own: by name of each process group that has exchanged, whether no two of its ranks share a
+            host.
         error: what to raise here, while others raise a RefusedError.
     """
 
@@ -296,6 +294,7 @@ class _Registration:
         self.groups: list[ParamGroup] = []
         self.known: ShardState | None = None
         self.process_groups: list[dist.ProcessGroup] = []
+        self.has_hosts_of_their_own: dict[str, bool] = {}
         self.error: Exception | None = None
         self._problem: str | None = None
         self._description: dict[str, str] = {}
@@ -312,8 +311,10 @@ class _Registration:
     def exchange(self, process_group: dist.ProcessGroup) -> None:
         """Raise, on every rank of the group, if one of them has a problem or they differ."""
         is_ours = any(_name_of(process_group) == _name_of(each) for each in self.process_groups)
-        offers = exchange_proposals(process_group, _FUNCTION, self._description if is_ours else {}, self._problem)
-        settle(_FUNCTION, offers, self.error)
+        description = self._description if is_ours else {}
+        offers = exchange_proposals(process_group, _FUNCTION, description, self._problem, host_of_this_rank())
+        hosts = settle(_FUNCTION, offers, self.error)
+        self.has_hosts_of_their_own[_name_of(process_group)] = len(set(hosts)) == len(hosts)
 
     def _look(
         self, module: nn.Module, policy: Policy | str, mesh: DeviceMesh | None, settings: Mapping[str, Any]

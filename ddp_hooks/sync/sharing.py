@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..absentees import naming_absent_ranks
 from ..agreement import agree, refuse
+from ..endpoints import Endpoint, find_endpoint, group_by_host, torch_listens_for
 from ..groups import gather_objects, resolve_group
 from ..wording import short
 from .messages import MESSAGE_BYTES, BroadcastMessage, run, split
@@ -28,7 +29,7 @@ from .tensors import NamedTensor, check_writable, describe_layout, named_buffers
 _ALIGNMENT_BYTES = 64
 
 
-def host_identity() -> str:
+def shared_memory_identity() -> str:
     """Return what the processes that see the same shared memory have in common."""
     try:
         # Containers on one machine share the kernel, but a mount of shared memory only if they were told to.
@@ -170,7 +171,7 @@ def share_parameters(module: torch.nn.Module, *, process_group: dist.ProcessGrou
     agree(group, "share_parameters", {}, placement.layout)
 
     rank = dist.get_rank(group)
-    hosts = _group_by_host(gather_objects(group, host_identity()))
+    hosts = group_by_host(gather_objects(group, shared_memory_identity()))
     ranks_here = next(ranks for ranks in hosts if rank in ranks)
     block: torch.Tensor | None = None
     handles: dict[int, bytes] = {}
@@ -194,7 +195,11 @@ def share_parameters(module: torch.nn.Module, *, process_group: dist.ProcessGrou
         )
 
     is_leader = rank == ranks_here[0]
-    leader_group = _group_of_leaders(group, hosts, is_leader) if len(hosts) > 1 else None
+    leader_group = None
+    if len(hosts) > 1:
+        endpoints = [Endpoint(*each) for each in gather_objects(group, tuple(find_endpoint(group)))]  # type: ignore[misc]
+        with torch_listens_for(group, endpoints):
+            leader_group = _group_of_leaders(group, hosts, is_leader)
     if is_leader:
         placement.fill(block)
         if leader_group is not None:
@@ -325,13 +330,6 @@ def _place(module: torch.nn.Module) -> tuple[list[torch.nn.Parameter], _Placemen
 
 def _first_ranks(hosts: Sequence[Sequence[int]]) -> list[int]:
     return [ranks[0] for ranks in hosts]
-
-
-def _group_by_host(identities: Sequence[object]) -> tuple[tuple[int, ...], ...]:
-    hosts: dict[object, list[int]] = {}
-    for rank, identity in enumerate(identities):
-        hosts.setdefault(identity, []).append(rank)
-    return tuple(tuple(ranks) for ranks in hosts.values())
 
 
 def _create_block(block_bytes: int, peers: Sequence[int]) -> tuple[torch.Tensor, dict[int, bytes]]:

@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import operator
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -74,6 +75,8 @@ class OracleFailed(Exception):
 def run_program(rank: int, text: str, register: Register = register_hook) -> dict[str, Any]:
     """Run a program on this rank, and return what the ranks have to compare among each other."""
     program = Program.from_json(text)
+    if program.options.hosts is not None:
+        os.environ["DDP_HOOKS_HOST"] = program.options.hosts[rank]
     if program.options.device == "pretend":
         from ddp_hooks_testing import _pretend
 

@@ -51,6 +51,7 @@ class _Generator:
         self.random = random.Random(f"{seed} on {ranks}")
         # By numbers of their own, so that what seeds found before these were there stays what it was.
         self.transports = random.Random(f"transports of {seed} on {ranks}")
+        self.hosts = random.Random(f"hosts of {seed} on {ranks}")
         self.closings = random.Random(f"closings of {seed} on {ranks}")
         self.lookups = random.Random(f"lookups of {seed} on {ranks}")
         self.joins = random.Random(f"joins of {seed} on {ranks}")
@@ -177,6 +178,8 @@ class _Generator:
         options.bucket_cap_mb = self.random.choice([1e-5, 1e-4, 1e-3, 1e-2, 1, 25])
         options.native = self.chance(0.6)
         options.policy = self._policy()
+        if self.hosts.random() < 0.2:
+            options.hosts = "".join(self.hosts.choice("ab") for _ in range(self.program.ranks))
         options.optimizer = "sgd" if sparse else self.random.choice(["sgd", "momentum", "adamw"])
         options.output = self.random.choice(["tensor", "tensor", "tuple", "dict"])
         if options.broadcast_buffers and self.chance(0.2):
@@ -269,7 +272,6 @@ class _Generator:
             "segment_bytes": max(self.transports.choice([1, 40, 1000, 1 << 20]), 10_000 * large),
             "owners": self.transports.random() < 0.7,
             "min_owner_saving": self.transports.choice([0.0, 0.15]),
-            "calibrate": False,  # what is sent would be another thing when it is run again
         }
         return {**settings_of(policy), **direct}
 

@@ -65,6 +65,8 @@ class Options:
     # On a device, which streams are used: the "default" one throughout; one for "all"; the default one when the module
     # is wrapped and another when it is "trained"; or "layers": for all, and each layer has one of its own.
     streams: str = "default"
+    # Which ranks share a host, a letter for each rank; None where each has one of its own.
+    hosts: str | None = None
     # On a device, what carries the hook's collectives: a group that puts them on a "stream", as NCCL, or one that
     # copies to the "host", as gloo.
     group: str = "stream"

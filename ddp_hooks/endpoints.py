@@ -1,0 +1,228 @@
+"""Where ranks are: which of them share a host, and at which address a rank's own gloo groups listen.
+
+torch lets a gloo group listen at the address that the host's name resolves to, unless ``GLOO_SOCKET_IFNAME`` names an
+interface. On many systems that is 127.0.1.1, which no other host reaches, and with NCCL nobody has a reason to set the
+variable. So every rank looks for a better address first, tells the others, and then settles on one, in this order:
+
+1. ``GLOO_SOCKET_IFNAME``, as torch does.
+2. Whatever the module's own gloo backend listens at, if its process group has one.
+3. The local address of the route to the host of the process group's store, or to ``MASTER_ADDR``. The host that this
+   names may know itself as 127.0.1.1, too; there it is the route to a rank on another host.
+4. torch's choice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .groups import store_of
+
+# Names the host of this rank; otherwise the system does.
+HOST_VARIABLE = "DDP_HOOKS_HOST"
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_ANY_PORT = 9  # nothing is sent there
+
+
+class Endpoint(NamedTuple):
+    """What a rank tells the others of its place; plain values, which every version of this package can read."""
+
+    host: str
+    """Equal on ranks that share a host."""
+    address: str | None
+    """Its own on the way to the process group's store; None if that is not known."""
+
+
+def find_endpoint(group: dist.ProcessGroup) -> Endpoint:
+    """Return where this rank is, and at which address the others might reach it."""
+    with suppress(RuntimeError, ValueError):  # the store has gone, or cannot be asked
+        return Endpoint(host_of_this_rank(), _address_towards_store(group))
+    return Endpoint(host_of_this_rank(), None)
+
+
+def host_of_this_rank() -> str:
+    """Return what the ranks of this host have in common, and those of no other host."""
+    named = os.environ.get(HOST_VARIABLE)
+    if named:
+        return named
+    parts = [socket.gethostname()]
+    # Machines may have been given the same name, and containers of one machine may have a network each.
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
+
+
+def group_by_host(hosts: Sequence[object]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host, in the order of their first ranks.
+
+    Args:
+        hosts: by rank, what ranks of one host have in common.
+    """
+    ranks_of: dict[object, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_of.setdefault(host, []).append(rank)
+    return tuple(tuple(ranks) for ranks in ranks_of.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Where gloo groups of this rank listen.
+
+    Attributes:
+        make_devices: makes what a gloo group listens with, or returns what listens already.
+        description: the address, its interface, and why that one.
+    """
+
+    make_devices: Callable[[], list[Any]]
+    description: str
+
+
+def choose_listener(group: dist.ProcessGroup, endpoints: Sequence[Endpoint]) -> Listener:
+    """Settle where this rank's gloo groups listen.
+
+    Args:
+        group: the process group, of which they are for all ranks or for some.
+        endpoints: every rank's, by rank.
+    """
+    interfaces = os.environ.get(_INTERFACE_VARIABLE)
+    if interfaces:
+        # Several are separated by commas, each for a part of the connections.
+        names = interfaces.split(",")
+        described = " and ".join(f"{address_of(name) or 'no address'} (interface {name})" for name in names)
+        return Listener(lambda: [_device(interface=name) for name in names], f"{described}, by {_INTERFACE_VARIABLE}")
+    devices = _devices_of(group)
+    if devices:
+        return Listener(lambda: devices, "the address of the process group's own gloo backend")
+    address, reason = _choose_address(endpoints, dist.get_rank(group))
+    if address is None:
+        return Listener(
+            lambda: [dist.ProcessGroupGloo.create_default_device()],
+            f"{_address_of_name() or 'no address'}, as this host's name {socket.gethostname()} resolves",
+        )
+    return Listener(
+        lambda: [_device(hostname=address)], f"{address} (interface {interface_of(address) or 'unknown'}), {reason}"
+    )
+
+
+@contextmanager
+def torch_listens_for(group: dist.ProcessGroup, endpoints: Sequence[Endpoint]) -> Iterator[None]:
+    """Let gloo groups that torch itself makes in this block listen where ours would, as far as a variable can say so.
+
+    Args:
+        group: the process group of the ranks that make them.
+        endpoints: every rank's, by rank.
+    """
+    address, _ = _choose_address(endpoints, dist.get_rank(group))
+    interface = None if address is None else interface_of(address)
+    if interface is None or os.environ.get(_INTERFACE_VARIABLE):
+        yield
+        return
+    os.environ[_INTERFACE_VARIABLE] = interface
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE_VARIABLE]
+
+
+def _choose_address(endpoints: Sequence[Endpoint], rank: int) -> tuple[str | None, str]:
+    """Return the address at which others reach a rank, or None, and why that one."""
+    own = endpoints[rank]
+    if own.address is None or ipaddress.ip_address(own.address).is_loopback:
+        # The store may be on this host, and be known here by a name that means nothing elsewhere.
+        for other in endpoints:
+            if other.host != own.host and other.address and not ipaddress.ip_address(other.address).is_loopback:
+                return _address_towards(other.address) or own.address, "on the way to another host"
+    return own.address, "on the way to the process group's store"
+
+
+def advise(listener: Listener) -> str:
+    """Say where this rank listens, and what to do if the others do not reach it."""
+    return (
+        f"This rank listened at {listener.description}; if other hosts do not reach that, set {_INTERFACE_VARIABLE} "
+        "on each host to an interface that they do"
+    )
+
+
+def _devices_of(group: dist.ProcessGroup) -> list[Any]:
+    """Return what the group's own gloo backend listens with; nothing if it has none."""
+    try:
+        options = group._get_backend(torch.device("cpu")).options
+    except (RuntimeError, AttributeError):
+        return []
+    return list(getattr(options, "_devices", ()))
+
+
+def _device(**where: str) -> Any:
+    return dist.ProcessGroupGloo.create_device(**where)
+
+
+def _address_towards_store(group: dist.ProcessGroup) -> str | None:
+    store = store_of(group)
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    for host in (getattr(store, "host", None), os.environ.get("MASTER_ADDR")):
+        if host and (address := _address_towards(host)):
+            return address
+    return None
+
+
+def _address_towards(host: str) -> str | None:
+    """Return this host's own address on the way to another one; None if there is no way."""
+    try:
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, there in found:
+        with suppress(OSError, ValueError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(there)  # chooses a route, and sends nothing
+            address = str(probe.getsockname()[0])
+            # A link-local address says nothing without its interface.
+            if not ipaddress.ip_address(address.partition("%")[0]).is_link_local:
+                return address
+    return None
+
+
+def _address_of_name() -> str | None:
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+    except OSError:
+        return None
+
+
+def address_of(interface: str) -> str | None:
+    """Return the first address of a network interface; None if it has none, or there is no such interface."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(asked.fileno(), _GET_ADDRESS, request)[20:24])
+    return next((address for name, address in _addresses_of_version_6() if name == interface), None)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has an address; None if none is known to."""
+    for _, name in socket.if_nameindex():
+        if address_of(name) == address:
+            return name
+    return next((name for name, other in _addresses_of_version_6() if other == address), None)
+
+
+def _addresses_of_version_6() -> list[tuple[str, str]]:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return []
+    fields = [line.split() for line in lines]
+    return [(name, str(ipaddress.IPv6Address(int(digits, 16)))) for digits, _, _, _, _, name in fields]
