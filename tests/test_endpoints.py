@@ -15,6 +15,7 @@ import test_direct
 import torch
 import torch.distributed as dist
 from spawn import run_ranks
+from test_docs import blocks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -139,9 +140,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import ddp_hooks
 from ddp_hooks import endpoints, sync
 
-interface, case = sys.argv[1:]
+(case,) = sys.argv[1:]
 # Only the data group is told its interface, as NCCL is by a variable of its own.
-os.environ["GLOO_SOCKET_IFNAME"] = interface
+os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 dist.init_process_group("gloo", timeout=timedelta(seconds=8))
 dist.barrier()
 del os.environ["GLOO_SOCKET_IFNAME"]
@@ -179,36 +180,36 @@ class Hosts:
     def make(self) -> None:
         for name in self.names:
             ip("netns", "add", name)
-        ip("link", "add", "va", "netns", self.names[0], "type", "veth", "peer", "name", "vb", "netns", self.names[1])
+        here, there = self.names
+        ip("link", "add", "eth0", "netns", here, "type", "veth", "peer", "name", "eth0", "netns", there)
         for rank, name in enumerate(self.names):
-            ip("-n", name, "address", "add", f"10.79.0.{rank + 1}/24", "dev", f"v{'ab'[rank]}")
-            for interface in ("lo", f"v{'ab'[rank]}"):
+            ip("-n", name, "address", "add", f"10.0.0.{rank + 1}/24", "dev", "eth0")
+            for interface in ("lo", "eth0"):
                 ip("-n", name, "link", "set", interface, "up")
             home = [f"127.0.1.1 host-{letter}" for letter in "ab"[rank]]
-            others = [f"10.79.0.{other + 1} host-{'ab'[other]}" for other in range(2) if other != rank]
+            others = [f"10.0.0.{other + 1} host-{'ab'[other]}" for other in range(2) if other != rank]
             (self.folder / f"hosts-{rank}").write_text("\n".join(["127.0.0.1 localhost", *home, *others, ""]))
 
     def remove(self) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
-    def run(self, case: str, master: str) -> list[str]:
-        """Run the script on both, and return what each prints."""
-        script = self.folder / "trains.py"
-        script.write_text(TRAINS)
+    def train(self, case: str, master: str) -> list[str]:
+        """Run the script above on both, and return what each prints."""
+        (self.folder / "trains.py").write_text(TRAINS)
+        where = f"WORLD_SIZE=2 MASTER_ADDR={master} MASTER_PORT=29587"
+        return self.run([f"RANK={rank} {where} python trains.py '{case}'" for rank in range(2)])
+
+    def run(self, commands: list[str]) -> list[str]:
+        """Run a command on each, and return what they print."""
         processes = []
         for rank, name in enumerate(self.names):
             # In name and mount namespaces of its own, with names that resolve differently than elsewhere.
             inside = (
                 f"hostname host-{'ab'[rank]} && mount --bind {self.folder}/hosts-{rank} /etc/hosts && "
-                f"exec {sys.executable} {script} v{'ab'[rank]} '{case}'"
+                f"export PATH={Path(sys.executable).parent}:$PATH && {commands[rank]}"
             )
-            environment = {key: value for key, value in os.environ.items() if key != "DDP_HOOKS_HOST"} | {
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": master,
-                "MASTER_PORT": "29587",
-            }
+            environment = {key: value for key, value in os.environ.items() if key != "DDP_HOOKS_HOST"}
             command = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", inside]
             processes.append(
                 subprocess.Popen(
@@ -244,20 +245,28 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 @pytest.mark.parametrize(
     ("case", "master", "last"),
     [
-        ("gloo", "10.79.0.1", "diagnosed"),
-        ("like NCCL", "10.79.0.1", "diagnosed"),
+        ("gloo", "10.0.0.1", "diagnosed"),
+        ("like NCCL", "10.0.0.1", "diagnosed"),
         # The host of rank 0 knows itself as 127.0.1.1.
         ("master by name", "host-a", "shared"),
     ],
 )
 def test_two_hosts_meet_without_a_variable(hosts: Hosts, case: str, master: str, last: str) -> None:
-    for text in hosts.run(case, master):
+    for text in hosts.train(case, master):
         assert "trained 2 hosts" in text, text
         assert last in text, text
 
 
+def test_the_page_on_several_machines_launches_the_script_of_the_readme(hosts: Hosts) -> None:
+    (script,) = blocks("README.md", "python")
+    (hosts.folder / "train.py").write_text(script)
+    commands = [command.strip() for command in blocks("docs/several-machines.md", "bash")]
+    for text, shown in zip(hosts.run(commands), ["saved)", ""], strict=True):
+        assert shown in text, text
+
+
 def test_hosts_that_do_not_meet_are_told_address_and_variable(hosts: Hosts) -> None:
-    for text in hosts.run("unreachable", "10.79.0.1"):
+    for text in hosts.train("unreachable", "10.0.0.1"):
         assert text.count("REFUSED register: refused on every rank") == 1, text
         assert "This rank listened at 127.0.0.1 (interface lo), by GLOO_SOCKET_IFNAME" in text
         assert "set GLOO_SOCKET_IFNAME on each host to an interface that they do" in text
