@@ -136,11 +136,8 @@ class SkipUnusedState:
                 way.
         """
         resolved, bad_policy = _resolve_or_error(policy, settings, self._policy)
-        self._change_policy("set_policy", resolved, bad_policy)
-
-    def _change_policy(self, function: str, policy: Policy, error: Exception | None) -> None:
-        self._require_service().change_policy(function, policy, error)
-        self._policy = policy
+        self._require_service().change_policy(resolved, bad_policy)
+        self._policy = resolved
 
     def stats(self) -> Statistics:
         """Return the counters so far, those of the run before a checkpoint included."""
@@ -198,34 +195,25 @@ class SkipUnusedState:
         self._require_service().declare_unused(*what)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return settings and statistics as plain values, for a checkpoint."""
+        """Return the policy and the statistics as plain values, for a checkpoint.
+
+        :meth:`load_state_dict` goes on with the statistics; the policy is a record of what the run used.
+        """
         return {"version": 2, "policy": self._policy.to_dict(), "statistics": self.stats().to_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the settings and statistics of a checkpoint; every rank calls it.
+        """Go on with the statistics of a checkpoint; the policy in force stays.
 
-        What :func:`ddp_hooks.rebuild` had taken out of the module's Reducer is in it again, because a resumed run wraps
-        the whole model: freeze it, and call ``rebuild`` again.
+        Nothing is sent to other ranks. What :func:`ddp_hooks.rebuild` had taken out of the module's Reducer is in it
+        again, because a resumed run wraps the whole model: freeze it, and call ``rebuild`` again.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: of another version of this package.
-            RuntimeError: as for :meth:`set_policy`.
+            TypeError, ValueError: it is something else, or comes from another version of this package.
         """
-        policy, statistics = self._policy, Statistics()
-        error: Exception | None = None
-        try:
-            policy, statistics = _decode(state_dict)
-        except (TypeError, ValueError) as wrong:
-            error = wrong
-        if self._is_attached():
-            self._change_policy("load_state_dict", policy, error)
-        elif error is not None:
-            raise error
-        self._policy = policy
-        self._restart_statistics(statistics)
+        self._restart_statistics(_read_statistics(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the module, its engine and the group behind: they cannot travel.
@@ -237,7 +225,8 @@ class SkipUnusedState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Come back without a module."""
-        self._start(*_decode(state))
+        statistics = _read_statistics(state)
+        self._start(Policy.from_dict(state["policy"]), statistics)
 
     def __repr__(self) -> str:
         """Name the policy, and whether the state serves a module."""
@@ -322,19 +311,17 @@ def states() -> list[SkipUnusedState]:
     return [state for state in living if state is not None and state._service is not None and state._service.ddp]
 
 
-def _decode(state_dict: dict[str, Any]) -> tuple[Policy, Statistics]:
+def _read_statistics(state_dict: dict[str, Any]) -> Statistics:
     """Read what :meth:`SkipUnusedState.state_dict` returned; raise a TypeError or ValueError if it is anything else."""
     fields = ("version", "policy", "statistics")
     check_fields("SkipUnusedState.load_state_dict", state_dict, fields, fields)
-    version, policy, statistics = (state_dict[name] for name in fields)
-    if type(version) is int and version == 2:
-        return Policy.from_dict(policy), Statistics.from_dict(statistics)
-    if type(version) is int and version == 1:
-        return Policy.from_dict_of_version_1(policy), Statistics.from_dict_of_version_1(statistics)
-    raise ValueError(
-        f"SkipUnusedState: expected a state_dict of version 1 or 2, received version {short(version)}; it is of "
-        "another version of ddp_hooks"
-    )
+    version = state_dict["version"]
+    if type(version) is not int or version != 2:
+        raise ValueError(
+            f"SkipUnusedState.load_state_dict: expected a state_dict of version 2, received version {short(version)}, "
+            "which another version of ddp_hooks wrote"
+        )
+    return Statistics.from_dict(state_dict["statistics"])
 
 
 def _resolve_or_error(

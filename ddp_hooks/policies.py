@@ -33,21 +33,6 @@ _FIRST_FIELDS_OF_TUNING = (
     "min_unit_bytes",
     "max_unit_bytes",
 )
-# The same of version 1, in which the fields of both stood in one dictionary.
-_FIRST_FIELDS_OF_VERSION_1 = (
-    "name",
-    "graph",
-    "values",
-    "in_place_bytes",
-    "pack_bytes",
-    "gap_fraction",
-    "min_zero_fraction",
-    "hold_steps",
-    "first_pause_steps",
-    "longest_pause_steps",
-    "rebuild_after",
-)
-_NAMES_OF_VERSION_1 = {"graph": "skip_unused", "values": "skip_zeros", "units": "skip_zero_rows"}
 
 
 def _check_flag(settings: Policy | Tuning, name: str) -> None:
@@ -261,15 +246,6 @@ class Policy:
         check_fields("Policy", settings, _FIRST_FIELDS, _names(cls))
         tuning = read_fields(Tuning, settings["tuning"], _FIRST_FIELDS_OF_TUNING)
         return cls(**{**settings, "tuning": tuning})
-
-    @classmethod
-    def from_dict_of_version_1(cls, settings: Mapping[str, Any]) -> Policy:
-        """Make a policy of what a checkpoint of version 1 holds, as :meth:`from_dict` does of one of today."""
-        known = [*_NAMES_OF_VERSION_1, "name", "average", "rebuild_after", *_FIRST_FIELDS_OF_TUNING]
-        check_fields("Policy", settings, _FIRST_FIELDS_OF_VERSION_1, known)
-        tuning = {name: settings[name] for name in _FIRST_FIELDS_OF_TUNING if name in settings}
-        others = {_NAMES_OF_VERSION_1.get(name, name): settings[name] for name in settings if name not in tuning}
-        return cls(**others, tuning=Tuning(**tuning))
 
 
 PRESETS: dict[str, Policy] = {

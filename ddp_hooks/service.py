@@ -367,11 +367,10 @@ class Service:
         description = {_REGISTERED: "yes", **describe(policy, ddp, *parameters_of(ddp))}
         settle("register", propose(ddp, "register", description, problem, ("", ())), error)
 
-    def change_policy(self, function: str, policy: Policy, error: Exception | None) -> None:
+    def change_policy(self, policy: Policy, error: Exception | None) -> None:
         """Go on with another policy; every rank calls it.
 
         Args:
-            function: what the user called.
             policy: the new one.
             error: what was wrong with what was asked for; the other ranks raise a RuntimeError then.
 
@@ -383,7 +382,7 @@ class Service:
         if problem is None and _C.reducer_is_in_backward(ddp.reducer):
             problem = "a backward pass is under way; call it between two steps"
         description = describe(policy, ddp, *parameters_of(ddp))
-        self._agree_between_steps(function, description, problem, None, error)
+        self._agree_between_steps("set_policy", description, problem, None, error)
         assert self._control_groups is not None
         groups = self._control_groups
         self.engine.configure(engine_settings(policy, description, groups.hosts, groups.costs))

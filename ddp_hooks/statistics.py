@@ -26,7 +26,6 @@ _FIRST_FIELDS = (
     "exchange_wait_seconds",
     "hook_seconds",
 )
-_NAMES_OF_VERSION_1 = {"values_steps": "skip_zeros_steps", "units_steps": "skip_zero_rows_steps"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +165,6 @@ class Statistics:
             if not 0 <= value <= sys.float_info.max:  # nor NaN
                 raise ValueError(f"Statistics.{field.name}: expected from 0 on and finite, received {short(value)}")
         return statistics
-
-    @classmethod
-    def from_dict_of_version_1(cls, counters: Any) -> Statistics:
-        """Make statistics of what a checkpoint of version 1 holds, as :meth:`from_dict` does of one of today."""
-        if isinstance(counters, Mapping):
-            counters = {_NAMES_OF_VERSION_1.get(name, name): value for name, value in counters.items()}
-        return cls.from_dict(counters)
 
     @property
     def _is_alone(self) -> bool:

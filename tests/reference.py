@@ -116,8 +116,7 @@ RETURNED = (
 )
 # Methods that the modules of this package call, and nobody else has a use for.
 INNER = {
-    "Policy": {"from_dict_of_version_1"},
-    "Statistics": {"read", "from_dict", "from_dict_of_version_1"},
+    "Statistics": {"read", "from_dict"},
     "Diagnosis": {"conclude", "abandon"},
 }
 # The same heading twice would have one anchor.

@@ -56,33 +56,15 @@ CLEAR = (ValueError, TypeError, RuntimeError)
 WORDS = ("expected", "unexpected keyword argument", "required positional argument", "cannot be served: rank 1: ")
 STATE = {
     "version": 2,
-    "policy": ddp_hooks.policies.resolve("auto", {"narrow": "off"}).to_dict(),  # which version 1 did not know
+    "policy": ddp_hooks.policies.resolve("auto").to_dict(),
     "statistics": ddp_hooks.statistics.Statistics(steps=3, dense_bytes=100, payload_bytes=50).to_dict(),
 }
 
 
 TUNING = ddp_hooks.Tuning()
-# Fields that version 1 did not have.
-NEWER = ("min_owner_saving", "report_hang_after", "calibrate")
+
+
 # The same as version 1 wrote it.
-OLD_STATE = {
-    "version": 1,
-    "policy": {
-        "name": "auto",
-        "graph": True,
-        "values": "adaptive",
-        "units": "adaptive",
-        "average": "world",
-        "rebuild_after": 0,
-        **{name: value for name, value in STATE["policy"]["tuning"].items() if name not in NEWER},
-    },
-    "statistics": {
-        {"skip_zeros_steps": "values_steps", "skip_zero_rows_steps": "units_steps"}.get(name, name): value
-        for name, value in STATE["statistics"].items()
-    },
-}
-
-
 def mutations(good: Any, count: int = 300) -> Iterator[Any]:
     """Yield the value with parts exchanged, taken away or added; the same ones in each run."""
     yield from copy.deepcopy([junk for junk in JUNK if type(junk) is not object])
@@ -230,7 +212,7 @@ def use_state(state: ddp_hooks.SkipUnusedState) -> None:
 
 def test_what_a_state_saves_can_be_loaded() -> None:
     use_state(detached())
-    assert detached().state_dict() == detached(OLD_STATE).state_dict() == STATE
+    assert detached().state_dict() == STATE
 
 
 def test_load_state_dict() -> None:
@@ -244,7 +226,6 @@ def test_load_state_dict() -> None:
         use_state(state)
 
     assert_clear(decode, mutations(STATE))
-    assert_clear(decode, mutations(OLD_STATE))
 
 
 def test_pickled_state() -> None:

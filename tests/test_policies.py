@@ -319,34 +319,6 @@ def test_every_checkpoint_has_held_what_is_there_today() -> None:
     }
 
 
-def test_a_checkpoint_of_version_1_is_read() -> None:
-    # As 0.1.0 wrote it, before rows, transports and averages.
-    oldest = {
-        "name": "mine",
-        "graph": False,
-        "values": "adaptive",
-        "in_place_bytes": 1,
-        "pack_bytes": 2,
-        "gap_fraction": 0.25,
-        "min_zero_fraction": 0.5,
-        "hold_steps": 3,
-        "first_pause_steps": 4,
-        "longest_pause_steps": 5,
-        "rebuild_after": 6,
-    }
-    tuning = Tuning(1, 2, 0.25, min_zero_fraction=0.5, hold_steps=3, first_pause_steps=4, longest_pause_steps=5)
-    policy = Policy("mine", skip_unused=False, skip_zeros="adaptive", rebuild_after=6, tuning=tuning)
-    assert Policy.from_dict_of_version_1(oldest) == policy
-    later = {**oldest, "graph": True, "units": "on", "average": "contributors", "owners": True, "max_unit_bytes": 7}
-    read = Policy.from_dict_of_version_1(later)
-    assert (read.skip_unused, read.skip_zero_rows, read.average) == (True, "on", "contributors")
-    assert read.tuning == dataclasses.replace(tuning, owners=True, max_unit_bytes=7)
-    with pytest.raises(ValueError, match="with the unknown skip_unused, tuning"):
-        Policy.from_dict_of_version_1({**oldest, "skip_unused": True, "tuning": {}})
-    with pytest.raises(ValueError, match="without graph"):
-        Policy.from_dict_of_version_1({name: value for name, value in oldest.items() if name != "graph"})
-
-
 def test_every_field_is_described() -> None:
     for kind in (Policy, Tuning):
         for field in dataclasses.fields(kind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,9 +53,11 @@ class HookOfTrainer:
         self._saved = {}
         first = propose(ddp, "register", {}, own=saved)[0].own
         if first:
-            saved = saved or first
-            # The policy is the one that stands in the program that runs now, not the one of the run before.
-            self.state.load_state_dict({**saved, "policy": self.state.policy.to_dict()})
+            try:
+                self.state.load_state_dict(saved or first)
+            except (TypeError, ValueError) as error:
+                # Statistics are no reason to keep anybody from a checkpoint.
+                warnings.warn(f"ddp_hooks: the checkpoint's statistics were left out. {error}", stacklevel=2)
             self._resets, self._logged = origin_of(self.state)
 
     def state_dict(self) -> dict[str, Any]:

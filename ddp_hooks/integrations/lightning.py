@@ -74,5 +74,5 @@ class SkipUnusedCallback(Callback):
         return self._hook.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the statistics of a checkpoint (``ckpt_path``); the policy stays the one that was asked for."""
+        """Go on with the statistics of a checkpoint (``ckpt_path``)."""
         self._hook.load_state_dict(state_dict)
