@@ -62,20 +62,59 @@ def trains_as_plain_ddp(rank: int, folder: Path) -> None:
     for ours, plain in zip(accumulated[0].weights, accumulated[1].weights, strict=True):
         assert torch.equal(ours, plain)
 
-    # A checkpoint of Accelerate holds the state, if it is told of it.
-    accelerator = make_accelerator(project_dir=folder)
-    _, state, _ddp = train(accelerator)
-    accelerator.register_for_checkpointing(state)
-    accelerator.save_state(str(folder / "checkpoint"))
-    accelerator.wait_for_everyone()  # rank 0 writes it for all
-    before = state.stats()
-    state.reset_stats()
-    accelerator.load_state(str(folder / "checkpoint"))
-    assert sent(state.stats()) == sent(before)
-
 
 def test_trains_as_plain_ddp(tmp_path: Path) -> None:
     run_launched(trains_as_plain_ddp, tmp_path)
+
+
+# --- checkpoints
+
+
+def save(accelerator: Accelerator, state: ddp_hooks.SkipUnusedState | None, folder: Path) -> None:
+    """Save as docs/trainers.md does."""
+    accelerator.save_state(str(folder))
+    if state is not None:
+        accelerator.save(state.state_dict(), str(folder / "ddp_hooks.pt"))
+    accelerator.wait_for_everyone()
+
+
+def load(accelerator: Accelerator, state: ddp_hooks.SkipUnusedState | None, folder: Path) -> None:
+    accelerator.load_state(str(folder))
+    if state is not None and (folder / "ddp_hooks.pt").exists():
+        state.load_state_dict(torch.load(folder / "ddp_hooks.pt"))
+
+
+def checkpoints_survive_the_hook(rank: int, folder: Path) -> None:
+    weights, counted = {}, None
+    for way in ("register", "plain DDP"):
+        accelerator = make_accelerator()
+        training, state, _ddp = train(accelerator, way)
+        save(accelerator, state, folder / way)
+        counted = training.statistics or counted
+        weights[way] = training.weights
+    for way in ("register", "plain DDP"):
+        accelerator = make_accelerator()
+        _, state, ddp = train(accelerator, way)
+        for there in ("plain DDP", "register"):
+            with torch.no_grad():
+                for parameter in ddp.parameters():
+                    parameter.add_(1)
+            if state is not None:
+                state.reset_stats()
+            load(accelerator, state, folder / there)
+            assert all(torch.equal(a, b) for a, b in zip(weights_of(ddp), weights[there], strict=True))
+            if way == there == "register":
+                assert sent(state.stats()) == sent(counted)
+
+
+def test_checkpoints_survive_the_hook(tmp_path: Path) -> None:
+    run_launched(checkpoints_survive_the_hook, tmp_path)
+    # On one process as well, which does not wrap the model.
+    for way in ("register", "plain DDP"):
+        accelerator = make_accelerator()
+        model = make_model()
+        accelerator.prepare(model, make_optimizer(model))
+        load(accelerator, None, tmp_path / way)
 
 
 def logs_to_tensorboard(rank: int, folder: Path) -> None:

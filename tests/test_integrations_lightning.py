@@ -193,6 +193,29 @@ def test_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     run_launched(resumes_from_a_checkpoint, tmp_path)
 
 
+def checkpoints_survive_the_callback(rank: int, folder: Path) -> None:
+    half = STEPS // 2
+    for name, callbacks in (("with", [SkipUnusedCallback("skip_unused")]), ("without", [])):
+        trainer = make_trainer(*callbacks, limit_train_batches=half)
+        trainer.fit(Lightning(), loader())
+        trainer.save_checkpoint(str(folder / name))
+    weights = train_by_hand(rank, None).weights
+    for name, callbacks in (("with", []), ("without", [SkipUnusedCallback("skip_unused")])):
+        module = Lightning()
+        make_trainer(*callbacks, max_epochs=2).fit(module, loader(half), ckpt_path=str(folder / name))
+        assert all(torch.equal(a, b) for a, b in zip(weights_of(module), weights, strict=True))
+        assert all(callback.state.stats().steps == STEPS - half for callback in callbacks)
+
+
+def test_checkpoints_survive_the_callback(tmp_path: Path) -> None:
+    run_launched(checkpoints_survive_the_callback, tmp_path)
+    # On one process, too, with the callback and without.
+    for callbacks in ([], [SkipUnusedCallback()]):
+        for name in ("with", "without"):
+            trainer = make_trainer(*callbacks, devices=1, strategy="auto", max_epochs=2)
+            trainer.fit(Lightning(), loader(), ckpt_path=str(tmp_path / name))
+
+
 # --- freezing
 
 

@@ -146,6 +146,35 @@ def test_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     run_launched(resumes_from_a_checkpoint, tmp_path)
 
 
+def checkpoints_survive_the_callback(rank: int, folder: Path) -> None:
+    half = STEPS // 2
+    weights = []
+    for name in ("with", "without"):
+        trainer = make_trainer(folder / name, save_strategy="steps", save_steps=half)
+        if name == "with":
+            add_callback(trainer, "skip_unused")
+        trainer.train()
+        weights = weights_of(trainer.model)
+    for name in ("with", "without"):
+        # Which also looks for the callbacks that the checkpoint names.
+        trainer = make_trainer(folder / "second", restore_callback_states_from_checkpoint=True)
+        callback = None if name == "with" else add_callback(trainer, "skip_unused")
+        trainer.train(resume_from_checkpoint=str(folder / name / f"checkpoint-{half}"))
+        assert all(torch.equal(a, b) for a, b in zip(weights_of(trainer.model), weights, strict=True))
+        assert callback is None or callback.state.stats().steps == STEPS - half
+
+
+def test_checkpoints_survive_the_callback(tmp_path: Path) -> None:
+    run_launched(checkpoints_survive_the_callback, tmp_path)
+    # On one process, too, with the callback and without.
+    for name in ("with", "without"):
+        for with_callback in (False, True):
+            trainer = make_trainer(tmp_path / "alone", restore_callback_states_from_checkpoint=True)
+            if with_callback:
+                add_callback(trainer)
+            trainer.train(resume_from_checkpoint=str(tmp_path / name / f"checkpoint-{STEPS // 2}"))
+
+
 TRAINING = """
 import sys
 from pathlib import Path
