@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = {
     "README.md": 1,
     "docs/quickstart.md": 10,
-    "docs/trainers.md": 7,
+    "docs/trainers.md": 8,
     "docs/doctor.md": 2,
     "docs/freezing.md": 8,
     "docs/fsdp.md": 3,
