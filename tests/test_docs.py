@@ -6,6 +6,7 @@ The Python blocks of a user's page are pasted one after another into a file, whi
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import inspect
 import itertools
 import json
@@ -186,9 +187,8 @@ def check_pip(arguments: list[str]) -> None:
     action, option, *what = arguments
     assert action == "install"
     if option != "--no-build-isolation":  # what that would have installed
-        required = re.search(r"^requires = \[(.+)\]", read("pyproject.toml"), re.MULTILINE)
-        assert required is not None
-        assert {f'"{package}"' for package in (option, *what)} <= set(required[1].split(", "))
+        required = re.findall(r"^(?:requires|integrations) = \[(.+)\]", read("pyproject.toml"), re.MULTILINE)
+        assert {f'"{package}"' for package in (option, *what)} <= set(", ".join(required).split(", "))
         return
     found = re.fullmatch(r"(?:-e )?\.(?:\[(\w+)\])?", " ".join(what))
     assert found is not None
@@ -331,3 +331,22 @@ def test_pages_that_sources_name_are_there() -> None:
     named = {name for path in sources for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text())}
     assert len(named) > 5
     assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_the_trainers_are_those_that_were_tested() -> None:
+    listed = re.search(r"^integrations = \[(.*)\]$", read("pyproject.toml"), re.MULTILINE)
+    assert listed is not None
+    bounds = dict(each.split(">=") for each in re.findall(r'"(.*?)"', listed[1]))
+    table = read("docs/tested-versions.md").partition("## Trainers")[2]
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|$", table, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(bounds)
+    for name, oldest, newest in rows:
+        assert release(oldest)[: len(release(bounds[name]))] == release(bounds[name])
+        assert release(oldest) <= release(importlib.metadata.version(name))
+        assert release(oldest) <= release(newest)
+    command = " ".join(f"'{name}>={bound}'" for name, bound in bounds.items())
+    assert f"pip install {command}\n" in read("docs/trainers.md")
+
+
+def release(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
