@@ -1,25 +1,51 @@
-"""Hears of each gradient of a DDP module, and of the end of each synchronised backward pass.
+"""Hears of each gradient of a DDP module, and of how each backward pass ends.
 
 It reads what passes by and changes nothing: a hook behind the accumulation of each parameter's gradient, which runs
 before DDP's own, and hooks on the module's forward pass. What ends a pass is heard through callbacks of autograd's,
 each queued from the one before: after all gradients, after DDP has finalised, and after whatever others do then.
+
+Whether DDP reduces a pass is for the Reducer to say, once all gradients are there. Before, it is guessed: DDP does if
+its forward pass ran and none of its backward passes has ended since, or if its forward pass is running.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointFunction
 
 from .. import _extension
 from ..reducer import parameters_of
 from .joining import follow_join_blocks
 
 _C = _extension.load()
+
+# The frames of a custom function's backward in the engine.
+_APPLIES = {
+    BackwardCFunction.apply.__code__,
+    getattr(BackwardCFunction, "apply_boxed", BackwardCFunction.apply).__code__,
+}
+_RUN_BACKWARD = torch.autograd.backward.__code__
+CHECKPOINT = f"{CheckpointFunction.__module__}.{CheckpointFunction.__qualname__}"
+
+
+class Unreduced(Enum):
+    """Why DDP does not reduce a backward pass."""
+
+    NO_SYNC = "no_sync"  # the forward pass was under no_sync()
+    PAST_DDP = "past DDP"  # DDP's forward pass was not called for it
+    AFTERWARDS = "afterwards"  # DDP had finished the backward pass that belongs to its forward pass
+    UNKNOWN = "unknown"  # none of the parameters that got a gradient is one of DDP's
 
 
 class Silence:
@@ -41,10 +67,16 @@ class Silence:
         """The first gradient of a backward pass is there, and nothing was reduced yet."""
 
     def gradient_done(self, index: int, parameter: torch.Tensor, synchronises: bool) -> None:
-        """A parameter's gradient was accumulated, and is this rank's own still."""
+        """A parameter was reached, and its gradient is this rank's own still; it may have got none."""
 
     def gradients_done(self) -> None:
         """All gradients of a pass are there."""
+
+    def pass_left(self, why: Unreduced) -> None:
+        """A pass has ended that DDP does not reduce."""
+
+    def pass_broke(self) -> None:
+        """A pass has begun and not ended, and what comes after it begins: it has raised."""
 
     def step_reduced(self) -> None:
         """DDP has finalised a synchronised pass."""
@@ -77,6 +109,10 @@ class GradientWatch:
         names: of the parameters, in the wrapped model.
         reduced_count: how many the Reducer knows.
         used: a byte for each parameter: 1 if it got a gradient here since the last synchronised pass ended.
+        held: of the parameters that had a gradient when the pass began, what tells whether it is the same still.
+        forwards: how many synchronising forward passes have begun since the last synchronised pass ended.
+        inner_calls: how often the wrapped model was called in grad mode, but not by DDP.
+        nested_in: the custom functions of autograd whose own backward passes have reached parameters, by name.
     """
 
     # A copy of a module copies the hooks on its forward pass; the copies hear nothing.
@@ -93,8 +129,20 @@ class GradientWatch:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._ddp = weakref.ref(ddp)
         self._listener = listener
-        self._task: int | None = None  # the backward pass that is under way
+        self.held: dict[int, tuple[int, int]] = {}
+        self.forwards = 0
+        self.inner_calls = 0
+        self.nested_in: set[str] = set()
+        self._task: int | None = None  # which graph task the last gradient came in
+        self._tasks: set[int] = set()  # those of the pass, one for each call of the engine within another
+        self._running: set[int] = set()  # those that have not ended
+        self._forward: torch.nn.Module | None = None  # DDP, while its forward pass runs
         self._expects = False  # DDP will reduce the next pass
+        self._has_finished = False  # DDP has finalised some pass
+        self._is_finished = False  # DDP has finalised within this pass
+        self._is_late = False  # and one of its parameters was reached after that
+        self._is_left = False  # the listener knows that DDP does not reduce this pass
+        self._why_not = Unreduced.PAST_DDP
         self._unhooked = set(range(len(parameters)))
         self._handles: list[Any] = [
             ddp.register_forward_pre_hook(self._forward_begins),
@@ -147,11 +195,21 @@ class GradientWatch:
                 return
             task = torch._C._current_graph_task_id()
             if task != self._task:
-                self._begin(task)
-            used[index] = 1
+                self._enter(task, index)
+            gradient = parameter.grad
+            # An output that the loss leaves out leads here with an undefined gradient, and .grad stays what it was.
+            if gradient is not None and (index not in self.held or self.held[index] != _identify(gradient)):
+                used[index] = 1
+            if self._is_finished and index < self.reduced_count:
+                self._is_late = True
             listener.gradient_done(index, parameter, self._expects)
 
         return gradient_done
+
+    @property
+    def runs_backward(self) -> bool:
+        """Whether a backward pass has begun that has not come to its end: it runs, or it has raised."""
+        return bool(self._running)
 
     # --- forward
 
@@ -164,46 +222,94 @@ class GradientWatch:
         self._listener.call_begins()
         if not torch.is_grad_enabled():
             return
+        self._notice_break()
         if self._unhooked:
             self._hook_parameters()
+        self._forward = module
         if module.require_backward_grad_sync:
+            self.forwards += 1
             self._listener.forward_begins()
 
     def _model_done(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         # It would break the graph of the model's call, and an error with fullgraph=True.
-        if self._listener is not None and not torch.compiler.is_compiling():
-            self._listener.model_done()
+        if self._listener is None or torch.compiler.is_compiling():
+            return
+        if self._forward is None:
+            self.inner_calls += torch.is_grad_enabled()
+        self._listener.model_done()
 
     @_disable_dynamo
     def _forward_done(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._forward = None
         if self._listener is None or not torch.is_grad_enabled():
             return
         self._task = None
+        self._tasks.clear()
         if module.require_backward_grad_sync:
             self._expects = True
             self._listener.forward_done()
+        else:
+            self._why_not = Unreduced.NO_SYNC
 
     # --- backward
 
-    def _begin(self, task: int) -> None:
+    def _enter(self, task: int, first: int) -> None:
         self._task = task
-        _queue(self._gradients_done)
+        if task in self._tasks:
+            return  # back in it, from a call of the engine within
+        outer = _find_outer_function()
+        if outer is not None:
+            self.nested_in.add(outer)
+        begins = not self._tasks
+        if begins and outer is None:
+            self._notice_break()
+        self._tasks.add(task)
+        self._running.add(task)
+        _queue(partial(self._gradients_done, task, outer is not None))
+        if self._forward is not None and self._forward.require_backward_grad_sync:
+            self._expects = True  # a backward pass within the forward pass: the Reducer was prepared by hand
+        if not begins:
+            return
+        self._is_finished = self._is_late = self._is_left = False
+        self.held = {
+            index: _identify(parameter.grad)
+            for index, reference in enumerate(self._parameters)
+            # Whether the one that was reached just now had a gradient before, nobody knows.
+            if index != first and (parameter := reference()) is not None and parameter.grad is not None
+        }
         if self._listener is not None:
             self._listener.pass_begins(self._expects)
 
-    def _gradients_done(self) -> None:
-        if self._listener is not None and self._expects:
-            self._listener.gradients_done()
-        # DDP has queued its own end behind this one; what is queued here comes after it.
-        _queue(self._reduced)
+    def _gradients_done(self, task: int, is_nested: bool) -> None:
+        self._running.discard(task)
+        ddp = self._ddp()
+        if ddp is None or self._listener is None:
+            return
+        # In the first pass of a static graph the Reducer does not say so, and does nothing before the whole pass ends.
+        learns_graph = self._expects and ddp.static_graph and not self._has_finished
+        if learns_graph and is_nested:
+            return
+        if learns_graph or _C.reducer_is_in_backward(ddp.reducer):
+            if self._expects:
+                self._listener.gradients_done()
+            # DDP has queued its own end behind this one; what is queued here comes after it.
+            _queue(self._reduced)
+        elif not self._is_left and (self._is_late or not self._is_finished):
+            self._is_left = True
+            self._listener.pass_left(Unreduced.UNKNOWN if self._expects else self._why_not)
+        if not is_nested:
+            self._task = None
+            self._tasks.clear()
 
     def _reduced(self) -> None:
-        self._task = None
         ddp = self._ddp()
         # A pass that stopped short of some parameters, or one within another, leaves DDP waiting.
         if ddp is None or self._listener is None or not self._expects or _C.reducer_is_in_backward(ddp.reducer):
             return
         self._expects = False
+        self._is_finished = self._has_finished = True
+        self._why_not = Unreduced.AFTERWARDS
+        self.forwards = 0
         self._listener.step_reduced()
         _queue(self._done)
 
@@ -216,6 +322,13 @@ class GradientWatch:
         finally:
             self.used[:] = bytes(len(self.used))
 
+    def _notice_break(self) -> None:
+        if self._running:
+            self._running.clear()
+            self._tasks.clear()
+            if self._listener is not None:
+                self._listener.pass_broke()
+
     # --- join blocks
 
     def joined_step_done(self) -> None:
@@ -227,6 +340,25 @@ class GradientWatch:
         """Tell that this rank is about to wait for the others at the end of a join block."""
         if self._listener is not None:
             self._listener.join_block_ends()
+
+
+def _identify(gradient: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when something is added to a gradient, or another one takes its place."""
+    return gradient._cdata, gradient._version
+
+
+def _find_outer_function() -> str | None:
+    """Return the name of the custom function in whose backward this call of the engine was made; None if in none."""
+    frame: FrameType | None = sys._getframe(1)
+    is_in_engine = False
+    while frame is not None:
+        if frame.f_code is _RUN_BACKWARD:
+            is_in_engine = True
+        elif is_in_engine and frame.f_code in _APPLIES:
+            function = frame.f_locals["self"]._forward_cls
+            return f"{function.__module__}.{function.__qualname__}"
+        frame = frame.f_back
+    return None
 
 
 def _queue(callback: Callable[[], None]) -> None:

@@ -11,7 +11,10 @@ import time
 import weakref
 import zlib
 from array import array
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import _extension
 from ..engine_settings import unit_settings
 from ..policies import PRESETS
-from .gradient_watch import GradientWatch, Silence
+from .gradient_watch import GradientWatch, Silence, Unreduced
+from .standing import Standing, Unfinished
 
 _C = _extension.load()
 
@@ -28,6 +32,10 @@ _C = _extension.load()
 MOST_MASK_BYTES = 64 << 20
 # Masks of rows from here on are kept compressed. Bytes.
 _SHORT_MASK_BYTES = 1024
+# In so many steps it is noted whether parameters change while backward runs.
+_STEPS_CHECKED = 3
+# So many elements are kept at the beginning of a pass; a prime that leads to other ones each time; and so many times.
+_SAMPLED, _STRIDE, _MOST_SAMPLES = 8, 7919, 10_000
 # What a gradient holds: not looked at or nothing, a non-zero in every unit, or in some.
 NOTHING, EVERYTHING, SOMETHING = 0, 1, 2
 
@@ -126,6 +134,10 @@ class _Pass:
     search: float = 0.0
     looked: bool = True
     held: tuple[int, ...] = ()  # what had a gradient when the pass began
+    passes: int = 0
+    twice: set[int] = field(default_factory=set)
+    has_raised: bool = False
+    versions: tuple[int, ...] = ()  # of the parameters when it began
 
 
 class Recorder(Silence):
@@ -150,6 +162,12 @@ class Recorder(Silence):
         most_mask_bytes: what masks of rows may take. Bytes.
         before_accumulating: of the first pass that DDP did not reduce, which part of the bytes that were looked at
             some narrow form holds; None if there was no such pass.
+        unreduced: how many backward passes DDP did not reduce, by why not.
+        unreduced_used: a byte for each parameter: 1 if it got a gradient in one of those.
+        broken: after how many finished steps backward passes have raised that were noticed.
+        stepped_early: the parameters that changed while backward ran.
+        samples: some elements of the parameters at the beginnings of passes, by the number of finished steps and of
+            passes that were not reduced.
         last_progress: when a step ended last, or recording began, on the monotonic clock.
         on_step: called with the number of steps when one has ended, or None; what it raises, ``backward()`` raises.
     """
@@ -160,6 +178,10 @@ class Recorder(Silence):
         self.finished = 0
         self.is_cut_short = False
         self.layouts: list[Any] = []
+        self.unreduced: Counter[Unreduced] = Counter()
+        self.broken: list[int] = []
+        self.stepped_early: set[int] = set()
+        self.samples: dict[tuple[int, int], torch.Tensor] = {}
         self.before_accumulating: float | None = None
         self.last_progress = time.monotonic()
         self.on_step: Any = None
@@ -169,7 +191,7 @@ class Recorder(Silence):
         self._slots: dict[int, Slot] = {}
         self._full: dict[int, list[int]] = {}
         self._interned: dict[bytes, bytes] = {}
-        self._unused_by: dict[bytes, frozenset[int]] = {}
+        self._unused_by: dict[tuple[bytes, frozenset[int]], frozenset[int]] = {}
         self._started: float | None = None  # when the step before ended
         self._model_done: float | None = None
         self._scans = _C.can_serve(torch.device(ddp.device_type))
@@ -180,6 +202,7 @@ class Recorder(Silence):
         self._searches = self.find_unused_parameters and not ddp.static_graph
         self._reducer = weakref.ref(ddp.reducer)  # a strong one would keep its buckets
         self.watch = GradientWatch(ddp, self)
+        self.unreduced_used = bytearray(len(self.watch.used))
         self.sizes = tuple(parameter.numel() * parameter.element_size() for parameter in self.watch.parameters)
         self._pass = self._new_pass()
         self._read_layout(ddp)
@@ -211,6 +234,7 @@ class Recorder(Silence):
 
     def pass_begins(self, synchronises: bool) -> None:
         """Look at gradients of before that DDP would send along for parameters that this pass leaves out."""
+        self._sample()
         if not synchronises:
             self._note_single_pass()
             if self.before_accumulating is None and self._scans_widths and not self.is_cut_short:
@@ -218,10 +242,17 @@ class Recorder(Silence):
             return
         self._note_single_pass()
         self._notice_another_reducer()
-        self._pass.times = {}
+        ddp = self.watch.ddp
+        if ddp is not None and self._pass.times and _C.reducer_is_in_backward(ddp.reducer):
+            self._pass.passes += 1  # of a step that takes several
+            return
+        search = self._pass.search
+        self._pass = self._new_pass()
+        self._pass.search, self._pass.passes = search, 1
         self._pass.begun = time.perf_counter()
-        reduced = self.watch.parameters[: self.watch.reduced_count]
-        self._pass.held = tuple(i for i, parameter in enumerate(reduced) if parameter.grad is not None)
+        self._pass.held = tuple(i for i in self.watch.held if i < self.watch.reduced_count)
+        if self.finished < _STEPS_CHECKED:
+            self._pass.versions = tuple(parameter._version for parameter in self.watch.parameters)
         if self._pass.looked:
             self._look_at_old_gradients()
 
@@ -232,11 +263,32 @@ class Recorder(Silence):
         if synchronises:
             if self._pass.looked:
                 self._look(index, parameter)
+            if index in self._pass.times:
+                self._pass.twice.add(index)
             self._pass.times[index] = time.perf_counter()
 
     def gradients_done(self) -> None:
-        """Note the time."""
+        """Note the time, and which parameters have changed meanwhile."""
         self._pass.gradients = time.perf_counter()
+        versions, self._pass.versions = self._pass.versions, ()
+        for index, (version, parameter) in enumerate(zip(versions, self.watch.parameters, strict=False)):
+            if parameter._version != version:
+                self.stepped_early.add(index)
+
+    def pass_left(self, why: Unreduced) -> None:
+        """Count a pass that DDP does not reduce; what is known of it is not a step's."""
+        self.unreduced[why] += 1
+        for index, used in enumerate(self.watch.used):
+            self.unreduced_used[index] |= used
+        if why is not Unreduced.NO_SYNC:
+            self._pass = self._new_pass()
+            # They belong to no step. Those of no_sync() do, to the next one.
+            self.watch.used[:] = bytes(len(self.watch.used))
+
+    def pass_broke(self) -> None:
+        """Note that a pass has raised."""
+        self._pass.has_raised = True
+        self.broken.append(self.finished)
 
     def step_reduced(self) -> None:
         """Note the time."""
@@ -288,7 +340,7 @@ class Recorder(Silence):
         start = self._started if self._started is not None else done.begun
         received = bytes(self.watch.used)
         frozen = bytes(not parameter.requires_grad for parameter in self.watch.parameters)
-        sent = self._find_sent(ddp, received, frozen)
+        sent = self._find_sent(ddp, received, frozen, frozenset(done.times))
         self.steps.append(
             Step(
                 self._intern(received),
@@ -316,6 +368,40 @@ class Recorder(Silence):
     def is_unfinished(self) -> bool:
         """Say whether a synchronised pass has begun that DDP has not finalised."""
         return bool(self._pass.times)
+
+    def stand(self) -> Standing:
+        """Say what has become of the passes; by any thread."""
+        ddp, watch, now = self.watch.ddp, self.watch, self._pass
+        names = watch.names
+        missing: tuple[str, ...] = ()
+        unfinished = Unfinished.NONE
+        unreached: frozenset[int] = frozenset()
+        if now.times:
+            missing = tuple(self.missing())
+            if now.has_raised or (watch.runs_backward and not _runs_backward()):
+                unfinished = Unfinished.RAISED
+            elif watch.runs_backward:
+                unfinished = Unfinished.RUNS
+            else:
+                unfinished = Unfinished.SHORT if missing else Unfinished.WAITS
+            if ddp is not None and (self._searches or ddp.static_graph):
+                unreached = self._read_unused(ddp)
+        return Standing(
+            self.finished,
+            unfinished,
+            missing,
+            tuple(names[i] for i in sorted(now.twice)),
+            tuple(names[i] for i in sorted(unreached & now.times.keys())),
+            len(unreached) == watch.reduced_count,
+            now.passes,
+            watch.forwards,
+            tuple(sorted(watch.nested_in)),
+            watch.inner_calls,
+            tuple((why.value, count) for why, count in self.unreduced.items()),
+            tuple(name for name, used in zip(names, self.unreduced_used, strict=True) if used),
+            tuple(self.broken),
+            tuple(names[i] for i in sorted(self.stepped_early)),
+        )
 
     def missing(self) -> list[str]:
         """Name what has no gradient in the pass that is under way, or in the one that did not end."""
@@ -361,8 +447,8 @@ class Recorder(Silence):
         zeros = sum(self._slots[i].length * self._slots[i].element_bytes for i in absent) / 2
         # Gradients that are views of a bucket and were there before are accumulated where they lie.
         in_place = (set(done.held) & done.times.keys()) if views else set()
-        if in_place == set(list(done.times)[:1]):
-            in_place = set()  # the first one had just come when the pass was heard of
+        if in_place:
+            in_place.add(next(iter(done.times)))  # it had come already when the pass was heard of
         so_far = 0.0
         for index, moment in done.times.items():
             slot = self._slots.get(index)
@@ -373,15 +459,19 @@ class Recorder(Silence):
             so_far = max(so_far, zeros) + (0 if index in in_place else slot.length * slot.element_bytes)
         return [moment - start for moment in ready], copied
 
-    def _find_sent(self, ddp: DistributedDataParallel, received: bytes, frozen: bytes) -> bytes:
+    def _find_sent(
+        self, ddp: DistributedDataParallel, received: bytes, frozen: bytes, reached: frozenset[int]
+    ) -> bytes:
         """Say what `skip_unused` would call used here: what is in the graph, whether a gradient came or not."""
         reduced = self.watch.reduced_count
         if 0 not in received[:reduced]:
             sent = bytearray(received)
         elif self._searches or ddp.static_graph:
-            unused = self._unused_by.get(received)
+            # What the loss leaves out is in the graph, and so is sent.
+            key = received, reached
+            unused = self._unused_by.get(key)
             if unused is None:
-                unused = self._unused_by[received] = self._read_unused(ddp)
+                unused = self._unused_by[key] = self._read_unused(ddp)
             sent = bytearray(
                 received[i] or (i not in unused and (self._searches or not frozen[i])) for i in range(reduced)
             )
@@ -399,12 +489,28 @@ class Recorder(Silence):
         if ddp is None or not (self._searches or ddp.static_graph):
             return
         held = set(self._pass.held)
-        # The gradient that has just come is none of them.
-        if not held - self._pass.times.keys():
+        if not held:
             return
         parameters = self.watch.parameters
         for index in self._read_unused(ddp) & held:
             self._look(index, parameters[index])
+
+    def _sample(self) -> None:
+        """Keep some elements of the parameters, other ones each time, and the same on every rank."""
+        key = self.finished, sum(self.unreduced.values())
+        if key in self.samples or len(self.samples) >= _MOST_SAMPLES:
+            return
+        parameters = self.watch.parameters
+        picked = [parameters[(len(self.samples) * _SAMPLED + i) % len(parameters)] for i in range(_SAMPLED)]
+        # Whatever parameters there are, training goes on.
+        with suppress(Exception):
+            self.samples[key] = torch.cat(
+                [
+                    one.detach().as_strided((1,), (1,), one.storage_offset() + self.finished * _STRIDE % one.numel())
+                    for one in picked
+                    if one.numel()
+                ]
+            )
 
     def _look(self, index: int, parameter: torch.Tensor) -> None:
         slot, gradient = self._slots.get(index), parameter.grad
@@ -458,6 +564,17 @@ class Recorder(Silence):
         mask = array("Q", words).tobytes()
         # A compressor costs more to set up than a short mask is long.
         return self._intern(mask) if len(mask) < _SHORT_MASK_BYTES else zlib.compress(mask, 1)
+
+
+def _runs_backward() -> bool:
+    """Say whether some thread is within a backward pass."""
+    for frame in sys._current_frames().values():
+        here: FrameType | None = frame
+        while here is not None:
+            if here.f_code is torch.autograd.backward.__code__:
+                return True
+            here = here.f_back
+    return False
 
 
 def _bits(words: list[int]) -> int:
