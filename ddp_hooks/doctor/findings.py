@@ -8,7 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from .prediction import dense_bytes, predict
-from .problems import Problem, find_problems
+from .problem import Problem
+from .problems import find_problems
 from .questions import Answer, Facts, advise, answer_all
 from .recorder import Step, slots_of
 from .records import RankRecord

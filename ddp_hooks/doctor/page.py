@@ -8,7 +8,7 @@ from itertools import groupby
 
 from ..wording import describe_part
 from .findings import Findings
-from .problems import open_report
+from .problem import open_report
 from .text import describe, megabytes
 from .verdicts import FROZEN_AFTER, MEANING, NEVER, SOME_RANKS, SOMETIMES, UNFROZEN, USED, ParameterVerdict
 

@@ -1,78 +1,30 @@
 """What is wrong in a run, the most serious first: what the report opens with.
 
 A finder is a generator function that takes :class:`~ddp_hooks.doctor.questions.Facts` and yields the problems that it
-sees in them. To add a diagnosis: add its kind to :class:`Kind`, at the place that says how serious it is, and its
-finder to ``_FINDERS``, whose order means nothing. What a finder needs of each rank is in ``facts.records``, one record
+sees in them. To add a diagnosis: add its kind to :class:`~ddp_hooks.doctor.problem.Kind`, at the
+place that says how serious it is, and its finder to ``_FINDERS``, whose order means nothing. Finders with a subject of
+their own have a module of their own. What a finder needs of each rank is in ``facts.records``, one record
 of plain values for each rank that was heard of; what it needs of all together is in the other fields of ``Facts``. A
 finder yields nothing where it is not certain: a wrong diagnosis is worse than none.
 
 The report opens with at most three sentences: the fact and the change of the first problem and what the change gains,
 or that nothing is wrong and the advice on policies. The first problem's details and the other problems follow, a
-paragraph each. While there is a problem whose kind :attr:`Kind.forbids_advice`, no policy is recommended.
+paragraph each. While there is a problem whose kind ``forbids_advice``, no policy is recommended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import IntEnum, auto
+from collections.abc import Callable, Iterator
 
+from .problem import Kind, Problem
 from .questions import Facts, short_names
 from .verdicts import NEVER, UNFROZEN
-
-
-class Kind(IntEnum):
-    """What can be wrong, the most serious first."""
-
-    APART = auto()  # the ranks train weights that nothing averages
-    FORGOTTEN = auto()  # a part of the model gets no gradient, and the run goes on
-
-    @property
-    def forbids_advice(self) -> bool:
-        """Whether it has to go before it is worth talking about policies."""
-        return self < Kind.FORGOTTEN
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong, in whole sentences.
-
-    Attributes:
-        kind: which; decides what comes first.
-        fact: one sentence: what is wrong, and why, by name.
-        change: one sentence: the way out.
-        gain: one sentence: what that brings; empty where it is plain.
-        details: further sentences, each a paragraph of its own: on which ranks, other ways out.
-    """
-
-    kind: Kind
-    fact: str
-    change: str
-    gain: str = ""
-    details: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """Return the sentences with which it is told first."""
-        return " ".join(filter(None, (self.fact, self.change, self.gain)))
 
 
 def find_problems(facts: Facts) -> list[Problem]:
     """Return what is wrong, the most serious first."""
     found = [problem for finder in _FINDERS for problem in finder(facts)]
     return sorted(found, key=lambda problem: problem.kind)
-
-
-def open_report(steps: int, problems: Sequence[Problem], advice: str) -> str:
-    """Return at most three sentences: what is wrong or that nothing is, what to change, and what that gains.
-
-    Args:
-        steps: how many were watched.
-        problems: the most serious first.
-        advice: on policies, two sentences at most.
-    """
-    if not problems:
-        return f"Nothing is wrong. {advice}" if steps else advice
-    return str(problems[0])
 
 
 def _find_unfrozen(facts: Facts) -> Iterator[Problem]:

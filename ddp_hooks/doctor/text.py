@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..wording import describe_part, describe_ranks, fill
-from .problems import open_report
+from .problem import open_report
 from .verdicts import MEANING, MOSTLY_ZERO, SOME_RANKS, SOMETIMES, USED, ModuleVerdict, ParameterVerdict
 
 if TYPE_CHECKING:
