@@ -382,7 +382,6 @@ class EngineSettings:
         plan: PlanSettings,
         probe: ProbeSettings,
         rebuild_after_steps: int,
-        averages_contributors: bool,
         configuration: int,
     ) -> None: ...
 

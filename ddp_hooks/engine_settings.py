@@ -60,7 +60,6 @@ def engine_settings(
         ),
         probe=probe_settings(policy, is_on_device=description.get("device", "cpu") != "cpu"),
         rebuild_after_steps=policy.rebuild_after,
-        averages_contributors=policy.average == "contributors",
         configuration=int.from_bytes(digest, "little"),
     )
 

@@ -12,11 +12,10 @@ from typing import Any, Literal, get_args
 from .wording import check_fields, read_fields, short, short_list
 
 When = Literal["off", "on", "adaptive"]
-Average = Literal["world", "contributors"]
 
 
 # What a checkpoint has to hold. Fields that came later are read with their defaults where they are missing.
-_FIRST_FIELDS = ("name", "skip_unused", "skip_zeros", "skip_zero_rows", "average", "rebuild_after", "tuning")
+_FIRST_FIELDS = ("name", "skip_unused", "skip_zeros", "skip_zero_rows", "rebuild_after", "tuning")
 _FIRST_FIELDS_OF_TUNING = (
     "in_place_bytes",
     "pack_bytes",
@@ -177,9 +176,6 @@ class Policy:
             fit on some rank are sent at full width. ``"on"`` reads every gradient once, and costs an exchange of
             compressed masks for each bucket. ``"adaptive"`` takes samples, and does it for the parameters for which it
             pays. Needs ``skip_unused``, and does nothing where ``direct`` does nothing.
-        average: ``"world"`` divides by the number of ranks, as DDP does. ``"contributors"`` divides each parameter's
-            gradient by the number of ranks that used it in the step, so gradients differ from plain DDP's wherever a
-            rank leaves something out (docs/internals/averages.md). Needs ``skip_unused``.
         rebuild_after: call :func:`ddp_hooks.rebuild` once the same parameters have been unused for this many steps in a
             row; 0 for never. When that takes nothing out, because some rank has not frozen them, it is tried again
             after twice as many steps. It does nothing with ``static_graph=True``; without ``skip_unused`` it only
@@ -196,7 +192,6 @@ class Policy:
     skip_zeros: When = "off"
     skip_zero_rows: When = "off"
     narrow: When = "off"
-    average: Average = "world"
     rebuild_after: int = 0
     tuning: Tuning = Tuning()
 
@@ -205,19 +200,15 @@ class Policy:
         if not isinstance(self.name, str):
             raise TypeError(f"Policy.name: expected a str, received {short(self.name)}")
         _check_flag(self, "skip_unused")
-        for name, allowed in (
-            ("skip_zeros", When),
-            ("skip_zero_rows", When),
-            ("narrow", When),
-            ("average", Average),
-        ):
+        for name in ("skip_zeros", "skip_zero_rows", "narrow"):
             value = getattr(self, name)
-            if not isinstance(value, str) or value not in get_args(allowed):
-                raise ValueError(f"Policy.{name}: expected one of {get_args(allowed)}, received {short(value)}")
-        for name, plain in (("skip_zero_rows", "off"), ("narrow", "off"), ("average", "world")):
-            if getattr(self, name) != plain and not self.skip_unused:
+            if not isinstance(value, str) or value not in get_args(When):
+                raise ValueError(f"Policy.{name}: expected one of {get_args(When)}, received {short(value)}")
+        for name in ("skip_zero_rows", "narrow"):
+            value = getattr(self, name)
+            if value != "off" and not self.skip_unused:
                 raise ValueError(
-                    f"Policy.{name}: expected {plain!r} with skip_unused=False, received {short(getattr(self, name))}; "
+                    f"Policy.{name}: expected 'off' with skip_unused=False, received {short(value)}; "
                     "set skip_unused=True"
                 )
         _check_int(self, "rebuild_after", 0)

@@ -681,36 +681,3 @@ def masks_of_a_failed_pass(rank: int) -> None:
 
 def test_masks_of_a_failed_pass() -> None:
     run_ranks(2, masks_of_a_failed_pass)
-
-
-# --- averages over contributors
-
-
-def average_of_contributors(rank: int, world_size: int) -> None:
-    def gradients(policy: Policy | None) -> tuple[dict[str, torch.Tensor], ddp_hooks.SkipUnusedState | None]:
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(Heads(world_size + 1), find_unused_parameters=True)
-        state = None if policy is None else register(ddp, policy, True)
-        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
-        # The last head is used by all but rank 0, which uses its own.
-        ddp(x, 0 if rank == 0 else world_size).square().mean().backward()
-        return {name: p.grad for name, p in ddp.module.named_parameters() if p.grad is not None}, state
-
-    plain, _ = gradients(None)
-    count = {"heads.0": 1, f"heads.{world_size}": world_size - 1, "trunk": world_size}
-    for base in (DIRECT, DIRECT_ROWS, with_settings(DIRECT, direct=False), with_settings(DIRECT_ROWS, direct=False)):
-        ours, _ = gradients(with_settings(base, average="contributors"))
-        assert ours.keys() == plain.keys()
-        for name, gradient in ours.items():
-            factor = world_size / count[name.rsplit(".", 1)[0]]
-            torch.testing.assert_close(gradient, plain[name] * factor, msg=lambda m, name=name: f"{name}: {m}")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_average_of_contributors(world_size: int) -> None:
-    run_ranks(world_size, average_of_contributors, world_size)
-
-
-def test_an_average_of_contributors_needs_to_know_them() -> None:
-    with pytest.raises(ValueError, match=r"Policy.average: expected 'world' with skip_unused=False"):
-        Policy("mine", skip_unused=False, average="contributors")

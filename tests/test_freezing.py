@@ -183,7 +183,7 @@ def test_a_stale_gradient_of_what_is_frozen_stays(native: bool) -> None:
     run_ranks(2, stale_gradient_of_frozen, native)
 
 
-def stale_gradient_of_late(rank: int, average: Any, native: bool) -> None:
+def stale_gradient_of_late(rank: int, native: bool) -> None:
     """What nobody used in a step stays; where one rank used it, what the other has left over travels, as in DDP."""
 
     class Chooses(nn.Module):
@@ -199,7 +199,7 @@ def stale_gradient_of_late(rank: int, average: Any, native: bool) -> None:
     twin = copy.deepcopy(model)
     model.late.requires_grad_(False)
     ddp = wrap(model, find_unused_parameters=True)
-    register(ddp, ddp_hooks.Policy("graph", average=average), native)
+    register(ddp, "skip_unused", native)
     model.late.requires_grad_(True)
     plain = wrap(twin, find_unused_parameters=True)
     steps = [(True, True), (False, False), (True, False), (False, True)]
@@ -213,10 +213,8 @@ def stale_gradient_of_late(rank: int, average: Any, native: bool) -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("average", ["world", "contributors"])
-def test_a_stale_gradient_of_what_is_late(average: str, native: bool) -> None:
-    """Where one is added, an average over contributors is one over all ranks, too."""
-    run_ranks(2, stale_gradient_of_late, average, native)
+def test_a_stale_gradient_of_what_is_late(native: bool) -> None:
+    run_ranks(2, stale_gradient_of_late, native)
 
 
 def frozen_where_others_left_a_gradient(rank: int, native: bool) -> None:

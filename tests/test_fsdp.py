@@ -722,7 +722,6 @@ def be_refused(rank: int) -> None:
         model(torch.ones(2, 8)).sum().backward()
 
     refuses("one of allreduce", "nothing")
-    refuses("average='world'", average="contributors")
     refuses("rebuild_after=0", rebuild_after=3)
     refuses("the ranks disagree: policy", "auto" if rank == 0 else "skip_unused")
     refuses("rank 1: ValueError|one of allreduce", "auto" if rank == 0 else "nothing")

@@ -120,7 +120,7 @@ def test_resolve_checks_what_is_set(settings: dict[str, Any], kind: type[Excepti
         (["rebuild_after=-1"], {"rebuild_after": -1}),  # which the policy itself refuses
         (["skip_unused=false", "owners=True"], {"skip_unused": False, "owners": True}),
         (["gap_fraction=1", "min_zero_fraction=1e-3"], {"gap_fraction": 1.0, "min_zero_fraction": 1e-3}),
-        (["skip_zeros=on", "average=world", "name=a=b"], {"skip_zeros": "on", "average": "world", "name": "a=b"}),
+        (["skip_zeros=on", "narrow=off", "name=a=b"], {"skip_zeros": "on", "narrow": "off", "name": "a=b"}),
         (["hold_steps=1", "hold_steps=2"], {"hold_steps": 2}),
         ([], {}),
     ],
@@ -279,7 +279,6 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
         "direct": False,
         "owners": False,
         "calibrate": True,
-        "average": "contributors",
         "gap_fraction": 0.5,
         "min_zero_fraction": 0.5,
         "min_owner_saving": 0.5,

@@ -104,18 +104,16 @@ void bind_engine(py::module_& m) {
   py::class_<EngineSettings>(m, "EngineSettings")
       .def(py::init([](bool graph_detector, ValuesDetector values_detector, ValuesDetector rows_detector,
                        ValuesDetector widths_detector, const UnitSettings& units, const PlanSettings& plan,
-                       const ProbeSettings& probe, int64_t rebuild_after_steps, bool averages_contributors,
-                       uint64_t configuration) {
+                       const ProbeSettings& probe, int64_t rebuild_after_steps, uint64_t configuration) {
              return EngineSettings{.agreement = {.graph_detector = graph_detector, .configuration = configuration},
                                    .values = {.detector = values_detector, .probe = probe},
                                    .units = {rows_detector, widths_detector, units, probe},
                                    .plan = plan,
-                                   .averages_contributors = averages_contributors,
                                    .rebuild_after_steps = rebuild_after_steps};
            }),
            py::kw_only(), py::arg("graph_detector"), py::arg("values_detector"), py::arg("rows_detector"),
            py::arg("widths_detector"), py::arg("units"), py::arg("plan"), py::arg("probe"),
-           py::arg("rebuild_after_steps"), py::arg("averages_contributors"), py::arg("configuration"));
+           py::arg("rebuild_after_steps"), py::arg("configuration"));
 
   py::class_<Statistics>(m, "Statistics")
       .def_readonly("steps", &Statistics::steps)

@@ -113,7 +113,7 @@ EngineSettings Engine::fitted(EngineSettings settings) const {
   const bool pays =
       settings.units.widths == ValuesDetector::kOn || narrow_pays(settings.plan.direct.costs, transports.world_size);
   if (!transports.broadcasts || !pays) settings.units.widths = ValuesDetector::kOff;
-  settings.agreement.asks_who = transports.broadcasts || settings.averages_contributors;
+  settings.agreement.asks_who = transports.broadcasts;
   return settings;
 }
 

@@ -265,9 +265,6 @@ AgreedUsage Engine::agree(bool shadow) {
   step.nobody_joined = usage.nobody_joined;
   step.contributors = usage.contributors;
   step.unannounced = usage.unannounced;
-  // What is left of earlier passes is sent again by ranks that do not count as contributors, and was divided already.
-  step.divides_by_contributors =
-      settings_.averages_contributors && step.contributors.are_known() && usage.nothing_left_over;
   for (size_t i = 0; i < unmanaged_parameters_.size(); ++i) {
     if (step.agreed.test(reduced_count + i)) step.unmanaged.push_back(i);
   }
@@ -448,8 +445,7 @@ void Engine::average_unmanaged(const Step& step, bool contribute) {
     if (contribute) prologue_->unmanaged_averaged();
   }
   // A rank that has joined does not need the result, and must go on: the others wait for it elsewhere first.
-  const UnmanagedMessages sent = average_unmanaged_gradients(
-      groups->all(), gradients, step.divides_by_contributors ? 0 : 1 / step.divisor, contribute);
+  const UnmanagedMessages sent = average_unmanaged_gradients(groups->all(), gradients, 1 / step.divisor, contribute);
   if (sent.sparse) {
     queue_error(
         "ddp_hooks: parameter '" + names_[reducer_.parameters().size() + step.unmanaged[*sent.sparse]] +

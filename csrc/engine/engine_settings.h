@@ -16,7 +16,6 @@ struct EngineSettings {
   UnitsSettings units;
   PlanSettings plan;
   // Whether a parameter's gradient is divided by how many ranks contribute to it, and not by how many there are.
-  bool averages_contributors = false;
   // When the agreed set of used parameters has not changed for this many steps, and something is unused, the engine
   // asks for the Reducer to be made anew; 0 for never.
   int64_t rebuild_after_steps = 0;

@@ -47,15 +47,14 @@ struct BucketRun {
   int64_t begin = 0;
   int64_t end = 0;
   Treatment treatment = Treatment::kLeave;
-  double divisor = 1;
   bool divides = false;
   std::vector<SliceOfTensor> gradients;
 
-  bool takes(int64_t offset, Treatment next, double next_divisor, bool next_divides) const {
-    return offset == end && next == treatment && next_divisor == divisor && next_divides == divides;
+  bool takes(int64_t offset, Treatment next, bool next_divides) const {
+    return offset == end && next == treatment && next_divides == divides;
   }
 
-  void make_ready(const at::Tensor& flat) const {
+  void make_ready(const at::Tensor& flat, double divisor) const {
     const at::Tensor here = flat.narrow(0, begin, end - begin);
     if (treatment == Treatment::kGather) gather(here, borrow(gradients), divisor, divides);
     if (treatment == Treatment::kScale) scale(here, divisor, divides);
@@ -129,8 +128,7 @@ void MessageSender::send_units(const std::shared_ptr<StepInFlight>& step, uint32
       for (const DirectPart& part : group.parts) {
         if (places[part.place].flat.defined()) continue;
         const auto& [parameter, gradient, units] = gradients[part.place];
-        places[part.place] = {gradient.flat, gradient.offset, step->divisor_of(parameter),
-                              views_.is_divided(parameter)};
+        places[part.place] = {gradient.flat, gradient.offset, step->divisor, views_.is_divided(parameter)};
       }
     }
     direct_.send({step, {&bucket}}, message, std::move(places));
@@ -146,7 +144,7 @@ void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step,
     const at::Tensor view = gradient.flat.narrow(0, gradient.offset + run.offset, run.length);
     const bool averages = group_averages(*step, view);
     const size_t parameter = gradients[run.gradient].parameter;
-    if (!averages) scale(view, step->divisor_of(parameter), views_.is_divided(parameter));
+    if (!averages) scale(view, step->divisor, views_.is_divided(parameter));
     all_reduce(view, averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM, {step, {&bucket}},
                [](c10::ivalue::Future&) {});
     return;
@@ -164,7 +162,7 @@ void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step,
       from.push_back(place_of(message.runs[first], wholes));
       position += from.back().length;
     }
-    gather(packed.narrow(0, begin, position - begin), from, step->divisor_of(gradients[gradient].parameter),
+    gather(packed.narrow(0, begin, position - begin), from, step->divisor,
            views_.is_divided(gradients[gradient].parameter));
   }
   all_reduce(packed, c10d::ReduceOp::SUM, {step, {&bucket}},
@@ -181,8 +179,7 @@ void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step,
 
 void MessageSender::send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, size_t parameter) {
   at::Tensor gradient = bucket.buffer();
-  // It travels even where nobody contributes.
-  gradient.div_(std::max(step->divisor_of(parameter), 1.0));
+  gradient.div_(step->divisor);
   all_reduce(gradient, c10d::ReduceOp::SUM, {step, {&bucket}},
              [&bucket](c10::ivalue::Future& future) { bucket.set_result(future.value().toTensorVector().front()); });
 }
@@ -216,6 +213,7 @@ void MessageSender::copy_into_bucket(const StepInFlight& step, const BucketLayou
                                      bool scales) {
   using Treatment = BucketRun::Treatment;
   const at::Tensor flat = step.buckets[sent.bucket].flat();
+  const double divisor = scales ? step.divisor : 1;
   BucketRun run;
   run.begin = run.end = sent.offset;
   for (const ParameterSlice& slice : parameters_in(layout, sent)) {
@@ -227,24 +225,22 @@ void MessageSender::copy_into_bucket(const StepInFlight& step, const BucketLayou
       gradient = take_gradient(step, slice.parameter);
       treatment = gradient.defined() ? Treatment::kGather : Treatment::kScale;
     }
-    const double divisor = scales ? step.divisor_of(slice.parameter) : 1;
     const bool divides = views_.is_divided(slice.parameter);
-    if (!run.takes(slice.offset, treatment, divisor, divides)) {
-      run.make_ready(flat);
-      run = {slice.offset, slice.offset, treatment, divisor, divides, {}};
+    if (!run.takes(slice.offset, treatment, divides)) {
+      run.make_ready(flat, divisor);
+      run = {slice.offset, slice.offset, treatment, divides, {}};
     }
     run.end = slice.offset + slice.length;
     if (gradient.defined()) run.gradients.push_back({gradient, 0, slice.length});
   }
-  run.make_ready(flat);
+  run.make_ready(flat, divisor);
 }
 
 void MessageSender::copy_into_bucket_early(StepInFlight& step, size_t parameter) {
   if (!step.plan || !step.plan->in_place.test(parameter) || !views_.is_detached(parameter)) return;
   const at::Tensor gradient = views_.find(parameter);
   if (!gradient.defined()) return;
-  gather(views_.place(parameter), {{&gradient, 0, gradient.numel()}}, step.divisor_of(parameter),
-         views_.is_divided(parameter));
+  gather(views_.place(parameter), {{&gradient, 0, gradient.numel()}}, step.divisor, views_.is_divided(parameter));
   step.copied_early.set(parameter);
 }
 
@@ -261,7 +257,7 @@ bool MessageSender::group_averages(const StepInFlight& step, const at::Tensor& t
   // Saves a pass over gradients that lie in the bucket already. NCCL's average multiplies with 1/n before it sums, as
   // we do, but with 1/n rounded to the tensor's dtype; in 16 bits that is off by more than the rounding of a product.
   // Decided by what was agreed, not by the divisor, which a rank that has joined does not know.
-  return is_on_streams_ && tensor.element_size() >= 4 && step.nobody_joined && !step.divides_by_contributors;
+  return is_on_streams_ && tensor.element_size() >= 4 && step.nobody_joined;
 }
 
 void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout,
@@ -269,7 +265,6 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
   struct Sources {
     std::vector<SliceOfTensor> slices;
     int64_t numel = 0;
-    double divisor = 1;
     bool divides = false;
   };
   std::vector<Sources> sources;
@@ -282,10 +277,7 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
     to.push_back({flat, slice.offset, slice.length});
     for (const ParameterSlice& part : parameters_in(layout.buckets[slice.bucket], slice)) {
       const bool divides = views_.is_divided(part.parameter);
-      const double divisor = step->divisor_of(part.parameter);
-      if (sources.empty() || sources.back().divides != divides || sources.back().divisor != divisor) {
-        sources.push_back({{}, 0, divisor, divides});
-      }
+      if (sources.empty() || sources.back().divides != divides) sources.push_back({{}, 0, divides});
       Sources& from = sources.back();
       from.numel += part.length;
       const at::Tensor gradient = take_gradient(*step, part.parameter);
@@ -300,7 +292,7 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
   // Scaled on the way, so an average would save no pass here, and NCCL has fewer algorithms for it than for a sum.
   int64_t position = 0;
   for (const Sources& from : sources) {
-    gather(packed.narrow(0, position, from.numel), borrow(from.slices), from.divisor, from.divides);
+    gather(packed.narrow(0, position, from.numel), borrow(from.slices), step->divisor, from.divides);
     position += from.numel;
   }
   all_reduce(packed, c10d::ReduceOp::SUM, {step, std::move(buckets)},

@@ -61,12 +61,11 @@ class BucketInFlight {
 struct StepInFlight {
   // A deque, because completions point to buckets while later ones are added.
   std::deque<BucketInFlight> buckets;
-  bool shadow = false;                   // this rank has joined and only plays along
-  bool nobody_joined = false;            // as far as it was agreed; without an exchange nobody knows
-  double divisor = 1;                    // what gradients are divided by before they are summed
-  bool divides_by_contributors = false;  // each parameter's by how many ranks contribute to it, instead
-  Contributors contributors;             // of each parameter, as far as that was agreed
-  UsageMask agreed;                      // the values detector clears bits as buckets settle
+  bool shadow = false;         // this rank has joined and only plays along
+  bool nobody_joined = false;  // as far as it was agreed; without an exchange nobody knows
+  double divisor = 1;          // what gradients are divided by before they are summed
+  Contributors contributors;   // of each parameter, as far as that was agreed
+  UsageMask agreed;            // the values detector clears bits as buckets settle
   // Null where the values detector is on: there it is made bucket by bucket.
   std::shared_ptr<const ReductionPlan> plan;
   UsageMask copied_early;  // these parameters' gradients lie in their places already, scaled
@@ -77,9 +76,6 @@ struct StepInFlight {
   // Buckets may be those of another step by now, so that what comes back is not written into them.
   std::atomic<bool> has_failed{false};
 
-  double divisor_of(size_t parameter) const {
-    return divides_by_contributors ? static_cast<double>(contributors.count(parameter)) : divisor;
-  }
   void fail(const std::exception_ptr& reason);
   // Where DDP was told to go on after a pass that failed half-way (`_update_process_group`).
   void break_off();

@@ -2,8 +2,7 @@
 // with the module or anew, and unfrozen later.
 //
 // The slow path, right in every case: after backward, one message for each dtype and device, nothing overlaps. Each
-// parameter has flags sent along, so that what no rank gave a gradient is left alone, as DDP leaves it. They count the
-// ranks exactly, however many there are and in whatever dtype.
+// parameter has a flag sent along, so that what no rank gave a gradient is left alone, as DDP leaves it.
 // Every rank must agree on: the parameters, the agreed mask, the factor, the number of ranks.
 #pragma once
 
@@ -29,11 +28,9 @@ struct UnmanagedMessages {
   std::optional<size_t> sparse;  // the gradient that was not sent, because here it is a sparse one
 };
 
-// Averages over the ranks of `group` the gradients that some rank used: times `factor`, or if that is 0, divided by how
-// many did; a rank that did not contributes what its .grad holds, as in DDP, or zeros. Where one adds such an old
-// gradient, nobody knows who is in it, and what is summed is divided by the number of ranks. It waits for the result
-// and writes it to every .grad but sparse ones. Without `wait`, on a rank that has joined, it contributes zeros and
-// leaves every .grad as it is.
+// Sums over the ranks of `group`, times `factor`, the gradients that some rank used; a rank that did not use one
+// contributes what its .grad holds, as in DDP, or zeros. It waits for the result and writes it to every .grad but
+// sparse ones. Without `wait`, on a rank that has joined, it contributes zeros and leaves every .grad as it is.
 UnmanagedMessages average_unmanaged_gradients(c10d::Backend& group, const std::vector<UnmanagedGradient>& gradients,
                                               double factor, bool wait);
 

@@ -343,8 +343,6 @@ class _Registration:
 
 def _resolve(policy: Policy | str, settings: Mapping[str, Any]) -> Policy:
     chosen = resolve(policy, settings)
-    if chosen.average != "world":
-        raise ValueError(f"{_FUNCTION}: expected average='world', received {chosen.average!r}: FSDP2 divides")
     if chosen.rebuild_after:
         raise ValueError(
             f"{_FUNCTION}: expected rebuild_after=0, received {chosen.rebuild_after}: there is nothing to rebuild"
