@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from tools import harness, width_tables, width_workloads, workloads
+from tools import harness, width_workloads, workloads
 
 STRETCHES = (256, 1024, 4096, 16_384)  # numbers
-UNITS = width_tables.UNITS
+UNITS = "units"
 PASSES = (1, 2, 8)
 # Bits of a number's flags: what it is not.
 NOT_BFLOAT16, NOT_FLOAT16, NOT_24_BITS, NOT_ZERO = 1, 2, 4, 8
@@ -37,6 +37,20 @@ KINDS = {
     "24 bits": (NOT_BFLOAT16, NOT_FLOAT16, NOT_24_BITS),
     "zero": (NOT_ZERO,),
 }
+# A heading, whose gradients, what kind, and in what stretches.
+COLUMNS = (
+    *((f"16 bits, {length:,}", "on_one_rank", "16 bits", str(length)) for length in (256, 1024, 4096, 16_384)),
+    ("16 bits, units", "on_one_rank", "16 bits", UNITS),
+    ("bfloat16, units", "on_one_rank", "bfloat16", UNITS),
+    ("float16, units", "on_one_rank", "float16", UNITS),
+    ("zero, units", "on_one_rank", "zero", UNITS),
+    ("16 bits on every rank, 1,024", "on_every_rank", "16 bits", "1024"),
+    ("16 bits on every rank, units", "on_every_rank", "16 bits", UNITS),
+    ("24 bits or fewer, 256", "on_one_rank", "24 bits", "256"),
+    ("24 bits or fewer, units", "on_one_rank", "24 bits", UNITS),
+    ("sum in 24 bits or fewer, 256", "of_the_sum", "24 bits", "256"),
+    ("sum in 24 bits or fewer, units", "of_the_sum", "24 bits", UNITS),
+)
 
 Numbers = np.ndarray[Any, np.dtype[np.float32]]
 Flags = np.ndarray[Any, np.dtype[np.uint8]]
@@ -119,6 +133,17 @@ def measure(workload: width_workloads.UnderAutocast, ranks: int) -> dict[str, An
     }
 
 
+def shares_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Which share of bytes lies in stretches of exactly so many bits, by model and by length of stretch."""
+    headings = ["Gradients", "MB", *(heading for heading, *_ in COLUMNS)]
+    lines = ["| " + " | ".join(headings) + " |", "|---" + "|---:" * (len(headings) - 1) + "|"]
+    for row in rows:
+        cells = [row["label"], f"{row['dense_bytes'] / 1e6:.1f}"]
+        cells += [f"{row[whose][kind][stretch]:.3f}" for _, whose, kind, stretch in COLUMNS]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def describe(rows: Sequence[dict[str, Any]]) -> str:
     """One sentence: how narrow gradients are by units, with and without accumulation."""
 
@@ -160,7 +185,7 @@ def main() -> int:
                 assert isinstance(workload, width_workloads.UnderAutocast)
                 results["rows"].append({"workload": name, **measure(workload, options.ranks)})
                 harness.write(options.name, results, options.folder)
-                print(width_tables.shares_table(results["rows"][-1:]), flush=True)
+                print(shares_table(results["rows"][-1:]), flush=True)
     results["sentence"] = describe(results["rows"])
     harness.write(options.name, results, options.folder)
     print(results["sentence"])

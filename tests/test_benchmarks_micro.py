@@ -9,6 +9,7 @@ import pytest
 from spawn import run_ranks
 
 from micro import local, transports
+from micro.grids import grids
 
 
 @pytest.mark.thorough
@@ -18,6 +19,21 @@ def test_compiles_by_itself() -> None:
     assert rows
     assert all(row["correct"] for row in rows)
     assert {row["rounds"] for row in rows} == {1}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (2, []),
+        (7, []),
+        (4, [(2, 2)]),
+        (8, [(4, 2), (2, 2, 2)]),
+        (12, [(4, 3), (3, 2, 2)]),
+        (16, [(4, 4), (4, 2, 2), (2, 2, 2, 2)]),
+    ],
+)
+def test_grids_have_the_fewest_hops_of_their_dimensions(ranks: int, expected: list[tuple[int, ...]]) -> None:
+    assert grids(ranks) == expected
 
 
 def bring_about(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Narrow gradients in the benchmarks: shares against a count number by number, rates against lines that are known."""
+"""Shares of narrow gradients in width_shares.py, against a count of number by number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +16,9 @@ import torch
 from test_benchmarks_workloads import needs_transformers
 from torch import nn
 
-import width_break_even
 import width_shares
-from tools import width_tables
-from width_break_even import Line
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 def run(script: str, *options: str) -> str:
@@ -31,9 +26,6 @@ def run(script: str, *options: str) -> str:
     done = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
-
-
-# --- shares
 
 
 def kinds_of(bits: int) -> set[str]:
@@ -148,100 +140,7 @@ def test_the_shares_are_written_down(tmp_path: Path) -> None:
     printed = run("width_shares.py", *options, "--folder", str(tmp_path))
     results = json.loads((tmp_path / "width_shares.json").read_text())
     assert results["sentence"] in printed
-    assert width_tables.shares_table(results["rows"]).count("\n") == len(results["rows"]) + 1 == 11
+    assert width_shares.shares_table(results["rows"]).count("\n") == len(results["rows"]) + 1 == 11
     for row in results["rows"]:
         share = row["on_one_rank"]["16 bits"]["256"]
         assert share > 0.9 if (row["dtype"], row["passes"]) in {("bfloat16", 1), ("float16", 1)} else share < 0.9
-
-
-# --- rates
-
-
-def rows_of(peer: str, line: Line, plain: Line, links: dict[str, float]) -> list[dict[str, Any]]:
-    return [
-        {
-            "workload": "gpt2_autocast",
-            "label": "gpt2 under bfloat16",
-            "world_size": 4,
-            "link": link,
-            "peer": peer,
-            "step_seconds": {"median": 77.0},  # not asked for: ratios of the same rounds are
-            "ratio_to_baseline": {"median": line.seconds(rate) / plain.seconds(rate)},
-            "all_reduce_bytes_per_second": rate,
-            "dense_bytes": 80,
-            "payload_bytes": None if peer == "powersgd" else 40,
-            "gradient_difference": 0.0,
-        }
-        for link, rate in links.items()
-    ]
-
-
-def test_the_rate_is_where_the_lines_meet() -> None:
-    plain, peer = Line(1.0, 100.0), Line(1.5, 50.0)
-    links = {"fast": 1000.0, "slow": 10.0, "between": 200.0}
-    rows = rows_of("plain", plain, plain, links)
-    for row, rate in zip(rows, links.values(), strict=True):
-        row["step_seconds"] = {"median": plain.seconds(rate)}
-    for name in ("ours:auto:native", "powersgd"):
-        rows += rows_of(name, peer, plain, links)
-    rows.append({"workload": "gpt2_autocast", "link": "slow", "peer": "oracle", "left_out": "for a reason"})
-    found = width_break_even.find_all(rows, ["ours:auto:native", "powersgd", "nobody"])
-    assert [row["peer"] for row in found] == ["ours:auto:native", "powersgd"]
-    for row in found:
-        assert row["faster"] == "up to"
-        assert row["break_even_bytes_per_second"] == pytest.approx(100.0)
-        assert not row["is_extrapolated"]
-        assert [link["link"] for link in row["links"]] == ["slow", "between", "fast"]
-        assert row["largest_error_between"] == pytest.approx(0.0, abs=1e-9)
-        assert row["plain"]["ring_bytes"] == 80 * 1.5
-        assert row["this"]["sent_bytes"] == pytest.approx(50.0)
-    assert found[1]["this"]["ring_bytes"] is None
-    table = width_tables.break_even_table(found)
-    assert table.count("\n") == 3
-    assert "up to 8e-07 Gbit/s |" in table
-    assert "up to 8e-07 Gbit/s" in width_break_even.describe(found)
-
-
-def test_who_is_faster_where() -> None:
-    plain = Line(1.0, 100.0)
-    assert width_break_even.break_even(plain, Line(1.0, 50.0)) == ("every rate", None)
-    assert width_break_even.break_even(plain, Line(0.9, 100.0)) == ("every rate", None)
-    assert width_break_even.break_even(plain, Line(1.0, 100.0)) == ("no rate", None)
-    assert width_break_even.break_even(plain, Line(1.1, 100.0)) == ("no rate", None)
-    assert width_break_even.break_even(plain, Line(1.0, 101.0)) == ("no rate", None)
-    for peer in (Line(1.2, 60.0), Line(0.8, 160.0)):
-        faster, rate = width_break_even.break_even(plain, peer)
-        assert rate is not None
-        assert peer.seconds(rate) == pytest.approx(plain.seconds(rate))
-        below = peer.seconds(rate / 2) < plain.seconds(rate / 2)
-        assert faster == ("up to" if below else "from")
-
-
-def test_a_rate_that_was_not_measured_is_called_extrapolated() -> None:
-    plain, links = Line(1.0, 100.0), {"slow": 10.0, "fast": 20.0}
-    rows = rows_of("plain", plain, plain, links)
-    for row, rate in zip(rows, links.values(), strict=True):
-        row["step_seconds"] = {"median": plain.seconds(rate)}
-    (found,) = width_break_even.find_all(
-        [*rows, *rows_of("ours:auto:native", Line(1.5, 50.0), plain, links)], ["ours:auto:native"]
-    )
-    assert found["is_extrapolated"]
-    assert found["largest_error_between"] is None
-    assert "(extrapolated)" in width_tables.break_even_table([found])
-
-
-def test_the_script_reads_what_slow_link_wrote(tmp_path: Path) -> None:
-    for name in ("slow_link_1gbit", "slow_link_10gbit"):
-        results = json.loads((RESULTS / f"{name}.json").read_text())
-        for row in results["rows"]:  # these were measured without the rate
-            row["all_reduce_bytes_per_second"] = {"1gbit": 119e6, "10gbit": 890e6}[row["link"]]
-        (tmp_path / f"{name}.json").write_text(json.dumps(results))
-    options = ["--results", "slow_link_1gbit", "slow_link_10gbit", "--folder", str(tmp_path)]
-    printed = run("width_break_even.py", *options, "--peers", "ours:skip_unused:native")
-    results = json.loads((tmp_path / "width_break_even.json").read_text())
-    assert results["sentence"] in printed
-    assert {row["workload"] for row in results["rows"]} >= {"frozen:0.5", "layerdrop", "all_used"}
-    for row in results["rows"]:
-        assert len(row["links"]) == 2
-        # A line through two links says what plain DDP sends, give or take what hides behind the computation.
-        assert row["plain"]["sent_bytes"] == pytest.approx(row["plain"]["ring_bytes"], rel=0.35), row["label"]

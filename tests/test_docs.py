@@ -43,7 +43,7 @@ PAGES = {
 # What one test runs, one after another. That of the trainers takes as long as all others, for what it imports.
 WITH_CODE = [page for page in PAGES if PAGES[page] and page not in ("README.md", "docs/trainers.md")]
 # For developers, or made by a program.
-OTHERS = ("*.md", "docs/*.md", "docs/internals/*.md", "benchmarks/*.md", "benchmarks/figures/*.md", "examples/*.md")
+OTHERS = ("*.md", "docs/*.md", "docs/internals/*.md", "benchmarks/*.md", "examples/*.md")
 ALL_PAGES = sorted(path.relative_to(ROOT).as_posix() for pattern in OTHERS for path in ROOT.glob(pattern))
 SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", ".sh", ".toml", ".yml"}
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from micro.grids import grids
 from tools import harness, testbed
-from tools.grids import grids
 
 PARAMETERS = (100, 1_000, 10_000, 100_000)
 BASELINE = "all_reduce_bor"

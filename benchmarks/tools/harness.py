@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import testbed
-from tools.tables import describe_gradients, number
+from tools.tables import describe_gradients, median_of, number
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
@@ -521,12 +521,12 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
                 f"{step['median'] * 1e3:.2f}",
                 f"{step['q1'] * 1e3:.1f}..{step['q3'] * 1e3:.1f}",
                 f"{row['ratio_to_baseline']['median']:.3f}",
-                number(row["ratio_to_oracle"] and row["ratio_to_oracle"]["median"], ".3f"),
-                number(row["ratio_to_row_oracle"] and row["ratio_to_row_oracle"]["median"], ".3f"),
+                number(median_of(row["ratio_to_oracle"]), ".3f"),
+                number(median_of(row.get("ratio_to_row_oracle")), ".3f"),
                 number(row["payload_bytes"], ".2f", 1e-6),
                 number(row["wire_bytes"], ".2f", 1e-6),
                 number(row["wire_over_payload"], ".3f"),
-                number(row["ratio_to_least"], ".2f"),
+                number(row.get("ratio_to_least"), ".2f"),  # older results lack it
                 number(row["exchange_wait_seconds"], ".0f", 1e6),
                 number(row["hook_seconds"], ".0f", 1e6),
                 number(row["gradient_difference"], ".1e"),

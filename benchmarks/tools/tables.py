@@ -10,6 +10,10 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
     return "-" if value is None else format(value * scale, form)
 
 
+def median_of(quartiles: dict[str, float] | None) -> float | None:
+    return quartiles["median"] if quartiles else None
+
+
 def describe_header(header: dict[str, Any]) -> str:
     dirty = " with uncommitted changes" if header["has_uncommitted_changes"] else ""
     return (
@@ -31,13 +35,16 @@ def describe_gradients(row: dict[str, Any]) -> str:
 
 
 def plain_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Any rows: the fields that they share, quartiles by their median."""
-    if not rows:
-        return ""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
+    """Any rows, with a column for each field; of quartiles the median comes first. Nested fields are left out."""
+    fields = ((key, value) for row in rows for key, value in row.items())
+    keys = list(dict.fromkeys(key for key, value in fields if not is_nested(value)))
     lines = ["| " + " | ".join(key.replace("_", " ") for key in keys) + " |", "|" + "---|" * len(keys)]
     lines += ["| " + " | ".join(plain_cell(key, row.get(key)) for key in keys) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def is_nested(value: Any) -> bool:
+    return isinstance(value, list | dict) and "median" not in value
 
 
 def plain_cell(key: str, value: Any) -> str:
