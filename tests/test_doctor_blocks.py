@@ -31,8 +31,10 @@ def leave_alone(rank: int) -> None:
         if rank == 1:
             dist.barrier()
         assert diagnosis.findings.steps == 1
-        assert diagnosis.findings.ranks == 1
-        assert "only this rank's steps are known" in str(diagnosis)
+        assert (diagnosis.findings.ranks, diagnosis.findings.heard) == (2, (rank,))
+        assert f"on rank {rank} of 2" in str(diagnosis)
+        assert "nobody to send to" not in str(diagnosis)
+        assert f"only what rank {rank} saw is known" in " ".join(str(diagnosis).split())
 
 
 def test_who_leaves_a_block_by_an_interrupt_waits_for_nobody() -> None:

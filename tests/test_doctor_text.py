@@ -11,8 +11,9 @@ import pytest
 
 from ddp_hooks.doctor.findings import Findings, PolicyOutlook
 from ddp_hooks.doctor.page import draw_page
+from ddp_hooks.doctor.problem import Kind, Problem
 from ddp_hooks.doctor.questions import Answer
-from ddp_hooks.doctor.text import describe, describe_unfinished
+from ddp_hooks.doctor.text import describe
 from ddp_hooks.doctor.verdicts import (
     ALL_ZERO,
     FROZEN_AFTER,
@@ -50,7 +51,11 @@ def a_bert(layers: int, ranks: int, steps: int) -> Findings:
         division=None,
         answers=(Answer("Is find_unused_parameters needed?", "yes", f"unused: {names}"),),
         advice="Add, after wrapping: a line of code that is followed by its reason, which takes some more words.",
-        notes=(describe_unfinished({rank: [one.name for one in parameters] for rank in range(ranks)}),),
+        notes=(f"what limits a diagnosis of {names}",),
+        problems=tuple(
+            Problem(kind, f"Something is wrong with {names}.", "Change it.", "It trains then.", (f"rank 0: {names}",))
+            for kind in (Kind.GRADIENTS_MISSING, Kind.FORGOTTEN)
+        ),
     )
 
 

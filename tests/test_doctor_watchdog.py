@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,11 +14,20 @@ from ddp_hooks.doctor.watchdog import EXIT_CODE, Watchdog
 
 
 class StandsStill:
-    last_progress = float("-inf")
-    finished = 0
+    def __init__(self, is_in_step: bool = True, seconds: float = float("inf")) -> None:
+        self._is_in_step, self._seconds = is_in_step, seconds
 
-    def missing(self) -> list[str]:
-        return ["head.weight"]
+    def seconds_stood(self) -> float:
+        return self._seconds
+
+    def is_in_step(self) -> bool:
+        return self._is_in_step
+
+    def make_word(self) -> dict[str, Any]:
+        return {"missing": "head.weight"}
+
+    def tell(self, words: Mapping[int, dict[str, Any]]) -> None:
+        print(words[0]["missing"], file=sys.stderr, flush=True)
 
 
 class Alone:
@@ -29,6 +39,9 @@ class Alone:
     def leave(self, word: dict[str, Any]) -> None:
         self.word = word
 
+    def claim(self) -> bool:
+        return True
+
     def read(self, seconds: float) -> dict[int, dict[str, Any]]:
         return {0: self.word}
 
@@ -39,7 +52,9 @@ class Alone:
         pass
 
 
-def watch(board: Alone) -> list[int]:
+def watch(
+    board: Alone, run: StandsStill | None = None, patience_seconds: float = 0.0, seconds: float = 10
+) -> list[int]:
     """Return the exit codes with which the process would have ended."""
     codes: list[int] = []
     done = threading.Event()
@@ -48,10 +63,31 @@ def watch(board: Alone) -> list[int]:
         codes.append(code)
         done.set()
 
-    watchdog = Watchdog(StandsStill(), board, 0.0, end)  # type: ignore[arg-type]
-    done.wait(10)
+    watchdog = Watchdog(run or StandsStill(), board, patience_seconds, end)  # type: ignore[arg-type]
+    done.wait(seconds)
     watchdog.stop()  # waits for the thread
     return codes
+
+
+class Called(Alone):
+    """A board on which another rank has called, and has printed."""
+
+    words = 0
+
+    def someone_calls(self) -> bool:
+        return True
+
+    def leave(self, word: dict[str, Any]) -> None:
+        self.words += 1
+
+
+@pytest.mark.parametrize("is_in_step", [True, False])
+def test_answers_once_and_ends_only_within_a_step(is_in_step: bool) -> None:
+    board = Called()
+    codes = watch(board, StandsStill(is_in_step, 100.0), patience_seconds=1000, seconds=1.6)
+    assert codes == ([EXIT_CODE] if is_in_step else [])
+    assert board.words == 1
+    assert not board.printed
 
 
 def test_says_what_is_missing_and_ends(capsys: pytest.CaptureFixture[str]) -> None:

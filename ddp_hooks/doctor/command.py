@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -16,10 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 from ..commands.options import add_script_to, explain_missing_launcher, parse_new_file, parse_positive, script_of
 from ..ddp_methods import watch_construction
 from ..groups import launched_rank
+from ..hangs.activity import activity
 from ..script import run_script
-from .diagnosis import Diagnosis, is_unfinished_reduction
+from ..wording import short_list
+from .diagnosis import Diagnosis
+from .findings import Findings
 from .noticeboard import Noticeboard
 from .page import draw_page
+from .recorder import Recorder
+from .records import RankRecord, read_word, write_word
+from .standing import End, Way, read_end
+from .text import describe
 from .watchdog import Watchdog
 
 
@@ -120,12 +128,14 @@ def run(options: Options) -> int:
     with watch_construction(session.watch):
         try:
             run_script(options.script, as_module=options.as_module)
+            session.way = Way.FINISHED
         except _EnoughSeen:
-            session.was_stopped = True
+            session.way = Way.STOPPED
         except SystemExit as end:
             if end.code not in (None, 0):
                 session.abandon(end)
                 raise
+            session.way = Way.FINISHED
         except BaseException as error:
             if explain_missing_launcher("doctor", error):
                 return 2
@@ -139,14 +149,16 @@ class _Session:
     """The modules that a run has made, each with its diagnosis.
 
     Attributes:
-        was_stopped: the script did not end by itself.
+        way: how the script ends.
     """
 
     def __init__(self, options: Options) -> None:
-        self.was_stopped = False
+        self.way = Way.GOES_ON
         self._options = options
-        self._open: list[tuple[Diagnosis, Watchdog]] = []
-        self._concluded: list[Diagnosis] = []
+        self._open: dict[str, Diagnosis] = {}  # by a name that is the same on every rank of the module's group
+        self._concluded: list[Findings] = []
+        self._watchdog: Watchdog | None = None
+        self._error: BaseException | None = None
         self._rank = launched_rank()
 
     def watch(self, ddp: DistributedDataParallel) -> None:
@@ -157,10 +169,16 @@ class _Session:
         self._rank = dist.get_rank()
         recorder = diagnosis.recorder
         assert recorder is not None  # it was entered
-        number = len(self._open)
-        board = Noticeboard(str(number), ddp.process_group)
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+        of_group = ",".join(map(str, ranks))
+        number = sum(name.startswith(f"{of_group}/") for name in self._open)
+        self._open[f"{of_group}/{number}"] = diagnosis
         recorder.on_step = self._make_counter()
-        self._open.append((diagnosis, Watchdog(recorder, board, self._options.patience_seconds)))
+        diagnosis.when_stopped(activity.remark(lambda: _remark(recorder)))
+        if self._watchdog is None:
+            world = dist.group.WORLD
+            assert world is not None  # DDP has found a process group
+            self._watchdog = Watchdog(self, Noticeboard("run", world), self._options.patience_seconds)
 
     def _make_counter(self) -> Callable[[int], None]:
         def step_ended(steps: int) -> None:
@@ -168,33 +186,30 @@ class _Session:
                 return
             if not self._options.go_on:
                 raise _EnoughSeen(0)
+            self.way = Way.STOPPED
             self.conclude()
 
         return step_ended
 
     def conclude(self) -> None:
         """Put together what the ranks saw; every rank comes here at the same point."""
-        waiting, self._open = self._open, []
-        for diagnosis, watchdog in waiting:
-            watchdog.stop()
-            diagnosis.conclude()
-            self._concluded.append(diagnosis)
-        if waiting:
-            self._report()
+        # While it waits for the others, this rank answers those that do not come.
+        for diagnosis in self._open.values():
+            self._concluded.append(diagnosis.conclude(End(self.way)))
+        self._stop_looking()
+        if self._open and self._rank == 0:
+            self._report(self._concluded, sys.stdout)
+        self._open = {}
 
     def abandon(self, error: BaseException) -> None:
-        """Say what this rank saw before the error, and which gradients DDP waits for if that is what it was."""
-        waiting, self._open = self._open, []
-        for diagnosis, watchdog in waiting:
-            recorder = diagnosis.recorder
-            if recorder is not None and is_unfinished_reduction(error) and recorder.is_unfinished():
-                watchdog.explain("DDP refuses the next forward pass")
-            watchdog.stop()
-            diagnosis.abandon()
-            if diagnosis.findings.steps:
-                self._concluded.append(diagnosis)
-        if self._concluded and not self._options.go_on:
-            self._report()
+        """Say what ranks saw before the error: those that end with one now, and those that go on and are asked."""
+        self._error = error
+        if self._watchdog is not None and self._open:
+            self._watchdog.explain()
+        self._stop_looking()
+        for diagnosis in self._open.values():
+            self._concluded.append(diagnosis.abandon(error))
+        self._open = {}
 
     def status(self) -> int:
         """Return the exit status."""
@@ -204,21 +219,64 @@ class _Session:
             print("ddp_hooks doctor: the script made no DistributedDataParallel module", file=sys.stderr)
         return 2
 
-    def _report(self) -> None:
-        if self._rank != 0:
-            return
-        for number, diagnosis in enumerate(self._concluded):
-            if len(self._concluded) > 1:
-                print(f"\n--- module {number + 1} of {len(self._concluded)}")
-            print(diagnosis, flush=True)
-        if self.was_stopped:
+    def _stop_looking(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+
+    # --- what the watchdog asks for
+
+    def seconds_stood(self) -> float:
+        """Return for how long no step of any module has ended."""
+        recorders = self._recorders()
+        return time.monotonic() - max(one.last_progress for one in recorders) if recorders else 0.0
+
+    def is_in_step(self) -> bool:
+        """Say whether a step of some module has begun and not ended."""
+        return any(recorder.is_unfinished() for recorder in self._recorders())
+
+    def make_word(self) -> dict[str, Any]:
+        """Return what this rank has seen until now."""
+        return dict(write_word(self._describe()))
+
+    def tell(self, words: Mapping[int, dict[str, Any]]) -> None:
+        """Print what follows from what some ranks have seen."""
+        others = [read_word(word) for rank, word in words.items() if rank != self._rank]
+        findings = [
+            self._open[name].find_with([other[name] for other in others if name in other], own)
+            for name, own in self._describe().items()
+        ]
+        self._report(findings, sys.stderr)
+
+    def _recorders(self) -> list[Recorder]:
+        return [one.recorder for one in list(self._open.values()) if one.recorder is not None]
+
+    def _describe(self) -> dict[str, RankRecord]:
+        end = End(self.way) if self._error is None else read_end(self._error)
+        return {name: diagnosis.describe(end) for name, diagnosis in list(self._open.items())}
+
+    # --- telling
+
+    def _report(self, findings: Sequence[Findings], stream: TextIO) -> None:
+        lines = []
+        for number, one in enumerate(findings):
+            if len(findings) > 1:
+                lines.append(f"\n--- module {number + 1} of {len(findings)}")
+            lines.append(describe(one))
+        if self.way is Way.STOPPED and not self._options.go_on:
             steps = f"{self._options.steps} step{'' if self._options.steps == 1 else 's'}"
-            print(f"\nStopped your script after {steps}; --continue lets it go on.", flush=True)
+            lines.append(f"\nStopped your script after {steps}; --continue lets it go on.")
+        print("\n".join(lines), file=stream, flush=True)
         if self._options.json is not None:
-            found = {"version": 1, "diagnoses": [diagnosis.to_dict() for diagnosis in self._concluded]}
+            found = {"version": 1, "diagnoses": [one.to_dict() for one in findings]}
             _write(self._options.json, json.dumps(found, indent=1) + "\n")
         if self._options.html is not None:
-            _write(self._options.html, draw_page([diagnosis.findings for diagnosis in self._concluded]))
+            _write(self._options.html, draw_page(findings))
+
+
+def _remark(recorder: Recorder) -> list[str]:
+    missing = recorder.missing() if recorder.is_unfinished() else []
+    return [f"no gradient yet of {short_list(missing)}"] if missing else []
 
 
 def _write(path: Path, text: str) -> None:

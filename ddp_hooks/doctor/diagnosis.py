@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -17,13 +16,16 @@ from ..fsdp.param_groups import is_sharded
 from ..hangs import watcher
 from ..registration import find_ddp
 from ..service import registered_service
+from ..wording import describe_ranks, fill
 from . import timing
 from .findings import Findings, find
 from .recorder import Recorder
-from .records import RankRecord
+from .records import RankRecord, pack, unpack
+from .replicas import read_replica
 from .shards import ShardDiagnosis
 from .side_channel import SideChannel
-from .text import describe, describe_unfinished
+from .standing import End, read_end
+from .text import describe
 from .traffic import World
 
 _C = _extension.load()
@@ -44,7 +46,7 @@ class Diagnosis:
         self._findings: Findings | None = None
         self._channel: SideChannel | None = None
         self.recorder: Recorder | None = None
-        self._end_watching: Callable[[], None] = lambda: None
+        self._ends: list[Callable[[], None]] = []
 
     def __enter__(self) -> Diagnosis:
         """Begin to watch.
@@ -59,54 +61,73 @@ class Diagnosis:
         self._channel = SideChannel(ddp, "diagnose", problem)
         self.recorder = Recorder(ddp)
         if registered_service(ddp) is None:
-            self._end_watching = watcher.watch_module(ddp)
+            self._ends.append(watcher.watch_module(ddp))
         return self
+
+    def when_stopped(self, end: Callable[[], None]) -> None:
+        """Call a function when watching ends."""
+        self._ends.append(end)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Take every hook off, and put together what the ranks saw."""
-        # Whatever it is, Ctrl-C and sys.exit() too: nobody knows whether the others leave the block.
         if error is None:
             self.conclude()
+        # Whatever it is, Ctrl-C and sys.exit() too: nobody knows whether the others leave the block.
         else:
             self.abandon(error)
 
-    def conclude(self) -> Findings:
+    def conclude(self, end: End | None = None) -> Findings:
         """Stop watching, and put together what the ranks saw; every rank calls it.
+
+        Args:
+            end: how what was watched has ended.
 
         Raises:
             RuntimeError: the block was not entered, or the ranks watched different modules.
         """
         if self._findings is None:
             recorder, channel = self._stop()
-            own = self._describe(recorder)
-            collected = channel.collect(zlib.compress(pickle.dumps(own), 1))
+            own = self.describe(end or End())
+            own = replace(own, replica=read_replica(recorder.watch.parameters, recorder.samples))
+            records = [unpack(each) for each in channel.collect(pack(own))]
             channel.close()
-            records: list[RankRecord] = [pickle.loads(zlib.decompress(each)) for each in collected]
-            self._findings = find(records, recorder.layouts, [*_check(records), *_limits(recorder)])
+            _check(records)
+            self._findings = find(records, recorder.layouts, _limits(recorder))
             self._ddp = None
         return self._findings
 
-    def abandon(self, error: BaseException | None = None) -> Findings:
-        """Stop watching without asking the others: only what this rank saw counts.
+    def abandon(self, error: BaseException, others: Sequence[RankRecord] = ()) -> Findings:
+        """Stop watching without asking the others in a collective.
 
         Args:
-            error: why; names are added to it if it says that DDP waits for gradients.
+            error: why; what is wrong is added to it.
+            others: what other ranks have said; of those that said nothing nothing is known.
         """
         if self._findings is None:
-            recorder, channel = self._stop()
+            _, channel = self._stop()
             channel.close()
-            notes = ["the block ended with an error, so only this rank's steps are known", *_limits(recorder)]
-            missing = recorder.missing()
-            if error is not None and is_unfinished_reduction(error):
-                text = describe_unfinished({channel.rank: missing})
-                notes.append(text)
-                if hasattr(error, "add_note"):  # from Python 3.11 on
-                    error.add_note(text)
-            self._findings = find([self._describe(recorder)], recorder.layouts, notes)
+            own = self.describe(read_end(error))
+            self._findings = self.find_with([one for one in others if one.rank != own.rank], own)
+            problems = [one for one in self._findings.problems if one.kind.breaks_run]
+            if problems and hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(fill(f"ddp_hooks doctor: {problems[0]}"))
             self._ddp = None
         return self._findings
+
+    def find_with(self, others: Sequence[RankRecord], own: RankRecord) -> Findings:
+        """Return what follows from what some ranks have seen."""
+        recorder = self.recorder
+        assert recorder is not None  # it was entered
+        alike = [one for one in others if _is_alike(one, own)]
+        records = sorted([own, *alike], key=lambda one: one.rank)
+        notes = _limits(recorder)
+        if len(records) < own.world.ranks:
+            known = describe_ranks([one.rank for one in records])
+            notes.insert(0, f"an error has ended what was watched, so only what {known} saw is known")
+        # A Reducer makes its buckets anew after the first step; some rank may not have come to it.
+        return find(records, recorder.layouts, notes)
 
     @property
     def findings(self) -> Findings:
@@ -135,12 +156,17 @@ class Diagnosis:
         if self.recorder is None or self._channel is None:
             raise RuntimeError("diagnose: expected a block, as in `with ddp_hooks.diagnose(ddp) as diagnosis:`")
         self.recorder.close()
-        self._end_watching()
+        for end in self._ends:
+            end()
         return self.recorder, self._channel
 
-    def _describe(self, recorder: Recorder) -> RankRecord:
-        ddp = self._ddp
-        assert ddp is not None  # what the callers have made sure of
+    def describe(self, end: End) -> RankRecord:
+        """Return what this rank has seen until now; by any thread."""
+        ddp, recorder = self._ddp, self.recorder
+        assert ddp is not None  # it was entered, and has not ended
+        assert recorder is not None
+        assert self._channel is not None
+        standing = recorder.stand()
         named = [name for name, _ in ddp.module.named_parameters()]
         known = set(recorder.watch.names)
         return RankRecord(
@@ -159,6 +185,9 @@ class Diagnosis:
             timing.measure_copying(recorder.largest_bucket_bytes if ddp.device_type == "cpu" else 0),
             tuple(recorder.missed),
             recorder.before_accumulating,
+            self._channel.rank,
+            standing,
+            end,
         )
 
     def _describe_world(self, ddp: DistributedDataParallel) -> World:
@@ -214,12 +243,7 @@ def why_not_watched(ddp: DistributedDataParallel, way_out: str) -> str | None:
     return None
 
 
-def is_unfinished_reduction(error: BaseException) -> bool:
-    """Say whether an error is DDP's about gradients that did not come in the pass before."""
-    return isinstance(error, RuntimeError) and "Expected to have finished reduction" in str(error)
-
-
-def _check(records: list[RankRecord]) -> list[str]:
+def _check(records: Sequence[RankRecord]) -> None:
     first = records[0]
     for rank, other in enumerate(records):
         if (other.names, other.layouts) != (first.names, first.layouts):
@@ -227,7 +251,12 @@ def _check(records: list[RankRecord]) -> list[str]:
                 f"diagnose: expected the same parameters in the same buckets on every rank, received others on rank "
                 f"{rank} than on rank 0; wrap the same model on every rank"
             )
-    return []
+
+
+def _is_alike(one: RankRecord, other: RankRecord) -> bool:
+    """Say whether two ranks have the same parameters, in the same buckets as far as both have come."""
+    layouts = zip(one.layouts, other.layouts, strict=False)
+    return one.names == other.names and all(first == second for first, second in layouts)
 
 
 def _limits(recorder: Recorder) -> list[str]:

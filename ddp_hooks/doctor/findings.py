@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -50,7 +51,7 @@ class Findings:
     """What a diagnosis found; the same on every rank. Bytes and seconds are a step's where it does not say otherwise.
 
     Attributes:
-        ranks: how many took part.
+        ranks: how many there are.
         steps: how many synchronised steps were watched.
         dense_bytes: what plain DDP handed over in all of them. Bytes.
         parameters: what became of each, in the model's order.
@@ -64,6 +65,8 @@ class Findings:
         advice: the one line to add, or why not; empty while there are problems that go first.
         notes: what limits this diagnosis.
         problems: what is wrong, the most serious first.
+        heard: the ranks that were heard of: all of them, if no error has ended what was watched. A parameter's pattern
+            has a text for each.
     """
 
     ranks: int
@@ -78,6 +81,7 @@ class Findings:
     advice: str
     notes: tuple[str, ...]
     problems: tuple[Problem, ...] = ()
+    heard: tuple[int, ...] = ()
 
     def verdict(self, name: str) -> ParameterVerdict:
         """Return what became of one parameter.
@@ -109,7 +113,9 @@ class Findings:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, for JSON."""
-        return asdict(self)
+        found = asdict(self)
+        found["problems"] = [asdict(one) | {"kind": one.kind.name.lower()} for one in self.problems]
+        return found
 
 
 def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[str] = ()) -> Findings:
@@ -136,10 +142,11 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
     dense = [dense_bytes(step.layout) for step in united]
     unmanaged = {i: size for i, size in enumerate(first.sizes) if i >= first.reduced_count}
     # One rank sends nothing.
-    predictions = predict(united, unmanaged, first.world) if united and len(records) > 1 else {}
+    predictions = predict(united, unmanaged, first.world) if united and len(records) == first.world.ranks > 1 else {}
     if predictions and "skip_zeros" not in predictions:
         notes.append("values were not looked at in every step (memory, or a device without a scan): skip_unused only")
-    verdicts = judge(first.names, first.sizes, first.reduced_count, ranks, united) if united else []
+    heard = [record.rank for record in records]
+    verdicts = judge(first.names, first.sizes, first.reduced_count, heard, ranks, united) if united else []
     verdicts += [ParameterVerdict(name, 0, IGNORED, 0, (), None, ()) for name in first.ignored]
     place = {name: number for number, name in enumerate(first.order)}
     verdicts.sort(key=lambda one: place.get(one.name, len(place)))
@@ -184,11 +191,19 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         narrow / total if looked else None,
         min(single, default=None),
         tuple(records),
+        tuple(rank for rank in range(first.world.ranks) if rank not in heard),
+        max(record.standing.finished for record in records),
+        frozenset(
+            first.names[i] for steps in ranks for step in steps for i in array("I", step.order) if not step.received[i]
+        ),
     )
     problems = find_problems(facts)
-    savings = {one.policy: (one.saved_fraction, one.step_seconds) for one in outlooks}
+    is_broken = bool(facts.absent) or any(one.kind.breaks_run for one in problems)
+    if is_broken:
+        outlooks = ()
+    savings = {} if is_broken else {one.policy: (one.saved_fraction, one.step_seconds) for one in outlooks}
     return Findings(
-        len(records),
+        first.world.ranks,
         count,
         total,
         facts.parameters,
@@ -196,10 +211,11 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         outlooks,
         facts.narrow_fraction,
         division,
-        tuple(answer_all(facts)),
-        "" if any(one.kind.forbids_advice for one in problems) else advise(facts, savings),
+        () if is_broken else tuple(answer_all(facts)),
+        "" if is_broken or any(one.kind.forbids_advice for one in problems) else advise(facts, savings),
         tuple(notes),
         tuple(problems),
+        tuple(heard),
     )
 
 

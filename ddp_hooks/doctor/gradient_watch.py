@@ -211,6 +211,11 @@ class GradientWatch:
         """Whether a backward pass has begun that has not come to its end: it runs, or it has raised."""
         return bool(self._running)
 
+    @property
+    def runs_forward(self) -> bool:
+        """Whether DDP's forward pass has begun, in grad mode, and not ended: it runs, or it has raised."""
+        return self._forward is not None
+
     # --- forward
 
     # Where the call of the DDP module is compiled, these two stay outside of the graph, at no cost: DDP's own part

@@ -52,6 +52,10 @@ class Noticeboard:
                 return words
             time.sleep(_POLL_SECONDS)
 
+    def claim(self) -> bool:
+        """Say whether this rank is the first one that claims to print the words, or nobody can be asked."""
+        return self._board.count("claims", 1) in (1, None)
+
     def note_printed(self) -> None:
         """Say that the words have been printed."""
         self._board.leave("printed", 1)

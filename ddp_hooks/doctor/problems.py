@@ -16,9 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from .breakdowns import (
+    find_broken_backward,
+    find_changed_graph,
+    find_marked_twice,
+    find_missing_gradients,
+    find_standstill,
+    find_uneven,
+)
+from .drift import find_drifting
 from .problem import Kind, Problem
 from .questions import Facts, short_names
-from .verdicts import NEVER, UNFROZEN
+from .verdicts import NEVER, UNFROZEN, is_inside
 
 
 def find_problems(facts: Facts) -> list[Problem]:
@@ -40,12 +49,31 @@ def _find_unfrozen(facts: Facts) -> Iterator[Problem]:
 
 def _find_forgotten(facts: Facts) -> Iterator[Problem]:
     whole = [one for one in facts.modules if one.verdict == NEVER and one.is_module]
-    if whole:
+    left_out = [one for one in whole if any(is_inside(name, one.name) for name in facts.left_out)]
+    uncalled = [one for one in whole if one not in left_out]
+    if left_out:
         yield Problem(
             Kind.FORGOTTEN,
-            f"No parameter of {short_names(whole)} got a gradient in any step, although all of them require one.",
+            f"The loss leaves out what {short_names(left_out)} computes, so no gradient came of it in any step.",
+            "Use it in the loss if that is what you mean; otherwise freeze it before wrapping, or keep "
+            "find_unused_parameters=True, without which DDP waits for it.",
+        )
+    if uncalled:
+        yield Problem(
+            Kind.FORGOTTEN,
+            f"No parameter of {short_names(uncalled)} got a gradient in any step, although all of them require one.",
             "Use it in the loss if that is what you mean; otherwise freeze or remove it before wrapping.",
         )
 
 
-_FINDERS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (_find_unfrozen, _find_forgotten)
+_FINDERS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
+    find_drifting,
+    find_marked_twice,
+    find_changed_graph,
+    find_missing_gradients,
+    find_broken_backward,
+    find_uneven,
+    find_standstill,
+    _find_unfrozen,
+    _find_forgotten,
+)

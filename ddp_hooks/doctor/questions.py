@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..wording import describe_part
+from ..wording import describe_part, short_list
 from .records import RankRecord
 from .timing import Division
 from .verdicts import FROZEN_AFTER, NEVER, SOME_RANKS, SOMETIMES, UNFROZEN, ModuleVerdict, ParameterVerdict
@@ -53,6 +53,10 @@ class Facts:
         narrow_fraction: which part of plain DDP's bytes a narrow form holds to the bit, on every rank, or None.
         before_accumulating: the same of a single pass where several are accumulated, on the rank with the least; None
             where none are.
+        records: what each rank wrote down that was heard of, by rank.
+        absent: the ranks that were not.
+        finished: how many steps the rank has finished that has finished most.
+        left_out: what some step reached with no gradient, because the loss leaves out an output: the parameters' names.
     """
 
     ranks: int
@@ -68,6 +72,9 @@ class Facts:
     narrow_fraction: float | None
     before_accumulating: float | None
     records: tuple[RankRecord, ...]
+    absent: tuple[int, ...]
+    finished: int
+    left_out: frozenset[str]
 
 
 def answer_all(facts: Facts) -> list[Answer]:
@@ -114,6 +121,13 @@ def _is_a_static_graph_legal(facts: Facts) -> Answer:
     question = "Is static_graph=True legal?"
     if facts.steps < 2:
         return Answer(question, "unknown", "that takes two steps at least")
+    if facts.left_out:
+        return Answer(
+            question,
+            "no",
+            f"the loss leaves out an output, and backward comes to {short_list(sorted(facts.left_out))} without a "
+            "gradient; with a static graph DDP would wait for it from the second step on",
+        )
     if not facts.same_parameters:
         return Answer(question, "no", "which parameters a rank uses changes from step to step")
     if not facts.same_order:

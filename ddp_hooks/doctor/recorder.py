@@ -32,6 +32,8 @@ _C = _extension.load()
 MOST_MASK_BYTES = 64 << 20
 # Masks of rows from here on are kept compressed. Bytes.
 _SHORT_MASK_BYTES = 1024
+# Of so many parameters it is noted whether they change after a pass under no_sync().
+_VERSIONS_READ = 32
 # In so many steps it is noted whether parameters change while backward runs.
 _STEPS_CHECKED = 3
 # So many elements are kept at the beginning of a pass; a prime that leads to other ones each time; and so many times.
@@ -166,6 +168,7 @@ class Recorder(Silence):
         unreduced_used: a byte for each parameter: 1 if it got a gradient in one of those.
         broken: after how many finished steps backward passes have raised that were noticed.
         stepped_early: the parameters that changed while backward ran.
+        left_behind: how often parameters changed after passes under no_sync() and before DDP had averaged anything.
         samples: some elements of the parameters at the beginnings of passes, by the number of finished steps and of
             passes that were not reduced.
         last_progress: when a step ended last, or recording began, on the monotonic clock.
@@ -181,6 +184,8 @@ class Recorder(Silence):
         self.unreduced: Counter[Unreduced] = Counter()
         self.broken: list[int] = []
         self.stepped_early: set[int] = set()
+        self.left_behind = 0
+        self._kept: tuple[int, ...] = ()  # versions of parameters after a pass under no_sync()
         self.samples: dict[tuple[int, int], torch.Tensor] = {}
         self.before_accumulating: float | None = None
         self.last_progress = time.monotonic()
@@ -235,6 +240,7 @@ class Recorder(Silence):
     def pass_begins(self, synchronises: bool) -> None:
         """Look at gradients of before that DDP would send along for parameters that this pass leaves out."""
         self._sample()
+        self._notice_change()
         if not synchronises:
             self._note_single_pass()
             if self.before_accumulating is None and self._scans_widths and not self.is_cut_short:
@@ -278,6 +284,8 @@ class Recorder(Silence):
     def pass_left(self, why: Unreduced) -> None:
         """Count a pass that DDP does not reduce; what is known of it is not a step's."""
         self.unreduced[why] += 1
+        if why is Unreduced.NO_SYNC:
+            self._kept = self._read_versions()
         for index, used in enumerate(self.watch.used):
             self.unreduced_used[index] |= used
         if why is not Unreduced.NO_SYNC:
@@ -293,6 +301,7 @@ class Recorder(Silence):
     def step_reduced(self) -> None:
         """Note the time."""
         self._pass.reduced = time.perf_counter()
+        self._kept = ()
 
     def step_done(self) -> None:
         """Write the step down."""
@@ -372,6 +381,7 @@ class Recorder(Silence):
     def stand(self) -> Standing:
         """Say what has become of the passes; by any thread."""
         ddp, watch, now = self.watch.ddp, self.watch, self._pass
+        self._notice_change()
         names = watch.names
         missing: tuple[str, ...] = ()
         unfinished = Unfinished.NONE
@@ -400,6 +410,8 @@ class Recorder(Silence):
             tuple((why.value, count) for why, count in self.unreduced.items()),
             tuple(name for name, used in zip(names, self.unreduced_used, strict=True) if used),
             tuple(self.broken),
+            self.left_behind,
+            watch.runs_forward,
             tuple(names[i] for i in sorted(self.stepped_early)),
         )
 
@@ -494,6 +506,15 @@ class Recorder(Silence):
         parameters = self.watch.parameters
         for index in self._read_unused(ddp) & held:
             self._look(index, parameters[index])
+
+    def _read_versions(self) -> tuple[int, ...]:
+        """Return what changes when an optimizer steps; it need not step all parameters."""
+        return tuple(parameter._version for parameter in self.watch.parameters[:_VERSIONS_READ])
+
+    def _notice_change(self) -> None:
+        if self._kept and self._kept != self._read_versions():
+            self.left_behind += 1
+            self._kept = ()
 
     def _sample(self) -> None:
         """Keep some elements of the parameters, other ones each time, and the same on every rank."""

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import base64
+import pickle
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from .recorder import Step
+from .replicas import Replica
+from .standing import End, Standing
 from .traffic import World
+
+# A store takes what is longer, but not quickly: what is known of values is left out then. Bytes.
+_MOST_STORED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,10 @@ class RankRecord:
         missed: of the ranks' steps, counted from 0, those in which it had joined (``ddp.join()``).
         before_accumulating: of the first pass that DDP did not reduce, which part of the bytes a narrow form holds to
             the bit; None if there was none.
+        rank: which it is, in the module's group.
+        standing: what has become of its backward passes.
+        end: how what was watched has ended here.
+        replica: what tells whether its parameters are the other ranks'; None if nobody looked.
     """
 
     names: tuple[str, ...]
@@ -44,3 +57,35 @@ class RankRecord:
     copy_seconds_per_byte: float
     missed: tuple[int, ...] = ()
     before_accumulating: float | None = None
+    rank: int = 0
+    standing: Standing = field(default_factory=Standing)
+    end: End = field(default_factory=End)
+    replica: Replica | None = None
+
+
+def pack(record: RankRecord) -> bytes:
+    """Return a record as bytes, for the ranks of the same program."""
+    return zlib.compress(pickle.dumps(record), 1)
+
+
+def unpack(packed: bytes) -> RankRecord:
+    """Return the record."""
+    record: RankRecord = pickle.loads(zlib.decompress(packed))
+    return record
+
+
+def write_word(records: Mapping[str, RankRecord]) -> dict[str, str]:
+    """Return records by module as text, for a store, where they have to be short."""
+    word = {}
+    for module, record in records.items():
+        packed = pack(record)
+        if len(packed) > _MOST_STORED_BYTES:
+            steps = tuple(replace(step, masks={}, inexact={}, looked=False) for step in record.steps)
+            packed = pack(replace(record, steps=steps))
+        word[module] = base64.b64encode(packed).decode()
+    return word
+
+
+def read_word(word: Mapping[str, str]) -> dict[str, RankRecord]:
+    """Return the records by module."""
+    return {module: unpack(base64.b64decode(text)) for module, text in word.items()}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
 
 class Unfinished(Enum):
     """What has become of a backward pass that DDP has not finished."""
@@ -36,6 +39,8 @@ class Standing:
             :class:`~ddp_hooks.doctor.gradient_watch.Unreduced`.
         unreduced_names: the parameters that got gradients in those.
         broken: after how many finished passes others have raised, each that was noticed.
+        left_behind: how often parameters changed after passes under no_sync() and before DDP had averaged anything.
+        in_forward: whether DDP's forward pass runs.
         stepped_early: the parameters that changed while backward ran, before DDP had averaged their gradients.
     """
 
@@ -52,4 +57,51 @@ class Standing:
     unreduced: tuple[tuple[str, int], ...] = ()
     unreduced_names: tuple[str, ...] = ()
     broken: tuple[int, ...] = ()
+    left_behind: int = 0
+    in_forward: bool = False
     stepped_early: tuple[str, ...] = ()
+
+
+class Way(Enum):
+    """How a rank has come to the point at which it was asked."""
+
+    GOES_ON = "goes on"  # its script runs
+    FINISHED = "finished"  # its script, or the block, has come to its end
+    STOPPED = "stopped"  # the doctor has seen enough, and has ended the script
+    RAISED = "raised"  # an error has left the script, or the block
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How what was watched has ended on a rank.
+
+    Attributes:
+        way: how.
+        error: its type and what it says, in a line; for ``sys.exit()``, that and the code.
+        left: what of torch's the error has come out of: "backward", "forward" or nothing.
+    """
+
+    way: Way = Way.FINISHED
+    error: str = ""
+    left: str = ""
+
+
+_LONGEST_ERROR = 100
+_CODES = {torch.autograd.backward.__code__: "backward", DistributedDataParallel.forward.__code__: "forward"}
+
+
+def read_end(error: BaseException) -> End:
+    """Return how a script has ended that was left by an error."""
+    if isinstance(error, SystemExit):
+        return End(Way.RAISED, f"sys.exit({error.code!r})"[:_LONGEST_ERROR])
+    said = [line.split(". ")[0] for line in str(error).strip().splitlines()[:1]]
+    text = ": ".join([type(error).__name__, *said])
+    if len(text) > _LONGEST_ERROR:
+        text = f"{text[: _LONGEST_ERROR - 3]}..."
+    left = ""
+    trace = error.__traceback__
+    while trace is not None:
+        # The innermost one, as where a backward pass runs within a forward pass.
+        left = _CODES.get(trace.tb_frame.f_code, left)
+        trace = trace.tb_next
+    return End(Way.RAISED, text, left)

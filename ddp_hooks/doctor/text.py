@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..wording import describe_part, describe_ranks, fill
 from .problem import open_report
-from .verdicts import MEANING, MOSTLY_ZERO, SOME_RANKS, SOMETIMES, USED, ModuleVerdict, ParameterVerdict
+from .verdicts import MEANING, MOSTLY_ZERO, SOME_RANKS, SOMETIMES, USED, ModuleVerdict, ParameterVerdict, is_inside
 
 if TYPE_CHECKING:
     from .findings import Findings
@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 
 _WIDEST_NAME = 30
 _LINES_SHOWN = 40
-_NAMES_SHOWN = 8
 
 
 def describe(findings: Findings) -> str:
     """Return everything that was found, in the order in which it is asked for."""
     lines = _wrap(
-        f"ddp_hooks doctor: {_count(findings.steps, 'step')} on {_count(findings.ranks, 'rank')}, "
-        f"{_count(len(findings.parameters), 'parameter')}, "
-        f"{megabytes(findings.dense_bytes // max(findings.steps, 1))} of gradients a step",
+        f"ddp_hooks doctor: {_count(findings.steps, 'step')} on {_describe_heard(findings)}"
+        + (
+            f", {_count(len(findings.parameters), 'parameter')}, "
+            f"{megabytes(findings.dense_bytes // findings.steps)} of gradients a step"
+            if findings.steps
+            else ""
+        ),
         indent="",
     )
     lines += ["", *_wrap(open_report(findings.steps, findings.problems, findings.advice), indent="")]
@@ -37,10 +40,11 @@ def describe(findings: Findings) -> str:
             lines += _wrap(detail)
     if findings.steps:
         lines += ["", "Parameters", *_parameter_lines(findings)]
+    if findings.answers:
         lines += ["", "Questions"]
         for answer in findings.answers:
             lines += _wrap(f"{answer.question} {answer.verdict[:1].upper()}{answer.verdict[1:]}: {answer.reason}.")
-    if findings.division is not None:
+    if findings.division is not None and findings.policies:
         lines += ["", "A step", *_step_lines(findings.division)]
     if findings.policies:
         lines += ["", "What ddp_hooks would send", *_policy_lines(findings)]
@@ -51,26 +55,10 @@ def describe(findings: Findings) -> str:
     return "\n".join(lines)
 
 
-def describe_unfinished(missing: Mapping[int, Sequence[str]]) -> str:
-    """Say by name what DDP waits for; ``missing`` are the parameters without a gradient, by rank."""
-    lines = _wrap(
-        "ddp_hooks doctor: DDP waits for the gradients of parameters that the last backward pass left out", indent=""
-    )
-    everyone = set.intersection(*(set(names) for names in missing.values())) if missing else set()
-    for rank, names in sorted(missing.items()):
-        shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" if names[8:] else "")
-        lines += _wrap(f"rank {rank}: {shown or 'none: it has all of its gradients'}")
-    if len(missing) > 1:
-        differ = sorted({name for names in missing.values() for name in names} - everyone)
-        if differ:
-            lines += _wrap(
-                "The ranks differ, so one waits for messages that another never sends. Wrap with "
-                "find_unused_parameters=True, so that every rank takes part for every parameter; "
-                "ddp_hooks.register(ddp) then sends only what somebody used"
-            )
-            return "\n".join(lines)
-    lines += _wrap("Wrap with find_unused_parameters=True, freeze them before wrapping, or use them in the loss")
-    return "\n".join(lines)
+def _describe_heard(findings: Findings) -> str:
+    if findings.ranks > len(findings.heard) > 0:
+        return f"{describe_ranks(findings.heard)} of {findings.ranks}"
+    return _count(findings.ranks, "rank")
 
 
 def megabytes(size: float) -> str:
@@ -126,12 +114,7 @@ def _verdict(group: ModuleVerdict, findings: Findings) -> str:
 
 
 def _members(group: ModuleVerdict, parameters: Sequence[ParameterVerdict]) -> list[ParameterVerdict]:
-    inside = f"{group.name}." if group.name else ""
-    return [
-        one
-        for one in parameters
-        if one.verdict == group.verdict and (one.name == group.name or one.name.startswith(inside))
-    ]
+    return [one for one in parameters if one.verdict == group.verdict and is_inside(one.name, group.name)]
 
 
 def _in_steps(counts: Sequence[int], steps: int) -> str:

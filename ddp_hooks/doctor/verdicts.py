@@ -98,6 +98,7 @@ def judge(
     names: Sequence[str],
     sizes: Sequence[int],
     reduced_count: int,
+    heard: Sequence[int],
     ranks: Sequence[Sequence[Step]],
     united: Sequence[UnionStep],
 ) -> list[ParameterVerdict]:
@@ -107,11 +108,12 @@ def judge(
         names: of the parameters, those that DDP reduces first.
         sizes: their bytes.
         reduced_count: how many DDP reduces.
+        heard: the ranks that were heard of.
         ranks: for each rank its steps, the same number on each.
         united: the steps as all ranks together saw them.
     """
     return [
-        _judge_one(index, name, size, index < reduced_count, ranks, united)
+        _judge_one(index, name, size, index < reduced_count, heard, ranks, united)
         for index, (name, size) in enumerate(zip(names, sizes, strict=True))
     ]
 
@@ -121,6 +123,7 @@ def _judge_one(
     name: str,
     size: int,
     reduced: bool,
+    heard: Sequence[int],
     ranks: Sequence[Sequence[Step]],
     united: Sequence[UnionStep],
 ) -> ParameterVerdict:
@@ -129,7 +132,7 @@ def _judge_one(
     pattern = tuple("".join(map(mark, *rows)) for rows in zip(received, frozen, strict=True))
     by_step = [[rank[number] for rank in received] for number in range(len(united))]
     steps_used = sum(any(step) for step in by_step)
-    ranks_used = tuple(rank for rank, steps in enumerate(received) if any(steps))
+    ranks_used = tuple(rank for rank, steps in zip(heard, received, strict=True) if any(steps))
     looked = [
         step for step, here in zip(united, by_step, strict=True) if any(here) and step.looked and index in step.slots
     ]
@@ -196,6 +199,11 @@ def group_by_module(verdicts: Sequence[ParameterVerdict]) -> list[ModuleVerdict]
         ModuleVerdict(name, verdict, len(some), sum(one.dense_bytes for one in some), name not in names)
         for (name, verdict), some in groups.items()
     ]
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Say whether a parameter is a module's, or the very one; "" is the whole model."""
+    return not module or name == module or name.startswith(f"{module}.")
 
 
 def _modules_around(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ends a run that stands still or dies because ranks used different parameters, and names these before.
+"""Speaks for a run that stands still or dies: ranks leave word of what they have seen, and one of them prints it.
 
 It looks at the run in the thread of :mod:`ddp_hooks.hangs`, which tells by itself which ranks others wait for.
 """
@@ -8,30 +8,44 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any, Protocol
 
 from ..hangs import watcher
-from ..hangs.activity import activity
-from ..wording import short_list
 from .noticeboard import Noticeboard
-from .recorder import Recorder
-from .text import describe_unfinished
 
-# How long ranks wait for each other's word, and for rank 0 to print them.
+# How long ranks wait for each other's word, and for one of them to print them.
 WORD_SECONDS = 5.0
 _PRINT_SECONDS = 2 * WORD_SECONDS
+# So long a rank that has answered another one's call may go on waiting in a step, which nobody will end.
+_LAST_SECONDS = 10.0
 EXIT_CODE = 1
 # What writing raises when the pipe to a launcher that was killed is broken, or the program has closed the stream.
 _NOBODY_READS = (OSError, ValueError)
+
+
+class Run(Protocol):
+    """What is watched."""
+
+    def seconds_stood(self) -> float:
+        """Return for how long no step has ended."""
+
+    def is_in_step(self) -> bool:
+        """Say whether a step has begun and not ended."""
+
+    def make_word(self) -> dict[str, Any]:
+        """Return what this rank has seen, as JSON takes it."""
+
+    def tell(self, words: Mapping[int, dict[str, Any]]) -> None:
+        """Print what follows from the words of some ranks, by rank."""
 
 
 class Watchdog:
     """Looks at the run beside it.
 
     Args:
-        recorder: what this rank writes down.
+        run: what is watched.
         board: where ranks leave word.
         patience_seconds: how long a run may stand still.
         end: ends the process with a code; another one in tests.
@@ -39,76 +53,61 @@ class Watchdog:
 
     def __init__(
         self,
-        recorder: Recorder,
+        run: Run,
         board: Noticeboard,
         patience_seconds: float,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self._recorder = recorder
+        self._run = run
         self._board = board
         self._patience = patience_seconds
         self._end = end
+        self._has_answered = False
         self._claimed = threading.Lock()
         self._looks = threading.RLock()
-        self._ends = [activity.remark(self._remark), watcher.listen(self._look)]
+        self._stop_listening = watcher.listen(self._look)
 
     def stop(self) -> None:
         """Look no more; may be called again, and from within a look."""
-        self._stop_looking()
+        self._stop_listening()
         # What has begun to explain ends the process.
         if self._looks.acquire(timeout=_PRINT_SECONDS):
             self._looks.release()
         self._board.close()
 
-    def _stop_looking(self) -> None:
-        for end in self._ends:
-            end()
-
-    def explain(self, reason: str) -> None:
-        """Put together what every rank misses, and print it on rank 0, or here if rank 0 does not.
-
-        Args:
-            reason: what has happened to this rank, in a few words.
-        """
+    def explain(self) -> None:
+        """Leave word, and have one rank print what all of them have left; returns when that is done."""
         if not self._claimed.acquire(blocking=False):
             # The other thread of this process is at it.
             self._board.wait_until_printed(_PRINT_SECONDS)
             return
-        self._stop_looking()
-        own = {"reason": reason, "missing": self._recorder.missing(), "steps": self._recorder.finished}
+        own = self._run.make_word()
         self._board.leave(own)
-        if self._board.rank != 0 and self._board.wait_until_printed(_PRINT_SECONDS):
+        if not self._board.claim() and self._board.wait_until_printed(_PRINT_SECONDS):
             return
-        words = self._board.read(WORD_SECONDS) or {self._board.rank: own}
-        lines = [describe_unfinished({rank: word["missing"] for rank, word in words.items()})]
-        lines += [
-            f"  rank {rank}: {word['reason']}, after {word['steps']} finished steps" for rank, word in words.items()
-        ]
-        silent = [str(rank) for rank in range(self._board.ranks) if rank not in words]
-        if silent:
-            lines.append(f"  no word from rank {', '.join(silent)}: ended, or busy elsewhere")
+        words = self._board.read(WORD_SECONDS)
+        words[self._board.rank] = own
         try:
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            self._run.tell(words)
         except _NOBODY_READS:
-            return  # the others wait for rank 0 in vain, and say it themselves
+            return  # the others wait for this rank in vain, and say it themselves
         self._board.note_printed()
 
-    def _remark(self) -> list[str]:
-        missing = self._recorder.missing() if self._recorder.is_unfinished() else []
-        return [f"no gradient yet of {short_list(missing)}"] if missing else []
-
     def _look(self) -> None:
-        stood = time.monotonic() - self._recorder.last_progress
+        stood = self._run.seconds_stood()
         if stood > self._patience:
-            reason = f"no step has ended for {stood:.0f} s"
-        elif self._board.someone_calls():
-            reason = f"waiting, for {stood:.0f} s"
-        else:
-            return
-        with self._looks:
-            try:
-                self.explain(reason)
-                with suppress(*_NOBODY_READS):
-                    sys.stdout.flush()
-            finally:
+            with self._looks:
+                try:
+                    self._stop_listening()
+                    self.explain()
+                    with suppress(*_NOBODY_READS):
+                        sys.stdout.flush()
+                finally:
+                    self._end(EXIT_CODE)
+        elif self._has_answered:
+            # Whoever has called is gone, and with it what a step waits for. Nothing else is ended.
+            if stood > _LAST_SECONDS and self._run.is_in_step():
                 self._end(EXIT_CODE)
+        elif self._board.someone_calls():
+            self._has_answered = True
+            self._board.leave(self._run.make_word())

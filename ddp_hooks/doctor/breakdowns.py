@@ -1,0 +1,299 @@
+"""Why a run broke down: what DDP waits for, what it was told twice, and which ranks ran other steps than others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ..wording import describe_ranks, short_list
+from .gradient_watch import CHECKPOINT
+from .problem import Kind, Problem
+from .questions import Facts
+from .records import RankRecord
+from .standing import Standing, Unfinished, Way
+
+_NAMES_SHOWN = 8
+
+
+def find_marked_twice(facts: Facts) -> Iterator[Problem]:
+    """Tell apart why DDP raised "Expected to mark a variable ready only once"."""
+    found = _select(
+        facts,
+        lambda record: (
+            record.standing.unfinished is Unfinished.RAISED
+            and not record.static_graph
+            and bool(record.standing.twice or record.standing.unexpected)
+        ),
+    )
+    if not found:
+        return
+    standing = found[0].standing
+    names = short_list(standing.unexpected or standing.twice)
+    flag = found[0].find_unused_parameters
+    details = ['DDP\'s own error is "Expected to mark a variable ready only once".', *_places(found)]
+    if standing.nested_in:
+        function = standing.nested_in[0]
+        what = (
+            "checkpoints with use_reentrant=True"
+            if CHECKPOINT in standing.nested_in
+            else f"{function}, which calls backward() in its own backward()"
+        )
+        why = (
+            f"find_unused_parameters=True does not see what is within {what}, and takes it for unused"
+            if standing.unexpected
+            else f"it is within several {what}, which tell DDP of it once each"
+        )
+        others = ["Or wrap with static_graph=True, if every step uses the same parameters."]
+        if flag:
+            others.append("Or leave find_unused_parameters out, if every parameter is used in every step.")
+        yield Problem(
+            Kind.MARKED_TWICE,
+            f"Backward raised at {names}: {why}.",
+            "Pass use_reentrant=False to torch.utils.checkpoint.checkpoint (in transformers: "
+            'gradient_checkpointing_kwargs={"use_reentrant": False}).'
+            if CHECKPOINT in standing.nested_in
+            else "Wrap with static_graph=True, or leave find_unused_parameters out.",
+            details=(*others[: 2 if CHECKPOINT in standing.nested_in else 0], *details),
+        )
+    elif standing.unexpected and standing.reaches_nothing:
+        yield Problem(
+            Kind.MARKED_TWICE,
+            "Backward raised because DDP found nothing in what forward returned that leads to a parameter, and took "
+            "all of them for unused.",
+            "Return tensors from forward, in tuples, lists, dicts or dataclasses, and compute the loss from them.",
+            details=tuple(details),
+        )
+    elif standing.unexpected and standing.forwards > 1:
+        yield Problem(
+            Kind.MARKED_TWICE,
+            f"Backward raised at {names}: there were {standing.forwards} forward passes before it, and "
+            "find_unused_parameters=True knows only what the last one used.",
+            "Make one forward pass of them (with the inputs concatenated, or both calls within the module's "
+            "forward()), or call backward() after each, all but the last one under ddp.no_sync().",
+            details=tuple(details),
+        )
+    elif standing.unexpected:
+        yield Problem(
+            Kind.MARKED_TWICE,
+            f"Backward raised at {names}: the loss uses it past DDP's forward pass (such as ddp.module.part(...), or a "
+            "parameter in the loss), where find_unused_parameters=True does not see it and takes it for unused.",
+            "Use it within the wrapped module's forward(), and return what comes of it.",
+            details=tuple(details),
+        )
+    elif standing.passes > 1:
+        yield Problem(
+            Kind.MARKED_TWICE,
+            f"Backward raised at {names}: {standing.passes} backward passes of one step went through it, and DDP "
+            "expects each gradient once.",
+            "Add the losses up and call backward() once.",
+            details=(
+                "Or call ddp(...) and backward() for each loss, all but the last one under ddp.no_sync().",
+                *details,
+            ),
+        )
+
+
+def find_changed_graph(facts: Facts) -> Iterator[Problem]:
+    """Find a static graph that was not static."""
+    missing = _select(facts, lambda one: one.static_graph and one.standing.unfinished is Unfinished.SHORT)
+    extra = _select(
+        facts,
+        lambda one: one.static_graph and one.standing.unfinished is Unfinished.RAISED and bool(one.standing.unexpected),
+    )
+    change = "Wrap without static_graph=True, and with find_unused_parameters=True instead."
+    if missing:
+        names = _everywhere([record.standing.missing for record in missing])
+        yield Problem(
+            Kind.GRAPH_CHANGED,
+            f"static_graph=True is set, but the graph changed: the first step reached {names}, and the backward pass "
+            f"after {missing[0].standing.finished} steps did not.",
+            change,
+            details=_missing_by_rank(missing),
+        )
+    elif extra:
+        names = _everywhere([record.standing.unexpected for record in extra])
+        yield Problem(
+            Kind.GRAPH_CHANGED,
+            f"static_graph=True is set, but the graph changed: the first step did not use {names}, and the backward "
+            f"pass after {extra[0].standing.finished} steps did.",
+            change,
+            details=tuple(_places(extra)),
+        )
+
+
+def find_missing_gradients(facts: Facts) -> Iterator[Problem]:
+    """Find what a backward pass left out that DDP waits for."""
+    found = _select(facts, lambda one: not one.static_graph and one.standing.unfinished is Unfinished.SHORT)
+    if not found:
+        return
+    first = found[0].standing
+    sets = {record.standing.missing for record in found}
+    names = _everywhere([record.standing.missing for record in found])
+    differ = len(sets) > 1 or (len(found) < len(facts.records) and not facts.absent)
+    sometimes = any(record.standing.finished for record in found)
+    flag = found[0].find_unused_parameters
+    when = f"after {first.finished} finished steps" if first.finished else "in its first step"
+    fact = (
+        f"The ranks use different parameters: {when}, backward left out {names} on {_ranks(found)}, and DDP waits for "
+        "the gradients."
+        if differ
+        else f"{when[0].upper()}{when[1:]}, backward left out {names}, and DDP waits for the gradients."
+    )
+    if flag:
+        change = "Let backward() reach all that forward returned: it was cut short, as by backward(inputs=...)."
+    elif differ or sometimes:
+        change = "Wrap with find_unused_parameters=True, so that every rank takes part for every parameter."
+    else:
+        change = (
+            "Use it in the loss; or freeze or remove it before wrapping; or wrap with find_unused_parameters=True if "
+            "it is used in other steps."
+        )
+    gain = "" if flag else "ddp_hooks.register(ddp) then sends only what some rank used."
+    yield Problem(
+        Kind.GRADIENTS_MISSING,
+        fact,
+        change,
+        gain if differ or sometimes else "",
+        details=(
+            *_missing_by_rank(facts.records),
+            *_standings(facts),
+            'DDP refuses the next forward pass with "Expected to have finished reduction in the prior iteration".',
+        ),
+    )
+
+
+def find_broken_backward(facts: Facts) -> Iterator[Problem]:
+    """Find a backward pass that has raised, whether or not somebody has caught that."""
+    found = _select(
+        facts,
+        lambda one: (
+            one.standing.unfinished is Unfinished.RAISED and not (one.standing.twice or one.standing.unexpected)
+        ),
+    )
+    if not found:
+        return
+    first = found[0]
+    is_caught = first.end.left != "backward"
+    names = short_list(first.standing.missing)
+    if is_caught:
+        change = (
+            "Do not go on with this module after an error in backward(): mend what raises, or make the DDP module "
+            "anew, on every rank."
+        )
+    else:
+        change = f"Mend what raised: {first.end.error}."
+    yield Problem(
+        Kind.BACKWARD_RAISED,
+        f"A backward pass raised on {_ranks(found)} after {first.standing.finished} finished steps"
+        + (", and the script caught the error" if is_caught else "")
+        + (", so DDP waits for gradients that it will not get." if first.standing.missing else "."),
+        change,
+        details=(
+            *((f"No gradient had come of {names} by then.",) if names else ()),
+            "Unused parameters are not the reason.",
+            *_standings(facts),
+        ),
+    )
+
+
+def find_uneven(facts: Facts) -> Iterator[Problem]:
+    """Find ranks that wait in a step which others do not run."""
+    if any(record.standing.unfinished in (Unfinished.SHORT, Unfinished.RAISED) for record in facts.records):
+        return
+    waits = _select(facts, lambda one: _is_in_step(one.standing))
+    others = [record for record in facts.records if record not in waits]
+    if not waits or not others:
+        return
+    raised = [record for record in others if record.end.way is Way.RAISED]
+    steps = waits[0].standing.finished
+    if raised:
+        yield Problem(
+            Kind.UNEVEN,
+            f"{_capital(_ranks(raised))} ended with an error ({raised[0].end.error}) while {_ranks(waits)} waited for "
+            f"it in the step after {steps} finished ones.",
+            "Mend that error; the other ranks are only waiting.",
+            details=_standings(facts),
+        )
+        return
+    ended = all(record.end.way is not Way.GOES_ON for record in others)
+    where = "has come to the end of its script" if ended else "runs no step"
+    skipped = [record for record in others if record.standing.forwards]
+    how = f" ({_ranks(skipped)} ran a forward pass that no backward pass followed)" if skipped else ""
+    yield Problem(
+        Kind.UNEVEN,
+        f"The ranks ran different numbers of backward passes: {_ranks(waits)} waits in the step after {steps} finished "
+        f"ones for {_ranks(others)}, which {where}{how}.",
+        "Give every rank the same number of batches, or train within `with ddp.join():`; skip a batch on every rank or "
+        "on none.",
+        details=_standings(facts),
+    )
+
+
+def find_standstill(facts: Facts) -> Iterator[Problem]:
+    """Say what is known of a run that has ended within a step, or stood still, for none of the reasons above."""
+    found = _select(facts, lambda one: one.standing.unfinished in (Unfinished.RUNS, Unfinished.WAITS))
+    stood = [record for record in facts.records if record.end.way is Way.GOES_ON]
+    if len(found) < len(facts.records) or not found:
+        return
+    if stood and len({record.standing.finished for record in found}) == 1:
+        yield Problem(
+            Kind.STOOD_STILL,
+            f"No step has ended for a long time: every rank is within the backward pass after "
+            f"{found[0].standing.finished} finished steps.",
+            "Look at where each rank stands: a rank may wait in a collective of its own that others do not call.",
+            details=_standings(facts),
+        )
+
+
+def _is_in_step(standing: Standing) -> bool:
+    return standing.in_forward or standing.unfinished in (Unfinished.RUNS, Unfinished.WAITS)
+
+
+def _select(facts: Facts, condition: Callable[[RankRecord], bool]) -> list[RankRecord]:
+    return [record for record in facts.records if condition(record)]
+
+
+def _ranks(records: Sequence[RankRecord]) -> str:
+    return describe_ranks([record.rank for record in records])
+
+
+def _capital(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def _everywhere(names: Sequence[Sequence[str]]) -> str:
+    """Return all of the names in one line, each once."""
+    return short_list(list(dict.fromkeys(name for some in names for name in some)))
+
+
+def _places(records: Sequence[RankRecord]) -> list[str]:
+    return [f"It was so on {_ranks(records)}, after {records[0].standing.finished} finished steps."]
+
+
+def _missing_by_rank(records: Sequence[RankRecord]) -> tuple[str, ...]:
+    lines = []
+    for record in records:
+        names = record.standing.missing
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" if names[8:] else "")
+        lines.append(f"rank {record.rank}: {shown or 'none: it has all of its gradients'}")
+    return tuple(lines)
+
+
+def _standings(facts: Facts) -> tuple[str, ...]:
+    lines = [f"rank {record.rank}: {_describe(record)}" for record in facts.records]
+    if facts.absent:
+        lines.append(f"no word from {describe_ranks(facts.absent)}: ended, or busy elsewhere")
+    return tuple(lines)
+
+
+def _describe(record: RankRecord) -> str:
+    standing = record.standing
+    steps = f"{standing.finished} finished step{'' if standing.finished == 1 else 's'}"
+    if record.end.way is Way.RAISED:
+        return f"ended after {steps} with {record.end.error}"
+    if record.end.way is not Way.GOES_ON:
+        return f"ended after {steps}"
+    if standing.unfinished in (Unfinished.RUNS, Unfinished.WAITS):
+        return f"in backward after {steps}"
+    if standing.in_forward:
+        return f"in forward after {steps}"
+    return f"not in a step, after {steps}"

@@ -1,0 +1,111 @@
+"""Whether ranks train apart, and why: passes that DDP did not reduce, and steps that did not wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..wording import short_list
+from .gradient_watch import Unreduced
+from .problem import Kind, Problem
+from .questions import Facts
+from .replicas import Drift, find_drift
+from .verdicts import UNFROZEN
+
+
+def find_drifting(facts: Facts) -> Iterator[Problem]:
+    """Compare the replicas; where no pass was reduced at all, there is no need to."""
+    drift = _compare(facts)
+    cause = _find_cause(facts)
+    if any(one.verdict == UNFROZEN for one in facts.modules):
+        return  # that says it all
+    if cause is not None and (drift is not None or facts.finished == 0):
+        fact, change = cause
+        differ = "" if drift is None else f"; {_describe(drift)}"
+        yield Problem(Kind.APART, f"{fact}{differ}.", change, details=_details(drift))
+    elif drift is not None and drift.since is not None and not drift.is_rounding and facts.finished:
+        at_first = drift.since == (0, 0)
+        yield Problem(
+            Kind.APART,
+            f"{_describe(drift)[0].upper()}{_describe(drift)[1:]}, although DDP averaged every gradient.",
+            "Load weights before wrapping, or on every rank, and do not pass init_sync=False."
+            if at_first
+            else "Look for what changes weights on some ranks only: a step of the optimizer that one rank skips, "
+            "another learning rate, weights that are loaded or reset.",
+            details=_details(drift),
+        )
+
+
+def _compare(facts: Facts) -> Drift | None:
+    records = facts.records
+    # A rank that has joined is behind until the block ends; after an error ranks have ended at different points.
+    if facts.absent or any(record.missed or record.replica is None for record in records) or len(records) < 2:
+        return None
+    return find_drift(records[0].names, [record.replica for record in records if record.replica is not None])
+
+
+def _find_cause(facts: Facts) -> tuple[str, str] | None:
+    """Return what is wrong, and what to do."""
+    unreduced: dict[str, int] = {}
+    for record in facts.records:
+        for why, count in record.standing.unreduced:
+            unreduced[why] = max(unreduced.get(why, 0), count)
+    calls = max(record.standing.inner_calls for record in facts.records)
+    past, late = unreduced.get(Unreduced.PAST_DDP.value, 0), unreduced.get(Unreduced.AFTERWARDS.value, 0)
+    kept = unreduced.get(Unreduced.NO_SYNC.value, 0)
+    if past or (late and calls):
+        how = (
+            "the wrapped module was called itself (ddp.module(...))"
+            if calls
+            else "a part or a method of the wrapped module was called (ddp.module.part(...))"
+        )
+        averaged = "averages nothing" if facts.finished == 0 else "does not average all gradients"
+        count = past or late
+        return (
+            f"DDP {averaged}: for {_passes(count)} {how} and not DDP",
+            "Call the DistributedDataParallel module itself, ddp(...), in training; what it calls belongs in its "
+            "forward().",
+        )
+    if late:
+        return (
+            f"DDP does not average the gradients of {_passes(late)} that came after it had finished the one that "
+            "belongs to its forward pass",
+            "Add the losses up and call backward() once, or call ddp(...) and backward() in turn, once each.",
+        )
+    early = facts.records[0].standing.stepped_early
+    if early:
+        return (
+            f"Parameters change while backward runs, before DDP has averaged their gradients ({short_list(early)}): "
+            "an optimizer steps in hooks of the parameters",
+            "Step the optimizer after backward(), or let DDP do it "
+            "(torch.distributed.optim._apply_optimizer_in_backward before wrapping).",
+        )
+    behind = max(record.standing.left_behind for record in facts.records)
+    if kept and behind:
+        where = "every backward pass" if facts.finished == 0 else f"the passes before {behind} steps of the optimizer"
+        return (
+            f"DDP averages nothing in {where}, because all of them ran under no_sync()",
+            "Leave the last pass before each optimizer.step() outside of no_sync(), that of an epoch's end included.",
+        )
+    return None
+
+
+def _passes(count: int) -> str:
+    return f"{count} backward pass{'' if count == 1 else 'es'}"
+
+
+def _describe(drift: Drift) -> str:
+    amount = f", by up to {drift.largest:.2g}" if drift.largest else ""
+    return f"the replicas differ in {len(drift.names)} of {drift.compared} parameters{amount}"
+
+
+def _details(drift: Drift | None) -> tuple[str, ...]:
+    if drift is None:
+        return ()
+    since = ""
+    if drift.since is not None and drift.since[0]:
+        since = f", first seen after {drift.since[0]} finished steps"
+    return (
+        f"Not the same on every rank{since}: {short_list(drift.names)}.",
+        "Weights that have drifted apart stay apart: start again, or call "
+        "ddp_hooks.sync.broadcast_parameters(ddp) once.",
+    )
