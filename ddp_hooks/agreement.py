@@ -239,7 +239,7 @@ def settle(function: str, proposals: Sequence[Proposal], error: Exception | None
     problems = [each.problem for each in proposals]
     if any(problem is not None for problem in problems):
         if error is not None:
-            raise error
+            raise error.with_traceback(None)  # where it was noticed does not matter to whoever reads it
         refused = [f"{ranks}: {problem}" for problem, ranks in _by_value(problems) if problem is not None]
         raise RefusedError(f"{function}: refused on every rank. {'; '.join(refused)}")
     differences = []

@@ -154,7 +154,7 @@ def enable(policy: Policy | str = "auto", **settings: Any) -> Enabling:
         with ddp_hooks.enable("skip_zeros"):
             trainer.fit(model, loader)
     """
-    return Enabling(resolve(policy, settings))
+    return Enabling(resolve(policy, settings, "enable"))
 
 
 def disable() -> None:

@@ -46,9 +46,9 @@ def freeze(
             hook of this package nor ``find_unused_parameters=True``. Nothing has changed then either.
     """
     model = _model("freeze", module)
-    check_flag("eval_norms", eval_norms)
-    check_flag("keep_gradients", keep_gradients)
-    parameters = _selected(model, what)
+    check_flag("freeze: eval_norms", eval_norms)
+    check_flag("freeze: keep_gradients", keep_gradients)
+    parameters = _selected("freeze", model, what)
     _check_not_awaited(module, parameters)
     for parameter in parameters.values():
         parameter.requires_grad_(False)
@@ -79,8 +79,8 @@ def unfreeze(module: nn.Module, *what: Selector, train_norms: bool = False) -> t
         TypeError, ValueError: as for :func:`freeze`; also when a parameter is of a dtype without gradients.
     """
     model = _model("unfreeze", module)
-    check_flag("train_norms", train_norms)
-    parameters = _selected(model, what)
+    check_flag("unfreeze: train_norms", train_norms)
+    parameters = _selected("unfreeze", model, what)
     _check_trainable(parameters)
     for parameter in parameters.values():
         parameter.requires_grad_(True)
@@ -132,7 +132,7 @@ class FreezeSchedule:
                 "for instance freeze={1000: 'encoder'}"
             )
         for what in self._unfreeze.values():
-            _check_trainable(_selected(model, what))
+            _check_trainable(_selected("FreezeSchedule", model, what))
         self._eval_norms = eval_norms
         self._next_step = 0
 
@@ -158,12 +158,12 @@ class FreezeSchedule:
         unfrozen: dict[str, nn.Parameter] = {}
         for step in steps:
             if step in self._unfreeze:
-                chosen = _selected(model, self._unfreeze[step])
+                chosen = _selected("FreezeSchedule", model, self._unfreeze[step])
                 _check_trainable(chosen)
                 unfrozen |= chosen
                 frozen = {name: parameter for name, parameter in frozen.items() if name not in chosen}
             if step in self._freeze:
-                frozen |= _selected(model, self._freeze[step])
+                frozen |= _selected("FreezeSchedule", model, self._freeze[step])
         # What is unfrozen before it is frozen was trained until then; what comes of all steps counts.
         _check_not_awaited(self._module, frozen, unfrozen)
 
@@ -235,10 +235,10 @@ def _model(function: str, module: nn.Module) -> nn.Module:
     return inner.module if isinstance(inner, DistributedDataParallel) else module
 
 
-def _selected(model: nn.Module, what: Sequence[Selector]) -> dict[str, nn.Parameter]:
+def _selected(function: str, model: nn.Module, what: Sequence[Selector]) -> dict[str, nn.Parameter]:
     if not what:
-        raise ValueError("expected patterns, modules or parameters, received none; '*' means all of them")
-    return select(model, *what)
+        raise ValueError(f"{function}: expected patterns, modules or parameters, received none; '*' means all of them")
+    return select(function, model, *what)
 
 
 def _check_not_awaited(
@@ -311,5 +311,5 @@ def _by_step(
         check_int(f"the steps in FreezeSchedule's {argument}", step, 0)
         alone = isinstance(what, (str, nn.Module, torch.Tensor)) or not isinstance(what, Iterable)
         result[step] = (what,) if alone else tuple(what)  # type: ignore[assignment, arg-type]
-        _selected(model, result[step])
+        _selected("FreezeSchedule", model, result[step])
     return result

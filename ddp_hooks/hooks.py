@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _extension
 from .absentees import meet_to_register
 from .ddp_methods import keep_place
+from .errors import RefusedError
 from .parameters import Selector
 from .policies import PRESETS, Policy, resolve
 from .registration import find_ddp
@@ -60,8 +61,12 @@ class SkipUnusedState:
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: Policy | str = "auto", **settings: Any) -> None:
-        self._start(PRESETS["auto"], Statistics())
-        self._attach(ddp, policy, settings, native=False)
+        resolved, mistake = _resolve("SkipUnusedState", policy, settings)
+        self._start(resolved, Statistics())
+        try:
+            self._attach(find_ddp(ddp, "SkipUnusedState"), mistake, native=False)
+        except RefusedError as refusal:
+            raise (mistake or refusal).with_traceback(None) from None
 
     def _start(self, policy: Policy, earlier: Statistics) -> None:
         self._policy = policy
@@ -74,18 +79,11 @@ class SkipUnusedState:
         """The policy in force."""
         return self._policy
 
-    def _attach(
-        self, module: torch.nn.Module, policy: Policy | str, settings: Mapping[str, Any], *, native: bool
-    ) -> None:
+    def _attach(self, ddp: DistributedDataParallel, mistake: Exception | None, *, native: bool) -> None:
         function = "register" if native else "SkipUnusedState"
-        ddp = find_ddp(module, function)
-        # From here on problems are collected and raised together, so that no rank is left waiting for the others.
-        resolved, bad_policy = _resolve_or_error(policy, settings, self._policy)
-        problem = None if bad_policy is None else str(bad_policy)
         meet_to_register(ddp.process_group, function)
-        groups = agree_to_serve(ddp, function, resolved, problem, bad_policy)
-        self._policy = resolved
-        self._service = Service(ddp, resolved, groups, hook=skip_unused_hook, state=self, native=native)
+        groups = agree_to_serve(ddp, function, self._policy, _problem(function, mistake))
+        self._service = Service(ddp, self._policy, groups, hook=skip_unused_hook, state=self, native=native)
         keep_place(ddp)
         _tied[:] = [other for other in _tied if other() not in (None, self)] + [weakref.ref(self)]
 
@@ -102,10 +100,6 @@ class SkipUnusedState:
 
     def _why_detached(self) -> str:
         return "that was unpickled or copied" if self._service is None else self._service.ended
-
-    def _register_again(self, policy: Policy | str, settings: Mapping[str, Any]) -> None:
-        resolved, bad_policy = _resolve_or_error(policy, settings, self._policy)
-        self._require_service().register_again(resolved, bad_policy)
 
     def close(self) -> None:
         """Take the hook off the module, which trains on as plain DDP, and close the groups that the state opened.
@@ -135,8 +129,12 @@ class SkipUnusedState:
             RuntimeError: on every rank, when ranks differ; or the state serves no module, or a backward pass is under
                 way.
         """
-        resolved, bad_policy = _resolve_or_error(policy, settings, self._policy)
-        self._require_service().change_policy(resolved, bad_policy)
+        service = self._require_service()
+        resolved, mistake = _resolve("set_policy", policy, settings)
+        try:
+            service.change_policy(resolved, _problem("set_policy", mistake))
+        except RefusedError as refusal:
+            raise (mistake or refusal).with_traceback(None) from None
         self._policy = resolved
 
     def stats(self) -> Statistics:
@@ -285,14 +283,19 @@ def register(ddp: torch.nn.Module, policy: Policy | str = "auto", **settings: An
     """
     module = find_ddp(ddp, "register")
     service = registered_service(module)
-    registered = None if service is None else service.state()
-    if isinstance(registered, SkipUnusedState):
-        registered._register_again(policy, settings)
-        keep_place(module)
-        return registered
-    state = SkipUnusedState.__new__(SkipUnusedState)
-    state._start(PRESETS["auto"], Statistics())
-    state._attach(module, policy, settings, native=True)
+    state = None if service is None else service.state()
+    # From here on problems are collected and raised together, so that no rank is left waiting for the others.
+    resolved, mistake = _resolve("register", policy, settings)
+    try:
+        if service is not None and isinstance(state, SkipUnusedState):
+            service.register_again(resolved, _problem("register", mistake))
+            keep_place(module)
+        else:
+            state = SkipUnusedState.__new__(SkipUnusedState)
+            state._start(resolved, Statistics())
+            state._attach(module, mistake, native=True)
+    except RefusedError as refusal:
+        raise (mistake or refusal).with_traceback(None) from None
     return state
 
 
@@ -324,10 +327,15 @@ def _read_statistics(state_dict: dict[str, Any]) -> Statistics:
     return Statistics.from_dict(state_dict["statistics"])
 
 
-def _resolve_or_error(
-    policy: Policy | str, settings: Mapping[str, Any], otherwise: Policy
-) -> tuple[Policy, Exception | None]:
+def _resolve(
+    function: str, policy: Policy | str, settings: Mapping[str, Any]
+) -> tuple[Policy, TypeError | ValueError | None]:
+    """Return the policy; or any, and what is wrong with what was asked for: the other ranks have to be told."""
     try:
-        return resolve(policy, settings), None
-    except (TypeError, ValueError) as error:
-        return otherwise, error
+        return resolve(policy, settings, function), None
+    except (TypeError, ValueError) as mistake:
+        return PRESETS["auto"], mistake
+
+
+def _problem(function: str, mistake: Exception | None) -> str | None:
+    return None if mistake is None else str(mistake).removeprefix(f"{function}: ")

@@ -16,10 +16,11 @@ from .wording import short, short_list
 Selector: TypeAlias = "str | nn.Module | torch.Tensor"
 
 
-def select(module: nn.Module, *what: Selector) -> dict[str, nn.Parameter]:
+def select(function: str, module: nn.Module, *what: Selector) -> dict[str, nn.Parameter]:
     """Return the named parameters of ``module`` that are meant, in the module's order.
 
     Args:
+        function: what the user called, for errors.
         module: whose parameters; not the DDP wrapper, so that names have no ``module.`` in front.
         what: patterns of parameter names as in a shell (``"encoder.*"``; ``"encoder"`` alone means everything in it,
             also what it shares with other modules), modules within ``module``, or parameters of it.
@@ -28,7 +29,7 @@ def select(module: nn.Module, *what: Selector) -> dict[str, nn.Parameter]:
         TypeError: something else.
         ValueError: a pattern, module or parameter that matches nothing in ``module``; says which.
     """
-    return ParameterIndex(module).select(*what)
+    return ParameterIndex(module).select(function, *what)
 
 
 class ParameterIndex:
@@ -50,7 +51,7 @@ class ParameterIndex:
         }
         self._ordered = sorted(self._first_names)
 
-    def select(self, *what: Selector) -> dict[str, nn.Parameter]:
+    def select(self, function: str, *what: Selector) -> dict[str, nn.Parameter]:
         """Return the parameters that are meant; arguments and errors as for :func:`select`."""
         # Each selector is looked up; only patterns with wildcards walk over all names, so that thousands of selectors
         # do not take quadratic time.
@@ -68,12 +69,12 @@ class ParameterIndex:
                 found = {self._name_of[id(selector)]} if id(selector) in self._name_of else set()
             else:
                 raise TypeError(
-                    f"expected patterns, modules or parameters, received {short(selector)}; pass several one by one, "
-                    "as in (module, *patterns)"
+                    f"{function}: expected patterns, modules or parameters, received {short(selector)}; pass several "
+                    "one by one, as in (module, *patterns)"
                 )
             if not found:
                 raise ValueError(
-                    "expected something that names parameters of the wrapped module, received "
+                    f"{function}: expected something that names parameters of the wrapped module, received "
                     f"{short(selector)}, which matches none; {self._advise(selector)}"
                 )
             chosen |= found

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
-from typing import Any, Literal, get_args
+from functools import wraps
+from typing import Any, Literal, TypeVar, get_args
 
-from .wording import check_fields, read_fields, short, short_list
+from .wording import check_fields, did_you_mean, read_fields, short
 
 When = Literal["off", "on", "adaptive"]
+Settings = TypeVar("Settings", bound="type[Policy | Tuning]")
 
 
 # What a checkpoint has to hold. Fields that came later are read with their defaults where they are missing.
@@ -34,6 +36,35 @@ _FIRST_FIELDS_OF_TUNING = (
 )
 
 
+def _names(kind: type[Policy] | type[Tuning]) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _naming_unknown_fields(kind: Settings) -> Settings:
+    """Have a dataclass name the field that may have been meant instead of one that it does not have."""
+    original = kind.__init__
+
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        unknown = [name for name in values if name not in _names(kind)]
+        if unknown:
+            raise TypeError(f"{kind.__name__}: {_describe_unknown(unknown, {kind.__name__: _names(kind)})}")
+        original(self, *args, **values)
+
+    kind.__init__ = __init__  # type: ignore[method-assign]
+    return kind
+
+
+def _describe_unknown(unknown: Sequence[str], known: Mapping[str, Sequence[str]]) -> str:
+    """Say which of the known fields, by class, may have been meant by each unknown one; list them if none is close."""
+    names = [name for names in known.values() for name in names]
+    suggestions = [did_you_mean(name, names) for name in unknown]
+    kinds = " or ".join(f"ddp_hooks.{kind}" for kind in known)
+    received = ", ".join(f"{short(name)}{suggestion}" for name, suggestion in zip(unknown, suggestions, strict=True))
+    lists = "" if all(suggestions) else "; " + "; ".join(f"{kind} has {', '.join(known[kind])}" for kind in known)
+    return f"expected fields of {kinds}, received {received}{lists}"
+
+
 def _check_flag(settings: Policy | Tuning, name: str) -> None:
     value = getattr(settings, name)
     if not isinstance(value, bool):
@@ -48,6 +79,7 @@ def _check_int(settings: Policy | Tuning, name: str, least: int) -> None:
         raise ValueError(f"{type(settings).__name__}.{name}: expected at least {least}, received {short(value)}")
 
 
+@_naming_unknown_fields
 @dataclass(frozen=True, slots=True, repr=False)
 class Tuning:
     """Thresholds of a policy. The defaults were measured; few programs gain from others.
@@ -156,6 +188,7 @@ class Tuning:
         return _expression(self)
 
 
+@_naming_unknown_fields
 @dataclass(frozen=True, slots=True, repr=False)
 class Policy:
     """How a hook decides what to send. Start from a preset, or make one: ``Policy("mine", skip_zeros="on")``.
@@ -203,7 +236,10 @@ class Policy:
         for name in ("skip_zeros", "skip_zero_rows", "narrow"):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in get_args(When):
-                raise ValueError(f"Policy.{name}: expected one of {get_args(When)}, received {short(value)}")
+                raise ValueError(
+                    f"Policy.{name}: expected one of {get_args(When)}, received {short(value)}"
+                    f"{did_you_mean(value, get_args(When))}"
+                )
         for name in ("skip_zero_rows", "narrow"):
             value = getattr(self, name)
             if value != "off" and not self.skip_unused:
@@ -251,23 +287,30 @@ PRESETS: dict[str, Policy] = {
 }
 
 
-def resolve(policy: Policy | str, settings: Mapping[str, Any] | None = None) -> Policy:
+def resolve(policy: Policy | str, settings: Mapping[str, Any] | None = None, function: str | None = None) -> Policy:
     """Return the policy, or the preset of that name; what everything that takes a policy and settings calls.
 
     Args:
         policy: a preset's name, or a policy.
         settings: fields of :class:`Policy` or of :class:`Tuning` to set differently.
+        function: what the user called, which errors then begin with.
 
     Raises:
         TypeError: neither a policy nor a name; or there is no such field, or a value is of the wrong type.
         ValueError: no preset has that name, or a value is out of range.
     """
+    try:
+        return _resolve(policy, settings or {})
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error) if function is None else f"{function}: {error}") from None
+
+
+def _resolve(policy: Policy | str, settings: Mapping[str, Any]) -> Policy:
     found = _find(policy)
-    if not settings:
-        return found
     _check_names(settings)
     of_tuning = {name: settings[name] for name in settings if name in _names(Tuning)}
-    found = replace(found, **{name: settings[name] for name in settings if name not in of_tuning})
+    if len(of_tuning) < len(settings):
+        found = replace(found, **{name: settings[name] for name in settings if name not in of_tuning})
     return replace(found, tuning=replace(found.tuning, **of_tuning)) if of_tuning else found
 
 
@@ -316,18 +359,11 @@ def _all_fields() -> tuple[Field[Any], ...]:
     return (*fields(Policy), *fields(Tuning))
 
 
-def _names(kind: type[Policy] | type[Tuning]) -> list[str]:
-    return [field.name for field in fields(kind)]
-
-
 def _check_names(names: Iterable[str]) -> None:
-    known = [field.name for field in _all_fields()]
-    unknown = [name for name in names if name not in known]
+    known = {kind.__name__: _names(kind) for kind in (Policy, Tuning)}
+    unknown = [name for name in names if not any(name in fields for fields in known.values())]
     if unknown:
-        raise TypeError(
-            f"policy: expected fields of ddp_hooks.Policy as settings ({', '.join(_names(Policy))}), or of "
-            f"ddp_hooks.Tuning ({', '.join(_names(Tuning))}), received {short_list(unknown)}"
-        )
+        raise TypeError(_describe_unknown(unknown, known))
 
 
 def _expression(settings: Policy | Tuning) -> str:
@@ -343,9 +379,10 @@ def _find(policy: Policy | str) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
-        raise TypeError(f"policy: expected a ddp_hooks.Policy or the name of a preset, received {short(policy)}")
+        raise TypeError(f"expected a ddp_hooks.Policy or the name of a preset, received {short(policy)}")
     if policy not in PRESETS:
         raise ValueError(
-            f"policy: expected one of {', '.join(PRESETS)}, or a ddp_hooks.Policy, received {short(policy)}"
+            f"expected one of {', '.join(PRESETS)}, or a ddp_hooks.Policy, received {short(policy)}"
+            f"{did_you_mean(policy, PRESETS)}"
         )
     return PRESETS[policy]

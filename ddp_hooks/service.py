@@ -50,9 +50,7 @@ _REGISTERED = "hook of this package registered before"
 _CLOSING_SECONDS = 0.5
 
 
-def agree_to_serve(
-    ddp: DistributedDataParallel, function: str, policy: Policy, problem: str | None, error: Exception | None
-) -> ControlGroups:
+def agree_to_serve(ddp: DistributedDataParallel, function: str, policy: Policy, problem: str | None) -> ControlGroups:
     """Make sure that every rank can serve its module, and in the same way; open the groups for it, or share them.
 
     Where the policy asks for it, measure what collectives take, unless that was done for the groups that are shared.
@@ -62,12 +60,10 @@ def agree_to_serve(
         function: what every rank calls.
         policy: what every rank has to have chosen.
         problem: what keeps this rank from it already, or None.
-        error: what to raise here if this rank has a problem.
 
     Raises:
-        RuntimeError: a rank has a problem, its module has a setting that cannot be supported, or ranks differ. On every
+        RefusedError: a rank has a problem, its module has a setting that cannot be supported, or ranks differ. On every
             rank.
-        Exception: ``error``, on the rank that has it.
     """
     problem = problem or why_unsupported(ddp)
     # A module that is refused may lack what is described.
@@ -79,7 +75,7 @@ def agree_to_serve(
     # left differs by rank.
     costs = {name: costs_as_numbers(groups.costs) for name, groups in sharable.items()}
     own = (new_name(), tuple(find_endpoint(ddp.process_group)), costs, may_measure)
-    offers = settle(function, propose(ddp, function, description, problem, own), error)
+    offers = settle(function, propose(ddp, function, description, problem, own))
     endpoints = [Endpoint(*endpoint) for _, endpoint, _, _ in offers]
     shared = set(sharable).intersection(*(theirs for _, _, theirs, _ in offers))
     groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0], endpoints)
@@ -343,18 +339,17 @@ class Service:
 
     # --- what ranks agree on between steps
 
-    def register_again(self, policy: Policy, error: Exception | None) -> None:
+    def register_again(self, policy: Policy, problem: str | None) -> None:
         """Make sure that every rank registers what it has registered already, with the policy in force.
 
         Args:
             policy: what was asked for now.
-            error: what was wrong with it; the other ranks raise a RuntimeError then.
+            problem: what was wrong with it, or None.
 
         Raises:
-            RuntimeError: on every rank, when another policy is asked for, or a rank has registered nothing yet.
+            RefusedError: on every rank, when another policy is asked for, or a rank has registered nothing yet.
         """
         ddp = self._served()
-        problem = None if error is None else str(error)
         if problem is None and policy != self._policy:
             # By name, where that says how they differ.
             there, asked = self._policy, policy
@@ -365,24 +360,23 @@ class Service:
                 "state)"
             )
         description = {_REGISTERED: "yes", **describe(policy, ddp, *parameters_of(ddp))}
-        settle("register", propose(ddp, "register", description, problem, ("", ())), error)
+        settle("register", propose(ddp, "register", description, problem, ("", ())))
 
-    def change_policy(self, policy: Policy, error: Exception | None) -> None:
+    def change_policy(self, policy: Policy, problem: str | None) -> None:
         """Go on with another policy; every rank calls it.
 
         Args:
             policy: the new one.
-            error: what was wrong with what was asked for; the other ranks raise a RuntimeError then.
+            problem: what was wrong with what was asked for, or None.
 
         Raises:
-            RuntimeError: on every rank, when ranks differ or a backward pass is under way.
+            RefusedError: on every rank, when ranks differ or a backward pass is under way.
         """
         ddp = self._served()
-        problem = None if error is None else str(error)
         if problem is None and _C.reducer_is_in_backward(ddp.reducer):
             problem = "a backward pass is under way; call it between two steps"
         description = describe(policy, ddp, *parameters_of(ddp))
-        self._agree_between_steps("set_policy", description, problem, None, error)
+        self._agree_between_steps("set_policy", description, problem)
         assert self._control_groups is not None
         groups = self._control_groups
         self.engine.configure(engine_settings(policy, description, groups.hosts, groups.costs))
@@ -390,7 +384,12 @@ class Service:
         watcher.begin(policy.tuning.report_hang_after)
 
     def _agree_between_steps(
-        self, function: str, description: Mapping[str, str], problem: str | None, own: object, error: Exception | None
+        self,
+        function: str,
+        description: Mapping[str, str],
+        problem: str | None,
+        own: object = None,
+        error: Exception | None = None,
     ) -> list[Any]:
         """Agree, and bring the control groups to the same point: a failed pass may have used them here."""
         pending = self.engine.has_early_exchange()
@@ -438,7 +437,7 @@ class Service:
     @contextmanager
     def unused(self, *what: Selector) -> Iterator[None]:
         """Declare that forward passes in this block do not use some parameters."""
-        names = self._names_of(what)
+        names = self._names_of("unused", what)
         self._declared.append(names)
         self._declare()
         try:
@@ -449,11 +448,11 @@ class Service:
 
     def declare_unused(self, *what: Selector) -> None:
         """Declare that the next synchronising forward pass does not use some parameters."""
-        self._declared_once |= self._names_of(what)
+        self._declared_once |= self._names_of("declare_unused", what)
 
-    def _names_of(self, what: tuple[Selector, ...]) -> set[str]:
+    def _names_of(self, function: str, what: tuple[Selector, ...]) -> set[str]:
         assert self._index is not None
-        return set(self._index.select(*what))
+        return set(self._index.select(function, *what))
 
     def _declare(self) -> None:
         if self.engine is None:

@@ -6,6 +6,7 @@ import reprlib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +56,13 @@ def short(value: object) -> str:
     # On one line.
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def did_you_mean(received: object, known: Iterable[str]) -> str:
+    """Return which known name is close to the one that was received, to be appended to an error; may be empty."""
+    names = {name.lower(): name for name in known}
+    close = get_close_matches(received.lower(), list(names), n=1, cutoff=0.7) if isinstance(received, str) else []
+    return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
 def check_flag(name: str, value: object) -> None:

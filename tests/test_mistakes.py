@@ -8,6 +8,7 @@ parameter has changed.
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,11 @@ import torch
 import torch.distributed as dist
 from spawn import run_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
-from ddp_hooks import FreezeSchedule, Policy, Tuning
+from ddp_hooks import FreezeSchedule, Policy, Tuning, sync
 from ddp_hooks.errors import RanksDisagreeError, RefusedError
 from ddp_hooks.parameters import select
 from ddp_hooks.policies import resolve
@@ -637,6 +639,66 @@ def test_a_module_may_be_without_tensors() -> None:
 # --- the hook
 
 
+def assert_names(call: Callable[[], Any], kind: type[Exception], beginning: str, end: str) -> None:
+    """Assert that a typo's error begins with the function that was called, and shows few frames of this package."""
+    error = error_of(call)
+    assert type(error) is kind, error
+    assert str(error).startswith(beginning), error
+    assert str(error).endswith(end), error
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/ddp_hooks/" in frame.filename]
+    assert len(frames) <= 3, frames
+    shown = traceback.format_exception(error)
+    assert not any("During handling" in line for line in shown), shown
+
+
+def _typos(rank: int) -> None:
+    names = "expected one of allreduce, skip_unused, skip_zeros, auto, or a ddp_hooks.Policy, received 'skip_unsued'"
+    name, field = "; did you mean 'skip_unused'?", "received 'rebuild_afer'; did you mean 'rebuild_after'?"
+    ddp = DistributedDataParallel(make_model(), find_unused_parameters=True)
+    for function, call in (("register", ddp_hooks.register), ("SkipUnusedState", ddp_hooks.SkipUnusedState)):
+        assert_names(lambda call=call: call(ddp, "skip_unsued"), ValueError, f"{function}: {names}", name)
+        assert_names(lambda call=call: call(ddp, rebuild_afer=10), TypeError, f"{function}: expected fields", field)
+        # The other ranks are told who has made it.
+        if rank == 0:
+            assert_names(lambda call=call: call(ddp, "skip_unsued"), ValueError, f"{function}: {names}", name)
+        else:
+            told = f"{function}: refused on every rank. rank 0: {names}"
+            assert_names(lambda call=call: call(ddp), RefusedError, told, name)
+    state = ddp_hooks.register(ddp)
+    assert_names(lambda: state.set_policy("skip_unsued"), ValueError, f"set_policy: {names}", name)
+    assert_names(lambda: state.set_policy("auto", rebuild_afer=1), TypeError, "set_policy: expected fields", field)
+    assert_names(lambda: ddp_hooks.register(ddp, "skip_unsued"), ValueError, f"register: {names}", name)
+    assert_names(lambda: ddp_hooks.enable("skip_unsued"), ValueError, f"enable: {names}", name)
+    by_pattern = {
+        "unused": lambda: state.unused("hed").__enter__(),
+        "declare_unused": lambda: state.declare_unused("hed"),
+        "freeze": lambda: ddp_hooks.freeze(ddp, "hed"),
+        "unfreeze": lambda: ddp_hooks.unfreeze(ddp, "hed"),
+        "FreezeSchedule": lambda: ddp_hooks.FreezeSchedule(ddp, {1: "hed"}),
+        "expect_used": lambda: ddp_hooks.expect_used(ddp, "hed"),
+    }
+    for function, call in by_pattern.items():
+        error = error_of(call)
+        assert str(error).startswith(f"{function}: expected something that names parameters"), error
+        assert "did you mean 'head'?" in str(error)
+    module = fully_shard(nn.Linear(8, 8))
+    function = "ddp_hooks.fsdp.register"
+    error = error_of(lambda: ddp_hooks.fsdp.register(module, "skip_unsued"))
+    assert str(error) == f"{function}: {names}{name}"
+    assert_names(lambda: ddp_hooks.Policy("mine", rebuild_afer=1), TypeError, "Policy: expected fields of", field)
+    assert_names(
+        lambda: ddp_hooks.Tuning(pack_byte=1), TypeError, "Tuning: ", "'pack_byte'; did you mean 'pack_bytes'?"
+    )
+    adaptive = "received 'adaptve'; did you mean 'adaptive'?"
+    assert_names(lambda: ddp_hooks.Policy("mine", narrow="adaptve"), ValueError, "Policy.narrow: expected", adaptive)
+    assert "did you mean 'broadcast'?" in str(error_of(lambda: sync.average_parameters(ddp, buffers="brodcast")))
+    assert "did you mean 'before_eval'?" in str(error_of(lambda: sync.BufferSync(ddp, "before-eval")))
+
+
+def test_typos() -> None:
+    run_ranks(2, _typos)
+
+
 def _hook_mistakes(rank: int) -> None:
     ddp = DistributedDataParallel(make_model(), find_unused_parameters=True)
     policies = [("Auto", ValueError, "received 'Auto'"), (None, TypeError, "or the name of a preset, received None")]
@@ -646,7 +708,7 @@ def _hook_mistakes(rank: int) -> None:
     if rank == 0:
         assert_fails(Mistake(lambda: ddp_hooks.register(ddp, policy), kind, [text]))
     else:
-        assert_fails(Mistake(lambda: ddp_hooks.register(ddp), RuntimeError, ["rank 0: policy: expected one of", text]))
+        assert_fails(Mistake(lambda: ddp_hooks.register(ddp), RuntimeError, ["rank 0: expected one of", text]))
     mine = "auto" if rank else Policy("mine", skip_zeros="on")
     both = [
         "expected Policy(name='mine', skip_zeros='on') as on rank 0, received Policy(name='auto', skip_zeros='adaptive'"
@@ -768,7 +830,7 @@ def test_what_was_received_is_never_long(value: Any) -> None:
 
 
 def test_select_names_each_parameter_once() -> None:
-    assert list(select(MODEL, "head", MODEL.head, MODEL.head.bias, "*.bias")) == [
+    assert list(select("freeze", MODEL, "head", MODEL.head, MODEL.head.bias, "*.bias")) == [
         "encoder.0.bias",
         "encoder.2.bias",
         "head.weight",

@@ -65,22 +65,22 @@ def test_the_same_as_asking_about_each_parameter() -> None:
         random.shuffle(what)
         what = [selector for selector in what if slowly(tree, selector)]
         matched += len(what)
-        assert list(select(tree, *what)) == slowly(tree, *what), what
+        assert list(select("freeze", tree, *what)) == slowly(tree, *what), what
     assert matched > 600
 
 
 def test_what_matches_nothing_is_refused() -> None:
     for nothing in ("a.", "c", "a.a.a.a", "", nn.Linear(1, 1), torch.zeros(1)):
         with pytest.raises(ValueError, match="matches none"):
-            select(Tree(2), nothing)
+            select("freeze", Tree(2), nothing)
 
 
 def test_tied_parameters_are_found_by_either_module() -> None:
     model = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
     model["second"].weight = model["first"].weight
     for second in (model["second"], "second", "second.*", "*ond.*"):
-        assert list(select(model, second)) == ["first.weight", "second.bias"]
-    assert list(select(model, "second.weight")) == ["first.weight"]
+        assert list(select("freeze", model, second)) == ["first.weight", "second.bias"]
+    assert list(select("freeze", model, "second.weight")) == ["first.weight"]
 
 
 def test_thousands_of_selectors_do_not_take_quadratic_time() -> None:
@@ -88,6 +88,6 @@ def test_thousands_of_selectors_do_not_take_quadratic_time() -> None:
     names = [name for name, _ in model.named_parameters()]
     start = time.perf_counter()
     for what in (names, list(model), list(model.parameters())):
-        assert list(select(model, *what)) == names
+        assert list(select("freeze", model, *what)) == names
     # Asking each of 20,000 names about each of 20,000 selectors takes many minutes.
     assert time.perf_counter() - start < 20

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from ddp_hooks.wording import fill
+from ddp_hooks.wording import did_you_mean, fill
 
 # Set by torchrun, Slurm, Open MPI and other MPIs for whatever they start.
 _GIVEN_BY_LAUNCHERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -24,14 +24,31 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are as wide as its help: the terminal."""
+    """A parser whose errors are as wide as its help, the terminal, and name what may have been meant."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and end the process with status 2."""
         self.print_usage(sys.stderr)
         width = shutil.get_terminal_size().columns - 2  # as argparse does for its help
-        text = textwrap.fill(f"{self.prog}: error: {message}", width, break_long_words=False, break_on_hyphens=False)
+        message = f"{self.prog}: error: {message}{self._suggest(message)}"
+        text = textwrap.fill(message, width, break_long_words=False, break_on_hyphens=False)
         self.exit(2, f"{text}\n")
+
+    def _suggest(self, message: str) -> str:
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if choice is not None:
+            return did_you_mean(choice[1], re.findall(r"\w+", choice[2]))
+        option = re.match(r"unrecognized arguments: (\S+)", message)
+        return "" if option is None else did_you_mean(option[1], self._known_options())
+
+    def _known_options(self) -> list[str]:
+        commands = [
+            command
+            for action in self._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for command in action.choices.values()
+        ]
+        return [option for parser in (self, *commands) for option in parser._option_string_actions]
 
 
 def parse_positive(text: str) -> int:

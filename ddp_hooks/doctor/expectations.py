@@ -188,7 +188,7 @@ def _expect(function: str, used: bool, module: torch.nn.Module, what: tuple[Sele
     try:
         if not what:
             raise ValueError(f"{function}: expected patterns, modules or parameters, received none")
-        names = frozenset(ParameterIndex(ddp.module).select(*what))
+        names = frozenset(ParameterIndex(ddp.module).select(function, *what))
         ignored = sorted(names & set(ddp.parameters_to_ignore))
         if ignored:
             raise ValueError(

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from ..wording import did_you_mean
 from .prediction import dense_bytes, predict
 from .problem import Problem
 from .problems import find_problems
@@ -109,7 +110,8 @@ class Findings:
         for one in self.policies:
             if one.policy == name:
                 return one
-        raise KeyError(f"expected one of {', '.join(one.policy for one in self.policies)}, received {name!r}")
+        known = [one.policy for one in self.policies]
+        raise KeyError(f"expected one of {', '.join(known)}, received {name!r}{did_you_mean(name, known)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, for JSON."""

@@ -342,7 +342,7 @@ class _Registration:
 
 
 def _resolve(policy: Policy | str, settings: Mapping[str, Any]) -> Policy:
-    chosen = resolve(policy, settings)
+    chosen = resolve(policy, settings, _FUNCTION)
     if chosen.rebuild_after:
         raise ValueError(
             f"{_FUNCTION}: expected rebuild_after=0, received {chosen.rebuild_after}: there is nothing to rebuild"

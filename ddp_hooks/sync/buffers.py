@@ -14,7 +14,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from .. import _C
 from ..agreement import RECORD_BYTES, agree, refuse
 from ..groups import gather_tensor, resolve_group
-from ..wording import short
+from ..wording import did_you_mean, short
 from ..wrappers import uncompiled
 from .parameters import average_named, broadcast_named, broadcast_tensors
 from .tensors import NamedTensor, check_writable, describe_layout, named_buffers
@@ -93,7 +93,10 @@ class BufferSync:
         try:
             buffers = named_buffers(ddp)
             if not isinstance(mode, str) or mode not in _MODES:
-                raise ValueError(f"expected mode to be one of {', '.join(_MODES)}, received {short(mode)}")
+                raise ValueError(
+                    f"expected mode to be one of {', '.join(_MODES)}, received {short(mode)}"
+                    f"{did_you_mean(mode, _MODES)}"
+                )
             if mode in _IN_FORWARD and not ddp.broadcast_buffers:
                 raise ValueError(
                     f"expected DDP to synchronise buffers for mode {mode!r}, but it was built with "

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..agreement import agree, refuse
 from ..groups import resolve_group
-from ..wording import check_flag, short
+from ..wording import check_flag, did_you_mean, short
 from . import sharing
 from .messages import BroadcastMessage, MaximumMessage, MeanMessage, Message, run, split
 from .tensors import NamedTensor, TensorSource, check_writable, describe_layout, is_convertible, named_tensors
@@ -191,6 +191,7 @@ def average_parameters(
         if not isinstance(buffers, str) or buffers not in _BUFFER_TREATMENTS:
             raise ValueError(
                 f"expected buffers to be one of {', '.join(_BUFFER_TREATMENTS)}, received {short(buffers)}"
+                f"{did_you_mean(buffers, _BUFFER_TREATMENTS)}"
             )
         check_flag("async_op", async_op)
         return named_tensors(module, buffers=buffers != "ignore")
