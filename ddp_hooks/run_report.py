@@ -109,9 +109,9 @@ class RunReport:
                 text = f"trained as plain DDP: {made.problem}"
                 lines.append(fill(text, _INDENT))
             else:
-                lines += _lines_of(name, made.state.stats())
+                lines.append(_line_of(name, made.state.stats()))
         if len(self._made) > 1:
-            lines += _lines_of("total", self._total())
+            lines.append(_line_of("total", self._total()))
         if made_first.world_size == 1:
             lines.append("  One rank has nobody to send to, with the hook or without.")
         return "\n".join(lines)
@@ -121,7 +121,7 @@ class RunReport:
 
 
 def _to_dict(statistics: Statistics) -> dict[str, Any]:
-    fractions = ("wrapped_bytes", "saved_fraction", "saved_of_wrapped_fraction")
+    fractions = ("wrapped_bytes", "saved_fraction")
     return {**statistics.to_dict(), **{name: getattr(statistics, name) for name in fractions}}
 
 
@@ -131,18 +131,7 @@ def _line(name: str, *columns: str) -> str:
     return f"  {short:{_LONGEST_NAME}} {steps:>13} {plain:>12} {sent:>12} {saved:>8}"
 
 
-def _lines_of(name: str, statistics: Statistics) -> list[str]:
+def _line_of(name: str, statistics: Statistics) -> str:
     sent = statistics.payload_bytes + statistics.mask_bytes
-    numbers = (f"{statistics.steps:,}", describe_bytes(statistics.dense_bytes), describe_bytes(sent))
-    lines = [_line(name, *numbers, describe_part(statistics.saved_fraction))]
-    if statistics.rebuilt_bytes:
-        lines.append(
-            _line(
-                "  of it as it was wrapped",
-                "",
-                describe_bytes(statistics.wrapped_bytes),
-                "",
-                describe_part(statistics.saved_of_wrapped_fraction),
-            )
-        )
-    return lines
+    numbers = (f"{statistics.steps:,}", describe_bytes(statistics.wrapped_bytes), describe_bytes(sent))
+    return _line(name, *numbers, describe_part(statistics.saved_fraction))

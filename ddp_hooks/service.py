@@ -21,7 +21,7 @@ from .agreement import settle
 from .collective_costs import costs_as_numbers, measure_collective_costs
 from .control_groups import ControlGroups, new_name, open_control_groups
 from .endpoints import Endpoint, find_endpoint, group_by_host
-from .engine_settings import engine_settings
+from .engine_settings import engine_settings, may_send_directly
 from .hangs import watcher
 from .hangs.activity import ModuleActivity, activity
 from .parameters import ParameterIndex, Selector
@@ -146,11 +146,12 @@ class Service:
             other.close("whose module another state has taken over")
         self.state = weakref.ref(state)
         self._hook = hook
-        self._policy = policy
         self._control_groups: ControlGroups | None = groups
+        self._set_policy(policy, ddp, groups)
         self._native = native
         self._ddp: weakref.ref[DistributedDataParallel] | None = weakref.ref(ddp)
-        self._earlier = Statistics()  # of the engines before, whose Reducers are gone
+        self._earlier = Statistics()  # of the engines before, whose Reducers are gone, and of policies before
+        self._accumulated_passes = 0  # since then
         self._last_usage: dict[str, ParameterUsage] = {}  # of the engine before, until this one has had a step
         # The module's parameters as the engine counts them: those of DDP's Reducer, then those it does not know.
         self._parameters: list[torch.Tensor] = []
@@ -327,7 +328,8 @@ class Service:
         if not rebuild_reducer(ddp, trainable, search):
             return False
         # The new Reducer gets an engine of its own, with the groups and the statistics so far.
-        self._earlier, self._last_usage = self.statistics(), self.usage()
+        self._last_usage = self.usage()
+        self._restart_counters(self.statistics())
         self.engine.close(remove_hook=False, dying=True)
         self._start_engine(ddp, pending)
         if not self._native:
@@ -379,8 +381,9 @@ class Service:
         self._agree_between_steps("set_policy", description, problem)
         assert self._control_groups is not None
         groups = self._control_groups
+        self._restart_counters(self.statistics())  # some are the policy's
         self.engine.configure(engine_settings(policy, description, groups.hosts, groups.costs))
-        self._policy = policy
+        self._set_policy(policy, ddp, groups)
         watcher.begin(policy.tuning.report_hang_after)
 
     def _agree_between_steps(
@@ -417,6 +420,7 @@ class Service:
             return
         self.engine.forward_begins()
         if not module.require_backward_grad_sync:
+            self._accumulated_passes += 1
             return
         self._activity.steps += 1
         # What was declared for a forward pass that raised is not this one's.
@@ -466,14 +470,35 @@ class Service:
         """Return the counters since this module is served; those of a service that was closed stay."""
         if self.engine is None:
             return self._earlier
+        counted = self.engine.statistics()
         removed = sum(self._reduced_bytes.values()) - self._bytes_now
-        return self._earlier + Statistics.read(self.engine.statistics(), self._bytes_now, removed)
+        return self._earlier + Statistics.read(
+            counted,
+            self._bytes_now,
+            removed,
+            narrow_wanted_steps=counted.steps if self._policy.narrow != "off" else 0,
+            direct_steps=counted.steps if self._sends_directly else 0,
+            accumulated_passes=self._accumulated_passes,
+        )
 
     def reset_statistics(self) -> None:
         """Set all counters to zero."""
-        self._earlier = Statistics()
+        self._restart_counters(Statistics())
+
+    def _restart_counters(self, earlier: Statistics) -> None:
+        self._earlier, self._accumulated_passes = earlier, 0
         if self.engine is not None:
             self.engine.reset_statistics()
+
+    def _set_policy(self, policy: Policy, ddp: DistributedDataParallel, groups: ControlGroups) -> None:
+        costs = groups.costs if policy.tuning.calibrate else None
+        self._policy = policy
+        self._sends_directly = (
+            policy.skip_unused
+            and policy.tuning.direct
+            and may_send_directly(groups.hosts, costs)
+            and bool(_C.can_send_directly(ddp.process_group, ddp.device))
+        )
 
     def usage(self) -> dict[str, ParameterUsage]:
         """Return by parameter name who used it in the last step, in DDP's order; empty before the first step."""

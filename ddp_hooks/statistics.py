@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .wording import describe_bytes, describe_part, fill, read_fields, short
+from .wording import describe_bytes, describe_part, describe_seconds, fill, read_fields, short
 
 # What a checkpoint has to hold. Counters that came later start at zero where they are missing.
 _FIRST_FIELDS = (
@@ -26,6 +26,9 @@ _FIRST_FIELDS = (
     "exchange_wait_seconds",
     "hook_seconds",
 )
+
+# What is counted elsewhere.
+NOT_OF_AN_ENGINE = ("rebuilt_bytes", "narrow_wanted_steps", "direct_steps", "accumulated_passes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,9 @@ class Statistics:
         narrow_steps: steps in which ``narrow`` was on, so that ranks agreed on how wide the units of some parameters
             are.
         units_narrow: how many of the units that were sent were narrow.
+        narrow_wanted_steps: steps in which the policy's ``narrow`` was not ``"off"``.
+        direct_steps: steps in which gradients could leave the all-reduces, and travel narrow.
+        accumulated_passes: forward passes under ``no_sync()`` on this rank, whose gradients the next step adds up.
         buckets_whole: buckets sent whole.
         buckets_packed: buckets that were sent in part.
         buckets_skipped: buckets that were not sent.
@@ -93,20 +99,24 @@ class Statistics:
     narrow_steps: int = 0
     units_narrow: int = 0
     narrow_bytes: int = 0
+    narrow_wanted_steps: int = 0
+    direct_steps: int = 0
+    accumulated_passes: int = 0
 
     @classmethod
-    def read(cls, source: Any, reduced_bytes: int = 0, removed_bytes: int = 0) -> Statistics:
+    def read(cls, source: Any, reduced_bytes: int = 0, removed_bytes: int = 0, **others: int) -> Statistics:
         """Copy the counters from an engine.
 
         Args:
-            source: an object with the same attributes but ``rebuilt_bytes``, which is worked out here.
+            source: an object with the counters that an engine has.
             reduced_bytes: of the parameters in its Reducer. Bytes.
             removed_bytes: of those that rebuilds have taken out of it. Bytes.
+            others: counters that an engine does not have, but for ``rebuilt_bytes``, which is worked out here.
         """
-        counters = {field.name: getattr(source, field.name) for field in fields(cls) if field.name != "rebuilt_bytes"}
+        counters = {f.name: getattr(source, f.name) for f in fields(cls) if f.name not in NOT_OF_AN_ENGINE}
         # What was taken out and is unfrozen later counts as dense in those steps in which it has a gradient.
         missing = source.steps * (reduced_bytes + removed_bytes) - source.dense_bytes
-        return cls(**counters, rebuilt_bytes=min(max(missing, 0), source.steps * removed_bytes))
+        return cls(**counters, rebuilt_bytes=min(max(missing, 0), source.steps * removed_bytes), **others)
 
     def __add__(self, other: Statistics) -> Statistics:
         """Sum the counters of two stretches of a run."""
@@ -124,25 +134,27 @@ class Statistics:
         """Return the counters as plain values, for checkpoints."""
         return asdict(self)
 
-    def to_metrics(self) -> dict[str, float]:
-        """Return what a logger draws as curves: the fraction saved, and counters for each step.
+    def to_metrics(self, *, everything: bool = False) -> dict[str, float]:
+        """Return what a logger draws as curves.
+
+        Args:
+            everything: return a mean per step of each counter of bytes, seconds and messages, too.
 
         Returns:
-            Numbers by name: ``ddp_hooks/saved_fraction``, ``ddp_hooks/saved_of_wrapped_fraction``, and of dense,
-            payload and mask bytes, messages, and the seconds of :attr:`exchange_wait_seconds` and :attr:`hook_seconds`
-            the mean of a step. All zero before the first step.
+            Numbers by name: ``ddp_hooks/saved_fraction`` (:attr:`saved_fraction`), and per step
+            ``ddp_hooks/payload_bytes_per_step`` and ``ddp_hooks/overhead_seconds_per_step`` (waiting for masks, and
+            :attr:`hook_seconds`). All zero before the first step.
         """
         steps = max(self.steps, 1)
-        return {
-            "ddp_hooks/saved_fraction": self.saved_fraction,
-            "ddp_hooks/saved_of_wrapped_fraction": self.saved_of_wrapped_fraction,
-            "ddp_hooks/dense_bytes_per_step": self.dense_bytes / steps,
-            "ddp_hooks/payload_bytes_per_step": self.payload_bytes / steps,
-            "ddp_hooks/mask_bytes_per_step": self.mask_bytes / steps,
-            "ddp_hooks/messages_per_step": self.messages / steps,
-            "ddp_hooks/exchange_wait_seconds_per_step": self.exchange_wait_seconds / steps,
-            "ddp_hooks/hook_seconds_per_step": self.hook_seconds / steps,
+        metrics = {
+            "saved_fraction": self.saved_fraction,
+            "payload_bytes_per_step": self.payload_bytes / steps,
+            "overhead_seconds_per_step": (self.exchange_wait_seconds + self.hook_seconds) / steps,
         }
+        if everything:
+            names = [f.name for f in fields(self) if f.name.endswith(("_bytes", "_seconds"))]
+            metrics |= {f"{name}_per_step": getattr(self, name) / steps for name in (*names, "messages")}
+        return {f"ddp_hooks/{name}": value for name, value in metrics.items()}
 
     @classmethod
     def from_dict(cls, counters: Mapping[str, Any]) -> Statistics:
@@ -173,75 +185,80 @@ class Statistics:
         return self.steps > 0 and handed_over == 0
 
     @property
-    def saved_fraction(self) -> float:
-        """The fraction of plain DDP's bytes that were not sent, masks counted against us; 0 before the first step.
-
-        Also 0 where there is one rank only: plain DDP has nobody to send to either.
-        """
-        if self.dense_bytes == 0 or self._is_alone:
-            return 0.0
-        return 1.0 - (self.payload_bytes + self.mask_bytes) / self.dense_bytes
-
-    @property
     def wrapped_bytes(self) -> int:
         """What plain DDP would have handed over for the model as it was wrapped, which it cannot rebuild. Bytes."""
         return self.dense_bytes + self.rebuilt_bytes
 
     @property
-    def saved_of_wrapped_fraction(self) -> float:
-        """As :attr:`saved_fraction`, of :attr:`wrapped_bytes`: what rebuilds have spared counts as saved, too."""
+    def saved_fraction(self) -> float:
+        """The fraction of :attr:`wrapped_bytes` that was not sent, masks counted against us; 0 before the first step.
+
+        Also 0 where there is one rank only: plain DDP has nobody to send to either.
+        """
         if self.wrapped_bytes == 0 or self._is_alone:
             return 0.0
         return 1.0 - (self.payload_bytes + self.mask_bytes) / self.wrapped_bytes
 
     def __str__(self) -> str:
         """Return a summary of a few lines, none longer than 80 columns."""
+        return "\n".join(fill(line, "", "  ") for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
         steps = max(self.steps, 1)
-        hook = f"hook {self.hook_seconds / steps * 1e6:.0f} us"
+        waiting, working = (describe_seconds(s / steps) for s in (self.exchange_wait_seconds, self.hook_seconds))
         if self._is_alone:
-            return fill(
-                f"{self.steps} steps of one rank, which has nobody to send to, with the hook or without; {hook} a step",
-                "",
-                "  ",
-            )
-        lines = [
-            f"{self.steps} steps: sent {describe_bytes(self.payload_bytes)} of {describe_bytes(self.dense_bytes)} "
-            f"({describe_part(self.saved_fraction)} saved)",
-            f"a step: {describe_bytes(self.payload_bytes / steps)} in {self.messages / steps:.1f} messages; waited "
-            f"{self.exchange_wait_seconds / steps * 1e6:.0f} us for masks, {hook} besides",
-            f"buckets: {self.buckets_whole} whole, {self.buckets_packed} in part, {self.buckets_skipped} skipped",
-            f"masks: {self.exchanges} exchanges of {self.mask_bytes:,} bytes in all; plans: "
-            f"{self.plan_cache_hits} from the cache, {self.plan_cache_misses} made",
-        ]
+            yield f"{self.steps} steps on one rank, which has nobody to send to; per step: {working} hook time"
+            return
+        saved = self.saved_fraction
+        part = describe_part(abs(saved))
+        verdict = f"{part} more, for masks" if saved < 0 and part != "0.0%" else f"{part} saved"
+        sent = self.payload_bytes + self.mask_bytes
+        plain = describe_bytes(self.wrapped_bytes)
+        yield f"{self.steps} steps: sent {describe_bytes(sent)} instead of {plain} ({verdict})"
+        yield (
+            f"per step: {describe_bytes(sent / steps)} in {self.messages / steps:.1f} messages; {waiting} waiting for "
+            f"masks, {working} other hook time"
+        )
+        yield (
+            f"masks: {describe_bytes(self.mask_bytes)} in {self.exchanges} exchanges; buckets: {self.buckets_whole} "
+            f"sent whole, {self.buckets_packed} in part, {self.buckets_skipped} not at all"
+        )
         if self.rebuilt_bytes:
-            lines.insert(
-                1,
-                f"of the model as it was wrapped, before rebuilds: {describe_bytes(self.wrapped_bytes)} "
-                f"({describe_part(self.saved_of_wrapped_fraction)} saved)",
+            yield (
+                f"rebuild: DDP's buckets were {describe_bytes(self.rebuilt_bytes / steps)} smaller per step than the "
+                "model as it was wrapped"
             )
         if self.skip_zeros_steps:
-            lines.append(f"skip_zeros: on in {self.skip_zeros_steps} of {self.steps} steps")
-        transports = [
+            yield f"skip_zeros: looked for gradients of zeros in {self.skip_zeros_steps} of {self.steps} steps"
+        if self.skip_zero_rows_steps:
+            yield (
+                f"skip_zero_rows: sent {self.units_sent:,} of {self.units_agreed_on:,} rows in "
+                f"{self.skip_zero_rows_steps} of {self.steps} steps"
+            )
+        direct = [
             f"{describe_bytes(size)} {how}"
             for size, how in (
-                (self.broadcast_bytes, "broadcast by those who have them"),
-                (self.owner_bytes, "summed by owners"),
+                (self.broadcast_bytes, "sent directly by the ranks that used them"),
+                (self.owner_bytes, "summed by one of the ranks that used them"),
             )
             if size
         ]
-        if transports:
-            lines.append(f"transports: {', '.join(transports)}, the rest all-reduced")
-        if self.skip_zero_rows_steps:
-            lines.append(
-                f"skip_zero_rows: on in {self.skip_zero_rows_steps} of {self.steps} steps, {self.units_sent:,} of "
-                f"{self.units_agreed_on:,} units (rows, say) sent"
-            )
+        if direct:
+            yield f"transports: {', '.join(direct)}; the rest all-reduced"
         if self.narrow_bytes:
-            lines.append(
-                f"narrow: on in {self.narrow_steps} of {self.steps} steps, {describe_bytes(self.narrow_bytes)} sent in "
-                "place of twice as much"
+            yield (
+                f"narrow: sent {describe_bytes(self.narrow_bytes)} instead of "
+                f"{describe_bytes(2 * self.narrow_bytes)} in {self.narrow_steps} of {self.steps} steps"
             )
-        return "\n".join(fill(line, "", "  ") for line in lines)
+        elif self.narrow_wanted_steps:
+            yield f"narrow: nothing sent in 16 bits, because {self._why_nothing_is_narrow()}"
+
+    def _why_nothing_is_narrow(self) -> str:
+        if not self.direct_steps:
+            return "everything is all-reduced"
+        if self.accumulated_passes:
+            return "sums of several passes need full width"
+        return "gradients need full width"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ Saved = TypeVar("Saved")
 _LONGEST = 160
 _LONGEST_NAME = 60
 _SHOWN = 6
-_UNITS = (("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
-_LARGEST_NUMBER = 1e5
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # What fits in a terminal.
 COLUMNS = 80
 
@@ -129,9 +128,21 @@ def read_fields(kind: type[Saved], saved: Mapping[str, Any], required: Sequence[
 
 
 def describe_bytes(count: float) -> str:
-    """Return a number of bytes for people, from megabytes on in a unit that leaves few digits before the point."""
-    unit, size = next((each for each in _UNITS if abs(count) < _LARGEST_NUMBER * each[1]), _UNITS[-1])
-    return f"{count / size:,.2f} {unit}"
+    """Return a number of bytes for people: three digits, or all of them of less than a kilobyte."""
+    for unit in _UNITS:
+        # What rounds to 1,000 belongs to the next unit.
+        if abs(count) < 999.5 or unit == _UNITS[-1]:
+            break
+        count /= 1000
+    if unit == "B":
+        return f"{count:.0f} B"
+    digits = max(0, 2 - len(str(int(abs(count)))) + 1)
+    return f"{count:,.{digits}f} {unit}"
+
+
+def describe_seconds(seconds: float) -> str:
+    """Return a short time for people, in milliseconds, or in microseconds if it is less than one."""
+    return f"{seconds * 1e6:.0f} us" if seconds < 0.9995e-3 else f"{seconds * 1e3:,.1f} ms"
 
 
 def describe_part(part: float) -> str:

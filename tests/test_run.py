@@ -117,8 +117,8 @@ def test_a_script_is_served_without_a_line_in_it(tmp_path: Path) -> None:
     assert table[0] == f"ddp_hooks {ddp_hooks.__version__}: policy 'skip_unused', 2 ranks; bytes of rank 0"
     assert table[1].split() == ["module", "steps", "plain", "DDP", "sent", "saved"]
     page = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text().splitlines()
-    assert all(line in page for line in table[:4])
-    assert table[2].split() == ["1", "Heads", "3", "0.20", "MB", "0.05", "MB", "74.9%"]
+    assert [line for line in table[:4] if line not in page] == []
+    assert table[2].split() == ["1", "Heads", "3", "200", "kB", "50.1", "kB", "74.9%"]
     assert table[3].split()[:3] == ["2", "Heads", "-"]
     assert table[4].startswith("    trained as plain DDP: register: refused on every rank.")
     assert [line.split()[-1] for line in table if line.startswith("  total")] == ["74.9%"]
@@ -299,9 +299,8 @@ def test_a_report_of_many_modules_fits_in_a_terminal(
     report.add(MadeModule("Other", 0, 64, None, "a reason " * 40))
     text = report.describe()
     assert max(map(len, text.splitlines())) <= 80
-    assert "90.0%" in text
-    assert "40,000.00 TB" in text
-    assert text.splitlines()[3].split()[-1] == "97.5%"
+    assert "40.0 PB" in text
+    assert text.splitlines()[2].split()[-1] == "97.5%"
     report.end(failed=False, quiet=True, file=tmp_path / "r.json")
     assert capsys.readouterr().err == ""
     assert json.loads((tmp_path / "r.json").read_text())["total"]["wrapped_bytes"] == 4 * 10**16

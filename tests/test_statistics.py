@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,22 +51,23 @@ def test_subtraction_leaves_a_stretch_of_a_run() -> None:
 def test_metrics_are_numbers_of_a_step() -> None:
     first = Statistics(steps=4, dense_bytes=4000, payload_bytes=900, mask_bytes=100, messages=8, hook_seconds=2.0)
     then = first + Statistics(steps=1, dense_bytes=1000, payload_bytes=40, mask_bytes=10, rebuilt_bytes=1000)
-    expected = {
-        "saved_fraction": 0.75,
-        "payload_bytes_per_step": 225,
-        "messages_per_step": 2,
-        "hook_seconds_per_step": 0.5,
+    assert first.to_metrics() == {
+        "ddp_hooks/saved_fraction": 0.75,
+        "ddp_hooks/payload_bytes_per_step": 225,
+        "ddp_hooks/overhead_seconds_per_step": 0.5,
     }
-    assert {name: first.to_metrics()[f"ddp_hooks/{name}"] for name in expected} == expected
-    metrics = (then - first).to_metrics()
-    assert metrics["ddp_hooks/saved_fraction"] == 0.95
-    assert metrics["ddp_hooks/saved_of_wrapped_fraction"] == 0.975
-    assert set(Statistics().to_metrics().values()) == {0}
+    everything = first.to_metrics(everything=True)
+    assert everything.items() >= first.to_metrics().items()
+    assert everything["ddp_hooks/messages_per_step"] == 2
+    for name in ("dense", "mask", "broadcast", "owner", "narrow", "sent", "rebuilt"):
+        assert f"ddp_hooks/{name}_bytes_per_step" in everything
+    assert (then - first).to_metrics()["ddp_hooks/saved_fraction"] == 0.975
+    assert set(Statistics().to_metrics(everything=True).values()) == {0}
 
 
 def test_read_copies_every_counter() -> None:
     source = SimpleNamespace(**numbered(7).to_dict())
-    expected = dataclasses.replace(numbered(7), rebuilt_bytes=0)
+    expected = dataclasses.replace(numbered(7), **dict.fromkeys(statistics.NOT_OF_AN_ENGINE, 0))
     copy = Statistics.read(source)
     assert copy == expected
     source.steps += 1
@@ -88,14 +90,12 @@ def test_what_rebuilds_have_spared(dense: int, reduced: int, removed: int, rebui
     statistics = Statistics.read(source, reduced, removed)
     assert statistics.rebuilt_bytes == rebuilt
     assert statistics.wrapped_bytes == dense + rebuilt
-    assert statistics.saved_fraction == pytest.approx(1 - 75 / dense)
-    assert statistics.saved_of_wrapped_fraction == pytest.approx(1 - 75 / (dense + rebuilt))
+    assert statistics.saved_fraction == pytest.approx(1 - 75 / (dense + rebuilt))
 
 
 def test_the_engine_has_the_same_counters() -> None:
     engine_counters = {name for name in vars(_C.Statistics) if not name.startswith("_")}
-    # What a rebuild took away is unknown to the engine that came after it.
-    assert engine_counters == set(FIELDS) - {"rebuilt_bytes"}
+    assert engine_counters == set(FIELDS) - set(statistics.NOT_OF_AN_ENGINE)
 
 
 def test_every_counter_is_described() -> None:
@@ -162,23 +162,80 @@ def test_summary_of_a_run() -> None:
         hook_seconds=0.0025,
     )
     assert str(statistics).splitlines() == [
-        "10 steps: sent 500.00 MB of 2,000.00 MB (75.0% saved)",
-        "a step: 50.00 MB in 2.5 messages; waited 100 us for masks, hook 250 us besides",
-        "buckets: 20 whole, 30 in part, 40 skipped",
-        "masks: 10 exchanges of 1,280 bytes in all; plans: 7 from the cache, 3 made",
+        "10 steps: sent 500 MB instead of 2.00 GB (75.0% saved)",
+        "per step: 50.0 MB in 2.5 messages; 100 us waiting for masks, 250 us other hook",
+        "  time",
+        "masks: 1.28 kB in 10 exchanges; buckets: 20 sent whole, 30 in part, 40 not at",
+        "  all",
     ]
-    rebuilt = dataclasses.replace(statistics, rebuilt_bytes=3_000_000_000)
-    assert str(rebuilt).splitlines()[1] == (
-        "of the model as it was wrapped, before rebuilds: 5,000.00 MB (90.0% saved)"
+
+    def more(**counters: int) -> list[str]:
+        text = str(dataclasses.replace(statistics, **counters))
+        return " ".join(text.split()).partition("not at all ")[2].splitlines()
+
+    assert str(dataclasses.replace(statistics, rebuilt_bytes=3_000_000_000)).startswith(
+        "10 steps: sent 500 MB instead of 5.00 GB (90.0% saved)"
     )
-    zeros = dataclasses.replace(statistics, skip_zeros_steps=4)
-    assert str(zeros).splitlines()[4:] == ["skip_zeros: on in 4 of 10 steps"]
-    rows = dataclasses.replace(statistics, skip_zero_rows_steps=4, units_agreed_on=100, units_sent=20)
-    assert str(rows).splitlines()[4:] == ["skip_zero_rows: on in 4 of 10 steps, 20 of 100 units (rows, say) sent"]
+    assert more(rebuilt_bytes=3_000_000_000) == [
+        "rebuild: DDP's buckets were 300 MB smaller per step than the model as it was wrapped"
+    ]
+    assert more(skip_zeros_steps=4) == ["skip_zeros: looked for gradients of zeros in 4 of 10 steps"]
+    assert more(skip_zero_rows_steps=4, units_agreed_on=100, units_sent=20) == [
+        "skip_zero_rows: sent 20 of 100 rows in 4 of 10 steps"
+    ]
+    assert more(narrow_bytes=130_000_000, narrow_steps=9) == ["narrow: sent 130 MB instead of 260 MB in 9 of 10 steps"]
+
+
+@pytest.mark.parametrize(
+    ("counters", "reason"),
+    [
+        ({"direct_steps": 0}, "because everything is all-reduced"),
+        ({"direct_steps": 3, "accumulated_passes": 2}, "because sums of several passes need full width"),
+        ({"direct_steps": 3}, "because gradients need full width"),
+    ],
+)
+def test_why_nothing_is_narrow(counters: dict[str, int], reason: str) -> None:
+    wanted = Statistics(steps=3, messages=3, dense_bytes=9, payload_bytes=9, **counters)
+    assert "narrow" not in str(wanted)
+    text = " ".join(str(dataclasses.replace(wanted, narrow_wanted_steps=3)).split())
+    assert f"narrow: nothing sent in 16 bits, {reason}" in text
+
+
+def _accumulates(rank: int, host: str, passes: int) -> Statistics:
+    os.environ["DDP_HOOKS_HOST"] = host if host else str(rank)
+    ddp = DistributedDataParallel(nn.Linear(256, 256))
+    state = ddp_hooks.register(ddp, "auto")
+
+    def backward() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            ddp(torch.ones(8, 256)).float().sum().backward()
+
+    for _ in range(6):
+        ddp.zero_grad()
+        for _ in range(passes - 1):
+            with ddp.no_sync():
+                backward()
+        backward()
+    return state.stats()
+
+
+def test_narrow_gives_the_reason_that_holds() -> None:
+    alone = run_ranks(2, _accumulates, "shared", 1)[0]
+    assert (alone.narrow_wanted_steps, alone.direct_steps, alone.narrow_bytes) == (6, 0, 0)
+    summed = run_ranks(2, _accumulates, "", 3)[0]
+    assert (summed.narrow_wanted_steps, summed.direct_steps, summed.accumulated_passes) == (6, 6, 12)
+    narrow = run_ranks(2, _accumulates, "", 1)[0]
+    assert narrow.narrow_bytes > 0
+    assert narrow.accumulated_passes == 0
 
 
 def test_summary_before_the_first_step() -> None:
-    assert str(Statistics()).startswith("0 steps: sent 0.00 MB of 0.00 MB (0.0% saved)")
+    assert str(Statistics()).startswith("0 steps: sent 0 B instead of 0 B (0.0% saved)")
+
+
+def test_a_small_model_has_numbers_too() -> None:
+    text = str(Statistics(steps=20, messages=20, dense_bytes=5760, payload_bytes=5760, mask_bytes=900))
+    assert text.startswith("20 steps: sent 6.66 kB instead of 5.76 kB (15.6% more, for masks)")
 
 
 def test_a_summary_fits_in_a_terminal() -> None:
@@ -186,14 +243,14 @@ def test_a_summary_fits_in_a_terminal() -> None:
     for counters in (Statistics(), numbered(10**6), large):
         lines = str(counters).splitlines()
         assert max(map(len, lines)) <= 80, lines
-    assert "1,000.00 TB" in str(large)
+    assert "2.00 PB" in str(large)
 
 
 def test_what_rounds_to_nothing_has_no_sign() -> None:
     nothing = Statistics(steps=1, messages=1, dense_bytes=10**6, payload_bytes=10**6, mask_bytes=40, rebuilt_bytes=1)
     assert nothing.saved_fraction < 0
-    assert str(nothing).count("(0.0% saved)") == 2
-    assert "-0.1%" in str(dataclasses.replace(nothing, mask_bytes=1000))
+    assert "(0.0% saved)" in str(nothing)
+    assert "(0.1% more, for masks)" in str(dataclasses.replace(nothing, mask_bytes=1000))
 
 
 def _alone(rank: int) -> None:
@@ -202,8 +259,8 @@ def _alone(rank: int) -> None:
     for _ in range(2):
         ddp(torch.ones(2, 8)).sum().backward()
     statistics = state.stats()
-    assert (statistics.payload_bytes, statistics.saved_fraction, statistics.saved_of_wrapped_fraction) == (0, 0, 0)
-    assert str(statistics).startswith("2 steps of one rank, which has nobody to send to, with the hook or without;")
+    assert (statistics.payload_bytes, statistics.saved_fraction) == (0, 0)
+    assert str(statistics).startswith("2 steps on one rank, which has nobody to send to; per step: ")
     assert max(map(len, str(statistics).splitlines())) <= 80
     report = RunReport(ddp_hooks.policies.PRESETS["auto"], ["train.py"])
     report.add(MadeModule("Linear", 0, 1, state, None))
@@ -272,7 +329,7 @@ def _rebuilt_and_resumed(rank: int) -> None:
     assert rebuilt.wrapped_bytes == 7 * whole
     assert rebuilt.payload_bytes == 7 * whole - 5 * trunk
     expected = 1 - (rebuilt.payload_bytes + rebuilt.mask_bytes) / (7 * whole)
-    assert rebuilt.saved_of_wrapped_fraction == pytest.approx(expected)
+    assert rebuilt.saved_fraction == pytest.approx(expected)
     # Late: what was taken out has a gradient again, which counts as dense.
     ddp_hooks.unfreeze(ddp, "0")
     train(ddp, 1)
@@ -306,7 +363,7 @@ def test_savings_against_the_model_as_it_was_wrapped() -> None:
 
 def _taken_after_a_reset(rank: int) -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
-    hook = HookOfTrainer("skip_unused", {})
+    hook = HookOfTrainer("skip_unused", {}, log=True)
     hook.register(ddp)
     state = hook.state
     assert state is not None
@@ -366,11 +423,11 @@ def test_transports_that_carried_nothing_are_left_out() -> None:
     carried = {"steps": 2, "messages": 3, "dense_bytes": 9 * 10**6, "payload_bytes": 8 * 10**6}
     broadcast, owners = {"broadcast_bytes": 3 * 10**6}, {"owner_bytes": 2 * 10**6}
     shown = " ".join(str(Statistics(**carried, **broadcast)).split())
-    assert "transports: 3.00 MB broadcast by those who have them, the rest all-reduced" in shown
-    assert "owners" not in shown
+    assert "transports: 3.00 MB sent directly by the ranks that used them; the rest all-reduced" in shown
+    assert "summed" not in shown
     shown = " ".join(str(Statistics(**carried, **owners)).split())
-    assert "transports: 2.00 MB summed by owners, the rest all-reduced" in shown
-    assert "broadcast" not in shown
+    assert "transports: 2.00 MB summed by one of the ranks that used them; the rest all-reduced" in shown
+    assert "directly" not in shown
     shown = " ".join(str(Statistics(**carried, **broadcast, **owners)).split())
-    assert "3.00 MB broadcast by those who have them, 2.00 MB summed by owners, the rest all-reduced" in shown
+    assert "3.00 MB sent directly by the ranks that used them, 2.00 MB summed by one of the ranks" in shown
     assert "transports" not in str(Statistics(**carried))

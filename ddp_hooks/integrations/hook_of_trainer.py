@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -12,6 +12,9 @@ from ..hooks import SkipUnusedState, origin_of, register
 from ..policies import Policy
 from ..registration import propose
 from ..statistics import Statistics
+from ..wording import short
+
+Log = bool | Literal["everything"]
 
 
 class HookOfTrainer:
@@ -20,12 +23,22 @@ class HookOfTrainer:
     Args:
         policy: as for :func:`ddp_hooks.register`.
         settings: fields of the policy to set differently.
+        log: whether a logger is told of the statistics, and of all of them or of three numbers.
+
+    Raises:
+        TypeError: ``log`` is something else.
 
     Attributes:
         state: the state of the module that was registered last; None before.
+        log: as above.
     """
 
-    def __init__(self, policy: Policy | str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, policy: Policy | str, settings: Mapping[str, Any], log: Log) -> None:
+        if not isinstance(log, bool) and log != "everything":
+            raise TypeError(
+                f"SkipUnusedCallback: expected log to be True, False or 'everything', received {short(log)}"
+            )
+        self.log = log
         self.state: SkipUnusedState | None = None
         self._policy = policy
         self._settings = dict(settings)
@@ -76,13 +89,13 @@ class HookOfTrainer:
         """Return what a logger is to be told about the steps since this was called last.
 
         Returns:
-            As :meth:`Statistics.to_metrics`; empty if there was no step.
+            As :meth:`Statistics.to_metrics`; empty if there was no step, or nothing is to be logged.
         """
-        if self.state is None:
+        if self.state is None or not self.log:
             return {}
         resets, start = origin_of(self.state)
         now = self.state.stats()
         # After a reset, or a checkpoint that somebody else has loaded, counters are not those of before.
         since = now - (self._logged if resets == self._resets else start)
         self._logged, self._resets = now, resets
-        return since.to_metrics() if since.steps else {}
+        return since.to_metrics(everything=self.log == "everything") if since.steps else {}

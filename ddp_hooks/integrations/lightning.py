@@ -8,9 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..hooks import SkipUnusedState
 from ..policies import Policy
-from ..wording import check_flag
 from ..wrappers import uncompiled
-from .hook_of_trainer import HookOfTrainer
+from .hook_of_trainer import HookOfTrainer, Log
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -26,8 +25,9 @@ class SkipUnusedCallback(Callback):
 
     Args:
         policy: as for :func:`ddp_hooks.register`.
-        log: log the statistics of the steps since the last time (``ddp_hooks/saved_fraction`` and others, see
-            :meth:`ddp_hooks.statistics.Statistics.to_metrics`) whenever the trainer logs (``log_every_n_steps``).
+        log: log three numbers about the steps since the last time whenever the trainer logs (``log_every_n_steps``):
+            ``ddp_hooks/saved_fraction`` and two others, see :meth:`ddp_hooks.statistics.Statistics.to_metrics`.
+            ``"everything"`` logs all counters.
         settings: fields of the policy to set differently, as for :func:`ddp_hooks.register`.
 
     Raises:
@@ -38,10 +38,8 @@ class SkipUnusedCallback(Callback):
         trainer = Trainer(strategy="ddp", devices=2, callbacks=[SkipUnusedCallback()])
     """
 
-    def __init__(self, policy: Policy | str = "auto", *, log: bool = True, **settings: Any) -> None:
-        check_flag("SkipUnusedCallback: log", log)
-        self._hook = HookOfTrainer(policy, settings)
-        self._log = log
+    def __init__(self, policy: Policy | str = "auto", *, log: Log = True, **settings: Any) -> None:
+        self._hook = HookOfTrainer(policy, settings, log)
 
     @property
     def state(self) -> SkipUnusedState | None:
@@ -65,7 +63,7 @@ class SkipUnusedCallback(Callback):
     ) -> None:
         """Log what the steps since the last time have saved, if Lightning will write a row now."""
         # As Lightning's own monitors do. Logging costs more than the hook, so not in every step.
-        if self._log and trainer._logger_connector.should_update_logs:
+        if self._hook.log and trainer._logger_connector.should_update_logs:
             metrics = self._hook.take_metrics()
             pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 

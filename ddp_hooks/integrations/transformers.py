@@ -10,9 +10,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..hooks import SkipUnusedState
 from ..policies import Policy
-from ..wording import check_flag, short
+from ..wording import short
 from ..wrappers import uncompiled
-from .hook_of_trainer import HookOfTrainer
+from .hook_of_trainer import HookOfTrainer, Log
 
 # What the statistics are called in a checkpoint's `trainer_state.json`.
 _SAVED_AS = "ddp_hooks"
@@ -27,9 +27,9 @@ class SkipUnusedCallback(TrainerCallback):
         trainer: the trainer that it is added to. Trainer hands its callbacks the model alone; only the trainer itself
             knows the module that is wrapped around it.
         policy: as for :func:`ddp_hooks.register`.
-        log: add the statistics of the steps since the last time (``ddp_hooks/saved_fraction`` and others, see
-            :meth:`ddp_hooks.statistics.Statistics.to_metrics`) to Trainer's logs whenever it logs a loss
-            (``logging_steps``).
+        log: add three numbers about the steps since the last time to Trainer's logs whenever it logs a loss
+            (``logging_steps``): ``ddp_hooks/saved_fraction`` and two others, see
+            :meth:`ddp_hooks.statistics.Statistics.to_metrics`. ``"everything"`` adds all counters.
         settings: fields of the policy to set differently, as for :func:`ddp_hooks.register`.
 
     Raises:
@@ -43,17 +43,15 @@ class SkipUnusedCallback(TrainerCallback):
         trainer.train()
     """
 
-    def __init__(self, trainer: Trainer, policy: Policy | str = "auto", *, log: bool = True, **settings: Any) -> None:
+    def __init__(self, trainer: Trainer, policy: Policy | str = "auto", *, log: Log = True, **settings: Any) -> None:
         if not isinstance(trainer, Trainer):
             raise TypeError(
                 f"SkipUnusedCallback: expected the Trainer that it is added to, received {short(trainer)}; call "
                 "trainer.add_callback(SkipUnusedCallback(trainer))"
             )
-        check_flag("SkipUnusedCallback: log", log)
         # Weakly, because the trainer holds its callbacks.
         self._trainer = weakref.ref(trainer)
-        self._hook = HookOfTrainer(policy, settings)
-        self._log = log
+        self._hook = HookOfTrainer(policy, settings, log)
 
     @property
     def state(self) -> SkipUnusedState | None:
@@ -103,7 +101,7 @@ class SkipUnusedCallback(TrainerCallback):
         """Log what the steps since the last time have saved, with each loss."""
         trainer = self._trainer()
         # Without a loss it is what was logged below, an evaluation, or the summary at the end.
-        if not self._log or trainer is None or "loss" not in (logs or {}):
+        if trainer is None or "loss" not in (logs or {}):
             return
         metrics = self._hook.take_metrics()
         if metrics:
