@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,29 @@ def test_bytes_decide_only_where_each_rank_has_a_host(hosts: str, calibrate: boo
     for broadcast_bytes, narrow_bytes in run_ranks(len(hosts), heads_of_their_own, hosts, settings):
         if not calibrate:  # what a measurement says is another matter
             assert (broadcast_bytes > 0, narrow_bytes > 0) == (decides, decides)
+
+
+def trained(rank: int, delays: list[float]) -> bytes:
+    """Train with each rank on a host of its own, and other delays in each run; return the weights."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(test_direct.Heads(3), find_unused_parameters=True, bucket_cap_mb=0.01)
+    tuning = Tuning(min_direct_bytes=0, min_divided_bytes=0)
+    ddp_hooks.register(ddp, Policy("mine", skip_zero_rows="adaptive", narrow="adaptive", tuning=tuning))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(12):
+        time.sleep(delays[rank])
+        optimizer.zero_grad()
+        x = torch.randn(4, 64, generator=generator) * (torch.rand(64, generator=generator) < 0.1)
+        ddp(x, (rank * step) % 3).square().sum().backward()
+        optimizer.step()
+    return b"".join(bytes(parameter.detach().view(torch.uint8).flatten().tolist()) for parameter in ddp.parameters())
+
+
+def test_a_program_gives_the_same_bits_in_every_run() -> None:
+    """Three ranks add in an order that must not depend on who came first."""
+    runs = [run_ranks(3, trained, delays) for delays in ([0, 0, 0], [0.01, 0, 0.005], [0, 0.01, 0])]
+    assert {weights for run in runs for weights in run} == {runs[0][0]}
 
 
 def registers_without_messages_of_gradients(rank: int) -> list[str]:
