@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,239 +12,174 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ddp_hooks
 from ddp_hooks.statistics import ParameterUsage
 
 from . import workload
 
 SEED = 20
-LEARNING_RATE = 0.02
-MOMENTUM = 0.9
-WEIGHT_DECAY = 1e-3
-BYTES_PER_ELEMENT = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What to train; the same on every rank."""
-
-    world_size: int
-    steps: int
-    hidden: int
-    batch_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step of both runs, seen by one rank. Times in seconds, sizes in bytes handed to collectives by a rank.
-
-    ``used_bytes`` is how much of each parameter group some rank used; ``rows`` is how many rows of the table of words
-    were sent, or None if the table was sent whole.
-    """
-
-    plain_seconds: float
-    plain_bytes: int
-    plain_loopback_bytes: int | None
-    hooks_seconds: float
-    hooks_dense_bytes: int
-    hooks_payload_bytes: int
-    hooks_mask_bytes: int
-    hooks_loopback_bytes: int | None
-    used_here: tuple[bool, ...]
-    used_anywhere: tuple[bool, ...]
-    frozen: tuple[bool, ...]
-    used_bytes: tuple[int, ...]
-    rows: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseRecord:
-    """One phase of both runs, seen by one rank.
-
-    ``weights_difference`` is the largest absolute difference between the two runs' weights when the phase ends, over
-    all ranks; ``ranks_alike`` says whether every rank holds bitwise the same weights, in either run.
-    """
-
-    steps: tuple[StepRecord, ...]
-    plain_accuracy: tuple[float, ...]
-    hooks_accuracy: tuple[float, ...]
-    weights_difference: float
-    ranks_alike: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RankRecord:
-    """Everything a rank brings home; sizes of the parameter groups, and of the table of words, in bytes."""
-
-    phases: tuple[PhaseRecord, ...]
-    parameters: int
-    group_bytes: tuple[int, ...]
-    table_bytes: int
-    statistics: str
+Numbers = dict[str, Any]
 
 
 class Run:
     """One of the two trainings: a DDP module with its optimizer."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, width: int) -> None:
         torch.manual_seed(SEED)
-        self.module = workload.MultiTaskModel(hidden)
+        self.module = workload.MultiTaskModel(width)
         self.ddp = DistributedDataParallel(self.module, find_unused_parameters=True)
-        self.optimizer = torch.optim.SGD(
-            self.module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
-        )
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
 
-    def train_step(self, *arguments: Any) -> tuple[float, int | None]:
-        """Train one step; return its seconds and what the loopback interface sent meanwhile.
+    def train_step(self, *arguments: Any) -> tuple[float, int]:
+        """Train one step; return its milliseconds and the bytes that the loopback interface sent meanwhile.
 
         Args:
             *arguments: what :func:`workload.compute_loss` takes after the model.
         """
         dist.barrier()
-        before, start = read_loopback_bytes(), time.perf_counter()
+        bytes_before, start = read_loopback_bytes(), time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         workload.compute_loss(self.ddp, *arguments).backward()
         self.optimizer.step()
-        seconds = time.perf_counter() - start
-        # Another rank may still be sending.
-        dist.barrier()
-        after = read_loopback_bytes()
-        return seconds, None if before is None or after is None else after - before
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        dist.barrier()  # another rank may still be sending
+        return milliseconds, read_loopback_bytes() - bytes_before
 
 
-def read_loopback_bytes() -> int | None:
-    """Return how many bytes the kernel has sent over its loopback interface, by all programs; None where unknown."""
-    try:
-        return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
-    except (OSError, ValueError):
-        return None
+def read_loopback_bytes() -> int:
+    """Return how many bytes the kernel has sent over its loopback interface for all programs; 0 if it does not say."""
+    counter = Path("/sys/class/net/lo/statistics/tx_bytes")
+    return int(counter.read_text()) if counter.exists() else 0
+
+
+def train(steps: int, width: int, batch_size: int) -> Numbers:
+    """Train both runs through all phases; every rank calls this within a process group.
+
+    The two runs take each step in turn, and swap places after every step, so that whatever slows the machine down slows
+    both.
+
+    Returns:
+        Everything that the table, the picture and the JSON file show, the same on every rank. Sizes are in bytes, for
+        one rank; times are in milliseconds, of the slowest rank in each step.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    data = workload.Digits(SEED)
+    plain, hooked = Run(width), Run(width)
+    state = ddp_hooks.register(hooked.ddp)
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in plain.module.named_parameters()}
+    phases = []
+    total = len(workload.PHASES) * steps
+    for index, phase in enumerate(workload.PHASES):
+        for run in (plain, hooked):
+            run.module.lower.requires_grad_(not phase.lower_frozen)
+        records = []
+        for step in range(steps):
+            done = index * steps + step
+            show_progress(done, total, phase.title)
+            arguments = (
+                *data.batch(rank, ranks, done, batch_size),
+                phase.tasks(rank, ranks, step),
+                phase.takes_branch(rank, ranks, step),
+                phase.words_penalised,
+            )
+            before = state.stats()
+            order = (plain, hooked) if step % 2 == 0 else (hooked, plain)
+            measured = {run: run.train_step(*arguments) for run in order}
+            after = state.stats()
+            mine = {
+                "plain_bytes": sum(sizes.values()),
+                "plain_milliseconds": measured[plain][0],
+                "plain_loopback_bytes": measured[plain][1],
+                "hook_milliseconds": measured[hooked][0],
+                "hook_loopback_bytes": measured[hooked][1],
+                "payload_bytes": after.payload_bytes - before.payload_bytes,
+                "mask_bytes": after.mask_bytes - before.mask_bytes,
+                **read_usage(state.usage()),
+            }
+            records.append(combine(mine))
+        phases.append(
+            {
+                "title": phase.title,
+                "steps": records,
+                "plain_accuracy": data.measure_accuracy(plain.module),
+                "hook_accuracy": data.measure_accuracy(hooked.module),
+                "weights_difference": compare_weights(plain.module, hooked.module),
+            }
+        )
+    show_progress(total, total, "done")
+    return {
+        "ddp_hooks": ddp_hooks.__version__,
+        "torch": torch.__version__,
+        "ranks": ranks,
+        "threads_per_rank": torch.get_num_threads(),
+        "width": width,
+        "batch_size_per_rank": batch_size,
+        "parameters": sum(parameter.numel() for parameter in plain.module.parameters()),
+        "groups": [
+            {"label": label, "bytes": sum(size for name, size in sizes.items() if name.startswith(prefix))}
+            for label, prefix in workload.GROUPS.items()
+        ],
+        "table_rows": workload.VOCABULARY,
+        "table_bytes": sizes[workload.WORD_TABLE],
+        "phases": phases,
+        "weights_difference": max(phase["weights_difference"] for phase in phases),
+        "statistics": str(state.stats()),
+    }
+
+
+def read_usage(usage: dict[str, ParameterUsage]) -> Numbers:
+    """Return, for each group of parameters, who used it and how many of its bytes; and the rows that were sent."""
+    groups = [
+        [parameter for name, parameter in usage.items() if name.removeprefix("module.").startswith(prefix)]
+        for prefix in workload.GROUPS.values()
+    ]
+    units = usage[workload.WORD_TABLE].units
+    return {
+        "used_here": [any(parameter.used_here for parameter in group) for group in groups],
+        "frozen": [all(parameter.frozen for parameter in group) for group in groups],
+        "used_bytes": [sum(map(count_used_bytes, group)) for group in groups],
+        "rows": None if units is None else units.used_anywhere,  # None: the table was sent whole
+    }
+
+
+def count_used_bytes(parameter: ParameterUsage) -> int:
+    """Return the bytes of the part of a float32 parameter that some rank used."""
+    if not parameter.used_anywhere:
+        return 0
+    units = parameter.units
+    return 4 * parameter.numel if units is None else 4 * parameter.numel * units.used_anywhere // units.units
+
+
+def combine(mine: Numbers) -> Numbers:
+    """Make one record of all ranks' records of a step; every rank calls this."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    record = {
+        key: max(one[key] for one in everyone) if key.endswith(("_bytes", "_milliseconds")) else value
+        for key, value in everyone[0].items()
+    }
+    used_here = zip(*(one["used_here"] for one in everyone), strict=True)
+    record["used_by"] = [[rank for rank, used in enumerate(ranks) if used] for ranks in used_here]
+    record["hook_bytes"] = record["payload_bytes"] + record["mask_bytes"]
+    del record["used_here"]
+    return record
 
 
 def compare_weights(first: nn.Module, second: nn.Module) -> float:
     """Return the largest absolute difference between two modules' parameters over all ranks; inf if one is a NaN."""
-    largest = torch.zeros(())
-    for a, b in zip(first.parameters(), second.parameters(), strict=True):
-        largest = torch.maximum(largest, (a.detach() - b.detach()).abs().max())
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    largest = torch.stack([(a.detach() - b.detach()).abs().max() for a, b in pairs]).max()
     largest = torch.nan_to_num(largest, nan=float("inf"))
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
 
 
-def check_ranks_alike(module: nn.Module) -> bool:
-    """Say whether every rank holds bitwise the same parameters; every rank calls this."""
-    # The sum of the bit patterns wraps around, which is fine for a checksum; the second one sees a swap of elements.
-    sums = []
-    for parameter in module.parameters():
-        bits = parameter.detach().view(torch.int32).reshape(-1)
-        sums += [bits.sum(), (bits[::2] ^ bits.numel()).sum()]
-    checksum = torch.stack(sums)
-    lowest, highest = checksum.clone(), checksum.clone()
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return torch.equal(lowest, highest)
-
-
-def read_usage(
-    usage: dict[str, ParameterUsage],
-) -> tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...], tuple[int, ...]]:
-    """Return by parameter group whether this rank used it, whether anybody did, whether it is frozen, and used bytes.
-
-    Used bytes are those of what anybody used: parameters, or of a parameter that was sent by rows, its rows.
-    """
-    columns: list[tuple[bool, bool, bool, int]] = []
-    for group in workload.GROUPS:
-        members = [each for name, each in usage.items() if name.removeprefix("module.").startswith(group.prefix)]
-        columns.append(
-            (
-                any(each.used_here for each in members),
-                any(each.used_anywhere for each in members),
-                bool(members) and all(each.frozen for each in members),
-                sum(count_used_bytes(each) for each in members),
-            )
-        )
-    used_here, used_anywhere, frozen, used_bytes = zip(*columns, strict=True)
-    return used_here, used_anywhere, frozen, used_bytes
-
-
-def count_used_bytes(parameter: ParameterUsage) -> int:
-    """Return the bytes of the part of a parameter that some rank used."""
-    if not parameter.used_anywhere:
-        return 0
-    size = BYTES_PER_ELEMENT * parameter.numel
-    return size if parameter.units is None else size * parameter.units.used_anywhere // parameter.units.units
-
-
-def train(rank: int, report_progress: Callable[[str], None], settings: Settings) -> RankRecord:
-    """Train both runs through all phases on this rank; every rank calls this within a process group.
-
-    The two runs take each step in turn, and change places after every step, so that whatever slows the machine down
-    slows both.
-    """
-    import ddp_hooks
-
-    data = workload.load_digits(SEED)
-    plain, hooked = Run(settings.hidden), Run(settings.hidden)
-    state = ddp_hooks.register(hooked.ddp)
-    dense_bytes = sum(p.numel() * p.element_size() for p in plain.module.parameters())
-    phases = []
-    for phase_index, phase in enumerate(workload.PHASES):
-        for run in (plain, hooked):
-            run.module.lower.requires_grad_(not phase.lower_frozen)
-        steps = []
-        for step in range(settings.steps):
-            pixels, digits = data.batch(
-                rank, settings.world_size, phase_index * settings.steps + step, settings.batch_size
-            )
-            arguments = (
-                pixels,
-                digits,
-                phase.tasks(rank, settings.world_size, step),
-                phase.takes_branch(rank, settings.world_size, step),
-                phase.words_penalised,
-            )
-            before = state.stats()
-            if step % 2 == 0:
-                plain_step, hooked_step = plain.train_step(*arguments), hooked.train_step(*arguments)
-            else:
-                hooked_step, plain_step = hooked.train_step(*arguments), plain.train_step(*arguments)
-            after = state.stats()
-            usage = state.usage()
-            used_here, used_anywhere, frozen, used_bytes = read_usage(usage)
-            units = usage[workload.WORD_TABLE].units
-            steps.append(
-                StepRecord(
-                    plain_seconds=plain_step[0],
-                    plain_bytes=dense_bytes,
-                    plain_loopback_bytes=plain_step[1],
-                    hooks_seconds=hooked_step[0],
-                    hooks_dense_bytes=after.dense_bytes - before.dense_bytes,
-                    hooks_payload_bytes=after.payload_bytes - before.payload_bytes,
-                    hooks_mask_bytes=after.mask_bytes - before.mask_bytes,
-                    hooks_loopback_bytes=hooked_step[1],
-                    used_here=used_here,
-                    used_anywhere=used_anywhere,
-                    frozen=frozen,
-                    used_bytes=used_bytes,
-                    rows=None if units is None else units.used_anywhere,
-                )
-            )
-            report_progress(phase.title)
-        phases.append(
-            PhaseRecord(
-                steps=tuple(steps),
-                plain_accuracy=tuple(workload.measure_accuracy(plain.module, data)),
-                hooks_accuracy=tuple(workload.measure_accuracy(hooked.module, data)),
-                weights_difference=compare_weights(plain.module, hooked.module),
-                ranks_alike=all([check_ranks_alike(plain.module), check_ranks_alike(hooked.module)]),
-            )
-        )
-    parameters = dict(plain.module.named_parameters())
-    return RankRecord(
-        phases=tuple(phases),
-        parameters=sum(p.numel() for p in parameters.values()),
-        group_bytes=tuple(
-            sum(p.numel() * p.element_size() for name, p in parameters.items() if name.startswith(group.prefix))
-            for group in workload.GROUPS
-        ),
-        table_bytes=BYTES_PER_ELEMENT * parameters[workload.WORD_TABLE].numel(),
-        statistics=str(state.stats()),
-    )
+def show_progress(done: int, total: int, title: str) -> None:
+    """Rank 0 shows how far training is: in place on a terminal, otherwise in a few lines."""
+    if dist.get_rank() != 0:
+        return
+    text = f"{done} of {total} steps  {title}"
+    if sys.stderr.isatty():
+        print(f"\r{text:<79}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+    elif done * 10 // total > (done - 1) * 10 // total:
+        print(text, file=sys.stderr, flush=True)
