@@ -10,6 +10,7 @@ from .problem import Kind, Problem
 from .questions import Facts
 from .records import RankRecord
 from .standing import Standing, Unfinished, Way
+from .verdicts import ParameterVerdict, group_by_module
 
 _NAMES_SHOWN = 8
 
@@ -27,7 +28,7 @@ def find_marked_twice(facts: Facts) -> Iterator[Problem]:
     if not found:
         return
     standing = found[0].standing
-    names = short_list(standing.unexpected or standing.twice)
+    names = _everywhere([standing.unexpected or standing.twice], facts)
     flag = found[0].find_unused_parameters
     details = ['DDP\'s own error is "Expected to mark a variable ready only once".', *_places(found)]
     if standing.nested_in:
@@ -101,20 +102,20 @@ def find_changed_graph(facts: Facts) -> Iterator[Problem]:
     )
     change = "Wrap without static_graph=True, and with find_unused_parameters=True instead."
     if missing:
-        names = _everywhere([record.standing.missing for record in missing])
+        names = _everywhere([record.standing.missing for record in missing], facts)
         yield Problem(
             Kind.GRAPH_CHANGED,
             f"static_graph=True is set, but the graph changed: the first step reached {names}, and the backward pass "
-            f"after {missing[0].standing.finished} steps did not.",
+            f"after {count_steps(missing[0].standing.finished)} did not.",
             change,
             details=_missing_by_rank(missing),
         )
     elif extra:
-        names = _everywhere([record.standing.unexpected for record in extra])
+        names = _everywhere([record.standing.unexpected for record in extra], facts)
         yield Problem(
             Kind.GRAPH_CHANGED,
             f"static_graph=True is set, but the graph changed: the first step did not use {names}, and the backward "
-            f"pass after {extra[0].standing.finished} steps did.",
+            f"pass after {count_steps(extra[0].standing.finished)} did.",
             change,
             details=tuple(_places(extra)),
         )
@@ -127,11 +128,22 @@ def find_missing_gradients(facts: Facts) -> Iterator[Problem]:
         return
     first = found[0].standing
     sets = {record.standing.missing for record in found}
-    names = _everywhere([record.standing.missing for record in found])
+    names = _everywhere([record.standing.missing for record in found], facts)
     differ = len(sets) > 1 or (len(found) < len(facts.records) and not facts.absent)
     sometimes = any(record.standing.finished for record in found)
     flag = found[0].find_unused_parameters
-    when = f"after {first.finished} finished steps" if first.finished else "in its first step"
+    frozen = all(record.standing.frozen and not record.standing.missing for record in found)
+    if frozen:
+        yield Problem(
+            Kind.GRADIENTS_MISSING,
+            f"{_everywhere([record.standing.frozen for record in found], facts)} was frozen after wrapping, and DDP "
+            f"waits for its gradients after {count_steps(first.finished)}.",
+            "Freeze before wrapping, or call ddp_hooks.rebuild(ddp) on every rank after freezing; or register the "
+            "hook, ddp_hooks.register(ddp), and freeze with ddp_hooks.freeze(ddp, ...).",
+            details=_standings(facts),
+        )
+        return
+    when = f"after {count_steps(first.finished)}" if first.finished else "in its first step"
     fact = (
         f"The ranks use different parameters: {when}, backward left out {names} on {_ranks(found)}, and DDP waits for "
         "the gradients."
@@ -154,9 +166,13 @@ def find_missing_gradients(facts: Facts) -> Iterator[Problem]:
         change,
         gain if differ or sometimes else "",
         details=(
-            *_missing_by_rank(facts.records),
+            *(_missing_by_rank(facts.records) if differ else ()),
             *_standings(facts),
-            'DDP refuses the next forward pass with "Expected to have finished reduction in the prior iteration".',
+            *(
+                ('DDP then refuses the next forward pass: "Expected to have finished reduction in the prior ...".',)
+                if any(record.end.way is not Way.GOES_ON for record in found)
+                else ()
+            ),
         ),
     )
 
@@ -173,7 +189,7 @@ def find_broken_backward(facts: Facts) -> Iterator[Problem]:
         return
     first = found[0]
     is_caught = first.end.left != "backward"
-    names = short_list(first.standing.missing)
+    names = _everywhere([first.standing.missing], facts)
     if is_caught:
         change = (
             "Do not go on with this module after an error in backward(): mend what raises, or make the DDP module "
@@ -183,7 +199,7 @@ def find_broken_backward(facts: Facts) -> Iterator[Problem]:
         change = f"Mend what raised: {first.end.error}."
     yield Problem(
         Kind.BACKWARD_RAISED,
-        f"A backward pass raised on {_ranks(found)} after {first.standing.finished} finished steps"
+        f"A backward pass raised on {_ranks(found)} after {count_steps(first.standing.finished)}"
         + (", and the script caught the error" if is_caught else "")
         + (", so DDP waits for gradients that it will not get." if first.standing.missing else "."),
         change,
@@ -204,24 +220,27 @@ def find_uneven(facts: Facts) -> Iterator[Problem]:
     if not waits or not others:
         return
     raised = [record for record in others if record.end.way is Way.RAISED]
-    steps = waits[0].standing.finished
+    steps = count_steps(waits[0].standing.finished)
     if raised:
         yield Problem(
             Kind.UNEVEN,
             f"{_capital(_ranks(raised))} ended with an error ({raised[0].end.error}) while {_ranks(waits)} waited for "
-            f"it in the step after {steps} finished ones.",
+            f"it in the step after {steps}.",
             "Mend that error; the other ranks are only waiting.",
             details=_standings(facts),
         )
         return
     ended = all(record.end.way is not Way.GOES_ON for record in others)
     where = "has come to the end of its script" if ended else "runs no step"
-    skipped = [record for record in others if record.standing.forwards]
-    how = f" ({_ranks(skipped)} ran a forward pass that no backward pass followed)" if skipped else ""
+    how = ""
+    if failed := [one for one in others if one.standing.failed_forwards > waits[0].standing.failed_forwards]:
+        how = f" ({_ranks(failed)} caught an error that a forward pass raised)"
+    elif idle := [one for one in others if _idle(one.standing) > _idle(waits[0].standing)]:
+        how = f" (on {_ranks(idle)} no backward pass followed some forward pass, or it raised and was caught)"
     yield Problem(
         Kind.UNEVEN,
-        f"The ranks ran different numbers of backward passes: {_ranks(waits)} waits in the step after {steps} finished "
-        f"ones for {_ranks(others)}, which {where}{how}.",
+        f"The ranks ran different numbers of backward passes: {_ranks(waits)} waits in the step after {steps} "
+        f"for {_ranks(others)}, which {where}{how}.",
         "Give every rank the same number of batches, or train within `with ddp.join():`; skip a batch on every rank or "
         "on none.",
         details=_standings(facts),
@@ -238,10 +257,21 @@ def find_standstill(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             Kind.STOOD_STILL,
             f"No step has ended for a long time: every rank is within the backward pass after "
-            f"{found[0].standing.finished} finished steps.",
+            f"{count_steps(found[0].standing.finished)}.",
             "Look at where each rank stands: a rank may wait in a collective of its own that others do not call.",
             details=_standings(facts),
         )
+
+
+def count_steps(steps: int) -> str:
+    """Return a number of finished steps in words."""
+    return f"{steps} finished step{'' if steps == 1 else 's'}"
+
+
+def _idle(standing: Standing) -> int:
+    """Return how many forward passes no backward pass has followed."""
+    begun = standing.unfinished is not Unfinished.NONE
+    return standing.idle_forwards + max(standing.forwards - begun, 0)
 
 
 def _is_in_step(standing: Standing) -> bool:
@@ -260,13 +290,17 @@ def _capital(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}"
 
 
-def _everywhere(names: Sequence[Sequence[str]]) -> str:
-    """Return all of the names in one line, each once."""
-    return short_list(list(dict.fromkeys(name for some in names for name in some)))
+def _everywhere(names: Sequence[Sequence[str]], facts: Facts) -> str:
+    """Return all of the names in one line, each once, and modules in place of all of their parameters."""
+    some = set().union(*names)
+    modules = group_by_module(
+        [ParameterVerdict(name, 0, str(name in some), 0, (), None, ()) for name in facts.records[0].order]
+    )
+    return short_list([one.name or "the whole model" for one in modules if one.verdict == "True"])
 
 
 def _places(records: Sequence[RankRecord]) -> list[str]:
-    return [f"It was so on {_ranks(records)}, after {records[0].standing.finished} finished steps."]
+    return [f"It was so on {_ranks(records)}, after {count_steps(records[0].standing.finished)}."]
 
 
 def _missing_by_rank(records: Sequence[RankRecord]) -> tuple[str, ...]:
@@ -287,7 +321,7 @@ def _standings(facts: Facts) -> tuple[str, ...]:
 
 def _describe(record: RankRecord) -> str:
     standing = record.standing
-    steps = f"{standing.finished} finished step{'' if standing.finished == 1 else 's'}"
+    steps = count_steps(standing.finished)
     if record.end.way is Way.RAISED:
         return f"ended after {steps} with {record.end.error}"
     if record.end.way is not Way.GOES_ON:

@@ -8,6 +8,7 @@ from ..wording import short_list
 from .gradient_watch import Unreduced
 from .problem import Kind, Problem
 from .questions import Facts
+from .records import RankRecord
 from .replicas import Drift, find_drift
 from .verdicts import UNFROZEN
 
@@ -18,15 +19,18 @@ def find_drifting(facts: Facts) -> Iterator[Problem]:
     cause = _find_cause(facts)
     if any(one.verdict == UNFROZEN for one in facts.modules):
         return  # that says it all
-    if cause is not None and (drift is not None or facts.finished == 0):
+    # A second backward pass may also break the step after it.
+    raised = any(record.end.left == "backward" and _is_late(record) for record in facts.records)
+    if cause is not None and (drift is not None or facts.finished == 0 or raised):
         fact, change = cause
         differ = "" if drift is None else f"; {_describe(drift)}"
         yield Problem(Kind.APART, f"{fact}{differ}.", change, details=_details(drift))
     elif drift is not None and drift.since is not None and not drift.is_rounding and facts.finished:
+        averaged = ", although DDP averaged every gradient" if not any(_unreduced(facts)) else ""
         at_first = drift.since == (0, 0)
         yield Problem(
             Kind.APART,
-            f"{_describe(drift)[0].upper()}{_describe(drift)[1:]}, although DDP averaged every gradient.",
+            f"{_describe(drift)[0].upper()}{_describe(drift)[1:]}{averaged}.",
             "Load weights before wrapping, or on every rank, and do not pass init_sync=False."
             if at_first
             else "Look for what changes weights on some ranks only: a step of the optimizer that one rank skips, "
@@ -45,10 +49,7 @@ def _compare(facts: Facts) -> Drift | None:
 
 def _find_cause(facts: Facts) -> tuple[str, str] | None:
     """Return what is wrong, and what to do."""
-    unreduced: dict[str, int] = {}
-    for record in facts.records:
-        for why, count in record.standing.unreduced:
-            unreduced[why] = max(unreduced.get(why, 0), count)
+    unreduced = _unreduced(facts)
     calls = max(record.standing.inner_calls for record in facts.records)
     past, late = unreduced.get(Unreduced.PAST_DDP.value, 0), unreduced.get(Unreduced.AFTERWARDS.value, 0)
     kept = unreduced.get(Unreduced.NO_SYNC.value, 0)
@@ -76,8 +77,7 @@ def _find_cause(facts: Facts) -> tuple[str, str] | None:
         return (
             f"Parameters change while backward runs, before DDP has averaged their gradients ({short_list(early)}): "
             "an optimizer steps in hooks of the parameters",
-            "Step the optimizer after backward(), or let DDP do it "
-            "(torch.distributed.optim._apply_optimizer_in_backward before wrapping).",
+            "Step the optimizer after backward() has returned.",
         )
     behind = max(record.standing.left_behind for record in facts.records)
     if kept and behind:
@@ -87,6 +87,19 @@ def _find_cause(facts: Facts) -> tuple[str, str] | None:
             "Leave the last pass before each optimizer.step() outside of no_sync(), that of an epoch's end included.",
         )
     return None
+
+
+def _unreduced(facts: Facts) -> dict[str, int]:
+    """Return how many passes DDP did not reduce, on the rank with most of them."""
+    unreduced: dict[str, int] = {}
+    for record in facts.records:
+        for why, count in record.standing.unreduced:
+            unreduced[why] = max(unreduced.get(why, 0), count)
+    return unreduced
+
+
+def _is_late(record: RankRecord) -> bool:
+    return {why for why, _ in record.standing.unreduced} == {Unreduced.AFTERWARDS.value}
 
 
 def _passes(count: int) -> str:
@@ -103,7 +116,7 @@ def _details(drift: Drift | None) -> tuple[str, ...]:
         return ()
     since = ""
     if drift.since is not None and drift.since[0]:
-        since = f", first seen after {drift.since[0]} finished steps"
+        since = f", first seen after {drift.since[0]} finished step{'' if drift.since[0] == 1 else 's'}"
     return (
         f"Not the same on every rank{since}: {short_list(drift.names)}.",
         "Weights that have drifted apart stay apart: start again, or call "

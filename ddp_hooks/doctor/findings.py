@@ -198,6 +198,12 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         frozenset(
             first.names[i] for steps in ranks for step in steps for i in array("I", step.order) if not step.received[i]
         ),
+        tuple(
+            1 - sent / max(size, 1)
+            for one in outlooks
+            if one.policy == "skip_unused"
+            for sent, size in zip(one.payload_bytes_by_step, map(sum, dense), strict=True)
+        ),
     )
     problems = find_problems(facts)
     is_broken = bool(facts.absent) or any(one.kind.breaks_run for one in problems)

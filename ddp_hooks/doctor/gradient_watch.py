@@ -111,6 +111,8 @@ class GradientWatch:
         used: a byte for each parameter: 1 if it got a gradient here since the last synchronised pass ended.
         held: of the parameters that had a gradient when the pass began, what tells whether it is the same still.
         forwards: how many synchronising forward passes have begun since the last synchronised pass ended.
+        idle_forwards: how many of those before these no backward pass of their own has followed.
+        failed_forwards: how many forward passes of DDP's, in grad mode, have raised.
         inner_calls: how often the wrapped model was called in grad mode, but not by DDP.
         nested_in: the custom functions of autograd whose own backward passes have reached parameters, by name.
     """
@@ -130,7 +132,7 @@ class GradientWatch:
         self._ddp = weakref.ref(ddp)
         self._listener = listener
         self.held: dict[int, tuple[int, int]] = {}
-        self.forwards = 0
+        self.forwards = self.idle_forwards = self.failed_forwards = 0
         self.inner_calls = 0
         self.nested_in: set[str] = set()
         self._task: int | None = None  # which graph task the last gradient came in
@@ -228,6 +230,7 @@ class GradientWatch:
         if not torch.is_grad_enabled():
             return
         self._notice_break()
+        self.failed_forwards += self._forward is not None
         if self._unhooked:
             self._hook_parameters()
         self._forward = module
@@ -314,6 +317,7 @@ class GradientWatch:
         self._expects = False
         self._is_finished = self._has_finished = True
         self._why_not = Unreduced.AFTERWARDS
+        self.idle_forwards += max(self.forwards - 1, 0)
         self.forwards = 0
         self._listener.step_reduced()
         _queue(self._done)

@@ -10,7 +10,17 @@ from ..wording import describe_part
 from .findings import Findings
 from .problem import open_report
 from .text import describe, megabytes
-from .verdicts import FROZEN_AFTER, MEANING, NEVER, SOME_RANKS, SOMETIMES, UNFROZEN, USED, ParameterVerdict
+from .verdicts import (
+    FROZEN_AFTER,
+    FROZEN_SINCE,
+    MEANING,
+    NEVER,
+    SOME_RANKS,
+    SOMETIMES,
+    UNFROZEN,
+    USED,
+    ParameterVerdict,
+)
 
 _ROWS_SHOWN = 600
 _STRIP_WIDTH = 480
@@ -42,7 +52,7 @@ svg { display: block; margin-top: 4px; }
 """
 _CLASS = {"#": "used", ".": "unused", "-": "frozen"}
 # What is of interest comes first.
-_ORDER = (UNFROZEN, NEVER, SOME_RANKS, SOMETIMES, FROZEN_AFTER)
+_ORDER = (UNFROZEN, NEVER, SOME_RANKS, SOMETIMES, FROZEN_SINCE, FROZEN_AFTER)
 
 
 def draw_page(findings: Sequence[Findings]) -> str:

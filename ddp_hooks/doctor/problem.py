@@ -17,17 +17,19 @@ class Kind(IntEnum):
     BACKWARD_RAISED = auto()  # a backward pass has ended early
     UNEVEN = auto()  # ranks ran different numbers of steps
     STOOD_STILL = auto()  # no step ended, for a reason that is not seen
+    SCRIPT_RAISED = auto()  # an error has left the script, and DDP is not the reason as far as seen
+    FROZEN_LATE = auto()  # a part of the model was frozen halfway, and is sent as zeros
     FORGOTTEN = auto()  # a part of the model gets no gradient, and the run goes on
 
     @property
     def breaks_run(self) -> bool:
         """Whether training cannot go on: what was seen before says little about how it would."""
-        return Kind.APART < self < Kind.FORGOTTEN
+        return Kind.APART < self < Kind.SCRIPT_RAISED
 
     @property
     def forbids_advice(self) -> bool:
         """Whether it has to go before it is worth talking about policies."""
-        return self < Kind.FORGOTTEN
+        return self < Kind.SCRIPT_RAISED
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,11 @@ paragraph each. While there is a problem whose kind ``forbids_advice``, no polic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from statistics import fmean
 
+from ..wording import describe_part, describe_ranks
 from .breakdowns import (
+    count_steps,
     find_broken_backward,
     find_changed_graph,
     find_marked_twice,
@@ -27,13 +30,16 @@ from .breakdowns import (
 from .drift import find_drifting
 from .problem import Kind, Problem
 from .questions import Facts, short_names
-from .verdicts import NEVER, UNFROZEN, is_inside
+from .standing import Way
+from .verdicts import FROZEN_SINCE, NEVER, UNFROZEN, in_steps, is_inside
 
 
 def find_problems(facts: Facts) -> list[Problem]:
     """Return what is wrong, the most serious first."""
-    found = [problem for finder in _FINDERS for problem in finder(facts)]
-    return sorted(found, key=lambda problem: problem.kind)
+    found = sorted((problem for finder in _FINDERS for problem in finder(facts)), key=lambda problem: problem.kind)
+    # What has broken the run is what matters; the steps before it say little about the rest.
+    is_broken = any(problem.kind.breaks_run for problem in found)
+    return [problem for problem in found if not is_broken or problem.kind.forbids_advice]
 
 
 def _find_unfrozen(facts: Facts) -> Iterator[Problem]:
@@ -66,6 +72,40 @@ def _find_forgotten(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def _find_frozen_late(facts: Facts) -> Iterator[Problem]:
+    late = [one for one in facts.parameters if one.frozen_since is not None]
+    if not late or facts.has_hook:
+        return
+    since = max(one.frozen_since or 0 for one in late)
+    gain = ""
+    if facts.saved_by_step:
+        before, after = (fmean(part) for part in (facts.saved_by_step[:since], facts.saved_by_step[since:]))
+        gain = f"ddp_hooks saves {describe_part(before)} of the bytes before step {since} and {after:.1%} after it."
+    names = short_names([one for one in facts.modules if one.verdict == FROZEN_SINCE])
+    yield Problem(
+        Kind.FROZEN_LATE,
+        f"{names} is frozen since {in_steps(late)}, and DDP has sent zeros for it since then.",
+        "Call ddp_hooks.rebuild(ddp) on every rank after freezing for good, or register the hook and freeze with "
+        "ddp_hooks.freeze(ddp, ...).",
+        gain,
+    )
+
+
+def _find_error(facts: Facts) -> Iterator[Problem]:
+    raised = [record for record in facts.records if record.end.way is Way.RAISED]
+    if raised:
+        first = raised[0]
+        where = {"backward": "in backward ", "forward": "in the forward pass "}.get(first.end.left, "")
+        yield Problem(
+            Kind.SCRIPT_RAISED,
+            f"The script ended with an error {where}on {describe_ranks([record.rank for record in raised])}, after "
+            f"{count_steps(first.standing.finished)}: {first.end.error}.",
+            "No parameter of DDP's had been reached by then, so look for what raised in the loss."
+            if first.end.left == "backward"
+            else "DDP had finished every step that had begun, so look for the reason in the script.",
+        )
+
+
 _FINDERS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     find_drifting,
     find_marked_twice,
@@ -75,5 +115,7 @@ _FINDERS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     find_uneven,
     find_standstill,
     _find_unfrozen,
+    _find_frozen_late,
+    _find_error,
     _find_forgotten,
 )

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from ..wording import describe_part, short_list
 from .records import RankRecord
 from .timing import Division
-from .verdicts import FROZEN_AFTER, NEVER, SOME_RANKS, SOMETIMES, UNFROZEN, ModuleVerdict, ParameterVerdict
+from .verdicts import (
+    FROZEN_AFTER,
+    FROZEN_SINCE,
+    NEVER,
+    SOME_RANKS,
+    SOMETIMES,
+    UNFROZEN,
+    ModuleVerdict,
+    ParameterVerdict,
+)
 
 # Below this part of the bytes a hook is not worth a line.
 LEAST_SAVED = 0.02
@@ -16,7 +25,8 @@ LEAST_SAVED = 0.02
 _LEAST_MORE = 0.05
 # How much of the bytes accumulation has to spoil to be worth a word.
 _LEAST_SPOILED = 0.25
-_UNUSED = (NEVER, SOMETIMES, SOME_RANKS, FROZEN_AFTER)
+_FROZEN = (FROZEN_AFTER, FROZEN_SINCE)
+_UNUSED = (NEVER, SOMETIMES, SOME_RANKS, *_FROZEN)
 _NAMES_SHOWN = 4
 
 
@@ -56,6 +66,7 @@ class Facts:
         records: what each rank wrote down that was heard of, by rank.
         absent: the ranks that were not.
         finished: how many steps the rank has finished that has finished most.
+        saved_by_step: which part of its bytes ``skip_unused`` would save in each step; empty where that is not known.
         left_out: what some step reached with no gradient, because the loss leaves out an output: the parameters' names.
     """
 
@@ -75,6 +86,7 @@ class Facts:
     absent: tuple[int, ...]
     finished: int
     left_out: frozenset[str]
+    saved_by_step: tuple[float, ...]
 
 
 def answer_all(facts: Facts) -> list[Answer]:
@@ -98,14 +110,14 @@ def _is_the_search_needed(facts: Facts) -> Answer:
         if facts.find_unused_parameters:
             return Answer(question, "no", f"it is set, and {seen} every parameter was used; leave it out")
         return Answer(question, "no", f"it is not set, and {seen} every parameter was used")
-    if all(one.verdict == FROZEN_AFTER for one in unused):
+    if all(one.verdict in _FROZEN for one in unused):
         return Answer(
             question,
             "no, if you wrap later",
             f"all that is unused ({short_names(unused)}) is frozen: freeze before wrapping, or call "
             "ddp_hooks.rebuild(ddp, find_unused_parameters=False) after freezing",
         )
-    if all(one.verdict in (NEVER, FROZEN_AFTER) for one in unused):
+    if all(one.verdict in (NEVER, *_FROZEN) for one in unused):
         return Answer(
             question,
             "yes, as the model stands",

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import _extension
 from ..engine_settings import unit_settings
 from ..policies import PRESETS
+from ..service import registered_service
 from .gradient_watch import GradientWatch, Silence, Unreduced
 from .standing import Standing, Unfinished
 
@@ -384,27 +385,33 @@ class Recorder(Silence):
         self._notice_change()
         names = watch.names
         missing: tuple[str, ...] = ()
+        frozen: tuple[str, ...] = ()
         unfinished = Unfinished.NONE
         unreached: frozenset[int] = frozenset()
         if now.times:
             missing = tuple(self.missing())
+            if ddp is not None and not self._searches and registered_service(ddp) is None:
+                frozen = tuple(self.missing(frozen=True))
             if now.has_raised or (watch.runs_backward and not _runs_backward()):
                 unfinished = Unfinished.RAISED
             elif watch.runs_backward:
                 unfinished = Unfinished.RUNS
             else:
-                unfinished = Unfinished.SHORT if missing else Unfinished.WAITS
+                unfinished = Unfinished.SHORT if missing or frozen else Unfinished.WAITS
             if ddp is not None and (self._searches or ddp.static_graph):
                 unreached = self._read_unused(ddp)
         return Standing(
             self.finished,
             unfinished,
             missing,
+            frozen,
             tuple(names[i] for i in sorted(now.twice)),
             tuple(names[i] for i in sorted(unreached & now.times.keys())),
             len(unreached) == watch.reduced_count,
             now.passes,
             watch.forwards,
+            watch.idle_forwards,
+            watch.failed_forwards,
             tuple(sorted(watch.nested_in)),
             watch.inner_calls,
             tuple((why.value, count) for why, count in self.unreduced.items()),
@@ -415,8 +422,12 @@ class Recorder(Silence):
             tuple(names[i] for i in sorted(self.stepped_early)),
         )
 
-    def missing(self) -> list[str]:
-        """Name what has no gradient in the pass that is under way, or in the one that did not end."""
+    def missing(self, frozen: bool = False) -> list[str]:
+        """Name what has no gradient in the pass that is under way, or in the one that did not end.
+
+        Args:
+            frozen: name what is frozen, and else what is not.
+        """
         ddp, came = self.watch.ddp, self._pass.times
         parameters = self.watch.parameters
         known = list(range(self.watch.reduced_count))
@@ -432,7 +443,7 @@ class Recorder(Silence):
             if i >= 0
             and i not in came
             and number not in unused
-            and (i >= len(parameters) or parameters[i].requires_grad)
+            and (i >= len(parameters) or parameters[i].requires_grad) != frozen
         ]
 
     # --- how

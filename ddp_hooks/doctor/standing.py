@@ -27,12 +27,15 @@ class Standing:
         finished: how many synchronised backward passes DDP has finished.
         unfinished: what has become of the one after these, if it has begun.
         missing: the parameters whose gradients DDP waits for in it.
+        frozen: those that it waits for and that are frozen, where it does not search the graph.
         twice: those that it reached more than once.
         unexpected: those that it reached and that the search of DDP's forward pass (with a static graph, the first
             step) had not.
         reaches_nothing: that search had not reached any parameter.
         passes: how many calls of ``backward()`` are part of it.
         forwards: how many synchronising forward passes have begun since the last finished backward pass.
+        idle_forwards: how many before those no backward pass of their own has followed.
+        failed_forwards: how many forward passes have raised.
         nested_in: the custom functions of autograd whose own backward passes have reached parameters, by name.
         inner_calls: how often the wrapped model was called in grad mode, but not by DDP.
         unreduced: how many backward passes DDP did not reduce, by the value of
@@ -47,11 +50,14 @@ class Standing:
     finished: int = 0
     unfinished: Unfinished = Unfinished.NONE
     missing: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     twice: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     reaches_nothing: bool = False
     passes: int = 0
     forwards: int = 0
+    idle_forwards: int = 0
+    failed_forwards: int = 0
     nested_in: tuple[str, ...] = ()
     inner_calls: int = 0
     unreduced: tuple[tuple[str, int], ...] = ()

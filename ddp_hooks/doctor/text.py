@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING
 
 from ..wording import describe_part, describe_ranks, fill
 from .problem import open_report
-from .verdicts import MEANING, MOSTLY_ZERO, SOME_RANKS, SOMETIMES, USED, ModuleVerdict, ParameterVerdict, is_inside
+from .verdicts import (
+    FROZEN_SINCE,
+    MEANING,
+    MOSTLY_ZERO,
+    SOME_RANKS,
+    SOMETIMES,
+    USED,
+    ModuleVerdict,
+    ParameterVerdict,
+    in_steps,
+    is_inside,
+)
 
 if TYPE_CHECKING:
     from .findings import Findings
@@ -103,7 +114,9 @@ def _verdict(group: ModuleVerdict, findings: Findings) -> str:
         everyone = _in_steps([one.steps_used_by_all for one in members], findings.steps)
         ranks = sorted({rank for one in members for rank in one.ranks_used})
         text += f", all did {everyone}; {describe_ranks(ranks)} did"
-    if group.verdict == MOSTLY_ZERO:
+    if group.verdict == FROZEN_SINCE:
+        text += f" {in_steps(members)}: DDP sends zeros for it since then"
+    elif group.verdict == MOSTLY_ZERO:
         zero = [one.zero_rows for one in members if one.zero_rows is not None]
         text += f": {describe_part(sum(zero) / len(zero))} of its rows, on every rank"
     elif group.verdict in MEANING and group.verdict not in (SOMETIMES, SOME_RANKS):

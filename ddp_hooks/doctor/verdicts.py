@@ -14,6 +14,7 @@ SOMETIMES = "used in some steps"
 SOME_RANKS = "not used by every rank"
 FROZEN_BEFORE = "frozen before wrapping"
 FROZEN_AFTER = "frozen after wrapping"
+FROZEN_SINCE = "frozen since"
 UNFROZEN = "frozen when wrapped, trained since"
 ALL_ZERO = "all zero"
 MOSTLY_ZERO = "mostly zero by rows"
@@ -27,6 +28,7 @@ MEANING = {
     SOME_RANKS: "in some steps only some ranks used it",
     FROZEN_BEFORE: "DDP does not know it, and sends nothing for it",
     FROZEN_AFTER: "DDP sends zeros for it",
+    FROZEN_SINCE: "some step, and DDP sends zeros for it since then",
     UNFROZEN: "DDP does not know it: the ranks train it APART",
     ALL_ZERO: "it gets gradients, and they are zero on every rank in every step",
     MOSTLY_ZERO: "at least half of its rows are zero on every rank",
@@ -34,6 +36,8 @@ MEANING = {
     IGNORED: "left out at the user's wish",
     FROZEN: "FSDP2 sends nothing for it",
 }
+# So many steps at the end make it likely that a parameter is frozen for good.
+_LEAST_FROZEN = 2
 # From here on a gradient counts as mostly zero.
 _MOSTLY = 0.5
 
@@ -51,6 +55,8 @@ class ParameterVerdict:
         zero_rows: which part of its rows (units) was zero on every rank, the mean over the steps in which it was used;
             None where values were not looked at.
         pattern: for each rank a text with one character a step: ``#`` used, ``.`` not, ``-`` frozen.
+        frozen_since: from which step on, counted from 0, it was frozen for good after it had been used; None if it was
+            not.
     """
 
     name: str
@@ -60,6 +66,7 @@ class ParameterVerdict:
     ranks_used: tuple[int, ...]
     zero_rows: float | None
     pattern: tuple[str, ...]
+    frozen_since: int | None = None
 
     @property
     def steps_used_by_all(self) -> int:
@@ -137,11 +144,14 @@ def _judge_one(
         step for step, here in zip(united, by_step, strict=True) if any(here) and step.looked and index in step.slots
     ]
     zero_rows = sum(zero_units(step, index) for step in looked) / len(looked) if looked else None
+    frozen_since = _find_freezing(pattern) if reduced and steps_used else None
     always_frozen = all(all(steps) for steps in frozen)
     if not reduced:
         verdict = UNFROZEN if steps_used else FROZEN_BEFORE
     elif always_frozen and steps_used == 0:
         verdict = FROZEN_AFTER
+    elif frozen_since is not None:
+        verdict = FROZEN_SINCE
     elif kind := _kind_of_use(by_step):
         verdict = kind
     elif looked and all(index not in step.units for step in looked):
@@ -150,7 +160,15 @@ def _judge_one(
         verdict = MOSTLY_ZERO
     else:
         verdict = USED
-    return ParameterVerdict(name, size if reduced else 0, verdict, steps_used, ranks_used, zero_rows, pattern)
+    return ParameterVerdict(
+        name, size if reduced else 0, verdict, steps_used, ranks_used, zero_rows, pattern, frozen_since
+    )
+
+
+def _find_freezing(pattern: Sequence[str]) -> int | None:
+    """Return the step from which on every rank has a parameter frozen; None if none has, or only in the last step."""
+    since = max(len(steps.rstrip("-")) for steps in pattern)
+    return since if since <= len(pattern[0]) - _LEAST_FROZEN else None
 
 
 def mark(here: bool, frozen: bool) -> str:
@@ -199,6 +217,12 @@ def group_by_module(verdicts: Sequence[ParameterVerdict]) -> list[ModuleVerdict]
         ModuleVerdict(name, verdict, len(some), sum(one.dense_bytes for one in some), name not in names)
         for (name, verdict), some in groups.items()
     ]
+
+
+def in_steps(frozen: Sequence[ParameterVerdict]) -> str:
+    """Say since which step parameters are frozen."""
+    steps = sorted({one.frozen_since for one in frozen if one.frozen_since is not None})
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def is_inside(name: str, module: str) -> bool:
