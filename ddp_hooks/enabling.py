@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .absentees import ENABLE, Visit
 from .ddp_methods import Ending, give_way_to_other_hooks, watch_construction_from_its_beginning
+from .disabling import VARIABLE, is_disabled
 from .errors import RanksDisagreeError, RefusedError
 from .hooks import SkipUnusedState, register
 from .policies import Policy, resolve
@@ -110,7 +111,10 @@ class Enabling:
         state, problem = (None, _describe(absent)) if absent else _try_to_register(ddp, self.policy)
         if state is not None:
             self.states.append(state)
-            give_way_to_other_hooks(ddp)
+            if is_disabled():
+                state, problem = None, f"the environment variable {VARIABLE} is set"
+            else:
+                give_way_to_other_hooks(ddp)
         else:
             # From the caller of this, and of DDP's `__init__`.
             warnings.warn(

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension, service
+from .disabling import VARIABLE, is_disabled
 from .parameters import Selector, select
 from .reducer import parameters_of, reducible_parameters
 from .registration import find_ddp
@@ -216,7 +217,7 @@ def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None
             was unused is frozen now. None leaves it as it is.
 
     Returns:
-        Whether anything changed.
+        Whether anything changed. False if ``DDP_HOOKS_DISABLE`` is set.
 
     Raises:
         RuntimeError: on every rank, when a backward pass is under way, no parameter requires a gradient on any rank, or
@@ -225,7 +226,8 @@ def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None
     Source:
         DDP makes its Reducer in the same way when it is unpickled (``DistributedDataParallel.__setstate__``).
     """
-    return service.rebuild(find_ddp(ddp, "rebuild"), find_unused_parameters)
+    module = find_ddp(ddp, "rebuild")
+    return False if is_disabled() else service.rebuild(module, find_unused_parameters)
 
 
 def _model(function: str, module: nn.Module) -> nn.Module:
@@ -268,6 +270,7 @@ def _check_not_awaited(
             f"one that would wait for the gradients of {short_list(names)} if they are still frozen in the next "
             "reduced pass, and raise 'Expected to have finished reduction' in the one after it. Call "
             "ddp_hooks.register(ddp) first, wrap with find_unused_parameters=True, or freeze before wrapping"
+            + (f". {VARIABLE} is set, so register() has no effect now" if is_disabled() else "")
         )
 
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _extension
 from .absentees import meet_to_register
 from .ddp_methods import keep_place
+from .disabling import DisabledService, disabled_service, is_disabled, warn_of_it
 from .errors import RefusedError
 from .parameters import Selector
 from .policies import PRESETS, Policy, resolve
@@ -72,7 +73,7 @@ class SkipUnusedState:
         self._policy = policy
         self._earlier = earlier  # of the run before a checkpoint, and of modules that were served before
         self._origin = 0, Statistics()  # see `origin_of`
-        self._service: Service | None = None  # also when it is closed
+        self._service: Service | DisabledService | None = None  # also when it is closed
 
     @property
     def policy(self) -> Policy:
@@ -83,14 +84,18 @@ class SkipUnusedState:
         function = "register" if native else "SkipUnusedState"
         meet_to_register(ddp.process_group, function)
         groups = agree_to_serve(ddp, function, self._policy, _problem(function, mistake))
-        self._service = Service(ddp, self._policy, groups, hook=skip_unused_hook, state=self, native=native)
+        if groups is None:
+            self._service = DisabledService(ddp, self)
+            warn_of_it()
+        else:
+            self._service = Service(ddp, self._policy, groups, hook=skip_unused_hook, state=self, native=native)
         keep_place(ddp)
         _tied[:] = [other for other in _tied if other() not in (None, self)] + [weakref.ref(self)]
 
     def _is_attached(self) -> bool:
         return self._service is not None and self._service.engine is not None
 
-    def _require_service(self) -> Service:
+    def _require_service(self) -> Service | DisabledService:
         if self._service is None or self._service.ddp is None:
             raise RuntimeError(
                 f"SkipUnusedState: expected a state that serves a module, received one {self._why_detached()}; "
@@ -261,7 +266,7 @@ def skip_unused_hook(
             f"skip_unused_hook: expected a SkipUnusedState that serves this module, received {received}; wrap the "
             f"model in DistributedDataParallel again, and {_MAKE_ANOTHER}"
         )
-    return engine.run(bucket)  # type: ignore[no-any-return]
+    return engine.run(bucket)
 
 
 def register(ddp: torch.nn.Module, policy: Policy | str = "auto", **settings: Any) -> SkipUnusedState:
@@ -282,7 +287,7 @@ def register(ddp: torch.nn.Module, policy: Policy | str = "auto", **settings: An
             already, or this one with another policy.
     """
     module = find_ddp(ddp, "register")
-    service = registered_service(module)
+    service = disabled_service(module) if is_disabled() else registered_service(module)
     state = None if service is None else service.state()
     # From here on problems are collected and raised together, so that no rank is left waiting for the others.
     resolved, mistake = _resolve("register", policy, settings)

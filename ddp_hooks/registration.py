@@ -15,10 +15,14 @@ from . import _extension
 from ._version import __version__
 from .agreement import Proposal, exchange_proposals
 from .policies import Policy
-from .reducer import finalizes_manually
+from .reducer import finalizes_manually, parameters_of
+from .wording import short_list
 from .wrappers import uncompiled
 
 _C = _extension.load()
+
+# In which the engine scans, scales and packs gradients.
+_REAL_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def why_unsupported(ddp: DistributedDataParallel) -> str | None:
@@ -57,7 +61,47 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
         )
     if _C.reducer_is_in_backward(ddp.reducer):
         return "a backward pass is under way; make the state before backward() begins"
+    return _why_reduced_twice(ddp) or _why_no_gradients(ddp)
+
+
+def _why_reduced_twice(ddp: DistributedDataParallel) -> str | None:
+    """Say which DDP module within the module all-reduces some of its gradients, too."""
+    reduced, unmanaged = parameters_of(ddp)
+    own = {id(parameter) for parameter in (*reduced, *unmanaged)}
+    for place, inner in ddp.module.named_modules():
+        if not isinstance(inner, DistributedDataParallel) or not inner.require_backward_grad_sync:
+            continue
+        if dist.get_rank(inner.process_group) < 0 or dist.get_world_size(inner.process_group) == 1:
+            continue  # it sends nothing
+        shared = {id(parameter) for parameter in _C.reducer_parameters(inner.reducer)} & own
+        names = [name for name, parameter in ddp.module.named_parameters() if id(parameter) in shared]
+        if not names:
+            continue  # left to the inner one
+        within = f"its part {place!r}" if place else "the model in it"
+        return (
+            f"expected a model that was wrapped once, but {within} is a DistributedDataParallel module as well, which "
+            f"all-reduces the whole gradients of {short_list(names)} whatever the hook does; wrap the model only once, "
+            "or leave these parameters to the inner module by naming them to "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model before wrapping"
+        )
     return None
+
+
+def _why_no_gradients(ddp: DistributedDataParallel) -> str | None:
+    """Say which parameters have gradients that cannot be reduced."""
+    trained = {id(parameter) for parameter in _C.reducer_parameters(ddp.reducer)}
+    odd = {
+        name: parameter.dtype
+        for name, parameter in ddp.module.named_parameters()
+        if id(parameter) in trained and parameter.dtype.to_real() not in _REAL_DTYPES
+    }
+    if not odd:
+        return None
+    return (
+        f"expected trained parameters of {', '.join(map(str, _REAL_DTYPES))}, or complex ones of these, received "
+        f"{short_list([f'{name} of {dtype}' for name, dtype in odd.items()])}; freeze them before wrapping, or train "
+        "them in another dtype"
+    )
 
 
 def find_ddp(module: nn.Module, function: str) -> DistributedDataParallel:
@@ -77,7 +121,10 @@ def find_ddp(module: nn.Module, function: str) -> DistributedDataParallel:
             "wrap the model in DistributedDataParallel instead, if it fits on every device, or train without "
             "ddp_hooks. For fully_shard on the CPU call ddp_hooks.fsdp.register"
         )
-    raise TypeError(f"{expected} {type(module).__name__}; wrap the model first")
+    way_out = "wrap the model first"
+    if not dist.is_initialized():
+        way_out = "call torch.distributed.init_process_group() first, on every rank, and then wrap the model"
+    raise TypeError(f"{expected} {type(module).__name__}; {way_out}")
 
 
 def _other_wrapper(module: object) -> str | None:

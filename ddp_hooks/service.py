@@ -20,6 +20,7 @@ from .absentees import naming_absent_ranks
 from .agreement import settle
 from .collective_costs import costs_as_numbers, measure_collective_costs
 from .control_groups import ControlGroups, new_name, open_control_groups
+from .disabling import check_alike, is_disabled
 from .endpoints import Endpoint, find_endpoint, group_by_host
 from .engine_settings import engine_settings, may_send_directly
 from .hangs import watcher
@@ -50,7 +51,9 @@ _REGISTERED = "hook of this package registered before"
 _CLOSING_SECONDS = 0.5
 
 
-def agree_to_serve(ddp: DistributedDataParallel, function: str, policy: Policy, problem: str | None) -> ControlGroups:
+def agree_to_serve(
+    ddp: DistributedDataParallel, function: str, policy: Policy, problem: str | None
+) -> ControlGroups | None:
     """Make sure that every rank can serve its module, and in the same way; open the groups for it, or share them.
 
     Where the policy asks for it, measure what collectives take, unless that was done for the groups that are shared.
@@ -61,10 +64,18 @@ def agree_to_serve(ddp: DistributedDataParallel, function: str, policy: Policy, 
         policy: what every rank has to have chosen.
         problem: what keeps this rank from it already, or None.
 
+    Returns:
+        The groups; None if the module is to be left alone, because the hook is disabled on every rank.
+
     Raises:
         RefusedError: a rank has a problem, its module has a setting that cannot be supported, or ranks differ. On every
             rank.
     """
+    if is_disabled():
+        proposals = propose(ddp, function, {}, problem)
+        check_alike(function, [each.own is None for each in proposals])
+        settle(function, proposals)
+        return None
     problem = problem or why_unsupported(ddp)
     # A module that is refused may lack what is described.
     description = {} if problem else {_REGISTERED: "no", **describe(policy, ddp, *parameters_of(ddp))}
@@ -75,7 +86,9 @@ def agree_to_serve(ddp: DistributedDataParallel, function: str, policy: Policy, 
     # left differs by rank.
     costs = {name: costs_as_numbers(groups.costs) for name, groups in sharable.items()}
     own = (new_name(), tuple(find_endpoint(ddp.process_group)), costs, may_measure)
-    offers = settle(function, propose(ddp, function, description, problem, own))
+    proposals = propose(ddp, function, description, problem, own)
+    check_alike(function, [each.own is None for each in proposals])
+    offers = settle(function, proposals)
     endpoints = [Endpoint(*endpoint) for _, endpoint, _, _ in offers]
     shared = set(sharable).intersection(*(theirs for _, _, theirs, _ in offers))
     groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0], endpoints)

@@ -665,6 +665,69 @@ def refused_modules(rank: int) -> None:
     assert "delay_all_reduce_named_params" in error_of(lambda: ddp_hooks.register(delayed))
 
 
+def reduced_twice(rank: int) -> None:
+    """A DDP module within the module sends everything by itself, unless its parameters are left to it."""
+    twice = DistributedDataParallel(DistributedDataParallel(nn.Linear(4, 4)))
+    for door in (ddp_hooks.register, ddp_hooks.SkipUnusedState):
+        message = error_of(lambda door=door: door(twice))
+        assert "the model in it is a DistributedDataParallel module as well" in message
+        assert "the whole gradients of module.weight, module.bias" in message
+        assert "wrap the model only once" in message
+    # On one rank alone it is every rank's error.
+    part = DistributedDataParallel(nn.Linear(4, 4)) if rank else nn.Linear(4, 4)
+    if not rank:
+        DistributedDataParallel(part)  # which is a collective call
+    model = nn.ModuleDict({"part": part, "rest": nn.Linear(4, 4)})
+    message = error_of(lambda: ddp_hooks.register(DistributedDataParallel(model)))
+    assert "rank 1: expected a model that was wrapped once, but its part 'part' is a Dist" in message
+    # What is left to the inner module is well.
+    inner = DistributedDataParallel(nn.Linear(4, 4))
+    model = nn.Sequential(inner, nn.Linear(4, 4))
+    names = [f"0.{name}" for name, _ in inner.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    ddp = DistributedDataParallel(model)
+    state = ddp_hooks.register(ddp)
+    ddp(torch.ones(1, 4)).sum().backward()
+    assert state.stats().dense_bytes == 80
+    # So is one that is alone, or is not to reduce.
+    alone = nn.Sequential(DistributedDataParallel(nn.Linear(4, 4), process_group=own_group(rank)))
+    ddp_hooks.register(DistributedDataParallel(alone))
+    silent = DistributedDataParallel(nn.Linear(4, 4))
+    silent.require_backward_grad_sync = False
+    ddp_hooks.register(DistributedDataParallel(nn.Sequential(silent)))
+
+
+def own_group(rank: int) -> dist.ProcessGroup:
+    groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
+    return groups[rank]
+
+
+def test_reduced_twice() -> None:
+    run_ranks(2, reduced_twice)
+
+
+def float8_gradients(rank: int) -> None:
+    def make(trained: bool) -> nn.Module:
+        weight = torch.zeros(4, 4).to(torch.float8_e4m3fn if rank == 0 or not trained else torch.float32)
+        model = nn.Linear(4, 4)
+        model.table = nn.Parameter(weight, requires_grad=trained)
+        return model
+
+    message = error_of(lambda: ddp_hooks.register(DistributedDataParallel(make(True), init_sync=False)))
+    assert "expected trained parameters of torch.float32, torch.float64, torch.float16, torch.bfloat16" in message
+    assert "received table of torch.float8_e4m3fn; freeze them before wrapping" in message
+    ddp_hooks.register(DistributedDataParallel(make(False), init_sync=False))
+
+
+def test_float8_gradients() -> None:
+    run_ranks(2, float8_gradients)
+
+
+def test_before_the_process_group_is_there() -> None:
+    message = error_of(lambda: ddp_hooks.register(nn.Linear(2, 2)), TypeError)
+    assert "received Linear; call torch.distributed.init_process_group() first, on every rank, and then wrap" in message
+
+
 def one_bad_argument(rank: int) -> None:
     """A mistake on one rank is an error on every rank, and the next try works."""
     ddp = wrapped()

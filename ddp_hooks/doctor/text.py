@@ -159,7 +159,10 @@ def _policy_lines(findings: Findings) -> Iterator[str]:
         settled = "" if one.exact else "  once it has settled"
         size = megabytes(one.payload_bytes // steps)
         yield f"  {one.policy:<12} {size:>12} {describe_part(one.saved_fraction):>7} {seconds:>13}{settled}"
-    yield from _wrap("Bytes are exact, masks not counted; times are estimated (docs/internals/doctor.md).")
+    yield from _wrap(
+        "Bytes are exact, without masks. Times are estimated for a link that sends one bucket after the other, without "
+        "what the hook itself takes."
+    )
 
 
 def _wrap(text: str, indent: str = "  ") -> list[str]:

@@ -15,6 +15,7 @@ from .._version import __version__
 from ..absentees import naming_absent_ranks
 from ..agreement import exchange_proposals, settle
 from ..collective_costs import measure_collective_costs
+from ..disabling import VARIABLE, check_alike, is_disabled, warn_of_it
 from ..endpoints import host_of_this_rank
 from ..policies import Policy, resolve
 from ..statistics import ParameterUsage, Statistics
@@ -260,6 +261,9 @@ def register(
             registration.keep(error)
     if others:
         registration.exchange(world)
+    if is_disabled():
+        warn_of_it()
+        return ShardState(registration.policy, [], {}, None)
     if registration.known is not None:
         return registration.known
     chosen, groups = registration.policy, registration.groups
@@ -312,8 +316,10 @@ class _Registration:
         """Raise, on every rank of the group, if one of them has a problem or they differ."""
         is_ours = any(_name_of(process_group) == _name_of(each) for each in self.process_groups)
         description = self._description if is_ours else {}
-        offers = exchange_proposals(process_group, _FUNCTION, description, self._problem, host_of_this_rank())
-        hosts = settle(_FUNCTION, offers, self.error)
+        own = (host_of_this_rank(), is_disabled())
+        offers = exchange_proposals(process_group, _FUNCTION, description, self._problem, own)
+        check_alike(_FUNCTION, [each.own[1] for each in offers])
+        hosts = [host for host, _ in settle(_FUNCTION, offers, self.error)]
         self.has_hosts_of_their_own[_name_of(process_group)] = len(set(hosts)) == len(hosts)
 
     def _look(
@@ -332,7 +338,7 @@ class _Registration:
                         "that state first"
                     )
             self.known = known
-        elif problem := _why_unsupported(groups, mesh):
+        elif problem := _why_not_disabled(mesh) if is_disabled() else _why_unsupported(groups, mesh):
             self._problem = problem
             return
         hosts = None if mesh is None else mesh.get_group(0)
@@ -348,6 +354,15 @@ def _resolve(policy: Policy | str, settings: Mapping[str, Any]) -> Policy:
             f"{_FUNCTION}: expected rebuild_after=0, received {chosen.rebuild_after}: there is nothing to rebuild"
         )
     return chosen
+
+
+def _why_not_disabled(mesh: DeviceMesh | None) -> str | None:
+    if mesh is None:
+        return None
+    return (
+        f"the environment variable {VARIABLE} is set, and without ddp_hooks nothing would average over the hosts of "
+        "the mesh; unset it, or apply fully_shard over both dimensions of the mesh and do not register"
+    )
 
 
 def _why_unsupported(groups: Sequence[ParamGroup], mesh: DeviceMesh | None) -> str | None:
