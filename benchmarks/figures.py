@@ -74,7 +74,7 @@ def draw_speed_up(rows: Sequence[dict[str, Any]], path: Path) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=2)
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    print(path.relative_to(harness.ROOT))
+    plt.close(figure)
 
 
 def main() -> int:
