@@ -19,6 +19,8 @@ from ..service import registered_service
 from ..wording import describe_ranks, fill
 from . import timing
 from .findings import Findings, find
+from .naming import class_name, find_names
+from .other_hooks import read_other_hook
 from .recorder import Recorder
 from .records import RankRecord, pack, unpack
 from .replicas import read_replica
@@ -167,13 +169,14 @@ class Diagnosis:
         assert recorder is not None
         assert self._channel is not None
         standing = recorder.stand()
+        watch = recorder.watch
+        held = {id(parameter): name for name, parameter in zip(watch.names, watch.parameters, strict=False)}
         named = [name for name, _ in ddp.module.named_parameters()]
-        known = set(recorder.watch.names)
         return RankRecord(
-            tuple(recorder.watch.names),
+            tuple(watch.names),
             recorder.sizes,
-            recorder.watch.reduced_count,
-            tuple(name for name in named if name not in known),
+            watch.reduced_count,
+            tuple(name for name in named if name in ddp.parameters_to_ignore),
             tuple(named),
             tuple(recorder.steps),
             tuple(layout.hash() for layout in recorder.layouts),
@@ -188,6 +191,10 @@ class Diagnosis:
             self._channel.rank,
             standing,
             end,
+            strangers=recorder.strangers.read(ddp, held),
+            other_hook=read_other_hook(ddp),
+            model=class_name(ddp.module),
+            called=tuple(dict.fromkeys([*(recorder.called or ()), *find_names(ddp)])),
         )
 
     def _describe_world(self, ddp: DistributedDataParallel) -> World:

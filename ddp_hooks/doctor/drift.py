@@ -10,36 +10,42 @@ from .problem import Kind, Problem
 from .questions import Facts
 from .records import RankRecord
 from .replicas import Drift, find_drift
-from .verdicts import UNFROZEN
+from .verdicts import ADDED, REPLACED, UNFROZEN
 
 
 def find_drifting(facts: Facts) -> Iterator[Problem]:
     """Compare the replicas; where no pass was reduced at all, there is no need to."""
-    drift = _compare(facts)
+    drift = compare_replicas(facts)
     cause = _find_cause(facts)
-    if any(one.verdict == UNFROZEN for one in facts.modules):
+    if any(one.verdict in (UNFROZEN, REPLACED, ADDED) for one in facts.modules):
         return  # that says it all
     # A second backward pass may also break the step after it.
     raised = any(record.end.left == "backward" and _is_late(record) for record in facts.records)
     if cause is not None and (drift is not None or facts.finished == 0 or raised):
         fact, change = cause
-        differ = "" if drift is None else f"; {_describe(drift)}"
-        yield Problem(Kind.APART, f"{fact}{differ}.", change, details=_details(drift))
+        differ = "" if drift is None else f"; {describe_drift(drift)}"
+        yield Problem(Kind.APART, f"{fact}{differ}.", change, details=list_drifted(drift))
     elif drift is not None and drift.since is not None and not drift.is_rounding and facts.finished:
+        hook = facts.records[0].other_hook
+        if hook is not None and not hook.averages:
+            return  # it leaves them apart
         averaged = ", although DDP averaged every gradient" if not any(_unreduced(facts)) else ""
+        if hook is not None:
+            averaged = f"; gradients go through the hook {hook.name}"
         at_first = drift.since == (0, 0)
         yield Problem(
             Kind.APART,
-            f"{_describe(drift)[0].upper()}{_describe(drift)[1:]}{averaged}.",
+            f"{describe_drift(drift)[0].upper()}{describe_drift(drift)[1:]}{averaged}.",
             "Load weights before wrapping, or on every rank, and do not pass init_sync=False."
             if at_first
             else "Look for what changes weights on some ranks only: a step of the optimizer that one rank skips, "
             "another learning rate, weights that are loaded or reset.",
-            details=_details(drift),
+            details=list_drifted(drift),
         )
 
 
-def _compare(facts: Facts) -> Drift | None:
+def compare_replicas(facts: Facts) -> Drift | None:
+    """Return how the ranks' parameters differ; None if they do not, or if they cannot be compared."""
     records = facts.records
     # A rank that has joined is behind until the block ends; after an error ranks have ended at different points.
     if facts.absent or any(record.missed or record.replica is None for record in records) or len(records) < 2:
@@ -106,12 +112,14 @@ def _passes(count: int) -> str:
     return f"{count} backward pass{'' if count == 1 else 'es'}"
 
 
-def _describe(drift: Drift) -> str:
+def describe_drift(drift: Drift) -> str:
+    """Say in a clause how much differs."""
     amount = f", by up to {drift.largest:.2g}" if drift.largest else ""
     return f"the replicas differ in {len(drift.names)} of {drift.compared} parameters{amount}"
 
 
-def _details(drift: Drift | None) -> tuple[str, ...]:
+def list_drifted(drift: Drift | None) -> tuple[str, ...]:
+    """Return sentences that say which parameters differ, and what to do about it."""
     if drift is None:
         return ()
     since = ""

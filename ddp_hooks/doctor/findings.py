@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from ..wording import did_you_mean
+from .other_hooks import OtherHook
 from .prediction import dense_bytes, predict
 from .problem import Problem
 from .problems import find_problems
@@ -17,7 +18,17 @@ from .recorder import Step, slots_of
 from .records import RankRecord
 from .timing import Division, divide, estimate, put_together
 from .traffic import unite
-from .verdicts import IGNORED, ModuleVerdict, ParameterVerdict, group_by_module, judge
+from .verdicts import (
+    ADDED,
+    IGNORED,
+    REMOVED,
+    REPLACED,
+    UNFROZEN,
+    ModuleVerdict,
+    ParameterVerdict,
+    group_by_module,
+    judge,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,9 @@ class Findings:
         problems: what is wrong, the most serious first.
         heard: the ranks that were heard of: all of them, if no error has ended what was watched. A parameter's pattern
             has a text for each.
+        model: the class of what is wrapped.
+        called: what the script calls the module, as far as that was found; the most telling name first.
+        other_hook: the communication hook that is registered, if it is not this package's.
     """
 
     ranks: int
@@ -83,6 +97,9 @@ class Findings:
     notes: tuple[str, ...]
     problems: tuple[Problem, ...] = ()
     heard: tuple[int, ...] = ()
+    model: str = ""
+    called: tuple[str, ...] = ()
+    other_hook: OtherHook | None = None
 
     def verdict(self, name: str) -> ParameterVerdict:
         """Return what became of one parameter.
@@ -148,12 +165,13 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
     if predictions and "skip_zeros" not in predictions:
         notes.append("values were not looked at in every step (memory, or a device without a scan): skip_unused only")
     heard = [record.rank for record in records]
-    verdicts = judge(first.names, first.sizes, first.reduced_count, heard, ranks, united) if united else []
-    verdicts += [ParameterVerdict(name, 0, IGNORED, 0, (), None, ()) for name in first.ignored]
+    verdicts = judge(first.names, first.sizes, first.reduced_count, heard, ranks, united, _judge_without_steps(records))
     place = {name: number for number, name in enumerate(first.order)}
     verdicts.sort(key=lambda one: place.get(one.name, len(place)))
     if first.has_hook:
         notes.append("a hook of this package is registered, so the times are with it, and none is estimated")
+    elif first.other_hook is not None:
+        notes.append(f"the times are with the script's own hook, {first.other_hook.name}, and none is estimated")
     times = [put_together(steps, sizes) for steps, sizes in zip(by_step, dense, strict=True)]
     searches = [max(step.search_seconds for step in steps) for steps in by_step]
     division = (
@@ -161,6 +179,10 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         if len(times) > 1
         else None
     )
+    is_hooked = first.has_hook or first.other_hook is not None
+    if division is not None and is_hooked:
+        # What was sent is not what plain DDP sends.
+        division = replace(division, bytes_per_second=None)
     total = sum(map(sum, dense))
     outlooks = tuple(
         PolicyOutlook(
@@ -172,7 +194,7 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
             one.total.sent_bytes,
             one.exact,
             1 - one.total.payload_bytes / total if total else 0.0,
-            None if division is None or first.has_hook else estimate(times, one.by_step, division),
+            None if division is None or is_hooked else estimate(times, one.by_step, division),
         )
         for name, one in predictions.items()
     )
@@ -207,9 +229,9 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
     )
     problems = find_problems(facts)
     is_broken = bool(facts.absent) or any(one.kind.breaks_run for one in problems)
+    forbids_advice = is_broken or any(one.kind.forbids_advice for one in problems)
     if is_broken:
         outlooks = ()
-    savings = {} if is_broken else {one.policy: (one.saved_fraction, one.step_seconds) for one in outlooks}
     return Findings(
         first.world.ranks,
         count,
@@ -220,11 +242,29 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         facts.narrow_fraction,
         division,
         () if is_broken else tuple(answer_all(facts)),
-        "" if is_broken or any(one.kind.forbids_advice for one in problems) else advise(facts, savings),
+        "" if forbids_advice else advise(facts, outlooks, total / max(count, 1)),
         tuple(notes),
         tuple(problems),
         tuple(heard),
+        first.model,
+        first.called,
+        first.other_hook,
     )
+
+
+def _judge_without_steps(records: Sequence[RankRecord]) -> dict[str, str]:
+    """Return the verdicts, by name, that do not follow from the steps that DDP has finished."""
+    verdicts = dict.fromkeys(records[0].ignored, IGNORED)
+    for record in records:
+        unknown = set(record.names[record.reduced_count :])
+        verdicts |= dict.fromkeys((name for name in record.standing.unreduced_names if name in unknown), UNFROZEN)
+        for verdict, names in (
+            (REPLACED, record.strangers.replaced),
+            (ADDED, record.strangers.added),
+            (REMOVED, record.strangers.removed),
+        ):
+            verdicts |= dict.fromkeys(names, verdict)
+    return verdicts
 
 
 def _steps_of_all(record: RankRecord, joined: set[int]) -> tuple[Step, ...]:

@@ -28,29 +28,21 @@ from .breakdowns import (
     find_uneven,
 )
 from .drift import find_drifting
+from .outsiders import explains_missing, find_silent_hook, find_strangers, find_unfrozen
 from .problem import Kind, Problem
 from .questions import Facts, short_names
 from .standing import Way
-from .verdicts import FROZEN_SINCE, NEVER, UNFROZEN, in_steps, is_inside
+from .verdicts import FROZEN_SINCE, NEVER, in_steps, is_inside
 
 
 def find_problems(facts: Facts) -> list[Problem]:
     """Return what is wrong, the most serious first."""
-    found = sorted((problem for finder in _FINDERS for problem in finder(facts)), key=lambda problem: problem.kind)
+    # What the model no longer has cannot get a gradient.
+    finders = [one for one in _FINDERS if one is not find_missing_gradients or not explains_missing(facts)]
+    found = sorted((problem for finder in finders for problem in finder(facts)), key=lambda problem: problem.kind)
     # What has broken the run is what matters; the steps before it say little about the rest.
     is_broken = any(problem.kind.breaks_run for problem in found)
     return [problem for problem in found if not is_broken or problem.kind.forbids_advice]
-
-
-def _find_unfrozen(facts: Facts) -> Iterator[Problem]:
-    apart = [one for one in facts.modules if one.verdict == UNFROZEN]
-    if apart and not facts.has_hook:
-        yield Problem(
-            Kind.APART,
-            f"{short_names(apart)} was frozen when DDP was built and is trained now, so DDP does not average it and "
-            "the ranks' weights differ.",
-            "Wrap the model after unfreezing, or call ddp_hooks.register(ddp) and ddp_hooks.rebuild(ddp).",
-        )
 
 
 def _find_forgotten(facts: Facts) -> Iterator[Problem]:
@@ -114,7 +106,9 @@ _FINDERS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     find_broken_backward,
     find_uneven,
     find_standstill,
-    _find_unfrozen,
+    find_unfrozen,
+    find_strangers,
+    find_silent_hook,
     _find_frozen_late,
     _find_error,
     _find_forgotten,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from ..wording import describe_part, short_list
+from ..wording import describe_bytes, describe_part, short_list
+from .other_hooks import OtherHook
 from .records import RankRecord
 from .timing import Division
 from .verdicts import (
     FROZEN_AFTER,
     FROZEN_SINCE,
     NEVER,
+    REMOVED,
+    REPLACED,
     SOME_RANKS,
     SOMETIMES,
-    UNFROZEN,
     ModuleVerdict,
     ParameterVerdict,
 )
@@ -89,13 +92,27 @@ class Facts:
     saved_by_step: tuple[float, ...]
 
 
+class Outlook(Protocol):
+    """What a policy would have made of the steps that were watched."""
+
+    @property
+    def policy(self) -> str:
+        """Its name."""
+
+    @property
+    def saved_fraction(self) -> float:
+        """Of plain DDP's bytes."""
+
+    @property
+    def step_seconds(self) -> float | None:
+        """What a step would take, estimated; None where that is not known."""
+
+
 def answer_all(facts: Facts) -> list[Answer]:
     """Answer every question; none before the first step."""
     if facts.steps == 0:
         return []
     answers = [_is_the_search_needed(facts), _is_a_static_graph_legal(facts), is_something_forgotten(facts.modules)]
-    if any(one.verdict == UNFROZEN for one in facts.parameters):
-        answers.append(_is_something_apart(facts))
     answers += _are_gradients_too_wide(facts)
     if facts.division is not None:
         answers.append(_what_does_the_search_cost(facts, facts.division))
@@ -105,7 +122,15 @@ def answer_all(facts: Facts) -> list[Answer]:
 def _is_the_search_needed(facts: Facts) -> Answer:
     question = "Is find_unused_parameters needed?"
     unused = [one for one in facts.modules if one.verdict in _UNUSED]
-    seen = f"in {facts.steps} steps on {_count(facts.ranks, 'rank')}"
+    seen = f"in {_count(facts.steps, 'step')} on {_count(facts.ranks, 'rank')}"
+    gone = [one for one in facts.modules if one.verdict in (REPLACED, REMOVED)]
+    if gone:
+        return Answer(
+            question,
+            "yes, as the model is wrapped",
+            f"DDP holds parameters that the model no longer has ({short_names(gone)}), and would wait for their "
+            "gradients",
+        )
     if not unused:
         if facts.find_unused_parameters:
             return Answer(question, "no", f"it is set, and {seen} every parameter was used; leave it out")
@@ -168,16 +193,6 @@ def is_something_forgotten(modules: Sequence[ModuleVerdict]) -> Answer:
     return Answer(question, "no", "everything that requires a gradient got one in some step")
 
 
-def _is_something_apart(facts: Facts) -> Answer:
-    apart = [one for one in facts.modules if one.verdict == UNFROZEN]
-    return Answer(
-        "Do the ranks train something apart?",
-        "yes",
-        f"{short_names(apart)} was frozen when DDP was built and is trained now; plain DDP does not average it, so the "
-        "ranks' weights differ. ddp_hooks.register(ddp) averages it; or wrap the model after unfreezing",
-    )
-
-
 def _are_gradients_too_wide(facts: Facts) -> Iterator[Answer]:
     question = "Do gradients take more bits than they need?"
     narrow, single = facts.narrow_fraction or 0.0, facts.before_accumulating or 0.0
@@ -215,31 +230,62 @@ def _what_does_the_search_cost(facts: Facts, division: Division) -> Answer:
     return Answer(question, "nothing", f"DDP does not search here (what it does in its place takes {cost})")
 
 
-def advise(facts: Facts, savings: Mapping[str, tuple[float, float | None]]) -> str:
-    """Return the one line to add, or "do not", with the reason.
+def advise(facts: Facts, outlooks: Sequence[Outlook], dense_bytes: float) -> str:
+    """Return the one line to add, or that it is not worth it, with the reason: two sentences at most.
 
     Args:
         facts: what was seen.
-        savings: by policy, the part of the bytes that it saves, and what a step would take. Seconds.
+        outlooks: what each policy would have made of it; none where one rank sends nothing.
+        dense_bytes: what plain DDP hands over in a step. Bytes.
     """
     if facts.has_hook:
         return "ddp_hooks is registered already; print(state.stats()) says what it saves."
     if facts.steps == 0:
         return "Nothing can be said before a step was watched."
-    if not savings:
+    if not outlooks:
         return "One rank has nobody to send to, so ddp_hooks could save nothing; run the script on two at least."
-    plain, _ = savings["skip_unused"]
-    policy = "auto" if "auto" in savings and savings["auto"][0] >= plain + _LEAST_MORE else "skip_unused"
-    saved, seconds = savings[policy]
-    if saved < LEAST_SAVED:
-        return f"ddp_hooks is not worth adding: the best policy saves {describe_part(max(saved, 0))} of the bytes."
-    text = f'Add after wrapping: state = ddp_hooks.register(ddp, "{policy}"). It saves {saved:.1%} of the bytes'
-    if facts.division is not None and seconds is not None:
-        gain = 1 - seconds / facts.division.step_seconds
+    by_policy = {one.policy: one for one in outlooks}
+    chosen, best = by_policy["skip_unused"], max(outlooks, key=lambda one: one.saved_fraction)
+    if "auto" in by_policy and by_policy["auto"].saved_fraction >= chosen.saved_fraction + _LEAST_MORE:
+        chosen = by_policy["auto"]
+    hook = facts.records[0].other_hook
+    if hook is not None:
+        return _compare_with(hook, chosen if chosen.saved_fraction >= LEAST_SAVED else best, dense_bytes)
+    if chosen.saved_fraction < LEAST_SAVED:
+        return (
+            "ddp_hooks is not worth adding: the best policy"
+            + (f", {best.policy}," if best.saved_fraction >= 0.0005 else "")
+            + f" saves {describe_part(max(best.saved_fraction, 0))} of the bytes."
+        )
+    text = (
+        f'Add after wrapping: state = ddp_hooks.register(ddp, "{chosen.policy}"). It saves '
+        f"{describe_part(chosen.saved_fraction)} of the bytes"
+    )
+    if facts.division is not None and chosen.step_seconds is not None:
+        gain = 1 - chosen.step_seconds / facts.division.step_seconds
         text += f" and about {max(gain, 0):.0%} of a step"
         if gain < LEAST_SAVED:
             text += ", because computing hides the sending here: it pays on a slower link"
     return f"{text}."
+
+
+def _compare_with(hook: OtherHook, ours: Outlook, dense_bytes: float) -> str:
+    """Say what the script's own hook does, and what this package's would do in its place."""
+    payload = (1 - ours.saved_fraction) * dense_bytes
+    sends = "" if hook.step_bytes is None else f" and hands {describe_bytes(hook.step_bytes)} a step to collectives"
+    text = f"The script registers a communication hook of its own, {hook.name}"
+    text += f", which {hook.effect}{sends}" if hook.effect else ""
+    text += f"; plain DDP hands over {describe_bytes(dense_bytes)}. "
+    ours_text = f'ddp_hooks.register(ddp, "{ours.policy}")'
+    if hook.step_bytes is not None and payload >= hook.step_bytes:
+        return (
+            f"{text}DDP takes one hook, so {ours_text} would be refused beside it; in its place it would hand over "
+            f"{describe_bytes(payload)}, and keep every bit."
+        )
+    return (
+        f"{text}DDP takes one hook: without that one, {ours_text} would hand over {describe_bytes(payload)} and "
+        "keep every bit."
+    )
 
 
 def short_names(of: Sequence[ModuleVerdict]) -> str:

@@ -25,7 +25,9 @@ from ..engine_settings import unit_settings
 from ..policies import PRESETS
 from ..service import registered_service
 from .gradient_watch import GradientWatch, Silence, Unreduced
+from .naming import find_names_in_frames
 from .standing import Standing, Unfinished
+from .strangers import StrangerWatch
 
 _C = _extension.load()
 
@@ -173,6 +175,8 @@ class Recorder(Silence):
         samples: some elements of the parameters at the beginnings of passes, by the number of finished steps and of
             passes that were not reduced.
         last_progress: when a step ended last, or recording began, on the monotonic clock.
+        called: what the module is called by its first caller, the most telling name first; None before that.
+        strangers: looks for parameters that have come since the module was wrapped.
         on_step: called with the number of steps when one has ended, or None; what it raises, ``backward()`` raises.
     """
 
@@ -191,6 +195,8 @@ class Recorder(Silence):
         self.before_accumulating: float | None = None
         self.last_progress = time.monotonic()
         self.on_step: Any = None
+        self.called: list[str] | None = None
+        self.strangers = StrangerWatch()
         self.most_mask_bytes = most_mask_bytes
         self._mask_bytes = 0
         self._layout_hash: int | None = None
@@ -216,12 +222,22 @@ class Recorder(Silence):
     def close(self) -> None:
         """Stop listening; what was written down stays."""
         self.watch.close()
+        self.strangers.close()
 
     def _new_pass(self) -> _Pass:
         looked = self._scans and self._mask_bytes <= self.most_mask_bytes and not self.is_cut_short
         return _Pass(bytearray(len(self.watch.used)), looked=looked)
 
     # --- what the watch tells
+
+    def call_begins(self) -> None:
+        """Look what the module is called by whoever calls it first, and for parameters that have come since."""
+        ddp = self.watch.ddp
+        if ddp is None:
+            return
+        if self.called is None:
+            self.called = find_names_in_frames(ddp)
+        self.strangers.call_begins(ddp)
 
     def forward_begins(self) -> None:
         """Note when the first step begins; the others begin where the one before ended."""

@@ -8,9 +8,11 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from .other_hooks import OtherHook
 from .recorder import Step
 from .replicas import Replica
 from .standing import End, Standing
+from .strangers import Strangers
 from .traffic import World
 
 # A store takes what is longer, but not quickly: what is known of values is left out then. Bytes.
@@ -41,6 +43,10 @@ class RankRecord:
         standing: what has become of its backward passes.
         end: how what was watched has ended here.
         replica: what tells whether its parameters are the other ranks'; None if nobody looked.
+        strangers: the parameters that have come since it was wrapped, and those that have gone.
+        other_hook: the communication hook that is registered, if it is not this package's.
+        model: the class of what is wrapped.
+        called: what the script calls the module, as far as that was found; the most telling name first.
     """
 
     names: tuple[str, ...]
@@ -61,6 +67,10 @@ class RankRecord:
     standing: Standing = field(default_factory=Standing)
     end: End = field(default_factory=End)
     replica: Replica | None = None
+    strangers: Strangers = field(default_factory=Strangers)
+    other_hook: OtherHook | None = None
+    model: str = ""
+    called: tuple[str, ...] = ()
 
 
 def pack(record: RankRecord) -> bytes:

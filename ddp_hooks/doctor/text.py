@@ -57,7 +57,8 @@ def describe(findings: Findings) -> str:
             lines += _wrap(f"{answer.question} {answer.verdict[:1].upper()}{answer.verdict[1:]}: {answer.reason}.")
     if findings.division is not None and findings.policies:
         lines += ["", "A step", *_step_lines(findings.division)]
-    if findings.policies:
+    # What keeps ranks apart comes first, and changes what would be sent.
+    if findings.policies and findings.advice:
         lines += ["", "What ddp_hooks would send", *_policy_lines(findings)]
     if findings.problems and findings.advice:
         lines += ["", *_wrap(findings.advice, indent="")]
@@ -152,17 +153,25 @@ def _policy_lines(findings: Findings) -> Iterator[str]:
     steps = max(findings.steps, 1)
     yield f"  {'policy':<12} {'bytes a step':>12} {'saved':>7} {'a step takes':>13}"
     division = findings.division
-    plain = "" if division is None else f"{division.step_seconds * 1e3:.1f} ms"
+    watched = "" if division is None else f"{division.step_seconds * 1e3:.1f} ms"
+    # With a hook the steps were not plain DDP's, and nothing is estimated.
+    plain = watched if any(one.step_seconds is not None for one in findings.policies) else ""
     yield f"  {'plain DDP':<12} {megabytes(findings.dense_bytes // steps):>12} {'':>7} {plain:>13}"
+    hook = findings.other_hook
+    if hook is not None and hook.step_bytes is not None:
+        saved = describe_part(1 - hook.step_bytes * steps / max(findings.dense_bytes, 1))
+        yield f"  {'your hook':<12} {megabytes(hook.step_bytes):>12} {saved:>7} {watched:>13}"
     for one in findings.policies:
         seconds = "" if one.step_seconds is None else f"~{one.step_seconds * 1e3:.1f} ms"
         settled = "" if one.exact else "  once it has settled"
         size = megabytes(one.payload_bytes // steps)
         yield f"  {one.policy:<12} {size:>12} {describe_part(one.saved_fraction):>7} {seconds:>13}{settled}"
-    yield from _wrap(
-        "Bytes are exact, without masks. Times are estimated for a link that sends one bucket after the other, without "
-        "what the hook itself takes."
+    estimated = (
+        " Times are estimated for a link that sends one bucket after the other, without what the hook itself takes."
+        if plain
+        else ""
     )
+    yield from _wrap(f"Bytes are exact, without masks.{estimated}")
 
 
 def _wrap(text: str, indent: str = "  ") -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .recorder import Step
@@ -18,9 +18,13 @@ FROZEN_SINCE = "frozen since"
 UNFROZEN = "frozen when wrapped, trained since"
 ALL_ZERO = "all zero"
 MOSTLY_ZERO = "mostly zero by rows"
+REPLACED = "replaced after wrapping"
+ADDED = "added after wrapping"
+REMOVED = "removed after wrapping"
 USED = "used"
 IGNORED = "ignored by DDP"
 FROZEN = "frozen"
+NOT_SEEN = "not seen"
 
 MEANING = {
     NEVER: "requires a gradient and got none, in any step, on any rank",
@@ -29,12 +33,16 @@ MEANING = {
     FROZEN_BEFORE: "DDP does not know it, and sends nothing for it",
     FROZEN_AFTER: "DDP sends zeros for it",
     FROZEN_SINCE: "some step, and DDP sends zeros for it since then",
-    UNFROZEN: "DDP does not know it: the ranks train it APART",
+    UNFROZEN: "DDP does not know it, and does not average it",
+    REPLACED: "DDP holds the old parameter; nothing averages the new one",
+    ADDED: "DDP does not know it, and does not average it",
+    REMOVED: "DDP still holds it",
     ALL_ZERO: "it gets gradients, and they are zero on every rank in every step",
     MOSTLY_ZERO: "at least half of its rows are zero on every rank",
     USED: "used by every rank in every step",
     IGNORED: "left out at the user's wish",
     FROZEN: "FSDP2 sends nothing for it",
+    NOT_SEEN: "no step was watched",
 }
 # So many steps at the end make it likely that a parameter is frozen for good.
 _LEAST_FROZEN = 2
@@ -108,6 +116,7 @@ def judge(
     heard: Sequence[int],
     ranks: Sequence[Sequence[Step]],
     united: Sequence[UnionStep],
+    known: Mapping[str, str],
 ) -> list[ParameterVerdict]:
     """Judge each parameter.
 
@@ -118,11 +127,15 @@ def judge(
         heard: the ranks that were heard of.
         ranks: for each rank its steps, the same number on each.
         united: the steps as all ranks together saw them.
+        known: verdicts by name that do not follow from steps; of names that DDP does not know, too.
     """
-    return [
+    judged = [
         _judge_one(index, name, size, index < reduced_count, heard, ranks, united)
         for index, (name, size) in enumerate(zip(names, sizes, strict=True))
     ]
+    judged = [replace(one, verdict=known.get(one.name, one.verdict)) for one in judged]
+    others = known.keys() - set(names)
+    return judged + [ParameterVerdict(name, 0, known[name], 0, (), None, ()) for name in known if name in others]
 
 
 def _judge_one(
@@ -146,7 +159,9 @@ def _judge_one(
     zero_rows = sum(zero_units(step, index) for step in looked) / len(looked) if looked else None
     frozen_since = _find_freezing(pattern) if reduced and steps_used else None
     always_frozen = all(all(steps) for steps in frozen)
-    if not reduced:
+    if not united:
+        verdict = NOT_SEEN
+    elif not reduced:
         verdict = UNFROZEN if steps_used else FROZEN_BEFORE
     elif always_frozen and steps_used == 0:
         verdict = FROZEN_AFTER

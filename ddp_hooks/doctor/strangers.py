@@ -1,0 +1,104 @@
+"""Parameters of a wrapped model that its DDP module has never heard of: those that have come since it was wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import _extension
+from ..reducer import reducible_parameters
+
+_C = _extension.load()
+
+
+@dataclass(frozen=True, slots=True)
+class Strangers:
+    """Names, in the order of the model.
+
+    Attributes:
+        replaced: DDP holds another parameter that had this name.
+        added: DDP holds none that had, and this one has got a gradient.
+        removed: DDP holds one that is not part of the model any more, and neither is another of its name. One whose
+            name nobody knows is called by its number, as in ``#3``.
+    """
+
+    replaced: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.replaced or self.added or self.removed)
+
+
+class StrangerWatch:
+    """Looks for them from time to time, and listens to whether they get gradients.
+
+    A look reads the names of all parameters, so it comes at the first calls, and then after twice as many each time.
+
+    Attributes:
+        trained: the names of those that have got one.
+    """
+
+    def __init__(self) -> None:
+        self.trained: set[str] = set()
+        self._calls = 0
+        self._heard: dict[int, torch.Tensor] = {}
+        self._handles: list[Any] = []
+
+    def call_begins(self, ddp: DistributedDataParallel) -> None:
+        """Look, if it is time to; before a call of the module."""
+        self._calls += 1
+        if self._calls & (self._calls - 1):
+            return
+        for name, parameter in _find_strangers(ddp).items():
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._heard:
+                self._heard[id(parameter)] = parameter
+                hook = self._make_hook(name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Take every hook off; may be called again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._heard.clear()
+
+    def read(self, ddp: DistributedDataParallel, held: dict[int, str]) -> Strangers:
+        """Return what there is now.
+
+        Args:
+            ddp: the module.
+            held: the names that parameters had when watching began, by identity.
+        """
+        present = {id(parameter) for _, parameter in ddp.module.named_parameters(remove_duplicate=False)}
+        gone = [
+            held.get(id(p), f"#{i}") for i, p in enumerate(_C.reducer_parameters(ddp.reducer)) if id(p) not in present
+        ]
+        strangers = _find_strangers(ddp)
+        # What is replaced before watching began has left no name.
+        is_nameless = any(name.startswith("#") for name in gone)
+        replaced = [name for name in strangers if name in gone or is_nameless]
+        added = [
+            name
+            for name, parameter in strangers.items()
+            if name not in replaced and (name in self.trained or parameter.grad is not None)
+        ]
+        removed = [name for name in gone if name not in strangers]
+        return Strangers(tuple(replaced), tuple(added), tuple(removed))
+
+    def _make_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def gradient_done(parameter: torch.Tensor) -> None:
+            self.trained.add(name)
+
+        return gradient_done
+
+
+def _find_strangers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    known = {id(parameter) for parameter in _C.reducer_parameters(ddp.reducer)}
+    # Those that were frozen then are among them, too.
+    known.update(id(parameter) for parameter in getattr(ddp, "_module_parameters", ()))
+    return {name: parameter for name, parameter in reducible_parameters(ddp).items() if id(parameter) not in known}
