@@ -6,8 +6,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from . import _extension
 from .policies import Policy
+from .statistics import Statistics
+from .wording import describe_bytes
 
 _C = _extension.load()
 
@@ -18,6 +23,11 @@ _DETECTOR = {
 }
 # A guess until it is measured on a GPU: a quarter of the bytes for a host that no longer runs ahead.
 _MIN_ZERO_FRACTION_ON_DEVICE = 0.25
+# What a set of ranks in a message has room for (csrc/layout/contributors.h).
+_MOST_RANKS = 64
+# Why adaptive policies send nothing narrow.
+SHARED_HOSTS = "several ranks share a host"
+FAST_LINKS = "links are faster than processors would make gradients narrow, by what calibrate=True has measured"
 
 
 def engine_settings(
@@ -74,6 +84,85 @@ def may_send_directly(hosts: Sequence[Sequence[int]], costs: Any = None) -> bool
         costs: what collectives take, or None.
     """
     return costs is not None or all(len(ranks) == 1 for ranks in hosts)
+
+
+def why_nothing_is_narrow(
+    policy: Policy,
+    hosts: Sequence[Sequence[int]],
+    costs: Any,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    parameters: Sequence[torch.Tensor],
+) -> str:
+    """Say what keeps gradients at full width, whatever they hold: what the engine decides when it gets its settings.
+
+    Args:
+        policy: the policy.
+        hosts: the ranks of each host.
+        costs: what collectives take, or None.
+        group: the module's process group.
+        device: the module's.
+        parameters: those in its Reducer.
+
+    Returns:
+        A clause; empty where nothing does, or where the policy does not ask for narrow gradients.
+    """
+    ranks = group.size()
+    if policy.narrow == "off" or ranks == 1:
+        return ""
+    if not policy.tuning.calibrate:
+        costs = None
+    if not policy.tuning.direct:
+        return "it needs direct=True"
+    if not may_send_directly(hosts, costs):
+        return SHARED_HOSTS
+    if ranks > _MOST_RANKS:
+        return f"it needs at most {_MOST_RANKS} ranks, and there are {ranks}"
+    if not _C.can_send_directly(group, device):
+        return "it needs a process group of gloo or NCCL"
+    if policy.narrow == "adaptive" and costs is not None and not costs.narrow_pays(ranks):
+        return FAST_LINKS
+    if all(parameter.dtype.itemsize <= 2 for parameter in parameters):
+        return "every gradient has 16 bits or fewer"
+    settings = unit_settings(policy)
+    if all(_is_one_unit(parameter, settings) for parameter in parameters):
+        size = describe_bytes(policy.tuning.min_divided_bytes)
+        return f"every parameter is too small for it (min_divided_bytes is {size})"
+    return ""
+
+
+def _is_one_unit(parameter: torch.Tensor, settings: Any) -> bool:
+    length = parameter.numel() * (2 if parameter.is_complex() else 1)
+    row_length = length // parameter.shape[0] if length > 0 and parameter.dim() > 0 else 0
+    element_bytes = parameter.numel() * parameter.element_size() // max(length, 1)
+    return len(_C.units_of(_C.ParameterSlice(0, 0, length, row_length), element_bytes, settings)) <= 1
+
+
+def why_little_is_narrow(policy: Policy, counted: Statistics) -> str:
+    """Say what gradients have to do with it that they travel at full width, where nothing keeps them from less.
+
+    Args:
+        policy: the policy.
+        counted: under this policy.
+
+    Returns:
+        A clause; empty where nobody knows, or where the policy does not ask for narrow gradients.
+    """
+    # A sample of the first step decides about the second one.
+    if policy.narrow == "off" or counted.steps < 2:
+        return ""
+    if counted.accumulated_steps:
+        return (
+            f"{counted.accumulated_steps:,} of {counted.steps:,} steps sent sums of several passes, which need full "
+            "width"
+        )
+    if counted.narrow_bytes:
+        return ""
+    if counted.units_narrow:
+        return "sending what would fit in messages of its own would save too little (min_direct_bytes)"
+    if counted.narrow_steps:
+        return "gradients needed all of their bits"
+    return "samples of the gradients needed all of their bits"
 
 
 def unit_settings(policy: Policy) -> Any:

@@ -208,7 +208,8 @@ class Policy:
             ``torch.autocast``, and a float64 one in 32. What arrives is the same to the bit: stretches that do not
             fit on some rank are sent at full width. ``"on"`` reads every gradient once, and costs an exchange of
             compressed masks for each bucket. ``"adaptive"`` takes samples, and does it for the parameters for which it
-            pays. Needs ``skip_unused``, and does nothing where ``direct`` does nothing.
+            pays. Sums of several passes need full width, so with gradient accumulation it saves nothing. Needs
+            ``skip_unused``, and does nothing where ``direct`` does nothing; ``print(state.stats())`` says why.
         rebuild_after: call :func:`ddp_hooks.rebuild` once the same parameters have been unused for this many steps in a
             row; 0 for never. When that takes nothing out, because some rank has not frozen them, it is tried again
             after twice as many steps. It does nothing with ``static_graph=True``; without ``skip_unused`` it only

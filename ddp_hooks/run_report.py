@@ -121,8 +121,8 @@ class RunReport:
 
 
 def _to_dict(statistics: Statistics) -> dict[str, Any]:
-    fractions = ("wrapped_bytes", "saved_fraction")
-    return {**statistics.to_dict(), **{name: getattr(statistics, name) for name in fractions}}
+    derived = ("wrapped_bytes", "saved_fraction", "why_full_width")
+    return {**statistics.to_dict(), **{name: getattr(statistics, name) for name in derived}}
 
 
 def _line(name: str, *columns: str) -> str:

@@ -22,7 +22,7 @@ from .collective_costs import costs_as_numbers, measure_collective_costs
 from .control_groups import ControlGroups, new_name, open_control_groups
 from .disabling import check_alike, is_disabled
 from .endpoints import Endpoint, find_endpoint, group_by_host
-from .engine_settings import engine_settings, may_send_directly
+from .engine_settings import engine_settings, why_little_is_narrow, why_nothing_is_narrow
 from .hangs import watcher
 from .hangs.activity import ModuleActivity, activity
 from .parameters import ParameterIndex, Selector
@@ -160,11 +160,13 @@ class Service:
         self.state = weakref.ref(state)
         self._hook = hook
         self._control_groups: ControlGroups | None = groups
-        self._set_policy(policy, ddp, groups)
+        self._policy = policy
+        self._why_full_width = ""  # whatever gradients hold
         self._native = native
         self._ddp: weakref.ref[DistributedDataParallel] | None = weakref.ref(ddp)
         self._earlier = Statistics()  # of the engines before, whose Reducers are gone, and of policies before
-        self._accumulated_passes = 0  # since then
+        self._accumulated_steps = 0  # since then; see `Statistics`
+        self._unsynchronised = False  # a forward pass under `no_sync` has come after the last one without
         self._last_usage: dict[str, ParameterUsage] = {}  # of the engine before, until this one has had a step
         # The module's parameters as the engine counts them: those of DDP's Reducer, then those it does not know.
         self._parameters: list[torch.Tensor] = []
@@ -284,6 +286,7 @@ class Service:
         sizes = {self._names[i]: parameter.numel() * parameter.element_size() for i, parameter in enumerate(reduced)}
         self._reduced_bytes |= sizes
         self._bytes_now = sum(sizes.values())
+        self._note_width(ddp)
         assert self._control_groups is not None
         engine = _C.Engine(
             reducer=ddp.reducer,
@@ -396,7 +399,8 @@ class Service:
         groups = self._control_groups
         self._restart_counters(self.statistics())  # some are the policy's
         self.engine.configure(engine_settings(policy, description, groups.hosts, groups.costs))
-        self._set_policy(policy, ddp, groups)
+        self._policy = policy
+        self._note_width(ddp)
         watcher.begin(policy.tuning.report_hang_after)
 
     def _agree_between_steps(
@@ -433,8 +437,12 @@ class Service:
             return
         self.engine.forward_begins()
         if not module.require_backward_grad_sync:
-            self._accumulated_passes += 1
+            self._unsynchronised = True
             return
+        if self._unsynchronised:
+            self._unsynchronised = False
+            # A pass to evaluate, for example, has left nothing to add up.
+            self._accumulated_steps += bool(self.engine.pending())
         self._activity.steps += 1
         # What was declared for a forward pass that raised is not this one's.
         if self._declared_now or self._declared_once:
@@ -483,34 +491,28 @@ class Service:
         """Return the counters since this module is served; those of a service that was closed stay."""
         if self.engine is None:
             return self._earlier
-        counted = self.engine.statistics()
         removed = sum(self._reduced_bytes.values()) - self._bytes_now
-        return self._earlier + Statistics.read(
-            counted,
-            self._bytes_now,
-            removed,
-            narrow_wanted_steps=counted.steps if self._policy.narrow != "off" else 0,
-            direct_steps=counted.steps if self._sends_directly else 0,
-            accumulated_passes=self._accumulated_passes,
+        counted = Statistics.read(
+            self.engine.statistics(), self._bytes_now, removed, accumulated_steps=self._accumulated_steps
         )
+        why = self._why_full_width or why_little_is_narrow(self._policy, counted)
+        return self._earlier + replace(counted, why_full_width=why)
 
     def reset_statistics(self) -> None:
         """Set all counters to zero."""
         self._restart_counters(Statistics())
 
     def _restart_counters(self, earlier: Statistics) -> None:
-        self._earlier, self._accumulated_passes = earlier, 0
+        self._earlier, self._accumulated_steps = earlier, 0
         if self.engine is not None:
             self.engine.reset_statistics()
 
-    def _set_policy(self, policy: Policy, ddp: DistributedDataParallel, groups: ControlGroups) -> None:
-        costs = groups.costs if policy.tuning.calibrate else None
-        self._policy = policy
-        self._sends_directly = (
-            policy.skip_unused
-            and policy.tuning.direct
-            and may_send_directly(groups.hosts, costs)
-            and bool(_C.can_send_directly(ddp.process_group, ddp.device))
+    def _note_width(self, ddp: DistributedDataParallel) -> None:
+        groups = self._control_groups
+        assert groups is not None
+        reduced, _ = parameters_of(ddp)
+        self._why_full_width = why_nothing_is_narrow(
+            self._policy, groups.hosts, groups.costs, ddp.process_group, ddp.device, reduced
         )
 
     def usage(self) -> dict[str, ParameterUsage]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from .wording import describe_bytes, describe_part, describe_seconds, fill, read_fields, short
+from .wording import check_fields, describe_bytes, describe_part, describe_seconds, fill, short
 
 # What a checkpoint has to hold. Counters that came later start at zero where they are missing.
 _FIRST_FIELDS = (
@@ -28,7 +28,7 @@ _FIRST_FIELDS = (
 )
 
 # What is counted elsewhere.
-NOT_OF_AN_ENGINE = ("rebuilt_bytes", "narrow_wanted_steps", "direct_steps", "accumulated_passes")
+NOT_OF_AN_ENGINE = ("rebuilt_bytes", "accumulated_steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,9 @@ class Statistics:
 
     With those of the run before, where the state has loaded a checkpoint.
 
-    All but the seconds, the bytes of sparse gradients and ``sent_bytes`` are the same on every rank. Bytes are those of
-    tensors that are handed to collectives; what crosses a link depends on how they travel, which ``sent_bytes`` counts.
+    All but the seconds, the bytes of sparse gradients, ``sent_bytes``, ``accumulated_steps`` and ``why_full_width`` are
+    the same on every rank. Bytes are those of tensors that are handed to collectives; what crosses a link depends on
+    how they travel, which ``sent_bytes`` counts.
 
     Attributes:
         steps: synchronised backward passes.
@@ -50,9 +51,8 @@ class Statistics:
         narrow_steps: steps in which ``narrow`` was on, so that ranks agreed on how wide the units of some parameters
             are.
         units_narrow: how many of the units that were sent were narrow.
-        narrow_wanted_steps: steps in which the policy's ``narrow`` was not ``"off"``.
-        direct_steps: steps in which gradients could leave the all-reduces, and travel narrow.
-        accumulated_passes: forward passes under ``no_sync()`` on this rank, whose gradients the next step adds up.
+        accumulated_steps: steps whose gradients are sums of several backward passes on this rank, all but the last of
+            them under ``no_sync()``. Such sums need full width.
         buckets_whole: buckets sent whole.
         buckets_packed: buckets that were sent in part.
         buckets_skipped: buckets that were not sent.
@@ -73,6 +73,8 @@ class Statistics:
         plan_cache_misses: steps whose reduction plan had to be made.
         exchange_wait_seconds: how long backward stood still for agreed masks, on this rank.
         hook_seconds: what the hook costs this rank besides, in time: scanning, scaling, gathering, launching.
+        why_full_width: why gradients travel at full width although the policy's ``narrow`` asks for less, as a clause;
+            empty if there is no reason, or none is known. It is no counter, and not part of a checkpoint.
     """
 
     steps: int = 0
@@ -99,21 +101,20 @@ class Statistics:
     narrow_steps: int = 0
     units_narrow: int = 0
     narrow_bytes: int = 0
-    narrow_wanted_steps: int = 0
-    direct_steps: int = 0
-    accumulated_passes: int = 0
+    accumulated_steps: int = 0
+    why_full_width: str = field(default="", compare=False)
 
     @classmethod
-    def read(cls, source: Any, reduced_bytes: int = 0, removed_bytes: int = 0, **others: int) -> Statistics:
+    def read(cls, source: Any, reduced_bytes: int = 0, removed_bytes: int = 0, **others: Any) -> Statistics:
         """Copy the counters from an engine.
 
         Args:
             source: an object with the counters that an engine has.
             reduced_bytes: of the parameters in its Reducer. Bytes.
             removed_bytes: of those that rebuilds have taken out of it. Bytes.
-            others: counters that an engine does not have, but for ``rebuilt_bytes``, which is worked out here.
+            others: fields that an engine does not have, but for ``rebuilt_bytes``, which is worked out here.
         """
-        counters = {f.name: getattr(source, f.name) for f in fields(cls) if f.name not in NOT_OF_AN_ENGINE}
+        counters = {f.name: getattr(source, f.name) for f in _counters() if f.name not in NOT_OF_AN_ENGINE}
         # What was taken out and is unfrozen later counts as dense in those steps in which it has a gradient.
         missing = source.steps * (reduced_bytes + removed_bytes) - source.dense_bytes
         return cls(**counters, rebuilt_bytes=min(max(missing, 0), source.steps * removed_bytes), **others)
@@ -122,17 +123,19 @@ class Statistics:
         """Sum the counters of two stretches of a run."""
         if not isinstance(other, Statistics):
             return NotImplemented
-        return Statistics(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        counters = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in _counters()}
+        return Statistics(**counters, why_full_width=other.why_full_width)
 
     def __sub__(self, earlier: Statistics) -> Statistics:
         """Return the counters of the stretch of a run since ``earlier``."""
         if not isinstance(earlier, Statistics):
             return NotImplemented
-        return Statistics(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+        counters = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in _counters()}
+        return Statistics(**counters, why_full_width=self.why_full_width)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counters as plain values, for checkpoints."""
-        return asdict(self)
+        return {f.name: getattr(self, f.name) for f in _counters()}
 
     def to_metrics(self, *, everything: bool = False) -> dict[str, float]:
         """Return what a logger draws as curves.
@@ -167,15 +170,16 @@ class Statistics:
             TypeError: it is no dictionary, or a counter is of the wrong type.
             ValueError: fields are missing or unknown, or a counter is negative or not finite.
         """
-        statistics = read_fields(cls, counters, _FIRST_FIELDS)
-        for field in fields(cls):
-            value = getattr(statistics, field.name)
-            expected = "an int" if isinstance(field.default, int) else "a number"
-            kinds = int if isinstance(field.default, int) else (int, float)
+        check_fields("Statistics", counters, _FIRST_FIELDS, [counter.name for counter in _counters()])
+        statistics = cls(**counters)
+        for counter in _counters():
+            value = getattr(statistics, counter.name)
+            expected = "an int" if isinstance(counter.default, int) else "a number"
+            kinds = int if isinstance(counter.default, int) else (int, float)
             if isinstance(value, bool) or not isinstance(value, kinds):
-                raise TypeError(f"Statistics.{field.name}: expected {expected}, received {short(value)}")
+                raise TypeError(f"Statistics.{counter.name}: expected {expected}, received {short(value)}")
             if not 0 <= value <= sys.float_info.max:  # nor NaN
-                raise ValueError(f"Statistics.{field.name}: expected from 0 on and finite, received {short(value)}")
+                raise ValueError(f"Statistics.{counter.name}: expected from 0 on and finite, received {short(value)}")
         return statistics
 
     @property
@@ -216,12 +220,13 @@ class Statistics:
         plain = describe_bytes(self.wrapped_bytes)
         yield f"{self.steps} steps: sent {describe_bytes(sent)} instead of {plain} ({verdict})"
         yield (
-            f"per step: {describe_bytes(sent / steps)} in {self.messages / steps:.1f} messages; {waiting} waiting for "
-            f"masks, {working} other hook time"
+            f"per step: {describe_bytes(self.payload_bytes / steps)} of gradients in {self.messages / steps:.1f} "
+            f"messages, {describe_bytes(self.mask_bytes / steps)} of usage masks"
         )
+        yield f"per step: {waiting} waiting for masks, {working} other hook time"
         yield (
-            f"masks: {describe_bytes(self.mask_bytes)} in {self.exchanges} exchanges; buckets: {self.buckets_whole} "
-            f"sent whole, {self.buckets_packed} in part, {self.buckets_skipped} not at all"
+            f"gradient buckets: {self.buckets_whole} sent whole, {self.buckets_packed} in part, "
+            f"{self.buckets_skipped} not at all"
         )
         if self.rebuilt_bytes:
             yield (
@@ -246,19 +251,17 @@ class Statistics:
         if direct:
             yield f"transports: {', '.join(direct)}; the rest all-reduced"
         if self.narrow_bytes:
+            after = f"; {self.why_full_width}" if self.why_full_width else ""
             yield (
                 f"narrow: sent {describe_bytes(self.narrow_bytes)} instead of "
-                f"{describe_bytes(2 * self.narrow_bytes)} in {self.narrow_steps} of {self.steps} steps"
+                f"{describe_bytes(2 * self.narrow_bytes)} in {self.narrow_steps} of {self.steps} steps{after}"
             )
-        elif self.narrow_wanted_steps:
-            yield f"narrow: nothing sent in 16 bits, because {self._why_nothing_is_narrow()}"
+        elif self.why_full_width:
+            yield f"narrow: nothing sent in half of its bits, because {self.why_full_width}"
 
-    def _why_nothing_is_narrow(self) -> str:
-        if not self.direct_steps:
-            return "everything is all-reduced"
-        if self.accumulated_passes:
-            return "sums of several passes need full width"
-        return "gradients need full width"
+
+def _counters() -> list[Field[Any]]:
+    return [each for each in fields(Statistics) if each.name != "why_full_width"]
 
 
 @dataclass(frozen=True, slots=True)

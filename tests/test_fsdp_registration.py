@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import fsdp
+from ddp_hooks.engine_settings import SHARED_HOSTS
 from ddp_hooks.errors import RefusedError
 from ddp_hooks.fsdp import param_groups, reduction
 
@@ -289,3 +291,20 @@ def change_participants(rank: int) -> None:
 @served
 def test_layouts_of_changing_participants() -> None:
     run_ranks(2, change_participants)
+
+
+def why_full_width(rank: int) -> None:
+    def why(**settings: Any) -> str:
+        state = fsdp.register(fully_shard(nn.Linear(8, 8)), **settings)
+        assert state.host_stats().why_full_width == ""  # there are no hosts to average over
+        return state.stats().why_full_width
+
+    assert why() == ""
+    os.environ["DDP_HOOKS_HOST"] = "one for both"
+    assert why() == SHARED_HOSTS
+    assert why(narrow="on") == why(policy="skip_zeros") == ""
+
+
+@served
+def test_why_gradients_travel_at_full_width() -> None:
+    run_ranks(2, why_full_width)

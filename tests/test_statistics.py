@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
-from ddp_hooks import _C, SkipUnusedState, statistics
+from ddp_hooks import _C, SkipUnusedState, engine_settings, statistics
 from ddp_hooks.enabling import MadeModule
 from ddp_hooks.integrations.hook_of_trainer import HookOfTrainer
 from ddp_hooks.run_report import RunReport
 from ddp_hooks.statistics import ParameterUsage, Statistics
 
-FIELDS = [field.name for field in dataclasses.fields(Statistics)]
+FIELDS = [field.name for field in dataclasses.fields(Statistics) if field.name != "why_full_width"]
 
 
 def numbered(first: int) -> Statistics:
@@ -99,7 +100,7 @@ def test_the_engine_has_the_same_counters() -> None:
 
 
 def test_every_counter_is_described() -> None:
-    for name in FIELDS:
+    for name in (*FIELDS, "why_full_width"):
         assert f"        {name}: " in (Statistics.__doc__ or ""), name
 
 
@@ -163,13 +164,12 @@ def test_summary_of_a_run() -> None:
     )
     assert str(statistics).splitlines() == [
         "10 steps: sent 500 MB instead of 2.00 GB (75.0% saved)",
-        "per step: 50.0 MB in 2.5 messages; 100 us waiting for masks, 250 us other hook",
-        "  time",
-        "masks: 1.28 kB in 10 exchanges; buckets: 20 sent whole, 30 in part, 40 not at",
-        "  all",
+        "per step: 50.0 MB of gradients in 2.5 messages, 128 B of usage masks",
+        "per step: 100 us waiting for masks, 250 us other hook time",
+        "gradient buckets: 20 sent whole, 30 in part, 40 not at all",
     ]
 
-    def more(**counters: int) -> list[str]:
+    def more(**counters: Any) -> list[str]:
         text = str(dataclasses.replace(statistics, **counters))
         return " ".join(text.split()).partition("not at all ")[2].splitlines()
 
@@ -184,49 +184,10 @@ def test_summary_of_a_run() -> None:
         "skip_zero_rows: sent 20 of 100 rows in 4 of 10 steps"
     ]
     assert more(narrow_bytes=130_000_000, narrow_steps=9) == ["narrow: sent 130 MB instead of 260 MB in 9 of 10 steps"]
-
-
-@pytest.mark.parametrize(
-    ("counters", "reason"),
-    [
-        ({"direct_steps": 0}, "because everything is all-reduced"),
-        ({"direct_steps": 3, "accumulated_passes": 2}, "because sums of several passes need full width"),
-        ({"direct_steps": 3}, "because gradients need full width"),
-    ],
-)
-def test_why_nothing_is_narrow(counters: dict[str, int], reason: str) -> None:
-    wanted = Statistics(steps=3, messages=3, dense_bytes=9, payload_bytes=9, **counters)
-    assert "narrow" not in str(wanted)
-    text = " ".join(str(dataclasses.replace(wanted, narrow_wanted_steps=3)).split())
-    assert f"narrow: nothing sent in 16 bits, {reason}" in text
-
-
-def _accumulates(rank: int, host: str, passes: int) -> Statistics:
-    os.environ["DDP_HOOKS_HOST"] = host if host else str(rank)
-    ddp = DistributedDataParallel(nn.Linear(256, 256))
-    state = ddp_hooks.register(ddp, "auto")
-
-    def backward() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            ddp(torch.ones(8, 256)).float().sum().backward()
-
-    for _ in range(6):
-        ddp.zero_grad()
-        for _ in range(passes - 1):
-            with ddp.no_sync():
-                backward()
-        backward()
-    return state.stats()
-
-
-def test_narrow_gives_the_reason_that_holds() -> None:
-    alone = run_ranks(2, _accumulates, "shared", 1)[0]
-    assert (alone.narrow_wanted_steps, alone.direct_steps, alone.narrow_bytes) == (6, 0, 0)
-    summed = run_ranks(2, _accumulates, "", 3)[0]
-    assert (summed.narrow_wanted_steps, summed.direct_steps, summed.accumulated_passes) == (6, 6, 12)
-    narrow = run_ranks(2, _accumulates, "", 1)[0]
-    assert narrow.narrow_bytes > 0
-    assert narrow.accumulated_passes == 0
+    assert more(narrow_bytes=130_000_000, narrow_steps=9, why_full_width="it rains") == [
+        "narrow: sent 130 MB instead of 260 MB in 9 of 10 steps; it rains"
+    ]
+    assert more(why_full_width="it rains") == ["narrow: nothing sent in half of its bits, because it rains"]
 
 
 def test_summary_before_the_first_step() -> None:
@@ -240,7 +201,8 @@ def test_a_small_model_has_numbers_too() -> None:
 
 def test_a_summary_fits_in_a_terminal() -> None:
     large = Statistics(**{name: type(getattr(Statistics(), name))(10**15 + 1) for name in FIELDS})
-    for counters in (Statistics(), numbered(10**6), large):
+    rained = dataclasses.replace(large, why_full_width="several words " * 20)
+    for counters in (Statistics(), numbered(10**6), large, rained, dataclasses.replace(rained, narrow_bytes=0)):
         lines = str(counters).splitlines()
         assert max(map(len, lines)) <= 80, lines
     assert "2.00 PB" in str(large)
@@ -415,6 +377,24 @@ def _taken_after_a_reset(rank: int) -> None:
     assert_taken(state.stats() - before)
 
 
+def _as_much_as_asked_for(rank: int) -> None:
+    for log, logged in ((True, 3), ("everything", 13), (False, 0)):
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
+        hook = HookOfTrainer("skip_unused", {}, log=log)  # type: ignore[arg-type]
+        hook.register(ddp)
+        ddp(torch.ones(1, 2)).sum().backward()
+        metrics = hook.take_metrics()
+        assert len(metrics) == logged, sorted(metrics)
+        assert hook.state is not None
+        assert metrics.items() <= hook.state.stats().to_metrics(everything=True).items()
+    with pytest.raises(TypeError, match="expected log to be True, False or 'everything', received 1"):
+        HookOfTrainer("skip_unused", {}, log=1)  # type: ignore[arg-type]
+
+
+def test_as_much_is_logged_as_was_asked_for() -> None:
+    run_ranks(2, _as_much_as_asked_for)
+
+
 def test_what_is_logged_after_a_reset() -> None:
     run_ranks(2, _taken_after_a_reset)
 
@@ -431,3 +411,133 @@ def test_transports_that_carried_nothing_are_left_out() -> None:
     shown = " ".join(str(Statistics(**carried, **broadcast, **owners)).split())
     assert "3.00 MB sent directly by the ranks that used them, 2.00 MB summed by one of the ranks" in shown
     assert "transports" not in str(Statistics(**carried))
+
+
+# --- why gradients travel at full width
+
+
+def why(rank: int, *, accumulate: int = 1, autocast: bool = True, width: int = 512, **settings: Any) -> str:
+    """Train for four steps, and say why nothing was sent in half of its bits."""
+    ddp = DistributedDataParallel(nn.Linear(512, width))
+    state = ddp_hooks.register(ddp, **{"policy": "auto", **settings})
+    at_once = state.stats().why_full_width
+    for _ in range(4):
+        ddp.zero_grad()
+        for last in range(accumulate - 1, -1, -1):
+            with ddp.no_sync() if last else nullcontext(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                ddp(torch.randn(8, 512)).float().square().mean().backward()
+    statistics = state.stats()
+    assert statistics.accumulated_steps == (4 if accumulate > 1 else 0)
+    assert (statistics.narrow_bytes > 0) == (statistics.why_full_width == "")
+    # What gradients hold is not known before the first step; what keeps them at full width in any case is.
+    assert at_once in ("", statistics.why_full_width)
+    assert (at_once == "") == (statistics.why_full_width in ("", *OF_GRADIENTS))
+    return statistics.why_full_width
+
+
+ON = {"policy": "skip_unused", "narrow": "on"}
+ACCUMULATED = "4 of 4 steps sent sums of several passes, which need full width"
+SAMPLED = "samples of the gradients needed all of their bits"
+NOT_NARROW = "gradients needed all of their bits"
+LITTLE = "sending what would fit in messages of its own would save too little (min_direct_bytes)"
+OF_GRADIENTS = (ACCUMULATED, SAMPLED, NOT_NARROW, LITTLE)
+
+
+def _why_full_width(rank: int) -> None:
+    assert why(rank) == why(rank, **ON) == ""
+    assert why(rank, accumulate=3) == why(rank, accumulate=3, **ON) == ACCUMULATED
+    assert why(rank, autocast=False) == SAMPLED
+    assert why(rank, autocast=False, **ON) == NOT_NARROW
+    assert why(rank, width=64, **ON) == LITTLE
+    assert why(rank, direct=False) == why(rank, direct=False, **ON) == "it needs direct=True"
+    os.environ["DDP_HOOKS_HOST"] = "one for both"
+    assert why(rank) == why(rank, accumulate=3, **ON) == engine_settings.SHARED_HOSTS
+
+
+def test_why_gradients_travel_at_full_width() -> None:
+    run_ranks(2, _why_full_width)
+
+
+def _why_is_told_of_the_policy_in_force(rank: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(512, 512))
+    state = ddp_hooks.register(ddp, "skip_unused")
+
+    def run(steps: int) -> str:
+        for _ in range(steps):
+            ddp.zero_grad()
+            ddp(torch.randn(8, 512)).square().mean().backward()
+        return state.stats().why_full_width
+
+    assert run(4) == ""
+    state.set_policy("auto")
+    assert run(1) == ""
+    assert run(1) == SAMPLED
+    assert state.stats().steps == 6
+    assert f"because {SAMPLED}" in " ".join(str(state.stats()).split())
+    saved = state.state_dict()
+    state.reset_stats()
+    assert run(0) == ""
+    run(2)
+    # Local, and not a part of what is saved or compared.
+    assert "why_full_width" not in saved["statistics"]
+    assert dataclasses.replace(state.stats(), why_full_width="") == state.stats()
+    state.set_policy("skip_unused")
+    assert run(2) == ""
+    # A forward pass under `no_sync` without a backward pass leaves nothing to sum.
+    with ddp.no_sync():
+        ddp(torch.randn(8, 512))
+    run(1)
+    assert state.stats().accumulated_steps == 0
+    # Closed, it stays what it was.
+    state.set_policy("auto", direct=False)
+    state.close()
+    assert state.stats().why_full_width == "it needs direct=True"
+
+
+def test_why_is_told_of_the_policy_in_force() -> None:
+    run_ranks(2, _why_is_told_of_the_policy_in_force)
+
+
+class Group:
+    """As much of a process group as the reasons need."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def size(self) -> int:
+        return self._ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "hosts", "costs", "reason"),
+    [
+        ({"narrow": "off"}, [(0, 1)], None, ""),
+        ({}, [(0,)], None, ""),
+        ({}, [(0,), (1,)], None, ""),
+        ({}, [(0, 1)], None, "several ranks share a host"),
+        ({"narrow": "on"}, [(0, 1)], None, "several ranks share a host"),
+        ({"calibrate": True}, [(0, 1)], _C.CollectiveCosts(), ""),
+        ({"calibrate": True}, [(0, 1)], _C.CollectiveCosts(narrowing_seconds_per_byte=1), "links are faster"),
+        ({"calibrate": True, "narrow": "on"}, [(0, 1)], _C.CollectiveCosts(narrowing_seconds_per_byte=1), ""),
+        ({}, [(rank,) for rank in range(65)], None, "it needs at most 64 ranks, and there are 65"),
+        ({"min_divided_bytes": 10**9}, [(0,), (1,)], None, "every parameter is too small for it"),
+    ],
+)
+def test_what_keeps_gradients_at_full_width(
+    settings: dict[str, Any], hosts: list[tuple[int, ...]], costs: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_settings._C, "can_send_directly", lambda group, device: True)
+    policy = ddp_hooks.policies.resolve("auto", settings)
+    group, device = Group(sum(map(len, hosts))), torch.device("cpu")
+
+    def told(parameters: list[torch.Tensor]) -> str:
+        return engine_settings.why_nothing_is_narrow(policy, hosts, costs, group, device, parameters)  # type: ignore[arg-type]
+
+    large = torch.zeros(512, 512)
+    assert told([large]).startswith(reason) if reason else told([large]) == ""
+    if not reason and policy.narrow != "off" and len(hosts) > 1:
+        assert told([large.half(), large.bfloat16()]) == "every gradient has 16 bits or fewer"
+        assert told([torch.zeros(())]).startswith("every parameter is too small for it (min_divided_bytes is 65.5 kB)")
+        assert told([large.to(torch.complex64), torch.zeros(())]) == ""
+        monkeypatch.setattr(engine_settings._C, "can_send_directly", lambda group, device: False)
+        assert told([large]) == "it needs a process group of gloo or NCCL"

@@ -17,6 +17,7 @@ from ..agreement import exchange_proposals, settle
 from ..collective_costs import measure_collective_costs
 from ..disabling import VARIABLE, check_alike, is_disabled, warn_of_it
 from ..endpoints import host_of_this_rank
+from ..engine_settings import FAST_LINKS, SHARED_HOSTS
 from ..policies import Policy, resolve
 from ..statistics import ParameterUsage, Statistics
 from ..wording import short
@@ -43,6 +44,8 @@ class ShardState:
         self._staging = Staging()
         self._served = [_ServedGroup(self, group, policy, narrow_pays, self._staging, hosts) for group in groups]
         self._earlier, self._earlier_of_hosts = Statistics(), Statistics()
+        self._why_full_width = _why_full_width(policy, narrow_pays, [group.process_group for group in groups])
+        self._why_full_width_of_hosts = _why_full_width(policy, narrow_pays, [hosts])
         self._is_open = True
 
     @property
@@ -57,7 +60,7 @@ class ShardState:
             Bytes are what this rank sends in reduce-scatters: ``dense_bytes`` what they have to send in full,
             ``payload_bytes`` what was sent. A bucket is one reduce-scatter. All-gathers of parameters are not counted.
         """
-        return self._total() - self._earlier
+        return replace(self._total() - self._earlier, why_full_width=self._why_full_width)
 
     def host_stats(self) -> Statistics:
         """Return the same of what this rank sends to other hosts, where a mesh was passed; otherwise all zero.
@@ -65,7 +68,8 @@ class ShardState:
         Returns:
             ``dense_bytes`` are what a ring all-reduce over hosts would send.
         """
-        return self._total_of_hosts() - self._earlier_of_hosts
+        counted = self._total_of_hosts() - self._earlier_of_hosts
+        return replace(counted, why_full_width=self._why_full_width_of_hosts)
 
     def reset_stats(self) -> None:
         """Set the counters to zero."""
@@ -103,12 +107,22 @@ class ShardState:
         return f"ShardState(policy={self._policy.name!r}, {'attached' if self._is_open else 'closed'})"
 
 
+def _why_full_width(
+    policy: Policy, narrow_pays: Mapping[str, bool], process_groups: Sequence[dist.ProcessGroup | None]
+) -> str:
+    """Say why no gradient is asked how wide it is; empty where some are, or where the policy does not ask."""
+    pays = [narrow_pays[name] for name in map(_name_of, process_groups) if name in narrow_pays]
+    if policy.narrow != "adaptive" or not pays or any(pays):
+        return ""
+    return FAST_LINKS if policy.tuning.calibrate else SHARED_HOSTS
+
+
 def _sum(counted: Sequence[Statistics]) -> Statistics:
     total = Statistics()
     for each in counted:
         total += each
     # Otherwise a step would count once for each group.
-    steps = {
+    steps: dict[str, Any] = {
         name: max((getattr(each, name) for each in counted), default=0)
         for name in ("steps", "narrow_steps", "skip_zero_rows_steps")
     }
