@@ -351,7 +351,8 @@ def count_bytes(rank: int, dtype: torch.dtype, exact: Any, device: str = "cpu") 
     # Packed numbers that follow each other share what a lone one is rounded up to.
     assert expected - 4 * 32 <= stats.payload_bytes <= expected
     assert stats.narrow_steps == 1
-    assert "narrow: on in 1 of 1 steps" in str(stats)
+    assert "narrow: sent " in str(stats)
+    assert "in 1 of 1 steps" in str(stats)
 
 
 @pytest.mark.parametrize(
