@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -52,6 +53,10 @@ class Options:
     json: Path | None = None
     html: Path | None = None
     patience_seconds: float = 300.0
+
+
+# So that one run in a process does not read the words of another.
+_runs = count()
 
 
 class _EnoughSeen(SystemExit):
@@ -178,7 +183,7 @@ class _Session:
         if self._watchdog is None:
             world = dist.group.WORLD
             assert world is not None  # DDP has found a process group
-            self._watchdog = Watchdog(self, Noticeboard("run", world), self._options.patience_seconds)
+            self._watchdog = Watchdog(self, Noticeboard(f"run {next(_runs)}", world), self._options.patience_seconds)
 
     def _make_counter(self) -> Callable[[int], None]:
         def step_ended(steps: int) -> None:
@@ -208,7 +213,7 @@ class _Session:
             self._watchdog.explain()
         self._stop_looking()
         for diagnosis in self._open.values():
-            self._concluded.append(diagnosis.abandon(error))
+            self._concluded.append(diagnosis.abandon(error, ends_process=True))
         self._open = {}
 
     def status(self) -> int:

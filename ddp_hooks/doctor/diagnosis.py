@@ -100,18 +100,19 @@ class Diagnosis:
             self._ddp = None
         return self._findings
 
-    def abandon(self, error: BaseException, others: Sequence[RankRecord] = ()) -> Findings:
-        """Stop watching without asking the others in a collective.
+    def abandon(self, error: BaseException, *, ends_process: bool = False) -> Findings:
+        """Stop watching without asking the others: only what this rank saw counts.
 
         Args:
             error: why; what is wrong is added to it.
-            others: what other ranks have said; of those that said nothing nothing is known.
+            ends_process: nothing follows but the end, where others may be told which step this rank was in.
         """
         if self._findings is None:
+            if ends_process:
+                self._ends.clear()
             _, channel = self._stop()
             channel.close()
-            own = self.describe(read_end(error))
-            self._findings = self.find_with([one for one in others if one.rank != own.rank], own)
+            self._findings = self.find_with((), self.describe(read_end(error)))
             problems = [one for one in self._findings.problems if one.kind.breaks_run]
             if problems and hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(fill(f"ddp_hooks doctor: {problems[0]}"))
