@@ -1,4 +1,4 @@
-"""Who did not come: which ranks a collective function waits for in vain, asked before it waits and after it failed.
+"""Who did not come: which ranks a collective function is missing, asked before it waits and after it has failed.
 
 Before: a rank that never comes says nothing, and a collective without it lasts until the group's timeout, or mixes with
 whatever that rank sends next. So where some ranks may not know of a place, they meet in the store of their process
@@ -160,9 +160,9 @@ def meet_to_register(group: dist.ProcessGroup, function: str) -> None:
     absent = Visit(group, "register").meet(REGISTERING_SECONDS)
     if absent:
         raise RanksAbsentError(
-            f"{function}: expected every rank to call it, waited {REGISTERING_SECONDS:g} s for {describe_ranks(absent)}"
-            " in vain. Some ranks have made modules under ddp_hooks.enable() and others have not: call either of the "
-            "two on every rank"
+            f"{function}: expected every rank to call it, but {describe_ranks(absent)} did not within "
+            f"{REGISTERING_SECONDS:g} s. Some ranks made their modules under ddp_hooks.enable() and others did not: "
+            "use one of the two on every rank"
         )
 
 
@@ -222,7 +222,7 @@ def naming_absent_ranks(group: dist.ProcessGroup, function: str) -> Iterator[Non
         if not ranks or not watcher.waited_in_vain(error):
             raise
         seconds = time.monotonic() - started
-        report = watcher.explain(function, ranks, seconds)
+        report = watcher.explain(function, ranks, seconds, str(error))
         raise RanksAbsentError(describe(function, seconds, ranks, dist.get_rank(), report, str(error))) from error
 
 
@@ -244,23 +244,24 @@ def describe(function: str, seconds: float, ranks: Sequence[int], own: int, repo
         report: what is known of the others; ``None`` if the store did not answer.
         error: what the process group said.
     """
-    everyone = f"every rank of the group ({short_list(ranks)}) has to call it, in the same order"
-    cause = f"The process group said: {' '.join(error.split())[:300]}"
-    waited = f"{function}: waited {seconds:.1f} s"
+    everyone = f"Every rank of the group ({short_list(ranks)}) must call it, in the same order."
+    cause = f"The process group's error was: {' '.join(error.split())[:300]}"
+    failed = f"{function}: {'timed out' if watcher.timed_out(error) else 'lost a connection'} after {seconds:.1f} s"
     if report is None:
         return (
-            f"{waited} in vain. Which ranks did not call it is not known, because the store of the process group does "
-            f"not answer any more; {everyone}. Look for a rank that ended first. {cause}"
+            f"{failed}. The process group's store no longer answers, so the ranks that did not call it cannot be named."
+            f" {everyone} Look for the rank that ended first. {cause}"
         )
     if report.missing:
         lines = "".join(f"\n  {line}" for line in report.lines)
-        return f"{waited} for {describe_ranks(report.missing)}, which did not call it; {everyone}.{lines}\n{cause}"
+        waiting = f"{failed} of waiting for {describe_ranks(report.missing)}, which did not call it"
+        return f"{waiting}. {everyone}{lines}\n{cause}"
     waits = {own: seconds, **report.waited}
     first, last = max(waits, key=lambda rank: waits[rank]), min(waits, key=lambda rank: waits[rank])
     if waits[first] - waits[last] > 0.5 * waits[first]:
         return (
-            f"{waited}. Every rank called it, but rank {last} came at least {waits[first] - waits[last]:.1f} s after "
-            f"rank {first}, which had given up: let the ranks call it at about the same time, or give the process "
-            f"group a longer timeout. {cause}"
+            f"{failed}. Every rank called it, but rank {last} called it at least {waits[first] - waits[last]:.1f} s "
+            f"after rank {first}, which had timed out by then. Call it at about the same time on every rank, or give "
+            f"the process group a longer timeout. {cause}"
         )
-    return f"{waited}. Every rank of the group called it, so the connection between them failed. {cause}"
+    return f"{failed}. Every rank of the group called it, so a connection between them has failed. {cause}"

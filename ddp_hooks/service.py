@@ -433,6 +433,8 @@ class Service:
         return bool(module._comm_hooks)
 
     def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
+        if self.engine is not None and not torch.compiler.is_compiling():
+            self._activity.passes += 1
         if not self._is_watched(module):
             return
         self.engine.forward_begins()
@@ -551,7 +553,7 @@ def _warn_of_a_missing_hook() -> None:
 
 def _explain(activity: ModuleActivity, error: str) -> str:
     """Say what an error of the mask exchange does not: who was missing."""
-    return watcher.explain_backward(activity) if watcher.waited_in_vain(RuntimeError(error)) else ""
+    return watcher.explain_backward(activity, error) if watcher.waited_in_vain(RuntimeError(error)) else ""
 
 
 def _ranks_of(count: int, ranks: int) -> tuple[int, ...] | None:

@@ -266,11 +266,11 @@ class Report:
 
 # What a rank writes while it waits, and what its error says.
 SAYS = re.compile(
-    r"^(?:\[rank\d\]: ?)?(?P<head>ddp_hooks: (?P<there>ranks? [\d, ]+?) waits? in .*?"
+    r"^(?:\[rank\d\]: ?)?(?P<head>ddp_hooks: (?P<there>ranks? [\d, ]+?) ha(?:s|ve) been waiting in .*?"
     r"Missing: (?P<missing>ranks? [\d, ]+)"
-    r"|ddp_hooks: in .*?, (?P<absent>ranks? [\d, ]+) did not come.*"
-    r"|ddp_hooks: rank \d+ has failed because other ranks did not come:"
-    r"|.*?: waited [\d.]+ s for (?P<awaited>ranks? [\d, ]+), which did not call it.*)$"
+    r"|ddp_hooks: backward of .*? because (?P<absent>ranks? [\d, ]+) did not arrive.*"
+    r"|ddp_hooks: rank \d+ failed because other ranks did not arrive:"
+    r"|.*? of waiting for (?P<awaited>ranks? [\d, ]+), which did not call it.*)$"
     r"(?P<lines>(?:\n(?:\[rank\d\]: ?)?  .*)*)",
     re.MULTILINE,
 )

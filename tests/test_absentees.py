@@ -33,40 +33,39 @@ TIMED_OUT = "Timed out waiting 2000ms for recv operation to complete"
 def test_ranks_that_did_not_come_are_named_with_what_they_do() -> None:
     report = Report((1, 2), {}, ("rank 1 is elsewhere", "  called from train.py:3", "rank 2 waits in verify_replicas"))
     assert describe("average_parameters", 3.0, (0, 1, 2, 3), 0, report, TIMED_OUT) == (
-        "average_parameters: waited 3.0 s for ranks 1, 2, which did not call it; every rank of the group (0, 1, 2, 3) "
-        "has to call it, in the same order.\n"
+        "average_parameters: timed out after 3.0 s of waiting for ranks 1, 2, which did not call it. Every rank of the "
+        "group (0, 1, 2, 3) must call it, in the same order.\n"
         "  rank 1 is elsewhere\n"
         "    called from train.py:3\n"
         "  rank 2 waits in verify_replicas\n"
-        f"The process group said: {TIMED_OUT}"
+        f"The process group's error was: {TIMED_OUT}"
     )
 
 
 def test_a_rank_that_comes_too_late_is_told_from_one_that_never_does() -> None:
     message = describe("register", 0.0, (0, 1), 1, Report((), {0: 3.0}, ()), "pair closure")
-    assert message.startswith(
-        "register: waited 0.0 s. Every rank called it, but rank 1 came at least 3.0 s after rank 0"
-    )
+    assert message.startswith("register: lost a connection after 0.0 s. Every rank called it, but rank 1 called it ")
+    assert "at least 3.0 s after rank 0, which had timed out by then" in message
     assert "longer timeout" in message
 
 
 def test_a_connection_that_failed_with_all_there_is_nobodys_fault() -> None:
     message = describe("register", 3.0, (0, 1), 1, Report((), {0: 3.1}, ()), "broken pipe")
-    assert "Every rank of the group called it, so the connection between them failed" in message
+    assert "Every rank of the group called it, so a connection between them has failed" in message
 
 
 def test_without_a_store_only_what_is_known_is_said() -> None:
     message = describe("register", 3.0, (0, 1), 1, None, "broken pipe")
-    assert "is not known" in message
-    assert "every rank of the group (0, 1) has to call it" in message
+    assert "cannot be named" in message
+    assert "Every rank of the group (0, 1) must call it" in message
 
 
 @pytest.fixture
 def explained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let every wait in vain be for rank 1, and note for what was asked."""
+    """Let every wait that fails be for rank 1, and note for what was asked."""
     asked: list[str] = []
 
-    def explain(place: str, ranks: Any, seconds: float, step: int = 0) -> Report:
+    def explain(place: str, ranks: Any, seconds: float, said: str, step: int = 0) -> Report:
         asked.append(place)
         return Report((1,), {}, ("rank 1 is elsewhere",))
 
@@ -94,7 +93,9 @@ def wait_in_vain(function: str = "register", error: Exception | None = None) -> 
     ],
 )
 def test_what_timeouts_and_lost_connections_are_called(explained: list[str], error: Exception) -> None:
-    with pytest.raises(RanksAbsentError, match=r"register: waited .* s for rank 1, which did not call it") as caught:
+    with pytest.raises(
+        RanksAbsentError, match=r"register: .* s of waiting for rank 1, which did not call it"
+    ) as caught:
         wait_in_vain(error=error)
     assert caught.value.__cause__ is error
     assert str(error) in str(caught.value)
@@ -163,30 +164,34 @@ def _in_turn(rank: int, calls: list[str]) -> str:
 def test_a_rank_that_does_not_call() -> None:
     alone, silent = run_ranks(2, _in_turn, ["average", "nothing"])
     assert silent == "fine"
-    assert alone.startswith("average_parameters: waited ")
+    assert alone.startswith("average_parameters: timed out after ")
     assert (
-        " s for rank 1, which did not call it; every rank of the group (0, 1) has to call it, in the same order.\n"
-        "  rank 1 (process "
+        " s of waiting for rank 1, which did not call it. Every rank of the group (0, 1) must call it, in the same "
+        "order.\n  rank 1 (process "
     ) in alone
-    assert re.search(r"waits in (new_group|barrier) at \S*test_absentees\.py:\d+ in _in_turn", alone)
+    assert re.search(r"waiting in (new_group|barrier) at \S*test_absentees\.py:\d+ in _in_turn", alone)
 
 
 def test_ranks_that_wait_in_different_functions() -> None:
     average, verify = run_ranks(2, _in_turn, ["average", "verify"])
-    assert "for rank 1, which did not call it; every rank" in average
-    assert re.search(r"\n  rank 1 \(process \d+ on .*\) (waits|waited) in verify_replicas", average)
-    assert "for rank 0, which did not call it; every rank" in verify
-    assert re.search(r"\n  rank 0 \(process \d+ on .*\) (waits|waited) in average_parameters", verify)
+    assert "for rank 1, which did not call it. Every rank" in average
+    assert re.search(
+        r"\n  rank 1 \(process \d+ on .*\) (has been waiting|timed out|lost a connection) in verify_replicas", average
+    )
+    assert "for rank 0, which did not call it. Every rank" in verify
+    assert re.search(
+        r"\n  rank 0 \(process \d+ on .*\) (has been waiting|timed out|lost a connection) in average_parameters", verify
+    )
 
 
 @pytest.mark.thorough
 def test_three_ranks_in_three_places() -> None:
     average, verify, silent = run_ranks(3, _in_turn, ["average", "verify", "nothing"])
     assert "for ranks 1, 2, which did not call it" in average
-    assert re.search(r"\n  rank 1 .* (waits|waited) in verify_replicas", average)
+    assert re.search(r"\n  rank 1 .* (has been waiting|timed out|lost a connection) in verify_replicas", average)
     assert "for rank 2, which did not call it" in verify
-    assert re.search(r"\n  rank 2 .* waits in (new_group|barrier)", verify)
-    assert "every rank of the group (1, 2) has to call it" in verify
+    assert re.search(r"\n  rank 2 .* waiting in (new_group|barrier)", verify)
+    assert "Every rank of the group (1, 2) must call it" in verify
     assert silent == "fine"
 
 
@@ -196,14 +201,14 @@ def test_two_of_three_wait_for_the_same_rank() -> None:
     assert silent == "fine"
     for message in (first, second):
         assert "for rank 2, which did not call it" in message
-        assert "every rank of the group (0, 1, 2) has to call it" in message
+        assert "Every rank of the group (0, 1, 2) must call it" in message
 
 
 @pytest.mark.thorough
 def test_a_rank_that_comes_late() -> None:
     alone, late = run_ranks(2, _in_turn, ["average", "late"])
     assert re.search(r"for rank 1, which did not call it.*\n  rank 1 .* at \S*test_absentees\.py:\d+", alone)
-    assert "Every rank called it, but rank 1 came at least" in late
+    assert "Every rank called it, but rank 1 called it at least" in late
     assert "give the process group a longer timeout" in late
 
 
@@ -220,7 +225,7 @@ def _forward_alone(rank: int) -> str:
 def test_a_forward_that_the_others_do_not_come_to() -> None:
     alone, silent = run_ranks(2, _forward_alone)
     assert silent == "fine"
-    assert alone.startswith("a forward with a BufferSync: waited ")
+    assert alone.startswith("a forward with a BufferSync: timed out after ")
     assert "for rank 1, which did not call it" in alone
 
 
@@ -231,5 +236,5 @@ def _rank_one_dies(rank: int) -> None:
 
 
 def test_a_rank_that_died_is_named() -> None:
-    with pytest.raises(RankFailure, match=r"average_parameters: waited .* s for rank 1, which did not call it"):
+    with pytest.raises(RankFailure, match=r"average_parameters: .* of waiting for rank 1, which did not call it"):
         run_ranks(2, _rank_one_dies, collective_timeout=5.0)

@@ -178,7 +178,7 @@ def dies_while_groups_open(rank: int) -> None:
     control_groups._open_group = open_or_die
     started = time.monotonic()
     with pytest.raises(
-        ddp_hooks.errors.RanksAbsentError, match=r"register: waited .* for rank 1, which did not call it"
+        ddp_hooks.errors.RanksAbsentError, match=r"register: .* of waiting for rank 1, which did not call it"
     ):
         ddp_hooks.register(ddp)
     # Once, for half of the timeout; then the data group knows, and notes are looked for.
@@ -600,7 +600,7 @@ def on_one_rank_only(rank: int) -> None:
     ddp = wrap()
     if rank == 0:
         with pytest.raises(
-            ddp_hooks.errors.RanksAbsentError, match=r"register: waited .* for rank 1, which did not call it"
+            ddp_hooks.errors.RanksAbsentError, match=r"register: .* of waiting for rank 1, which did not call it"
         ):
             ddp_hooks.register(ddp)
     else:

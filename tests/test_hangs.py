@@ -27,9 +27,9 @@ from ddp_hooks.hangs import session as sessions
 from ddp_hooks.hangs import watcher
 from ddp_hooks.hangs.activity import Activity, ModuleActivity
 from ddp_hooks.hangs.board import Board
-from ddp_hooks.hangs.report import find_missing, headline
+from ddp_hooks.hangs.report import describe_left_out, find_missing, headline
 from ddp_hooks.hangs.session import print_to_stderr
-from ddp_hooks.hangs.stack import has_run, read_error, read_position, read_stand
+from ddp_hooks.hangs.stack import Progress, has_run, read_error, read_position, read_stand
 from ddp_hooks.hangs.status import SOME_COLLECTIVE, Status, Wait
 from ddp_hooks.hangs.witness import Witness
 
@@ -81,6 +81,29 @@ def test_a_loader_is_between_two_steps() -> None:
     assert re.match(r"\S*test_hangs\.py:\d+ in load$", position.frames[0])
     assert position.inside is not None
     assert position.inside.startswith("threading.py:")
+
+
+def test_no_frame_of_this_package_is_a_position() -> None:
+    """Neither below the user's code, nor where nothing else is on the stack, as at the end of a program."""
+    board = Board(dist.HashStore(), "test")
+    end = threading.Event()
+
+    def call(_: threading.Event) -> None:
+        board.ask(lambda store: end.wait(20), seconds=20)
+
+    with Stands(call) as thread:
+        below, alone = read_position(thread), read_position(board._thread.ident or 0)
+        end.set()
+    assert below is not None
+    assert alone is not None
+    assert re.match(r"\S*test_hangs\.py:\d+ in call$", below.frames[0])
+    assert below.inside is None
+    assert (alone.frames, alone.inside) != ((), None)  # what was asked for is the user's
+    board.ask(print)
+    alone = read_position(board._thread.ident or 0)
+    board.close(1.0)
+    assert alone is not None
+    assert (alone.frames, alone.inside) == ((), None)
 
 
 def test_a_hook_within_backward_does_not_wait_for_other_ranks() -> None:
@@ -258,9 +281,67 @@ def test_collectives_are_recognised() -> None:
 
 
 def test_what_computes_is_told_from_what_stands() -> None:
-    assert not has_run(1.0, 1.00001)
-    assert has_run(1.0, 1.1)
-    assert not has_run(None, 1.0)  # where nobody counts
+    assert not has_run(Progress(1.0), Progress(1.00001))
+    assert has_run(Progress(1.0), Progress(1.1))
+    # If nobody counts the time.
+    assert not has_run(Progress(None), Progress(1.0))
+    assert has_run(Progress(None, ((1, None),)), Progress(1.0, ((2, None),)))
+
+
+class Loss:
+    """Whose `item` stands in C, as that of a tensor on a device does."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        self.item, self.go_on = lock.acquire, lock.release
+
+
+@pytest.mark.parametrize("counted", ["steps", "passes without a step", "agreed steps"])
+def test_waiting_for_a_device_step_by_step_is_no_hang(counted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is seen in one and the same line for an hour, because nearly all of its time goes there."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("ddp_hooks.hangs.stack._uses_a_device", lambda: True)
+    loss, hook = Loss(), Agrees()
+    activity, module = Activity(), ModuleActivity("Net", (0, 1), hook if counted == "agreed steps" else None)
+    thread = threading.Thread(target=wait_for, args=(loss,))
+    thread.start()
+    monkeypatch.setattr(activity, "thread", thread.ident)
+    activity.modules.append(module)
+    witness = Witness(activity, 0, 2)
+    ddp = nn.Linear(2, 2)
+    ddp.require_backward_grad_sync = counted == "steps"  # type: ignore[assignment]
+    try:
+        deadline = time.perf_counter() + 20
+        while (stand := read_stand(thread.ident or 0)) is None or stand.waits_in != "loss.item()":
+            assert time.perf_counter() < deadline
+        longest = 0.0
+        for look in range(7200):
+            now[0] += 0.5
+            if look % 3 == 0:
+                hook.steps += 1
+                if counted != "agreed steps":
+                    module.forward_begins(ddp, ())
+            witness.look(0.5)
+            wait = witness.find_wait()
+            longest = max(longest, 0.0 if wait is None else wait.seconds)
+        assert longest < 2
+        # When nothing goes on any more, it is one.
+        for _ in range(20):
+            now[0] += 0.5
+            witness.look(0.5)
+        wait = witness.find_wait()
+        assert wait is not None
+        assert wait.place == "loss.item()"
+        assert 10 <= wait.seconds < 12
+    finally:
+        loss.go_on()
+        thread.join()
+
+
+def wait_for(loss: Loss) -> None:
+    loss.item()
 
 
 def test_a_thread_that_has_ended_is_not_asked_for_its_time() -> None:
@@ -271,13 +352,13 @@ from ddp_hooks.hangs.activity import Activity, ModuleActivity
 from ddp_hooks.hangs.witness import Witness
 threading.stack_size(64 << 20)  # more than what is kept of threads that have ended
 activity = Activity()
-assert activity.cpu_seconds() > 0
+assert activity.progress().cpu_seconds > 0
 for _ in range(3):
     thread = threading.Thread(target=lambda: activity.add(ModuleActivity("Net", (0, 1))))
     thread.start()
     thread.join()
 time.sleep(0.2)  # Python joins it a moment before it has gone
-assert activity.cpu_seconds() is None
+assert activity.progress().cpu_seconds is None
 Witness(activity, 0, 2).look(0.5)
 print("looked")
 """
@@ -390,14 +471,14 @@ def test_whoever_waits_for_nobody_is_named_first() -> None:
     report = find_missing(WAIT, 0, {1: elsewhere, 2: loads}, {})
     assert report.missing == (1, 2)
     assert report.lines == (
-        "rank 2 (process 7 on a) is between two steps, after 3 steps, and has stood at train.py:88 in load for 11 s",
+        "rank 2 (process 7 on a) is between steps, after 3 steps, and has been at train.py:88 in load for 11 s",
         "  called from train.py:3",
         "  innermost: queue.py:7 in get",
         "  a remark",
-        "rank 1 (process 7 on a) waits in barrier at train.py:9 in f, after 3 steps, for 9.0 s",
+        "rank 1 (process 7 on a) has been waiting in barrier at train.py:9 in f for 9.0 s, after 3 steps",
     )
     assert headline(WAIT, [0], report.missing, "train.py:5") == (
-        "ddp_hooks: rank 0 waits in backward of Net, step 4 (train.py:5), for 10 s so far. Missing: ranks 1, 2"
+        "ddp_hooks: rank 0 has been waiting in backward of Net, step 4 (train.py:5) for 10 s. Missing: ranks 1, 2"
     )
 
 
@@ -434,10 +515,47 @@ def test_who_is_there(place: str, here: bool) -> None:
     assert report.missing == (() if here else (1,))
 
 
+def test_every_sentence_ends() -> None:
+    """Also if nothing is known of where a rank is: its program is ending, or all its frames are this package's."""
+    wait = Wait("register", (0, 1), 0.0, call=1)
+    failed = Wait("register", (0, 1), 3.0, call=1)
+    somewhere = Wait(SOME_COLLECTIVE, (0, 1), 3.0)
+    who = "rank 1 (process 7 on a) "
+    for fields, expected in (
+        ({"failed": somewhere}, "timed out in a collective"),
+        ({"failed": Wait("barrier", (0, 1), 3.0, timed_out=False)}, "lost a connection in barrier"),
+        ({"failed": somewhere, "frames": ("a.py:1",)}, "timed out in a collective, and is now at a.py:1"),
+        (
+            {"failed": somewhere, "frames": ("a.py:1",), "is_ending": True},
+            "timed out in a collective at a.py:1, after 3 steps, and its program is ending",
+        ),
+        (
+            {"failed": somewhere, "is_ending": True},
+            "timed out in a collective, after 3 steps, and its program is ending",
+        ),
+        ({}, "is between steps, after 3 steps"),
+        ({"seconds": 0.0, "frames": ("a.py:1",)}, "is between steps, after 3 steps, now at a.py:1"),
+        ({"wait": somewhere}, "has been waiting in a collective for 3.0 s, after 3 steps"),
+        ({"error": "ValueError: x"}, "ended after 3 steps with ValueError: x"),
+        ({"error": "ValueError: x", "steps": 0}, "ended before its first step with ValueError: x"),
+    ):
+        assert find_missing(wait, 0, {1: status(1, **fields)}, {}, is_over=True).lines == (who + expected,)
+    # What this rank has not called is another matter.
+    for left_out in (status(1, wait=failed), status(1, failed=failed)):
+        assert describe_left_out({1: left_out}, 0, lambda function, ranks: 1) == ()
+        assert describe_left_out({1: left_out}, 0, lambda function, ranks: 0) == (
+            "this process (rank 0) has not called register; every rank of the group (0, 1) must call it",
+        )
+    again = {1: status(1, wait=Wait("sync", (0, 1), 3.0, call=3)), 2: status(2, wait=Wait("sync", (1, 2), 3.0, call=3))}
+    assert describe_left_out(again, 0, lambda function, ranks: 2) == (
+        "this process (rank 0) has called sync 2 times instead of 3; every rank of the group (0, 1) must call it",
+    )
+
+
 def test_the_same_function_of_another_group_is_another_call() -> None:
     wait = Wait("average_parameters", (4, 5), 3.0)
     report = find_missing(wait, 4, {5: status(5, wait=Wait("average_parameters", (5, 6), 3.0))}, {})
-    assert report.lines == ("rank 5 (process 7 on a) waits in it for another group, of the ranks 5, 6",)
+    assert report.lines == ("rank 5 (process 7 on a) calls it for another group (ranks 5, 6)",)
 
 
 def test_who_has_given_up_came_but_comes_no_more() -> None:
@@ -461,14 +579,14 @@ def test_of_silent_ranks_the_process_is_known() -> None:
             child.kill()
             child.wait()
         ended_or_stopped += find_missing(WAIT, 0, {}, {1: (host, child.pid)}).lines[:1]
-    assert report.lines[0].startswith(f"rank 1 does not answer (process {child.pid} on {host}): its process lives")
+    assert report.lines[0].startswith(f"rank 1 (process {child.pid} on {host}) does not answer: it is running, but in")
     assert report.lines[1] == (
-        "rank 2 does not answer (process 5 on elsewhere): it has ended, is stopped, is in a call that holds the GIL, "
-        "or has destroyed its process group; it was there in step 3"
+        "rank 2 (process 5 on elsewhere) does not answer: it has ended, is stopped, is in a call that holds the GIL, "
+        "or has destroyed its process group; it took part in step 3"
     )
-    assert "its process is stopped" in ended_or_stopped[0]
-    assert "its process has ended" in ended_or_stopped[1]
-    assert "has left no word since it started" in find_missing(WAIT, 0, {}, {}).lines[0]
+    assert "does not answer: it is stopped" in ended_or_stopped[0]
+    assert "does not answer: it has ended" in ended_or_stopped[1]
+    assert "has never reported" in find_missing(WAIT, 0, {}, {}).lines[0]
 
 
 def test_thousands_of_ranks_fit_on_a_screen() -> None:
@@ -570,7 +688,12 @@ def test_the_store_stays_until_an_error_has_been_read(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(sessions.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(sessions, "_rank_0_holds", lambda store: True)
-    session = sessions.Session(Stands(print), lambda call: status(0, call=call))  # type: ignore[arg-type]
+
+    class Sees:
+        def make_status(self, call: int) -> Status:
+            return status(0, call=call)
+
+    session = sessions.Session(Stands(print), Sees(), Activity())  # type: ignore[arg-type]
     board, read = Board(store, "hangs"), []
 
     def wait_for_rank_0() -> None:
@@ -745,11 +868,11 @@ def judge(*arguments: str) -> str:
 
 
 def test_the_soak_tells_true_alarms_from_false_ones() -> None:
-    said = "ddp_hooks: rank 1 waits in backward of Net, step {} (a.py:1), for 10 s so far. Missing: rank 0\n"
+    said = "ddp_hooks: rank 1 has been waiting in backward of Net, step {} (a.py:1) for 10 s. Missing: rank 0\n"
     late = [0.1, 10.2, 3.0]
     verdicts = [slow_steps.is_true(said.format(step), late, 10.0) for step in ("1", "2", "3", "4", "2,000")]
     assert verdicts == [False, True, False, False, False]
-    assert not slow_steps.is_true("ddp_hooks: rank 1 waits in barrier (a.py:1), for 10 s", late, 10.0)
+    assert not slow_steps.is_true("ddp_hooks: rank 1 has been waiting in barrier (a.py:1) for 10 s", late, 10.0)
 
 
 @pytest.mark.thorough
@@ -805,14 +928,17 @@ def test_under_torchrun(tmp_path: Path, registered: str) -> None:
         check=False,
     )
     assert done.returncode != 0
-    said = r"rank 1 \(process \d+ on .*\) is between two steps, after 3 steps, and has stood at train\.py:12 for"
+    said = r"rank 1 \(process \d+ on .*\) is between steps, after 3 steps, and has been at train\.py:12 for"
     printed = re.findall(
-        rf"^ddp_hooks: rank 0 waits in backward of Linear, step 4 \(train\.py:13\), for .* Missing: rank 1\n  {said}",
+        rf"^ddp_hooks: rank 0 has been waiting in backward of Linear, step 4 \(train\.py:13\) for .* Missing: rank 1\n"
+        rf"  {said}",
         done.stderr,
         re.MULTILINE,
     )
     assert 1 <= len(printed) <= 3, done.stderr
     if registered == "plain":
-        assert re.search(rf"rank 0 has failed because other ranks did not come:\n  {said}", done.stderr), done.stderr
+        assert re.search(rf"rank 0 failed because other ranks did not arrive:\n  {said}", done.stderr), done.stderr
     else:
-        assert re.search(rf"in backward of Linear, step 4, rank 1 did not come, .*\n.*{said}", done.stderr), done.stderr
+        assert re.search(rf"backward of Linear, step 4, .* because rank 1 did not arrive:\n.*{said}", done.stderr), (
+            done.stderr
+        )

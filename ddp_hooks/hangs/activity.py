@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .stack import Progress
 from .status import Wait
 
 
@@ -37,9 +39,11 @@ class ModuleActivity:
 
     Attributes:
         steps: how many forward passes of synchronised steps have begun.
+        passes: how many forward passes of any kind have begun, under ``no_sync`` and in an evaluation included.
     """
 
     steps = 0
+    passes = 0
 
     def __init__(self, name: str, ranks: Sequence[int], hook: HookActivity | None = None) -> None:
         self.name = name
@@ -56,7 +60,10 @@ class ModuleActivity:
 
     def forward_begins(self, module: torch.nn.Module, args: Any) -> None:
         """Count; a forward pre-hook of a DDP module without a hook of this package."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and module.require_backward_grad_sync:
+        if torch.compiler.is_compiling():
+            return
+        self.passes += 1
+        if torch.is_grad_enabled() and module.require_backward_grad_sync:
             self.steps += 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,6 +76,7 @@ class _FunctionWait:
     function: str
     ranks: tuple[int, ...]
     since: float
+    number: int
 
 
 @dataclass(slots=True)
@@ -77,7 +85,8 @@ class Activity:
 
     Attributes:
         modules: those that train.
-        failed: where this rank waited in vain the last time; None after the next call.
+        failed: the last wait of this rank that failed; None after the next call.
+        ended_at: if an error ends the program: the user's lines that it came through, the innermost first; else None.
         remarks: each says what else there is to say of this rank, in lines.
         thread: the one that trains.
         clock: of that thread's processor time; None where nobody counts that.
@@ -85,10 +94,13 @@ class Activity:
 
     modules: list[ModuleActivity] = field(default_factory=list)
     failed: Wait | None = None
+    ended_at: tuple[str, ...] | None = None
     remarks: list[Callable[[], list[str]]] = field(default_factory=list)
     thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
     clock: int | None = field(default_factory=lambda: _clock_of(threading.main_thread().ident or 0))
     _waits: list[_FunctionWait] = field(default_factory=list)
+    _calls: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
+    _steps_of_removed: int = 0
 
     def add(self, module: ModuleActivity) -> None:
         """Let a module count."""
@@ -107,24 +119,30 @@ class Activity:
 
     def remove(self, module: ModuleActivity) -> None:
         """Let it count no more; may be called again."""
+        self._steps_of_removed = max(self._steps_of_removed, module.steps)
         self.modules[:] = [other for other in self.modules if other is not module]
 
     @contextmanager
     def waiting(self, function: str, ranks: Sequence[int]) -> Iterator[None]:
         """Say that this rank waits in a function for other ranks while the block is open."""
-        wait = _FunctionWait(function, tuple(ranks), time.monotonic())
+        self._calls[function, tuple(ranks)] += 1
+        wait = _FunctionWait(function, tuple(ranks), time.monotonic(), self._calls[function, tuple(ranks)])
         self._waits.append(wait)
         try:
             yield
         finally:
             self._waits.remove(wait)
 
+    def calls(self, function: str, ranks: Sequence[int]) -> int:
+        """Return how often this rank has called a function that those ranks have to call."""
+        return self._calls[function, tuple(ranks)]
+
     def known_wait(self) -> Wait | None:
         """Return where this rank waits, as far as it is known for sure: in a function, or in the hook."""
         waits = self._waits[:1]
         if waits:
             (wait,) = waits
-            return Wait(wait.function, wait.ranks, time.monotonic() - wait.since)
+            return Wait(wait.function, wait.ranks, time.monotonic() - wait.since, call=wait.number)
         for module in list(self.modules):
             seconds = module.seconds_in_hook()
             if seconds > 0:
@@ -136,12 +154,13 @@ class Activity:
         self.thread = threading.get_ident()
         self.clock = _clock_of(self.thread)
 
-    def cpu_seconds(self) -> float | None:
-        """Return how long the thread has run; None where nobody counts that, or if it has ended."""
+    def progress(self) -> Progress:
+        """Return how far this process has come."""
+        passes = tuple((module.passes, module.agreed_steps()) for module in list(self.modules))
         try:
-            return None if self.clock is None else time.clock_gettime(self.clock)
-        except OSError:
-            return None
+            return Progress(None if self.clock is None else time.clock_gettime(self.clock), passes)
+        except OSError:  # the thread has ended
+            return Progress(None, passes)
 
     def forget(self) -> None:
         """Begin anew, in a process that was forked."""
@@ -149,11 +168,13 @@ class Activity:
         self.modules.clear()
         self.remarks.clear()
         self._waits.clear()
-        self.failed = None
+        self._calls.clear()
+        self._steps_of_removed = 0
+        self.failed = self.ended_at = None
 
     def steps(self) -> int:
-        """Return the steps of the module that has had the most."""
-        return max((module.steps for module in list(self.modules)), default=0)
+        """Return the steps of the module that has had the most; those that are gone count."""
+        return max([self._steps_of_removed, *(module.steps for module in list(self.modules))])
 
 
 def _clock_of(thread: int) -> int | None:

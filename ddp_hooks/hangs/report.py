@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,7 @@ def find_missing(
         own: that rank.
         statuses: what each rank says of itself, those that answered.
         processes: of each rank, as far as it said so when it began, the host and the process id.
-        is_over: the wait was in vain, so that who has given up there counts as one that came.
+        is_over: the wait has failed, so that a rank whose own wait there has failed counts as one that came.
     """
     others = [rank for rank in wait.ranks if rank != own]
 
@@ -88,12 +88,34 @@ def find_missing(
     return Report(tuple(missing), waited, tuple(lines))
 
 
+def describe_left_out(
+    statuses: Mapping[int, Status], own: int, calls: Callable[[str, Sequence[int]], int]
+) -> tuple[str, ...]:
+    """Say which functions other ranks wait or have failed in, and this one has not called, a line each.
+
+    Args:
+        statuses: of the other ranks.
+        own: this rank.
+        calls: says how often this rank has called a function that so many ranks have to call.
+    """
+    lines = []
+    for wait in [wait for status in statuses.values() for wait in (status.wait, status.failed) if wait is not None]:
+        called = calls(wait.place, wait.ranks)
+        if own in wait.ranks and called < wait.call:
+            has_called = f"has called {wait.place} {called} times instead of {wait.call}"
+            if called == 0:
+                has_called = f"has not called {wait.place}"
+            everyone = f"every rank of the group ({short_list(wait.ranks)}) must call it"
+            lines.append(f"this process (rank {own}) {has_called}; {everyone}")
+    return tuple(dict.fromkeys(lines))
+
+
 def headline(wait: Wait, there: Sequence[int], missing: Sequence[int], position: str) -> str:
     """Say who waits where for whom; what stands before the lines of a report."""
     place = f"{wait.place}, step {wait.step:,}" if wait.step else wait.place
     at = f" ({position})" if position else ""
-    who = f"{describe_ranks(there)} {'waits' if len(there) == 1 else 'wait'}"
-    return f"ddp_hooks: {who} in {place}{at}, for {_seconds(wait.seconds)} so far. Missing: {describe_ranks(missing)}"
+    who = f"{describe_ranks(there)} {'has' if len(there) == 1 else 'have'} been waiting"
+    return f"ddp_hooks: {who} in {place}{at} for {_seconds(wait.seconds)}. Missing: {describe_ranks(missing)}"
 
 
 def _describe_elsewhere(status: Status, wait: Wait, is_over: bool) -> list[str]:
@@ -101,16 +123,23 @@ def _describe_elsewhere(status: Status, wait: Wait, is_over: bool) -> list[str]:
     place = f" at {status.frames[0]}" if status.frames else ""
     other = status.failed if is_over and status.failed is not None else status.wait
     if status.error is not None:
-        text = f"{who} has ended, {_describe_steps(status)}, with {status.error}" + (place and f", raised{place}")
+        text = f"{who} ended {_describe_steps(status)} with {status.error}" + (place and f", raised{place}")
     elif other is None:
-        stood = f"has stood{place} for {_seconds(status.seconds)}" if status.seconds >= 1 else f"is{place} now"
-        text = f"{who} is {_describe_phase(status)}, and {stood}"
-    elif other.place == wait.place:
-        text = f"{who} waits in it for another group, of the ranks {short_list(other.ranks)}{place}"
+        stood = f", and has been{place} for {_seconds(status.seconds)}" if status.seconds >= 1 else f", now{place}"
+        text = f"{who} is {_describe_phase(status)}{place and stood}"
     elif other is not status.wait:
-        text = f"{who} waited in {other.place}, in vain, and is{place} now"
+        failed = "timed out" if other.timed_out else "lost a connection"
+        text = f"{who} {failed} in {other.place}"
+        if status.is_ending:
+            text += f"{place}, {_describe_steps(status)}, and its program is ending"
+        elif place:
+            text += f", and is now{place}"
+    elif other.place == wait.place:
+        text = f"{who} calls it for another group (ranks {short_list(other.ranks)}){place}"
     else:
-        text = f"{who} waits in {other.place}{place}, {_describe_steps(status)}, for {_seconds(other.seconds)}"
+        text = (
+            f"{who} has been waiting in {other.place}{place} for {_seconds(other.seconds)}, {_describe_steps(status)}"
+        )
     lines = [text, *(f"  called from {frame}" for frame in status.frames[1:])]
     if status.inside is not None:
         lines.append(f"  innermost: {status.inside}")
@@ -126,18 +155,18 @@ def _describe_steps(status: Status) -> str:
 def _describe_phase(status: Status) -> str:
     if status.phase:
         return f"in {status.phase}, " + (f"step {status.steps:,}" if status.steps else _describe_steps(status))
-    return _describe_steps(status) if status.steps == 0 else f"between two steps, {_describe_steps(status)}"
+    return _describe_steps(status) if status.steps == 0 else f"between steps, {_describe_steps(status)}"
 
 
 def _describe_silent(rank: int, step: int, process: tuple[str, int] | None) -> str:
-    last = f"; it was there in step {step - 1:,}" if step > 1 else ""
+    last = f"; it took part in step {step - 1:,}" if step > 1 else ""
     if process is None:
         return (
-            f"rank {rank} does not answer, and has left no word since it started: it has ended, or has called nothing "
-            "of ddp_hooks"
+            f"rank {rank} does not answer, and has never reported: it has ended, or has not called ddp_hooks since it "
+            "started"
         )
     host, pid = process
-    return f"rank {rank} does not answer (process {pid} on {host}): {_state_of(host, pid)}{last}"
+    return f"rank {rank} (process {pid} on {host}) does not answer: {_state_of(host, pid)}{last}"
 
 
 def has_ended(pid: int) -> bool:
@@ -158,11 +187,11 @@ def _state_of(host: str, pid: int) -> str:
         # Behind the name, which may hold anything.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         if state in "Tt":
-            return "its process is stopped (SIGSTOP, or a debugger)"
+            return "it is stopped (by SIGSTOP, or by a debugger)"
         if state in "ZX":
-            return "its process has ended"
-        return "its process lives: it is in a call that holds the GIL, or has destroyed its process group"
-    return "its process has ended"
+            return "it has ended"
+        return "it is running, but in a call that holds the GIL, or it has destroyed its process group"
+    return "it has ended"
 
 
 def this_host() -> str:

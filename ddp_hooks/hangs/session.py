@@ -20,10 +20,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .activity import Activity
 from .board import Board
-from .report import Report, find_missing, has_ended, headline, this_host
+from .report import Report, describe_left_out, find_missing, has_ended, headline, this_host
 from .stack import Position
 from .status import Status, Wait
+from .witness import Witness
 
 # How long the others have to answer a call, and then for whoever prints to have printed.
 ANSWER_SECONDS = 1.5
@@ -55,14 +57,16 @@ class Session:
 
     Args:
         group: the default process group.
-        make_status: says, given the number of a call, what this rank does.
+        witness: sees what this rank does.
+        activity: knows what it has called.
     """
 
-    def __init__(self, group: dist.ProcessGroup, make_status: Callable[[int], Status]) -> None:
+    def __init__(self, group: dist.ProcessGroup, witness: Witness, activity: Activity) -> None:
         self.ended = False
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
-        self._make_status = make_status
+        self._witness = witness
+        self._calls = activity.calls
         # Weakly, and asked for by nobody but the thread that trains: whoever drops a group's last reference waits.
         self._group = weakref.ref(group, self._group_is_gone)
         store = distributed_c10d._get_default_store()
@@ -122,7 +126,9 @@ class Session:
 
     def _leave(self, call: int) -> None:
         # What it has said of its end, in another thread, holds.
-        self._board.leave(f"status/{self.rank}", self._make_status(call).to_dict(), unless=lambda: self._has_left)
+        self._board.leave(
+            f"status/{self.rank}", self._witness.make_status(call).to_dict(), unless=lambda: self._has_left
+        )
 
     def say_goodbye(self, status: Status) -> None:
         """Leave what has ended this rank's program, for whoever will call, and for those that wait already."""
@@ -178,6 +184,8 @@ class Session:
             if word is not None:
                 if word["place"] == wait.place:
                     self._told = wait, time.monotonic(), Report(tuple(word["missing"]), {}, tuple(word["lines"]))
+                if self.rank in word["missing"] and prints:
+                    self._print_what_is_left_out(call, wait)
                 return bool(word["missing"])
         statuses = self._gather(call, [rank for rank in wait.ranks if rank != self.rank], ANSWER_SECONDS)
         report = self._report(wait, statuses)
@@ -198,6 +206,10 @@ class Session:
             others = [status.wait.seconds for status in statuses.values() if status.comes_to(wait) and status.wait]
             self._print(replace(wait, seconds=max([wait.seconds, *others])), there, report, position)
         return bool(report.missing)
+
+    def _print_what_is_left_out(self, call: int, wait: Wait) -> None:
+        lines = describe_left_out(self._read(call, wait.ranks), self.rank, self._calls)
+        print_to_stderr("".join(f"ddp_hooks: {line}\n" for line in lines))
 
     def _leaves_it_to_another(self, call: int, wait: Wait) -> bool:
         """Say whether a lower rank prints: one that waits, for this one among others."""
@@ -261,12 +273,12 @@ class Session:
             self._processes[int(key.partition("/")[2])] = host, pid
 
     def _report_without_store(self, wait: Wait) -> Report:
-        text = "the store of the process group does not answer, so nobody can be asked"
+        text = "the process group's store does not answer, so no rank can be asked"
         if not self._held_by_rank_0:
             others = tuple(rank for rank in wait.ranks if rank != self.rank)
-            return Report(others, {}, (f"{text}; torchrun's agent on the first node holds it",))
+            return Report(others, {}, (f"{text}; it is held by torchrun's agent on the first node",))
         silent = find_missing(Wait(wait.place, (0,), 0.0, step=wait.step), -1, {}, self._processes)
-        return Report((0,), {}, (*silent.lines, f"{text}; rank 0's process holds it"))
+        return Report((0,), {}, (*silent.lines, f"{text}; it is held by rank 0's process"))
 
     def _print(self, wait: Wait, there: Sequence[int], report: Report, position: Position | None) -> None:
         at = position.frames[0] if position is not None and position.frames else ""
@@ -276,7 +288,7 @@ class Session:
     # --- who has failed
 
     def explain(self, wait: Wait) -> Report | None:
-        """Find out who was missing where this rank has waited in vain; None if the store does not answer.
+        """Find out who was missing where this rank's wait has failed; None if the store does not answer.
 
         Ranks that wait for the same ones say the same of them.
         """
@@ -287,6 +299,7 @@ class Session:
         others = [rank for rank in wait.ranks if rank != self.rank]
         statuses = self._gather(call, others, GRACE_SECONDS)
         report = self._share(wait, self._report(wait, statuses, is_over=True))
+        report = replace(report, lines=(*report.lines, *describe_left_out(statuses, self.rank, self._calls)))
         linger = time.monotonic() + _LINGER_SECONDS
         while time.monotonic() < linger:
             self._pause()

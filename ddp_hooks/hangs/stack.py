@@ -62,7 +62,7 @@ class Position:
     Attributes:
         phase: in words, as in "forward of vision.blocks.3"; empty between two steps.
         frames: the innermost lines of the user's code, the innermost first, as "train.py:88 in load".
-        inside: the innermost line of all, if that is somebody else's.
+        inside: the innermost line of all, if that is somebody else's, and not below a function of this package.
         mark: as in :class:`Stand`.
     """
 
@@ -70,6 +70,19 @@ class Position:
     frames: tuple[str, ...]
     inside: str | None
     mark: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What grows while a process goes on.
+
+    Attributes:
+        cpu_seconds: how long its training thread has run; None if nobody counts that.
+        passes: of each module, how many forward passes have begun, and how many steps every rank has agreed on.
+    """
+
+    cpu_seconds: float | None
+    passes: tuple[tuple[int, int | None], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +115,10 @@ def read_position(thread: int) -> Position | None:
     if not calls:
         return None
     own = [call for call in calls if _is_users(call.path)] or [call for call in calls if _is_of_a_library(call.path)]
-    inside = None if not own or own[0] is calls[0] else _describe(calls[0])
+    # Whoever calls this package is told what it waits for in there, and not where.
+    inner = calls[: calls.index(own[0])] if own else calls
+    is_shown = own and inner and not any(call.path.startswith(_OURS + os.sep) for call in inner)
+    inside = _describe(calls[0]) if is_shown else None
     return Position(_find_phase(calls), tuple(map(_describe, own[:_MOST_FRAMES])), inside, _mark_of(calls))
 
 
@@ -129,12 +145,12 @@ def read_error(error: BaseException) -> tuple[str, tuple[str, ...]]:
     return text, tuple(reversed(places[-_MOST_FRAMES:]))
 
 
-def has_run(before: float | None, now: float | None) -> bool:
-    """Say whether a thread has run between two values of its processor time, but for being woken up."""
-    # What waits for a device may spin.
-    if before is None or now is None or _uses_a_device():
-        return False
-    return now - before > _WOKEN_UP_SECONDS
+def has_run(before: Progress, now: Progress) -> bool:
+    """Say whether a thread has gone on between two looks, but for being woken up."""
+    if before.cpu_seconds is None or now.cpu_seconds is None or _uses_a_device():
+        # What waits for a device may spin, so its processor time says nothing.
+        return now.passes != before.passes
+    return now.cpu_seconds - before.cpu_seconds > _WOKEN_UP_SECONDS
 
 
 def _uses_a_device() -> bool:

@@ -21,17 +21,21 @@ class Wait:
         ranks: those of the group, as ranks of the world.
         seconds: for how long.
         step: in which step, if it is in one; else 0.
+        call: if it is in a function that every rank has to call: the how-manieth call of it; else 0.
+        timed_out: if it has failed: with a timeout, and not because a connection was lost.
     """
 
     place: str
     ranks: tuple[int, ...]
     seconds: float
     step: int = 0
+    call: int = 0
+    timed_out: bool = True
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Wait:
         """Make one of what JSON made of it."""
-        return cls(str(fields["place"]), tuple(fields["ranks"]), float(fields["seconds"]), int(fields["step"]))
+        return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
     def is_met_by(self, other: Wait) -> bool:
         """Say whether a rank with that other wait is where this one waits."""
@@ -57,11 +61,11 @@ class Status:
         phase: what it does, in words, as in "forward of vision.blocks.3".
         seconds: for how long it has stood there.
         wait: what it waits for now; None if nothing.
-        failed: what it has waited for in vain since it called anything else, or until its program ended; None if
-            nothing.
+        failed: its last wait that failed, if it has called nothing else since; else None.
         frames: the innermost lines of the user's code, the innermost first.
         inside: the innermost line of all, if that is somebody else's.
         error: what has ended its program, or None.
+        is_ending: its program ends with an error, that of a failed wait perhaps.
         remarks: what else is known of it, a line each.
     """
 
@@ -77,6 +81,7 @@ class Status:
     frames: tuple[str, ...] = ()
     inside: str | None = None
     error: str | None = None
+    is_ending: bool = False
     remarks: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,5 +100,5 @@ class Status:
         return self.wait is not None and self.error is None and wait.is_met_by(self.wait)
 
     def came_to(self, wait: Wait) -> bool:
-        """Say whether this rank was there, and has waited in vain like that one."""
+        """Say whether this rank was there, and its wait failed like that one."""
         return self.failed is not None and wait.is_met_by(self.failed)

@@ -35,11 +35,10 @@ _POLL_SECONDS = 0.5
 _LEARNING_SECONDS = 0.1
 _CLOSING_SECONDS = 1.0
 # What gloo, torch's stores and NCCL say of a rank that does not come, and of one that goes.
-_WAITED_IN_VAIN = re.compile(
-    r"time[d]?[ -]?out|connection (closed|reset|refused)|broken pipe|pair closure|socket|closed by peer", re.IGNORECASE
-)
+_TIMED_OUT = re.compile(r"time[d]?[ -]?out", re.IGNORECASE)
+_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|pair closure|socket|closed by peer", re.IGNORECASE)
 # In errors that name the missing ranks already.
-NAMED = "did not come"
+NAMED = "did not arrive"
 
 
 class Watcher:
@@ -74,7 +73,7 @@ class Watcher:
                 session.learn_holder()
             if self.session is None and group is not None and dist.get_world_size() > 1:
                 self.witness = Witness(activity, dist.get_rank(), dist.get_world_size())
-                session = Session(group, self.witness.make_status)
+                session = Session(group, self.witness, activity)
                 # Not held while the store is waited for: whoever drops a group last waits for its workers.
                 del group
                 session.introduce()
@@ -257,23 +256,29 @@ def waited_in_vain(error: BaseException) -> bool:
     """Say whether an error is one of a rank that does not come, or of a connection that is lost."""
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and _WAITED_IN_VAIN.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and (_TIMED_OUT.search(str(error)) or _LOST.search(str(error))) is not None
 
 
-def explain(place: str, ranks: Sequence[int], seconds: float, step: int = 0) -> Report | None:
-    """Find out which ranks were missing where this one has waited in vain.
+def timed_out(said: str) -> bool:
+    """Say whether an error of a wait that failed is a timeout, by what it says; otherwise a connection was lost."""
+    return _TIMED_OUT.search(said) is not None
+
+
+def explain(place: str, ranks: Sequence[int], seconds: float, said: str, step: int = 0) -> Report | None:
+    """Find out which ranks were missing where this rank's wait has failed.
 
     Args:
         place: where that was.
         ranks: of the group, as ranks of the world.
         seconds: for how long it has waited.
+        said: what the error says.
         step: in which step, if it was in one.
 
     Returns:
         The same lines on every rank that waited for the same ones; None if the store does not answer.
     """
     watcher = begin()
-    wait = Wait(place, tuple(ranks), seconds, step=step)
+    wait = Wait(place, tuple(ranks), seconds, step, activity.calls(place, ranks), timed_out(said))
     activity.failed = wait
     with suppress(Exception):
         if watcher is not None and watcher.session is not None:
@@ -282,7 +287,7 @@ def explain(place: str, ranks: Sequence[int], seconds: float, step: int = 0) -> 
         if group is None:
             return None
         # Where nobody watches, those that fail can still tell each other.
-        session = Session(group, Witness(activity, dist.get_rank(), dist.get_world_size()).make_status)
+        session = Session(group, Witness(activity, dist.get_rank(), dist.get_world_size()), activity)
         try:
             return session.explain(wait)
         finally:
@@ -290,16 +295,17 @@ def explain(place: str, ranks: Sequence[int], seconds: float, step: int = 0) -> 
     return None
 
 
-def explain_backward(module: ModuleActivity) -> str:
+def explain_backward(module: ModuleActivity, said: str) -> str:
     """Say which ranks were missing in a backward pass that has failed in the hook; empty if that is not known."""
     seconds = module.seconds_in_hook()
-    report = explain(f"{BACKWARD} of {module.name}", module.ranks, seconds, module.steps)
+    report = explain(f"{BACKWARD} of {module.name}", module.ranks, seconds, said, module.steps)
     if report is None or not report.missing:
         return ""
     lines = "".join(f"\n  {line}" for line in report.lines)
+    failed = "timed out" if timed_out(said) else "lost a connection"
     return (
-        f"ddp_hooks: in {BACKWARD} of {module.name}, step {module.steps:,}, {describe_ranks(report.missing)} {NAMED}, "
-        f"waited for {seconds:.1f} s:{lines}"
+        f"ddp_hooks: {BACKWARD} of {module.name}, step {module.steps:,}, {failed} after {seconds:.1f} s because "
+        f"{describe_ranks(report.missing)} {NAMED}:{lines}"
     )
 
 
@@ -322,16 +328,16 @@ def _end() -> None:
 def _say_how_it_ended(session: Session, watcher: Watcher, error: BaseException) -> None:
     if watcher.witness is None:
         return
+    text, activity.ended_at = read_error(error)
     in_vain = waited_in_vain(error)
     if in_vain and not isinstance(error, RanksAbsentError) and NAMED not in str(error):
-        report = explain(SOME_COLLECTIVE, range(session.ranks), 0.0)
+        report = explain(SOME_COLLECTIVE, range(session.ranks), 0.0, str(error))
         if report is not None and report.missing:
             lines = "".join(f"\n  {line}" for line in report.lines)
-            print_to_stderr(f"ddp_hooks: rank {session.rank} has failed because other ranks {NAMED}:{lines}\n")
+            print_to_stderr(f"ddp_hooks: rank {session.rank} failed because other ranks {NAMED}:{lines}\n")
     status = watcher.witness.make_status(0)
-    text, frames = read_error(error)
     failed = status.failed if in_vain else None
-    session.say_goodbye(replace(status, error=text, frames=frames, wait=None, failed=failed, inside=None))
+    session.say_goodbye(replace(status, error=text, wait=None, failed=failed, inside=None))
 
 
 def _forget() -> None:

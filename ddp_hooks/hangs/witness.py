@@ -8,7 +8,7 @@ import time
 
 from .activity import Activity
 from .report import this_host
-from .stack import BACKWARD, Position, Stand, has_run, read_position, read_stand
+from .stack import BACKWARD, Position, Progress, Stand, has_run, read_position, read_stand
 from .status import Status, Wait
 
 # What wakes up so much later than it wanted to was stopped, and with it perhaps all ranks. Seconds.
@@ -34,7 +34,7 @@ class Witness:
         self._awake = 0.0
         self._looked = time.monotonic()
         self._stands_since = 0.0
-        self._cpu: float | None = None
+        self._progress = Progress(None)
         # Of each module: its steps with all ranks, when the last one was, and when the one before it was.
         self._steps: list[tuple[int | None, float, float]] = []
         # Where this rank waits for sure, and since when.
@@ -46,11 +46,11 @@ class Witness:
         passed, self._looked = now - self._looked, now
         self._awake += passed if passed < expected_seconds + _STOPPED_SECONDS else expected_seconds
         # What has wrapped the module need not live as long as what trains it.
-        stand, cpu = read_stand(self._activity.thread) or read_stand(_main_thread()), self._activity.cpu_seconds()
+        stand, progress = read_stand(self._activity.thread) or read_stand(_main_thread()), self._activity.progress()
         before = self._stand
-        if stand is None or before is None or stand.mark != before.mark or has_run(self._cpu, cpu):
+        if stand is None or before is None or stand.mark != before.mark or has_run(self._progress, progress):
             self._stands_since = self._awake
-        self._stand, self._cpu = stand, cpu
+        self._stand, self._progress = stand, progress
         self._notice_steps()
 
     def find_wait(self) -> Wait | None:
@@ -82,6 +82,7 @@ class Witness:
         """Say what this rank does now; any thread may ask."""
         position, before = self.read_position(), self._stand
         stood = position is not None and before is not None and position.mark == before.mark
+        frames, ended_at = () if position is None else position.frames, self._activity.ended_at
         return Status(
             rank=self._rank,
             call=call,
@@ -92,8 +93,9 @@ class Witness:
             seconds=self._awake - self._stands_since if stood else 0.0,
             wait=self.find_wait(),
             failed=self._activity.failed,
-            frames=() if position is None else position.frames,
+            frames=frames if ended_at is None else ended_at,
             inside=None if position is None else position.inside,
+            is_ending=ended_at is not None,
             remarks=tuple(line for remark in list(self._activity.remarks) for line in remark()),
         )
 
