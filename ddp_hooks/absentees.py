@@ -16,6 +16,7 @@ called another one, or came after the timeout. So around the first collective of
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .errors import RanksAbsentError
+from .errors import RanksAbsentError, RefusedError
 from .groups import check_in_use, store_of
 from .hangs import watcher
 from .hangs.activity import activity
@@ -46,6 +47,8 @@ _LONGEST_POLL_SECONDS = 0.2
 SURE_SECONDS = 900.0
 # For ranks that have left word elsewhere in the program, as it seems.
 UNSURE_SECONDS = 5.0
+# For all ranks, if this one has failed.
+FAILED_SECONDS = 5.0
 
 
 class Visit:
@@ -87,13 +90,16 @@ class Visit:
         self._places.add(f"visits/{self._rank}", -1)
         self._places.add(f"ranks with {self._number} visits", -1)
 
-    def meet(self, patience_seconds: float, *, passed_together: bool = False) -> tuple[int, ...]:
+    def meet(
+        self, patience_seconds: float, *, passed_together: bool = False, problem: str | None = None
+    ) -> tuple[int, ...]:
         """Come to the place, and wait for the others.
 
         Args:
             patience_seconds: how long to wait for them.
             passed_together: since this visit began, this rank has waited for every rank, somewhere where those that
                 come here had begun theirs. Then it is known who comes, and nobody else is waited for.
+            problem: what :meth:`problems` is to say of this rank.
 
         Returns:
             The ranks (of the group) that did not come in time; the same on every rank that comes, also on one that
@@ -102,11 +108,22 @@ class Visit:
         if self._ranks == 1:
             return ()
         watcher.begin()
-        with activity.waiting(_WORDS.get(self._place, self._place), _ranks_of(self.group)):
-            return self._meet(patience_seconds, passed_together)
+        function = self._place.partition("/")[0]
+        with activity.waiting(_WORDS.get(function, function), _ranks_of(self.group)):
+            return self._meet(patience_seconds, passed_together, problem)
 
-    def _meet(self, patience_seconds: float, passed_together: bool) -> tuple[int, ...]:
+    def problems(self) -> list[str]:
+        """Return, once every rank has come, the problem of each that has one, with its rank."""
+        if self._ranks == 1 or self._store.add("problems", 0) == 0:
+            return []
+        having = [rank for rank in range(self._ranks) if self._store.check([f"problem/{rank}"])]
+        return [f"rank {rank}: {self._store.get(f'problem/{rank}').decode()}" for rank in having]
+
+    def _meet(self, patience_seconds: float, passed_together: bool, problem: str | None) -> tuple[int, ...]:
         store = self._store
+        if problem is not None:
+            store.set(f"problem/{self._rank}", problem)
+            store.add("problems", 1)
         store.set(f"here/{self._rank}", "")
         if store.add("here", 1) == self._ranks:
             _end(store, [])
@@ -164,6 +181,50 @@ def meet_to_register(group: dist.ProcessGroup, function: str) -> None:
             f"{REGISTERING_SECONDS:g} s. Some ranks made their modules under ddp_hooks.enable() and others did not: "
             "use one of the two on every rank"
         )
+
+
+def meet_to_close(group: dist.ProcessGroup, name: str, problem: str | None, timeout_seconds: float) -> None:
+    """Make sure that every rank closes its state, before any of them does.
+
+    Not by a collective: where one has failed, the next one on the same group may fail, too, and a rank that does not
+    come would take it for something else.
+
+    Args:
+        group: the process group, which is in use.
+        name: of what is closed; the same on every rank.
+        problem: what keeps this rank from it, or None.
+        timeout_seconds: how long to wait for the others. If this rank is about to end with an error, the others may
+            wait for it elsewhere; then they have :data:`FAILED_SECONDS`, and nothing is raised about those that do not
+            come.
+
+    Raises:
+        RefusedError: some rank has a problem; on every rank.
+        RanksAbsentError: ranks did not come; on every rank that did.
+    """
+    has_failed = sys.exc_info()[1] is not None
+    activity.failed = None
+    started = time.monotonic()
+    report, said = None, ""
+    try:
+        visit = Visit(group, f"close/{name}")
+        absent = visit.meet(min(timeout_seconds, FAILED_SECONDS) if has_failed else timeout_seconds, problem=problem)
+        problems = [] if absent else visit.problems()
+    except RuntimeError as error:
+        # Whoever held the store has gone.
+        absent, problems, said = tuple(range(dist.get_world_size(group))), [], str(error)
+    if problems:
+        raise RefusedError(f"close: refused on every rank. {'; '.join(problems)}")
+    if absent and not has_failed:
+        seconds, ranks = time.monotonic() - started, _ranks_of(group)
+        if not said:
+            report = watcher.explain("close", ranks, seconds, "timed out")
+        others = [ranks[rank] for rank in absent]
+        if report is not None and not report.missing and dist.get_rank() not in others:
+            raise RanksAbsentError(
+                f"close: timed out after {seconds:.1f} s of waiting for {describe_ranks(others)}, which called it for "
+                "another state. Close several states in the same order on every rank"
+            )
+        raise RanksAbsentError(describe("close", seconds, ranks, dist.get_rank(), report, said))
 
 
 def _places(group: dist.ProcessGroup, place: str) -> Any:
@@ -242,11 +303,12 @@ def describe(function: str, seconds: float, ranks: Sequence[int], own: int, repo
         ranks: the ranks of the group, as ranks of the world.
         own: this rank.
         report: what is known of the others; ``None`` if the store did not answer.
-        error: what the process group said.
+        error: what the process group said; empty if it was not asked.
     """
     everyone = f"Every rank of the group ({short_list(ranks)}) must call it, in the same order."
-    cause = f"The process group's error was: {' '.join(error.split())[:300]}"
-    failed = f"{function}: {'timed out' if watcher.timed_out(error) else 'lost a connection'} after {seconds:.1f} s"
+    cause = f"The process group's error was: {' '.join(error.split())[:300]}" if error else ""
+    how = "timed out" if not error or watcher.timed_out(error) else "lost a connection"
+    failed = f"{function}: {how} after {seconds:.1f} s"
     if report is None:
         return (
             f"{failed}. The process group's store no longer answers, so the ranks that did not call it cannot be named."
@@ -255,7 +317,7 @@ def describe(function: str, seconds: float, ranks: Sequence[int], own: int, repo
     if report.missing:
         lines = "".join(f"\n  {line}" for line in report.lines)
         waiting = f"{failed} of waiting for {describe_ranks(report.missing)}, which did not call it"
-        return f"{waiting}. {everyone}{lines}\n{cause}"
+        return f"{waiting}. {everyone}{lines}\n{cause}".rstrip()
     waits = {own: seconds, **report.waited}
     first, last = max(waits, key=lambda rank: waits[rank]), min(waits, key=lambda rank: waits[rank])
     if waits[first] - waits[last] > 0.5 * waits[first]:
@@ -263,5 +325,5 @@ def describe(function: str, seconds: float, ranks: Sequence[int], own: int, repo
             f"{failed}. Every rank called it, but rank {last} called it at least {waits[first] - waits[last]:.1f} s "
             f"after rank {first}, which had timed out by then. Call it at about the same time on every rank, or give "
             f"the process group a longer timeout. {cause}"
-        )
-    return f"{failed}. Every rank of the group called it, so a connection between them has failed. {cause}"
+        ).rstrip()
+    return f"{failed}. Every rank of the group called it, so a connection between them has failed. {cause}".rstrip()

@@ -247,7 +247,7 @@ def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int, 
     global _has_opened_groups
     _has_opened_groups = True
     store = dist.PrefixStore(name, store_of(ddp.process_group))  # type: ignore[attr-defined]
-    timeout = _timeout_of(ddp)
+    timeout = timeout_of(ddp)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._threads = devices, 2 * len(devices)  # as many as torch takes
     to_connect = min(max(timeout / 2, min(0.9 * timeout, _ENOUGH_TO_CONNECT)), _MOST_TO_CONNECT)
@@ -259,7 +259,7 @@ def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int, 
     return group
 
 
-def _timeout_of(ddp: DistributedDataParallel) -> timedelta:
+def timeout_of(ddp: DistributedDataParallel) -> timedelta:
     """Return the data group's timeout, so that a lost rank is noticed as soon here as there."""
     try:
         options = getattr(ddp.process_group._get_backend(ddp.device), "options", None)

@@ -51,15 +51,22 @@ def launched_rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
-def check_in_use(group: dist.ProcessGroup) -> None:
-    """Raise a ValueError if the group was destroyed."""
+def is_in_use(group: dist.ProcessGroup) -> bool:
+    """Say whether the group has not been destroyed."""
     try:
         dist.get_rank(group)
-    except ValueError as error:
+    except ValueError:
+        return False
+    return True
+
+
+def check_in_use(group: dist.ProcessGroup) -> None:
+    """Raise a ValueError if the group was destroyed."""
+    if not is_in_use(group):
         raise ValueError(
             "expected a process group that is in use, received one that was destroyed; make it anew, and wrap anew "
             "what was wrapped over it"
-        ) from error
+        )
 
 
 def store_of(group: dist.ProcessGroup) -> Any:

@@ -109,14 +109,19 @@ class SkipUnusedState:
     def close(self) -> None:
         """Take the hook off the module, which trains on as plain DDP, and close the groups that the state opened.
 
-        Every rank calls it, between two steps. The state keeps its policy and its statistics; a closed one stays closed
-        for good. It need not be called: a state closes when its module goes.
+        Every rank calls it, between two steps, and waits for the others, also if its own module has gone already. The
+        state keeps its policy and its statistics; a closed one stays closed for good. It need not be called: a state
+        closes when its module goes, and then asks nobody. If the process group was destroyed, and while an exception is
+        handled, after 5 seconds, it closes on this rank alone.
 
         Raises:
-            RuntimeError: a backward pass is under way.
+            RuntimeError: on every rank, when a backward pass is under way on one.
+            RanksAbsentError: ranks did not call it within the process group's timeout; names them, and where they are.
+                Nothing has changed then.
         """
         if self._service is None:
             return
+        self._service.agree_to_close()
         ddp = self._service.ddp
         self._service.close()
         if ddp is not None:

@@ -16,13 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from . import _extension
-from .absentees import naming_absent_ranks
+from .absentees import meet_to_close, naming_absent_ranks
 from .agreement import settle
 from .collective_costs import costs_as_numbers, measure_collective_costs
-from .control_groups import ControlGroups, new_name, open_control_groups
+from .control_groups import ControlGroups, new_name, open_control_groups, timeout_of
 from .disabling import check_alike, is_disabled
 from .endpoints import Endpoint, find_endpoint, group_by_host
 from .engine_settings import engine_settings, why_little_is_narrow, why_nothing_is_narrow
+from .groups import is_in_use
 from .hangs import watcher
 from .hangs.activity import ModuleActivity, activity
 from .parameters import ParameterIndex, Selector
@@ -160,6 +161,10 @@ class Service:
         self.state = weakref.ref(state)
         self._hook = hook
         self._control_groups: ControlGroups | None = groups
+        # For closing, which may come when the module has gone on some of the ranks.
+        self._group, self._name = weakref.ref(ddp.process_group), groups.name
+        self._timeout_seconds = timeout_of(ddp).total_seconds()
+        self._is_closed = False
         self._policy = policy
         self._why_full_width = ""  # whatever gradients hold
         self._native = native
@@ -219,8 +224,24 @@ class Service:
             return []
         return [(hook, state) for hook, state in getattr(ddp, "_comm_hooks", ()) if state is own]
 
+    def agree_to_close(self) -> None:
+        """Make sure that every rank closes; errors as for :func:`absentees.meet_to_close`.
+
+        Not once it is closed, and not when its group has been destroyed: then there is nobody to agree with.
+        """
+        group, ddp = self._group(), self.ddp
+        if self._is_closed or group is None or not is_in_use(group):
+            return
+        problem = None
+        # Asked without a lock: within a hook around this one DDP holds the lock that everything else asks for.
+        if ddp is not None and self.engine is not None and _C.reducer_is_in_backward(ddp.reducer):
+            problem = "a backward pass is under way; call close between two steps"
+        meet_to_close(group, self._name, problem, self._timeout_seconds)
+
     def close(self, why: str = "that was closed") -> None:
         """Take the hook off the module, which trains on as plain DDP, and close the groups; may be called again.
+
+        Asks no other rank.
 
         Args:
             why: what its state says of itself from then on.
@@ -228,14 +249,14 @@ class Service:
         Raises:
             RuntimeError: a backward pass is under way.
         """
-        if self.engine is None:
-            return
         ddp = self.ddp
-        # Asked without a lock: within a hook around this one DDP holds the lock that everything else asks for.
         if ddp is not None and _C.reducer_is_in_backward(ddp.reducer):
             raise RuntimeError(
                 "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass"
             )
+        self._is_closed = True
+        if self.engine is None:
+            return
         entries, pending = self._entries(), self._pending()
         self.engine.close(remove_hook=bool(entries), dying=False)
         if entries:
