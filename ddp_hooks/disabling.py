@@ -88,6 +88,9 @@ class DisabledService:
         ddp = self._ddp()
         return allreduce_hook(None if ddp is None else ddp.process_group, bucket)  # type: ignore[arg-type]
 
+    def agree_to_close(self) -> None:
+        """Ask no other rank: nothing is closed that sends anything."""
+
     def close(self) -> None:
         """Do nothing."""
 
