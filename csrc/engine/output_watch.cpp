@@ -1,6 +1,36 @@
 #include "engine/output_watch.h"
 
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <utility>
+
 namespace ddp_hooks {
+
+namespace {
+
+using torch::autograd::variable_list;
+
+// What at::Tensor::register_hook() sets cannot be there when compiled autograd collects a graph.
+class ReachedHook : public torch::autograd::FunctionPreHook {
+ public:
+  ReachedHook(std::function<void()> reached, std::shared_ptr<void> graphs)
+      : reached_(std::move(reached)), graphs_(std::move(graphs)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    reached_();
+    return gradients;
+  }
+
+  // There is nothing in it to trace: DDP's Reducer does not run under compiled autograd, and says so.
+  void compiled_args(torch::autograd::CompiledNodeArgs& /*args*/) const override {}
+
+ private:
+  const std::function<void()> reached_;
+  const std::shared_ptr<void> graphs_;
+};
+
+}  // namespace
 
 void OutputWatch::watch(const std::vector<at::Tensor>& outputs, int64_t number, const std::function<void()>& reached) {
   number_ = number;
@@ -15,7 +45,7 @@ void OutputWatch::watch(const std::vector<at::Tensor>& outputs, int64_t number, 
       sees_all_ = false;
       continue;
     }
-    output.register_hook([reached, graphs](const at::Tensor&) { reached(); });
+    output.grad_fn()->add_tensor_pre_hook(std::make_unique<ReachedHook>(reached, graphs));
   }
 }
 
