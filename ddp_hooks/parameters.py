@@ -6,7 +6,8 @@ import re
 from bisect import bisect_left
 from difflib import get_close_matches
 from fnmatch import translate
-from typing import TypeAlias
+from operator import is_
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -99,6 +100,32 @@ class ParameterIndex:
         close = get_close_matches(plain, list(parts), n=1)
         did_you_mean = f"did you mean {close[0]!r}? " if close else ""
         return f"{did_you_mean}its parameters are {short_list(list(named))}"
+
+
+class ParameterPlaces:
+    """Where a module's parameters and submodules stand, to notice in microseconds that one was replaced or added.
+
+    Args:
+        module: the module; what it holds is held here, too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners: list[dict[str, Any]] = []
+        for part in module.modules():
+            # As torch keeps them; its own names are those of private attributes.
+            self._owners += [vars(part)[kind] for kind in ("_parameters", "_modules")]
+        self._lengths = [len(owner) for owner in self._owners]
+        places = [(owner, name, held) for owner in self._owners for name, held in owner.items()]
+        self._owner_of_each = [owner for owner, _, _ in places]
+        self._names = [name for _, name, _ in places]
+        self._held = [held for _, _, held in places]
+
+    def are_unchanged(self) -> bool:
+        """Say whether everything stands where it stood."""
+        # Without a loop in Python: it is asked while somebody trains.
+        if list(map(len, self._owners)) != self._lengths:
+            return False
+        return all(map(is_, map(dict.get, self._owner_of_each, self._names), self._held))
 
 
 def _matching(pattern: str, ordered: list[str]) -> set[str]:

@@ -26,7 +26,7 @@ from .engine_settings import engine_settings, why_little_is_narrow, why_nothing_
 from .groups import is_in_use
 from .hangs import watcher
 from .hangs.activity import ModuleActivity, activity
-from .parameters import ParameterIndex, Selector
+from .parameters import ParameterIndex, ParameterPlaces, Selector
 from .policies import Policy
 from .reducer import (
     initialize_used_map,
@@ -36,7 +36,7 @@ from .reducer import (
 )
 from .registration import describe, propose, why_unsupported
 from .statistics import ParameterUsage, Statistics, UnitUsage
-from .wording import short
+from .wording import short, short_list
 
 _C = _extension.load()
 
@@ -47,6 +47,8 @@ _services: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Servic
 _left_over: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
 # What else the ranks have to have in common when they register.
 _REGISTERED = "hook of this package registered before"
+# In how many steps a replaced parameter is noticed at the latest.
+_STEPS_BETWEEN_LOOKS = 16
 # How long whoever closes a service waits for its groups' threads and files to be gone. Longer only where an exchange is
 # under way, which then ends in the background.
 _CLOSING_SECONDS = 0.5
@@ -178,6 +180,8 @@ class Service:
         self._names: list[str] = []
         self._places: dict[str, int] = {}  # of the names
         self._index: ParameterIndex | None = None
+        self._parameter_places: ParameterPlaces | None = None
+        self._replaced: set[str] = set()  # what was warned of
         # Of every parameter that the module's Reducers have had since it is served, by name. Bytes.
         self._reduced_bytes: dict[str, int] = {}
         self._bytes_now = 0  # of those that its Reducer has now
@@ -278,7 +282,7 @@ class Service:
         self.engine = None
         self._control_groups = None
         # The state may live on, for its statistics, and must not keep the parameters.
-        self._parameters, self._index = [], None
+        self._parameters, self._index, self._parameter_places = [], None, None
         self._names, self._places, self._reduced_bytes = [], {}, {}
         self._ddp = None
 
@@ -304,6 +308,7 @@ class Service:
         self._names = [names.get(id(parameter), f"#{i}") for i, parameter in enumerate(self._parameters)]
         self._places = {name: place for place, name in enumerate(self._names)}
         self._index = ParameterIndex(ddp.module)
+        self._parameter_places = ParameterPlaces(ddp.module)
         sizes = {self._names[i]: parameter.numel() * parameter.element_size() for i, parameter in enumerate(reduced)}
         self._reduced_bytes |= sizes
         self._bytes_now = sum(sizes.values())
@@ -466,11 +471,36 @@ class Service:
             self._unsynchronised = False
             # A pass to evaluate, for example, has left nothing to add up.
             self._accumulated_steps += bool(self.engine.pending())
+        if self._activity.steps % _STEPS_BETWEEN_LOOKS == 0:
+            self._look_for_replaced_parameters()
         self._activity.steps += 1
         # What was declared for a forward pass that raised is not this one's.
         if self._declared_now or self._declared_once:
             self._declared_now, self._declared_once = self._declared_once, set()
             self._declare()
+
+    def _look_for_replaced_parameters(self) -> None:
+        ddp = self._served()
+        if self._parameter_places is None or self._parameter_places.are_unchanged():
+            return
+        self._parameter_places = ParameterPlaces(ddp.module)
+        known = {id(parameter) for parameter in self._parameters}
+        new = {
+            name
+            for name, parameter in reducible_parameters(ddp).items()
+            # Not what torch.func.functional_call() puts there for one pass.
+            if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad and id(parameter) not in known
+        }
+        if new - self._replaced:
+            self._replaced |= new
+            warnings.warn(
+                f"ddp_hooks: {short_list(sorted(new))} {'was' if len(new) == 1 else 'were'} put into the model after "
+                "it was registered, by a new submodule or load_state_dict(assign=True) for instance. DDP holds the old "
+                "parameters, and nothing averages the new ones: each rank trains its own. Wrap the model in "
+                "DistributedDataParallel again after replacing parameters, register again, and give the optimizer the "
+                "new parameters",
+                stacklevel=4,
+            )
 
     def _forward_done(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not self._is_watched(module):

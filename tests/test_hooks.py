@@ -706,6 +706,90 @@ def test_reduced_twice() -> None:
     run_ranks(2, reduced_twice)
 
 
+def replaced_parameters(rank: int) -> None:
+    """Each way to put new parameters into a registered model is noticed, once, and nothing else is."""
+
+    def make() -> tuple[DistributedDataParallel, ddp_hooks.SkipUnusedState]:
+        model = nn.ModuleDict({"trunk": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+        model.forward = lambda batch: model["head"](model["trunk"](batch))
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        return ddp, ddp_hooks.register(ddp, "skip_unused")
+
+    def said(ddp: DistributedDataParallel, steps: int = 1) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(steps):
+                ddp(torch.ones(1, 4)).sum().backward()
+        return [str(each.message) for each in caught if "put into the model" in str(each.message)]
+
+    def put_head(ddp: DistributedDataParallel) -> None:
+        ddp.module["head"] = nn.Linear(4, 4)
+
+    def assign(ddp: DistributedDataParallel) -> None:
+        state_dict = {name: value.clone() for name, value in ddp.module["head"].state_dict().items()}
+        ddp.module["head"].load_state_dict(state_dict, assign=True)
+
+    def set_weight(ddp: DistributedDataParallel) -> None:
+        ddp.module["head"].weight = nn.Parameter(torch.zeros(4, 4))
+
+    def add(ddp: DistributedDataParallel) -> None:
+        ddp.module["added"] = nn.Linear(4, 4, bias=False)
+
+    both = "head.bias, head.weight were"
+    for change, names in (
+        (put_head, both),
+        (assign, both),
+        (set_weight, "head.weight was"),
+        (add, "added.weight was"),
+    ):
+        # At the next forward pass, if it is the first one, and otherwise within 16 steps.
+        for before, after in ((0, 1), (3, 16)):
+            ddp, state = make()
+            assert said(ddp, before) == []
+            change(ddp)
+            (message,) = said(ddp, after)
+            assert f"{names} put into the model after it was registered" in message
+            assert "nothing averages the new ones" in message
+            assert said(ddp, 20) == []
+            state.close()
+
+    # Not what stays, is frozen, is taken out, or was moved.
+    ddp, _ = make()
+    ddp_hooks.freeze(ddp, "head.bias")
+    ddp.module.double().float()
+    ddp.module.load_state_dict(ddp.module.state_dict())
+    del ddp.module["trunk"].bias
+    ddp.module["trunk"].bias = None
+    ddp.module["head"].extra = nn.Parameter(torch.zeros(1), requires_grad=False)
+    assert said(ddp, 20) == []
+    # Nor what stands there for one call only.
+    values = {name: value.detach() * 2 for name, value in ddp.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(17):
+            torch.func.functional_call(ddp, values, torch.ones(1, 4))
+    assert said(ddp, 17) == []
+
+
+def test_replaced_parameters() -> None:
+    run_ranks(2, replaced_parameters)
+
+
+def compiled_autograd(rank: int) -> None:
+    """Without the Python reducer plain DDP says what to do, and so does a module with the hook."""
+    for with_hook in (False, True):
+        ddp = DistributedDataParallel(nn.Linear(4, 4))
+        if with_hook:
+            ddp_hooks.register(ddp)
+        loss = ddp(torch.ones(1, 4)).sum()
+        with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+            assert 'use torch._dynamo.config.optimize_ddp="python_reducer"' in error_of(loss.backward)
+
+
+def test_compiled_autograd() -> None:
+    run_ranks(2, compiled_autograd)
+
+
 def float8_gradients(rank: int) -> None:
     def make(trained: bool) -> nn.Module:
         weight = torch.zeros(4, 4).to(torch.float8_e4m3fn if rank == 0 or not trained else torch.float32)

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from trainers import (
@@ -308,6 +309,36 @@ def refuses_another_strategy(rank: int) -> None:
         fit(Lightning(), SkipUnusedCallback(), strategy=Unwrapped())
     with pytest.raises((ValueError, RuntimeError), match="expected one of allreduce"):
         fit(Lightning(), SkipUnusedCallback("everything" if rank == 0 else "auto"))
+
+
+class Sharded(Lightning):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(torch.ones(1, 4)).sum()
+
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+    def on_fit_start(self) -> None:
+        self.state = ddp_hooks.fsdp.register(self.model)
+
+
+def shows_the_way_for_fsdp2(rank: int) -> None:
+    def strategy() -> ModelParallelStrategy:
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+
+    with pytest.raises(TypeError, match=r"ModelParallelStrategy; leave the callback out, .*call ddp_hooks\.fsdp\.reg"):
+        make_trainer(SkipUnusedCallback(), strategy=strategy()).fit(Sharded(), loader())
+    module = Sharded()
+    make_trainer(strategy=strategy()).fit(module, loader())
+    assert module.state.stats().steps == STEPS
+
+
+def test_shows_the_way_for_fsdp2() -> None:
+    run_launched(shows_the_way_for_fsdp2)
 
 
 def test_refuses_another_strategy() -> None:

@@ -13,8 +13,10 @@ from .hook_of_trainer import HookOfTrainer, Log
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
 except ModuleNotFoundError:  # the same, under the name that it had first
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
+    from pytorch_lightning.strategies import ModelParallelStrategy  # type: ignore[assignment]
 
 
 class SkipUnusedCallback(Callback):
@@ -53,9 +55,15 @@ class SkipUnusedCallback(Callback):
         if isinstance(ddp, DistributedDataParallel):
             self._hook.register(ddp)
         elif trainer.world_size > 1:
+            way_out = 'use strategy="ddp", or leave the callback out'
+            if isinstance(trainer.strategy, ModelParallelStrategy):
+                way_out = (
+                    "leave the callback out, and in LightningModule.on_fit_start call ddp_hooks.fsdp.register on the "
+                    "module that configure_model has applied fully_shard to"
+                )
             raise TypeError(
                 "SkipUnusedCallback: expected a strategy that wraps the module in DistributedDataParallel, received "
-                f'{type(trainer.strategy).__name__}; use strategy="ddp", or leave the callback out'
+                f"{type(trainer.strategy).__name__}; {way_out}"
             )
 
     def on_train_batch_end(
