@@ -91,8 +91,10 @@ def watch_the_unusual(rank: int) -> None:
 
     with pytest.raises(ValueError, match="on purpose"), ddp_hooks.diagnose(model) as diagnosis:
         [fail(step) for step, _ in enumerate(train(case, model, rank, range(2))) if step == 1]
-    assert diagnosis.findings.ranks == 1
-    assert "only this rank's steps are known" in str(diagnosis)
+    assert diagnosis.findings.ranks == 2
+    assert diagnosis.findings.heard == (rank,)
+    assert f" on rank {rank} of 2" in " ".join(str(diagnosis).split())
+    assert "only this rank's steps are known" in " ".join(str(diagnosis).split())
 
     with ddp_hooks.diagnose(model) as diagnosis:
         for _ in range(2 + rank):

@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..commands.options import add_script_to, explain_missing_launcher, parse_new_file, parse_positive, script_of
 from ..ddp_methods import watch_construction
+from ..errors import RefusedError
+from ..fsdp.param_groups import watch_first_forward
 from ..groups import launched_rank
 from ..hangs.activity import activity
 from ..script import run_script
-from ..wording import short_list
+from ..wording import fill, short_list
+from .children import Children, follow
 from .diagnosis import Diagnosis
 from .findings import Findings
 from .noticeboard import Noticeboard
 from .page import draw_page
 from .recorder import Recorder
 from .records import RankRecord, read_word, write_word
+from .shards import ShardDiagnosis
 from .standing import End, Way, read_end
-from .text import describe
+from .text import describe_all
 from .watchdog import Watchdog
 
 
@@ -57,6 +66,8 @@ class Options:
 
 # So that one run in a process does not read the words of another.
 _runs = count()
+# What a process that was followed says if it has made no module.
+_NOTHING = "nothing"
 
 
 class _EnoughSeen(SystemExit):
@@ -130,9 +141,37 @@ def run(options: Options) -> int:
         BaseException: what the script raised.
     """
     session = _Session(options)
-    with watch_construction(session.watch):
+    script = ["-m", options.script[0]] if options.as_module else [options.script[0]]
+    try:
+        with follow(partial(_run_in_child, options), script, _repeat(options), _end_with_children) as children:
+            _watch(session, lambda: run_script(options.script, as_module=options.as_module))
+            return session.status() and _status_of(children)
+    except BaseException as error:
+        if explain_missing_launcher("doctor", error):
+            return 2
+        raise
+
+
+def _run_in_child(options: Options, call: Callable[[], object]) -> str:
+    """Watch a call in a process that the script has started; return a word on how it has ended."""
+    session = _Session(options)
+    _watch(session, call)
+    return session.way.value if session.has_seen() else _NOTHING
+
+
+def _watch(session: _Session, call: Callable[[], object]) -> None:
+    """Watch the modules that a call makes, and report.
+
+    Raises:
+        BaseException: what the call raised.
+    """
+    with (
+        watch_construction(session.watch),
+        watch_first_forward(session.watch_sharded),
+        _before_groups_go(session.conclude_sharded),
+    ):
         try:
-            run_script(options.script, as_module=options.as_module)
+            call()
             session.way = Way.FINISHED
         except _EnoughSeen:
             session.way = Way.STOPPED
@@ -142,12 +181,83 @@ def run(options: Options) -> int:
                 raise
             session.way = Way.FINISHED
         except BaseException as error:
-            if explain_missing_launcher("doctor", error):
-                return 2
             session.abandon(error)
             raise
     session.conclude()
-    return session.status()
+
+
+def _end_with_children(children: Children) -> None:
+    """Stop the script when the processes that it has started were stopped, and it has waited for all of them."""
+    if children.are_gone() and Way.STOPPED.value in children.said():
+        raise _EnoughSeen(0)
+
+
+def _status_of(children: Children) -> int:
+    """Return the exit status if this process has made no module; say why if no other one has either."""
+    words = children.said()
+    if any(word != _NOTHING for word in words):
+        return 0
+    if launched_rank() == 0:
+        print(fill(f"ddp_hooks doctor: {_explain_nothing(children)}"), file=sys.stderr)
+    return 2
+
+
+def _explain_nothing(children: Children) -> str:
+    if _uses_fsdp1():
+        return (
+            "the script uses FullyShardedDataParallel (FSDP1), which is not watched. The doctor watches "
+            "DistributedDataParallel and fully_shard (FSDP2)."
+        )
+    text = "the script made no DistributedDataParallel module, and ran none with fully_shard"
+    others = sorted(set(children.commands))
+    if not others:
+        return f"{text}."
+    return (
+        f"{text}, in this process. It started other programs ({short_list(others)}): if the training runs there, start "
+        "the script with the doctor there, as in `torchrun ... -m ddp_hooks doctor train.py`, or put `with "
+        "ddp_hooks.diagnose(ddp) as diagnosis:` around its training loop."
+    )
+
+
+def _uses_fsdp1() -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in gc.get_objects())
+
+
+def _repeat(options: Options) -> list[str]:
+    """Return what Python is given before a script to run it under this command."""
+    repeated = [
+        "-m",
+        "ddp_hooks",
+        "doctor",
+        "--steps",
+        str(options.steps),
+        "--patience",
+        f"{options.patience_seconds:g}",
+    ]
+    if options.go_on:
+        repeated.append("--continue")
+    for name, path in (("--json", options.json), ("--html", options.html)):
+        if path is not None:
+            repeated += [name, str(path)]
+    return repeated
+
+
+@contextmanager
+def _before_groups_go(callback: Callable[[], object]) -> Iterator[None]:
+    """Call a function before the script destroys all process groups, unless it does so on its way out of an error."""
+    original = dist.destroy_process_group
+
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        if sys.exc_info()[0] is None and (group is None or group is dist.group.WORLD):
+            callback()
+        original(group)
+
+    dist.destroy_process_group = destroy_process_group
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = original
 
 
 class _Session:
@@ -164,12 +274,15 @@ class _Session:
         self._concluded: list[Findings] = []
         self._watchdog: Watchdog | None = None
         self._error: BaseException | None = None
+        self._sharded: list[ShardDiagnosis] = []
+        self._has_reported = False
         self._rank = launched_rank()
+        self._process = os.getpid()
 
     def watch(self, ddp: DistributedDataParallel) -> None:
         """Begin to watch a module that was just made; every rank makes it."""
-        if self._concluded and not self._open:
-            return  # the run goes on by itself
+        if not self._watches():
+            return
         diagnosis = Diagnosis(ddp).__enter__()
         self._rank = dist.get_rank()
         recorder = diagnosis.recorder
@@ -184,6 +297,29 @@ class _Session:
             world = dist.group.WORLD
             assert world is not None  # DDP has found a process group
             self._watchdog = Watchdog(self, Noticeboard(f"run {next(_runs)}", world), self._options.patience_seconds)
+
+    def watch_sharded(self, module: nn.Module) -> None:
+        """Begin to watch a module with fully_shard whose first forward pass begins; every rank runs it."""
+        if not self._watches():
+            return
+        self._rank = dist.get_rank()
+        diagnosis = ShardDiagnosis(module, self._make_counter())
+        try:
+            diagnosis.__enter__()
+        except RefusedError as error:
+            if self._rank == 0:
+                print(fill(f"ddp_hooks doctor: {error}"), file=sys.stderr, flush=True)
+            return
+        self._sharded.append(diagnosis)
+
+    def _watches(self) -> bool:
+        # Not when the run goes on by itself, nor in a process that was forked from the one that watches.
+        goes_on = self._concluded and not (self._open or self._sharded)
+        return not goes_on and os.getpid() == self._process
+
+    def has_seen(self) -> bool:
+        """Say whether there was a module."""
+        return bool(self._concluded)
 
     def _make_counter(self) -> Callable[[int], None]:
         def step_ended(steps: int) -> None:
@@ -201,10 +337,19 @@ class _Session:
         # While it waits for the others, this rank answers those that do not come.
         for diagnosis in self._open.values():
             self._concluded.append(diagnosis.conclude(End(self.way)))
+        self.conclude_sharded()
         self._stop_looking()
-        if self._open and self._rank == 0:
+        if self._concluded and self._rank == 0 and not self._has_reported:
+            self._has_reported = True
             self._report(self._concluded, sys.stdout)
         self._open = {}
+
+    def conclude_sharded(self) -> None:
+        """Put together what the ranks saw of modules with fully_shard, while there are process groups."""
+        sharded, self._sharded = self._sharded, []
+        for diagnosis in sharded:
+            diagnosis.__exit__(None, None, None)
+            self._concluded.append(diagnosis.findings)
 
     def abandon(self, error: BaseException) -> None:
         """Say what ranks saw before the error: those that end with one now, and those that go on and are asked."""
@@ -215,14 +360,16 @@ class _Session:
         for diagnosis in self._open.values():
             self._concluded.append(diagnosis.abandon(error, ends_process=True))
         self._open = {}
+        for sharded in self._sharded:
+            sharded.__exit__(type(error), error, error.__traceback__)
+            self._concluded.append(sharded.findings)
+        if self._sharded and self._rank == 0:
+            self._report([one.findings for one in self._sharded], sys.stderr)
+        self._sharded = []
 
     def status(self) -> int:
-        """Return the exit status."""
-        if self._concluded:
-            return 0
-        if self._rank == 0:
-            print("ddp_hooks doctor: the script made no DistributedDataParallel module", file=sys.stderr)
-        return 2
+        """Return the exit status: 0 if there was a module."""
+        return 0 if self._concluded else 2
 
     def _stop_looking(self) -> None:
         if self._watchdog is not None:
@@ -263,11 +410,7 @@ class _Session:
     # --- telling
 
     def _report(self, findings: Sequence[Findings], stream: TextIO) -> None:
-        lines = []
-        for number, one in enumerate(findings):
-            if len(findings) > 1:
-                lines.append(f"\n--- module {number + 1} of {len(findings)}")
-            lines.append(describe(one))
+        lines = list(describe_all(findings))
         if self.way is Way.STOPPED and not self._options.go_on:
             steps = f"{self._options.steps} step{'' if self._options.steps == 1 else 's'}"
             lines.append(f"\nStopped your script after {steps}; --continue lets it go on.")

@@ -6,6 +6,8 @@ Nothing is predicted here: what FSDP2 sends depends on how it is sharded.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -17,9 +19,21 @@ from torch._C import _current_graph_task_id
 from ..agreement import exchange_proposals, settle
 from ..fsdp.param_groups import ParamGroup, Participants, find
 from .findings import Findings
-from .questions import is_something_forgotten
+from .naming import class_name
+from .problem import Kind, Problem
+from .questions import is_something_forgotten, short_names
+from .standing import read_end
 from .text import describe
-from .verdicts import SOME_RANKS, SOMETIMES, USED, ParameterVerdict, group_by_module, judge_patterns, mark
+from .verdicts import (
+    NEVER,
+    SOME_RANKS,
+    SOMETIMES,
+    ModuleVerdict,
+    ParameterVerdict,
+    group_by_module,
+    judge_patterns,
+    mark,
+)
 
 _FUNCTION = "diagnose"
 
@@ -29,10 +43,14 @@ class ShardDiagnosis:
 
     Entering and leaving the block are collective over the default process group. A block that an exception leaves is
     not: each rank then knows of itself only.
+
+    Attributes:
+        on_step: called with the number of steps when one has ended, or None; what it raises, ``backward()`` raises.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, on_step: Callable[[int], None] | None = None) -> None:
         self._module: nn.Module | None = module
+        self.on_step = on_step
         self._findings: Findings | None = None
         self._watch: _Watch | None = None
 
@@ -51,7 +69,9 @@ class ShardDiagnosis:
         )
         problem = next((found for group in groups if (found := group.why_unwatched())), None)
         settle(_FUNCTION, exchange_proposals(_world(), _FUNCTION, {"parameters": parameters}, problem))
-        self._watch = _Watch(groups)
+        # FSDP2 has given it a class of its own.
+        self._watch = _Watch(groups, class_name(self._module).removeprefix("FSDP"))
+        self._watch.on_step = self.on_step
         return self
 
     def __exit__(
@@ -63,8 +83,10 @@ class ShardDiagnosis:
             steps = settle(_FUNCTION, exchange_proposals(_world(), _FUNCTION, {}, own=watch.steps))
             self._findings = _conclude(watch, steps, [])
         else:
-            notes = ["the block ended with an error, so only this rank's steps are known"]
-            self._findings = _conclude(watch, [watch.steps], notes)
+            ended = read_end(error).error
+            notes = [f"an error has ended what was watched ({ended}), so only this rank's steps are known"]
+            found = _conclude(watch, [watch.steps], notes)
+            self._findings = replace(found, ranks=watch.ranks, heard=(watch.rank,))
 
     @property
     def findings(self) -> Findings:
@@ -102,14 +124,21 @@ class _Watch:
 
     Attributes:
         groups: of parameters.
+        model: the class of the module.
+        rank: this one, in the default process group.
+        ranks: how many there are.
         steps: of each synchronised backward pass a text with a character for each parameter, as in a pattern.
         is_served: ``ddp_hooks.fsdp.register`` serves the module.
         sends_unused: zeros are reduced for what is unused.
+        on_step: called with the number of steps when one has ended, or None; what it raises, ``backward()`` raises.
     """
 
-    def __init__(self, groups: list[ParamGroup]) -> None:
+    def __init__(self, groups: list[ParamGroup], model: str) -> None:
         self.groups = groups
+        self.model = model
         self.steps: list[str] = []
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.on_step: Callable[[int], None] | None = None
         self.is_served = all(group.owner is not None for group in groups)
         self.sends_unused = all(group.sends_unused for group in groups)
         self._task: int | None = None  # the pass that is under way
@@ -142,6 +171,8 @@ class _Watch:
                 for index in range(len(group.names))
             )
         )
+        if self.on_step is not None:
+            self.on_step(len(self.steps))
 
 
 def _world() -> dist.ProcessGroup:
@@ -173,21 +204,38 @@ def _conclude(watch: _Watch, steps: list[list[str]], notes: list[str]) -> Findin
         answers=(is_something_forgotten(modules),) if count else (),
         advice=_advise(watch, verdicts),
         notes=tuple(notes),
+        problems=tuple(_find_problems(watch, modules)),
+        model=watch.model,
     )
 
 
 def _advise(watch: _Watch, verdicts: list[ParameterVerdict]) -> str:
     kinds = {one.verdict for one in verdicts}
-    if SOME_RANKS in kinds and not watch.sends_unused:
-        return (
-            "Call set_reduce_scatter_unused_params(True) on the module: ranks use different parameters, and FSDP2 "
-            "would mix their gradients up or hang. With ddp_hooks.fsdp.register(model) the zeros are not sent."
-        )
     if watch.is_served:
         return "ddp_hooks.fsdp serves the module already; print(state.stats()) says what it saves."
     if kinds & {SOME_RANKS, SOMETIMES}:
         return "Add, after the last fully_shard: state = ddp_hooks.fsdp.register(model). What is unused is not sent."
     if not verdicts:
         return "Nothing can be said before a step was watched."
-    unused = "Freeze what is never used. " if kinds - {USED} else ""
-    return f"{unused}Whether ddp_hooks.fsdp.register(model) would save bytes, state.stats() says: it also sends narrow."
+    return (
+        "What ddp_hooks.fsdp.register(model) would save, state.stats() says: it also sends 16 bits instead of 32 where "
+        "that is lossless."
+    )
+
+
+def _find_problems(watch: _Watch, modules: Sequence[ModuleVerdict]) -> Iterator[Problem]:
+    differ = [one for one in modules if one.verdict == SOME_RANKS]
+    if differ and not watch.sends_unused:
+        yield Problem(
+            Kind.GRADIENTS_MISSING,
+            f"Only some ranks used {short_names(differ)} in some steps, and FSDP2 mixes gradients up or hangs then.",
+            "Call set_reduce_scatter_unused_params(True) on the module.",
+            "With ddp_hooks.fsdp.register(model) the zeros that this adds are not sent.",
+        )
+    never = [one for one in modules if one.verdict == NEVER and one.is_module]
+    if never:
+        yield Problem(
+            Kind.FORGOTTEN,
+            f"No parameter of {short_names(never)} got a gradient in any step, although all of them require one.",
+            "Use it in the loss if that is what you mean; otherwise freeze or remove it.",
+        )

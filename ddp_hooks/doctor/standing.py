@@ -99,7 +99,12 @@ _CODES = {torch.autograd.backward.__code__: "backward", DistributedDataParallel.
 def read_end(error: BaseException) -> End:
     """Return how a script has ended that was left by an error."""
     if isinstance(error, SystemExit):
-        return End(Way.RAISED, f"sys.exit({error.code!r})"[:_LONGEST_ERROR])
+        exits = f"sys.exit({error.code!r})"[:_LONGEST_ERROR]
+        if isinstance(error.__context__, Exception):
+            # torch.multiprocessing.spawn, and many a script, catches an error, prints it and leaves.
+            caught = read_end(error.__context__)
+            return End(Way.RAISED, f"{caught.error}, and then {exits}", caught.left)
+        return End(Way.RAISED, exits)
     said = [line.split(". ")[0] for line in str(error).strip().splitlines()[:1]]
     text = ": ".join([type(error).__name__, *said])
     if len(text) > _LONGEST_ERROR:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..wording import describe_part, describe_ranks, fill
+from .naming import choose_names
 from .problem import open_report
 from .verdicts import (
     FROZEN_SINCE,
@@ -65,6 +66,28 @@ def describe(findings: Findings) -> str:
     for note in findings.notes:
         lines += _wrap(f"Note: {note}.", indent="")
     return "\n".join(lines)
+
+
+def describe_all(findings: Sequence[Findings]) -> Iterator[str]:
+    """Return everything that was found of several modules: first a line for each, in the order of their wrapping."""
+    if len(findings) == 1:
+        yield describe(findings[0])
+        return
+    names = choose_names([one.called for one in findings])
+    labels = [_label(one, name) for one, name in zip(findings, names, strict=True)]
+    yield f"ddp_hooks doctor: {len(findings)} modules"
+    for number, (label, one) in enumerate(zip(labels, findings, strict=True)):
+        fact = one.problems[0].fact if one.problems else "Nothing is wrong." if one.steps else "No step was watched."
+        yield from _wrap(f"{number + 1}. {label}: {fact}")
+    for number, (label, one) in enumerate(zip(labels, findings, strict=True)):
+        yield f"\n--- module {number + 1} of {len(findings)}: {label}"
+        yield describe(one)
+
+
+def _label(findings: Findings, name: str | None) -> str:
+    if not name:
+        return findings.model
+    return f"{name} ({findings.model})" if findings.model else name
 
 
 def _describe_heard(findings: Findings) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..wrappers import uncompiled
 try:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     _MISSING = ""
 except ImportError as _error:  # another torch
@@ -359,6 +361,33 @@ class SkippingReduceScatter(ReduceScatter):
         return self._previous(
             output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
         )
+
+
+@contextmanager
+def watch_first_forward(callback: Callable[[nn.Module], object]) -> Iterator[None]:
+    """Call ``callback(module)`` when a forward pass begins that is the first one of a root module with fully_shard.
+
+    Which module is the root is not known before. Does nothing where this torch has another FSDP2.
+
+    Args:
+        callback: what it raises the forward pass raises.
+    """
+    original = None if _MISSING else getattr(FSDPState, "_lazy_init", None)
+    if original is None:
+        yield
+        return
+
+    def begin(self: Any) -> None:
+        is_first = getattr(self, "_is_root", True) is None
+        original(self)
+        if is_first:
+            callback(self._modules[0])
+
+    FSDPState._lazy_init = begin  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FSDPState._lazy_init = original  # type: ignore[method-assign]
 
 
 def is_sharded(module: object) -> bool:
