@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
 from types import FrameType
@@ -168,6 +168,10 @@ class GradientWatch:
     def parameters(self) -> list[torch.Tensor]:
         """The parameters; those that are gone are left out only when the module is."""
         return [parameter for reference in self._parameters if (parameter := reference()) is not None]
+
+    def some_parameters(self, indices: Iterable[int]) -> list[torch.Tensor]:
+        """Return a few of the parameters, without a look at the others."""
+        return [parameter for i in indices if (parameter := self._parameters[i]()) is not None]
 
     def close(self) -> None:
         """Take every hook off; may be called again."""

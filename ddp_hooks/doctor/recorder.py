@@ -12,6 +12,7 @@ import weakref
 import zlib
 from array import array
 from collections import Counter
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -366,7 +367,7 @@ class Recorder(Silence):
         start = self._started if self._started is not None else done.begun
         received = bytes(self.watch.used)
         frozen = bytes(not parameter.requires_grad for parameter in self.watch.parameters)
-        sent = self._find_sent(ddp, received, frozen, frozenset(done.times))
+        sent = self._find_sent(ddp, received, frozen, done.times.keys())
         self.steps.append(
             Step(
                 self._intern(received),
@@ -498,16 +499,14 @@ class Recorder(Silence):
             so_far = max(so_far, zeros) + (0 if index in in_place else slot.length * slot.element_bytes)
         return [moment - start for moment in ready], copied
 
-    def _find_sent(
-        self, ddp: DistributedDataParallel, received: bytes, frozen: bytes, reached: frozenset[int]
-    ) -> bytes:
+    def _find_sent(self, ddp: DistributedDataParallel, received: bytes, frozen: bytes, reached: Set[int]) -> bytes:
         """Say what `skip_unused` would call used here: what is in the graph, whether a gradient came or not."""
         reduced = self.watch.reduced_count
         if 0 not in received[:reduced]:
             sent = bytearray(received)
         elif self._searches or ddp.static_graph:
             # What the loss leaves out is in the graph, and so is sent.
-            key = received, reached
+            key = received, frozenset(reached)
             unused = self._unused_by.get(key)
             if unused is None:
                 unused = self._unused_by[key] = self._read_unused(ddp)
@@ -536,7 +535,9 @@ class Recorder(Silence):
 
     def _read_versions(self) -> tuple[int, ...]:
         """Return what changes when an optimizer steps; it need not step all parameters."""
-        return tuple(parameter._version for parameter in self.watch.parameters[:_VERSIONS_READ])
+        return tuple(
+            parameter._version for parameter in self.watch.some_parameters(range(min(_VERSIONS_READ, len(self.sizes))))
+        )
 
     def _notice_change(self) -> None:
         if self._kept and self._kept != self._read_versions():
@@ -548,8 +549,8 @@ class Recorder(Silence):
         key = self.finished, sum(self.unreduced.values())
         if key in self.samples or len(self.samples) >= _MOST_SAMPLES:
             return
-        parameters = self.watch.parameters
-        picked = [parameters[(len(self.samples) * _SAMPLED + i) % len(parameters)] for i in range(_SAMPLED)]
+        first, count = len(self.samples) * _SAMPLED, len(self.sizes)
+        picked = self.watch.some_parameters((first + i) % count for i in range(min(_SAMPLED, count)))
         # Whatever parameters there are, training goes on.
         with suppress(Exception):
             self.samples[key] = torch.cat(
