@@ -12,7 +12,7 @@ import pytest
 from ddp_hooks.doctor.findings import Findings, PolicyOutlook
 from ddp_hooks.doctor.page import draw_page
 from ddp_hooks.doctor.problem import Kind, Problem
-from ddp_hooks.doctor.questions import Answer
+from ddp_hooks.doctor.questions import Answer, short_names
 from ddp_hooks.doctor.text import describe
 from ddp_hooks.doctor.verdicts import (
     ALL_ZERO,
@@ -26,6 +26,7 @@ from ddp_hooks.doctor.verdicts import (
     USED,
     ParameterVerdict,
     group_by_module,
+    unite_names,
 )
 
 LAYER = ("attention.self.query", "attention.self.key", "attention.output.dense", "intermediate.dense", "output.dense")
@@ -167,3 +168,25 @@ def test_the_page_is_drawn_without_overlaps(layers: int, ranks: int, steps: int)
             pieces = sorted((x, right) for x, y, right, _ in boxes if y == lane[0])
             # Rounded to a tenth.
             assert all(right <= x + 0.11 for (_, right), (x, _) in itertools.pairwise(pieces))
+
+
+def test_layers_of_which_the_same_is_said_are_one_line() -> None:
+    adapted = [
+        make(f"layers.{layer}.{part}.{name}.weight", fate, 2, 4)
+        for layer in (0, 1, 2, 5)
+        for part in ("query", "value")
+        for name, fate in (("base", FROZEN_BEFORE), ("lora_A", USED), ("lora_B", USED))
+    ]
+    findings = a_model_of(*adapted, make("embed.weight", FROZEN_BEFORE, 2, 4), make("head.0.weight", NEVER, 2, 4))
+    lines = describe(findings).splitlines()
+    start = lines.index("Parameters")
+    text = " ".join(" ".join(lines[start:]).split())
+    assert "layers.{0-2,5}.query.base 4.00 MB frozen before wrapping" in text
+    assert text.count("frozen before wrapping") == 3
+    assert "(4 modules, 4 parameters)" in text
+    assert short_names([one for one in findings.modules if one.verdict == FROZEN_BEFORE]) == (
+        "layers.{0-2,5}.query.base, layers.{0-2,5}.value.base, embed"
+    )
+    # Nothing is said of a pair that is not there.
+    assert unite_names(["a.0.b.1", "a.1.b.0"]) == "a.*.b.*"
+    assert unite_names(["a.3.b"]) == "a.3.b"

@@ -150,7 +150,8 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
     joined = {number for record in records for number in record.missed}
     ranks = [_steps_of_all(record, joined) for record in records]
     if joined:
-        notes.append(f"some rank had joined (ddp.join()) in {len(joined)} steps, which are left out")
+        steps = "one step, which is" if len(joined) == 1 else f"{len(joined)} steps, which are"
+        notes.append(f"some rank had joined (ddp.join()) in {steps} left out")
     count = min(map(len, ranks))
     if any(len(steps) != count for steps in ranks):
         notes.append(f"the ranks ran different numbers of steps; the first {count} of each are compared")

@@ -67,7 +67,7 @@ def draw_page(findings: Sequence[Findings]) -> str:
 def _draw_one(findings: Findings) -> str:
     parts = [
         "<h1>ddp_hooks doctor</h1>",
-        f"<p>{findings.steps} steps on {findings.ranks} ranks, {len(findings.parameters)} parameters, "
+        f"<p>Steps: {findings.steps}, ranks: {findings.ranks}, parameters: {len(findings.parameters)}, "
         f"{megabytes(findings.dense_bytes / max(findings.steps, 1))} of gradients a step.</p>",
         f'<p class="advice">{escape(open_report(findings.steps, findings.problems, findings.advice))}</p>',
     ]

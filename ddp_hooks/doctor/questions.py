@@ -20,6 +20,8 @@ from .verdicts import (
     SOMETIMES,
     ModuleVerdict,
     ParameterVerdict,
+    unite_names,
+    without_numbers,
 )
 
 # Below this part of the bytes a hook is not worth a line.
@@ -290,7 +292,10 @@ def _compare_with(hook: OtherHook, ours: Outlook, dense_bytes: float) -> str:
 
 def short_names(of: Sequence[ModuleVerdict]) -> str:
     """Return the names of modules in one line, the first few of many."""
-    names = [one.name or "the whole model" for one in of]
+    alike: dict[str, list[str]] = {}
+    for one in of:
+        alike.setdefault(without_numbers(one.name), []).append(one.name)
+    names = [unite_names(some) or "the whole model" for some in alike.values()]
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 

@@ -19,6 +19,8 @@ from .verdicts import (
     ParameterVerdict,
     in_steps,
     is_inside,
+    unite_names,
+    without_numbers,
 )
 
 if TYPE_CHECKING:
@@ -105,10 +107,18 @@ def megabytes(size: float) -> str:
 
 
 def _parameter_lines(findings: Findings) -> Iterator[str]:
+    # Layers that differ in their numbers only are one line, if the same is said of them.
+    alike: dict[tuple[str, str], list[ModuleVerdict]] = {}
+    for one in findings.modules:
+        if one.verdict != USED:
+            alike.setdefault((_verdict(one, findings), without_numbers(one.name)), []).append(one)
     rows = [
-        (one.name or "(the whole model)", _verdict(one, findings), megabytes(one.dense_bytes))
-        for one in findings.modules
-        if one.verdict != USED
+        (
+            unite_names([one.name for one in some]) or "(the whole model)",
+            f"{verdict}{_count_parts(some)}",
+            megabytes(sum(one.dense_bytes for one in some)),
+        )
+        for (verdict, _), some in alike.items()
     ]
     used = [one for one in findings.parameters if one.verdict == USED]
     if used:
@@ -145,9 +155,14 @@ def _verdict(group: ModuleVerdict, findings: Findings) -> str:
         text += f": {describe_part(sum(zero) / len(zero))} of its rows, on every rank"
     elif group.verdict in MEANING and group.verdict not in (SOMETIMES, SOME_RANKS):
         text += f": {MEANING[group.verdict]}"
-    if group.is_module:
-        text += f" ({_count(group.parameters, 'parameter')})"
     return text
+
+
+def _count_parts(groups: Sequence[ModuleVerdict]) -> str:
+    parameters = _count(sum(one.parameters for one in groups), "parameter")
+    if len(groups) > 1 and groups[0].is_module:
+        return f" ({len(groups)} modules, {parameters})"
+    return f" ({parameters})" if len(groups) > 1 or groups[0].is_module else ""
 
 
 def _members(group: ModuleVerdict, parameters: Sequence[ParameterVerdict]) -> list[ParameterVerdict]:

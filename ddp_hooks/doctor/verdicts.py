@@ -245,6 +245,32 @@ def is_inside(name: str, module: str) -> bool:
     return not module or name == module or name.startswith(f"{module}.")
 
 
+def without_numbers(name: str) -> str:
+    """Return a name with a mark in place of each number that is a part of it."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def unite_names(names: Sequence[str]) -> str:
+    """Return names that differ in numbers only as one, as in ``layers.{0-3,6}.attention``."""
+    columns = [list(dict.fromkeys(column)) for column in zip(*(name.split(".") for name in names), strict=True)]
+    varying = sum(len(column) > 1 for column in columns)
+    # The numbers of two places would say too much: not every pair of them need be there.
+    return ".".join(
+        column[0] if len(column) == 1 else f"{{{_ranges(sorted(map(int, column)))}}}" if varying == 1 else "*"
+        for column in columns
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
 def _modules_around(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(len(parts))]
