@@ -33,7 +33,6 @@ from . import sync as sync
 from ._version import __version__
 from .enabling import disable, enable
 from .freezing import FreezeSchedule, freeze, rebuild, unfreeze
-from .hangs import watcher as _watcher
 from .hooks import SkipUnusedState, register, skip_unused_hook, states
 from .policies import Policy, Tuning
 
@@ -60,8 +59,6 @@ __all__ = [
     "states",
     "unfreeze",
 ]
-
-_watcher.watch_launched_process()
 
 # Training with DDP does not need the doctor, so it is loaded when somebody asks for one of these; nor `fsdp`.
 _OF_THE_DOCTOR = ("diagnose", "expect_unused", "expect_used")

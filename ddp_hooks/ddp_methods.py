@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from .hangs.forks import LockOfProcess
 from .service import registered_service
 
 Callback = Callable[[DistributedDataParallel], object]
@@ -26,7 +27,7 @@ Ending = Callable[[DistributedDataParallel | None], object]
 # What is called with the arguments by name when one begins to be made.
 Beginning = Callable[[Mapping[str, Any]], Ending | None]
 
-_lock = threading.RLock()
+_lock = LockOfProcess()
 
 
 class _WrappedMethod:

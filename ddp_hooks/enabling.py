@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -17,6 +16,8 @@ from .absentees import ENABLE, Visit
 from .ddp_methods import Ending, give_way_to_other_hooks, watch_construction_from_its_beginning
 from .disabling import VARIABLE, is_disabled
 from .errors import RanksDisagreeError, RefusedError
+from .hangs import watcher
+from .hangs.forks import LockOfProcess
 from .hooks import SkipUnusedState, register
 from .policies import Policy, resolve
 from .wording import describe_ranks
@@ -25,7 +26,7 @@ from .wording import describe_ranks
 # for nobody (`init_sync=False`).
 PATIENCE_SECONDS = 60.0
 
-_lock = threading.RLock()
+_lock = LockOfProcess()
 _open: list[Enabling] = []
 _watch = ExitStack()
 
@@ -158,7 +159,9 @@ def enable(policy: Policy | str = "auto", **settings: Any) -> Enabling:
         with ddp_hooks.enable("skip_zeros"):
             trainer.fit(model, loader)
     """
-    return Enabling(resolve(policy, settings, "enable"))
+    enabling = Enabling(resolve(policy, settings, "enable"))
+    watcher.begin(enabling.policy.tuning.report_hang_after)
+    return enabling
 
 
 def disable() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -45,6 +46,8 @@ _services: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Servic
 # Of each module whose hook was taken off: how many forward passes its Reducer had seen then, and which parameters, by
 # identity, had accumulated a gradient that no step had taken up. For who serves it next, if no step comes before.
 _left_over: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
+# In a forked child: engines, groups and parts of DDP that are its parent's, so that they never go.
+_of_the_parent: list[object] = []
 # What else the ranks have to have in common when they register.
 _REGISTERED = "hook of this package registered before"
 # In how many steps a replaced parameter is noticed at the latest.
@@ -271,6 +274,22 @@ class Service:
         self.ended = why
         self._leave_module()
         _C.wait_until_groups_are_gone(_CLOSING_SECONDS)
+
+    def leave_to_parent(self) -> None:
+        """Serve nothing in a forked child.
+
+        Locks of the engine may be held, and those that DDP takes when the module goes; what they wait for is done by
+        threads that are not here. So nobody asks or destroys them from now on.
+        """
+        ddp = self.ddp
+        parts = () if ddp is None else (ddp.reducer, ddp.logger)
+        _of_the_parent.append((self.engine, self._control_groups, *parts))
+        if activity.forked_by_trainer:
+            self._earlier = self.statistics()
+        self._finalizer.detach()
+        self.engine = self._control_groups = self._ddp = None
+        self._is_closed = True  # to agree is the parent's
+        self.ended = "of the process that this one was forked from"
 
     def _leave_module(self) -> None:
         self._earlier = self.statistics()
@@ -666,3 +685,13 @@ def _groups_to_share(ddp: DistributedDataParallel) -> dict[str, ControlGroups]:
         if alike and not service.engine.has_early_exchange() and not groups.groups.have_failed():
             found[groups.name] = groups
     return found
+
+
+def _leave_to_parent() -> None:
+    for reference in list(_services.values()):
+        service = reference()
+        if service is not None and service.engine is not None:
+            service.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -13,7 +13,8 @@ stop       SIGSTOP, there as well. Named with its process, which is stopped.
 loader     the rank sleeps in its data loader.
 exception  the rank's program ends with an error. Its line and its message are named.
 branch     the rank alone takes another branch: into a barrier, or into an endless evaluation.
-register   the rank alone does not register the hook, and goes on to something else.
+register   the rank alone does not register the hook, and goes on to something else. Nobody watches it, so it is named
+           as one that has called nothing.
 lock       the rank waits for a lock that one of its threads holds for good.
 gil        the rank is in a call that holds the GIL.
 sync       the rank alone leaves out a call of `ddp_hooks.sync`, and goes on to something else.
@@ -226,15 +227,12 @@ class Training:
 
 def run_rank(plan: Round, rank: int, directory: Path, port: int) -> None:
     """Train until somebody is missing; what is raised ends the program as any error does."""
-    # As torchrun starts ranks, which then import this package.
+    # As torchrun starts ranks.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(plan.ranks))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(plan.holder != "rank 0")
     os.environ["DDP_HOOKS_REPORT_HANG_AFTER"] = str(plan.report_after)
     import torch.distributed as dist
 
-    from ddp_hooks.hangs import watcher
-
-    watcher.watch_launched_process()
     holds = plan.holder == "rank 0" and rank == 0
     store = dist.TCPStore("127.0.0.1", port, plan.ranks, holds, wait_for_workers=False)
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
@@ -320,26 +318,31 @@ def is_about_start(plan: Round, said: str) -> bool:
 
 def is_its_place(plan: Round, pid: int, about: str) -> bool:
     """Say whether what is said of a rank is where it was made to stand."""
-    silent = f"rank {plan.victim} does not answer (process {pid} on " in about
+    silent = f"rank {plan.victim} (process {pid} on " in about and ") does not answer: " in about
     if plan.cause in ("kill", "stop"):
-        state = "its process has ended" if plan.cause == "kill" else "its process is stopped"
+        state = "it has ended" if plan.cause == "kill" else "it is stopped"
         return silent and state in about and was_there(plan, about)
     if plan.cause == "gil":
-        return silent and "its process lives: it is in a call that holds the GIL" in about and was_there(plan, about)
+        return silent and "it is running, but in a call that holds the GIL" in about and was_there(plan, about)
     if plan.cause == "exception":
-        return f"has ended, after {plan.step - 1} step" in about and (
+        return f"ended after {plan.step - 1} step" in about and (
             f"ValueError: a batch without an end, raised at {place_of('exception')} " in about
         )
     if plan.cause == "branch" and plan.registration == "plain":
         lines = [int(line) for line in re.findall(rf"{re.escape(shown_path())}:(\d+)", about)]
         return any(line_of("evaluation begins") <= line <= line_of("evaluation ends") for line in lines)
+    if plan.cause == "register":
+        return (
+            re.search(r"has never reported: it has ended, or has called neither \w+ nor anything else", about)
+            is not None
+        )
     place = plan.cause if plan.cause in ("loader", "lock", "branch") else "elsewhere"
     return place_of(place) in about
 
 
 def was_there(plan: Round, about: str) -> bool:
     """Say whether the step is right in which a silent rank was last seen: the one before, or this one in backward."""
-    found = re.search(r"it was there in step (\d+)", about)
+    found = re.search(r"it took part in step (\d+)", about)
     # In a function, or behind a lost store, steps are not known.
     return found is None or int(found[1]) in (plan.step - 1, plan.step)
 

@@ -140,7 +140,7 @@ def message_of(function: Callable[[], Any]) -> str:
 
 def _in_turn(rank: int, calls: list[str]) -> str:
     """Let each rank do what its entry says, on groups that time out soon."""
-    watcher.begin()  # as the import does in what a launcher has started
+    watcher.begin()
     world = dist.new_group(timeout=TIMEOUT)
     last_two = dist.new_group([dist.get_world_size() - 2, dist.get_world_size() - 1], timeout=TIMEOUT)
     module = nn.Linear(2, 2)

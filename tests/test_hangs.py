@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -391,6 +392,7 @@ def test_a_wait_does_not_grow_while_the_process_is_stopped(monkeypatch: pytest.M
             witness.look(0.5)
             wait = witness.find_wait()
         assert wait is not None
+        assert (wait.place, wait.call) == ("register", 1)
         assert wait.seconds == pytest.approx(2.0)
         now[0] += 3600  # SIGSTOP, or a machine that slept
         witness.look(0.5)
@@ -755,32 +757,22 @@ def run_python(code: str, **environment: str) -> str:
 
 NAMES = """
 import ddp_hooks, os, signal, faulthandler, sys, threading
-print(sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread()))
-from ddp_hooks.hangs import watcher
-watcher._lock.acquire()  # as another thread may have, which the child does not have
-pid = os.fork()
-if pid == 0:
-    os._exit(len(threading.enumerate()) - 1 if watcher._watcher is None and watcher._lock.acquire(timeout=1) else 9)
-print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-print(signal.getsignal(signal.SIGUSR1), faulthandler.is_enabled(), sys.excepthook is sys.__excepthook__)
+def names():
+    return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+print(names())
+enabled = ddp_hooks.enable()
+print(names())
+print(signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL)
+print(faulthandler.is_enabled(), sys.excepthook is sys.__excepthook__)
 """
 
 
-@pytest.mark.parametrize(
-    ("environment", "threads"),
-    [
-        ({"RANK": "", "WORLD_SIZE": ""}, []),
-        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, [], marks=pytest.mark.thorough),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ["ddp_hooks watcher"]),
-        pytest.param({"RANK": "0", "WORLD_SIZE": "2", watcher.VARIABLE: "0"}, [], marks=pytest.mark.thorough),
-    ],
-)
-def test_only_what_a_launcher_has_started_is_watched_from_the_import_on(
-    environment: dict[str, str], threads: list[str]
-) -> None:
-    signals = "0\n0 False True"  # SIG_DFL
-    # A child that was forked has no thread, and does not take part.
-    assert run_python(NAMES, **environment).replace("Handlers.SIG_DFL", "0") == f"{threads}\n{signals}"
+@pytest.mark.parametrize("seconds", ["10", "0"])
+def test_nothing_is_watched_before_something_is_called(seconds: str) -> None:
+    """Importing does nothing, also in what a launcher has started."""
+    then = ["ddp_hooks watcher"] if seconds != "0" else []
+    said = run_python(NAMES, RANK="0", WORLD_SIZE="2", **{watcher.VARIABLE: seconds})
+    assert said == f"[]\n{then}\nTrue\nFalse True"
 
 
 @pytest.mark.parametrize("what", ["thread", "store"])
@@ -908,6 +900,63 @@ for step in range(4):
         time.sleep(9)
     ddp(torch.ones(2, 4)).sum().backward()
 """
+
+
+FORGETS = """
+import os, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import ddp_hooks
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+ddp = DistributedDataParallel(nn.Linear(4, 4))
+if sys.argv[1] != "register" or dist.get_rank() == 0:
+    ddp_hooks.register(ddp, report_hang_after=1)
+for step in range(3 - (sys.argv[1] == "steps") * dist.get_rank()):
+    ddp(torch.ones(2, 4)).sum().backward()
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("forgotten", ["register", "steps"])
+def test_a_rank_that_forgets_is_named_and_told(tmp_path: Path, forgotten: str) -> None:
+    """In its own output, too; and every sentence has an end."""
+    (tmp_path / "train.py").write_text(FORGETS)
+    store_port = str(_free_port())
+    ranks = []
+    for rank in range(2):
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"MASTER_PORT": store_port, "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = str(Path(ddp_hooks.__file__).parent.parent)
+        command = [sys.executable, "train.py", forgotten]
+        ranks.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=120)[1] for process in ranks]
+    who = r"rank {} \(process \d+ on \S+\)"
+    if forgotten == "register":
+        assert "[rank0]: ddp_hooks.errors.RanksAbsentError: register: " in said[0]
+        assert " s of waiting for rank 1, which did not call it. Every rank of the group (0, 1) must" in said[0]
+        # Nobody watches rank 1; it may end at the same time, and then leaves word itself.
+        at_its_end = (
+            r"(timed out|lost a connection) in a collective at train.py:14, before its first step, and its program"
+        )
+        silent = "rank 1 does not answer, and has never reported"
+        assert silent in said[0] or re.search(f"{who.format(1)} {at_its_end} is ending", said[0]), said[0]
+        assert re.search(r"rank 1 failed because other ranks did not arrive:\n  " + who.format(0), said[1]), said[1]
+        assert "this process (rank 1) has not called register; every rank of the group (0, 1) must call it" in said[1]
+    else:
+        assert re.search(f"{who.format(1)} has been waiting in barrier at train.py:15 .*, after 2 steps", said[0])
+        assert re.search(rf"{who.format(0)} (has been waiting|timed out|lost a connection) in backward of Lin", said[1])
+    for text in said:
+        assert "ddp_hooks/hangs" not in text
+        assert not re.search(r" (now|is|in|at)\n", text)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 @pytest.mark.thorough

@@ -67,6 +67,7 @@ PYTHON_ROOMS = {
         "ddp_hooks.hangs",
         "ddp_hooks.hangs.activity",
         "ddp_hooks.hangs.board",
+        "ddp_hooks.hangs.forks",
         "ddp_hooks.hangs.report",
         "ddp_hooks.hangs.session",
         "ddp_hooks.hangs.stack",

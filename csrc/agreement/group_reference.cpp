@@ -35,19 +35,20 @@ struct Departures {
 };
 
 // Never destroyed, because threads outlive static objects; made anew in a forked child, where the mutex may be locked
-// for good.
+// for good. Made when the library is loaded, because a child would wait for a thread that was about to make it.
 Departures* departures = nullptr;
 
 void begin_anew() {
   departures = new Departures;
 }
 
+[[maybe_unused]] const bool is_ready = [] {
+  begin_anew();
+  pthread_atfork(nullptr, nullptr, begin_anew);
+  return true;
+}();
+
 Departures& all_departures() {
-  [[maybe_unused]] static const bool ready = [] {
-    begin_anew();
-    pthread_atfork(nullptr, nullptr, begin_anew);
-    return true;
-  }();
   return *departures;
 }
 

@@ -86,6 +86,7 @@ class Activity:
     Attributes:
         modules: those that train.
         failed: the last wait of this rank that failed; None after the next call.
+        forked_by_trainer: in a forked child: the thread that trains forked it, and not one beside it.
         ended_at: if an error ends the program: the user's lines that it came through, the innermost first; else None.
         remarks: each says what else there is to say of this rank, in lines.
         thread: the one that trains.
@@ -95,6 +96,7 @@ class Activity:
     modules: list[ModuleActivity] = field(default_factory=list)
     failed: Wait | None = None
     ended_at: tuple[str, ...] | None = None
+    forked_by_trainer: bool = False
     remarks: list[Callable[[], list[str]]] = field(default_factory=list)
     thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
     clock: int | None = field(default_factory=lambda: _clock_of(threading.main_thread().ident or 0))
@@ -164,6 +166,7 @@ class Activity:
 
     def forget(self) -> None:
         """Begin anew, in a process that was forked."""
+        self.forked_by_trainer = threading.get_ident() == self.thread
         self._trains_here()
         self.modules.clear()
         self.remarks.clear()

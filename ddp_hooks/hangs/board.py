@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .forks import apart_from_forks
+
 T = TypeVar("T")
 
 # A store that has not answered by then is taken for dead.
@@ -103,12 +105,13 @@ class Board:
 
 
 def _serve(store: Any, prefix: str, requests: queue.SimpleQueue[_Request | None], broken: threading.Event) -> None:
-    with suppress(Exception):
+    with suppress(Exception), apart_from_forks():
         store = store.clone()
     part: Any = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     while (request := requests.get()) is not None:
         try:
-            request.answer = request.function(part)
+            with apart_from_forks():
+                request.answer = request.function(part)
         except dist.DistError:
             # Its connection is lost, and torch would write so with every other request.
             broken.set()

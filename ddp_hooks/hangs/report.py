@@ -80,7 +80,7 @@ def find_missing(
     for rank in sorted(missing, key=lambda rank: (depends(rank), rank))[:_MOST_RANKS]:
         status = statuses.get(rank)
         if status is None:
-            lines.append(_describe_silent(rank, wait.step, processes.get(rank)))
+            lines.append(_describe_silent(rank, wait, processes.get(rank)))
         else:
             lines += _describe_elsewhere(status, wait, is_over)
     if len(missing) > _MOST_RANKS:
@@ -158,12 +158,12 @@ def _describe_phase(status: Status) -> str:
     return _describe_steps(status) if status.steps == 0 else f"between steps, {_describe_steps(status)}"
 
 
-def _describe_silent(rank: int, step: int, process: tuple[str, int] | None) -> str:
-    last = f"; it took part in step {step - 1:,}" if step > 1 else ""
+def _describe_silent(rank: int, wait: Wait, process: tuple[str, int] | None) -> str:
+    last = f"; it took part in step {wait.step - 1:,}" if wait.step > 1 else ""
     if process is None:
+        nothing = f"neither {wait.place} nor anything else" if wait.call else "nothing"
         return (
-            f"rank {rank} does not answer, and has never reported: it has ended, or has not called ddp_hooks since it "
-            "started"
+            f"rank {rank} does not answer, and has never reported: it has ended, or has called {nothing} of ddp_hooks"
         )
     host, pid = process
     return f"rank {rank} (process {pid} on {host}) does not answer: {_state_of(host, pid)}{last}"

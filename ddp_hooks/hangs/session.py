@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 
 from .activity import Activity
 from .board import Board
+from .forks import apart_from_forks
 from .report import Report, describe_left_out, find_missing, has_ended, headline, this_host
 from .stack import Position
 from .status import Status, Wait
@@ -65,7 +66,7 @@ class Session:
         self.ended = False
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
-        self._witness = witness
+        self.witness = witness
         self._calls = activity.calls
         # Weakly, and asked for by nobody but the thread that trains: whoever drops a group's last reference waits.
         self._group = weakref.ref(group, self._group_is_gone)
@@ -127,15 +128,20 @@ class Session:
     def _leave(self, call: int) -> None:
         # What it has said of its end, in another thread, holds.
         self._board.leave(
-            f"status/{self.rank}", self._witness.make_status(call).to_dict(), unless=lambda: self._has_left
+            f"status/{self.rank}", self.witness.make_status(call).to_dict(), unless=lambda: self._has_left
         )
 
-    def say_goodbye(self, status: Status) -> None:
-        """Leave what has ended this rank's program, for whoever will call, and for those that wait already."""
+    def say_goodbye(self, status: Status, *, lingers: bool = True) -> None:
+        """Leave what has ended this rank's program, for whoever will call, and for those that wait already.
+
+        Args:
+            status: what to leave.
+            lingers: if this process holds the store: stay until those that wait have read it.
+        """
         self._has_left = True
         self._board.leave(f"status/{self.rank}", {**status.to_dict(), "call": sys.maxsize})
         call = self._board.count("calls", 1)
-        if self._held_by_rank_0 and self.rank == 0 and call is not None:
+        if lingers and self._held_by_rank_0 and self.rank == 0 and call is not None:
             statuses = self._gather(call, range(1, self.ranks), _GOODBYE_SECONDS)
             if any(status.wait is not None for status in statuses.values()):
                 # Whoever has answered still has to read what was asked for, and may not run at once.
@@ -342,7 +348,7 @@ def _rank_0_holds(store: Any) -> bool:
 def print_to_stderr(text: str) -> None:
     """Write to standard error, whatever has become of it."""
     # Closed, a pipe that nobody reads, or something of the program's own, which may raise anything.
-    with suppress(Exception):
+    with suppress(Exception), apart_from_forks():
         stream = sys.stderr
         if stream is not None:
             stream.write(text)

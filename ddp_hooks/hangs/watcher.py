@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import re
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import RanksAbsentError
 from ..wording import describe_ranks
 from .activity import ModuleActivity, activity
+from .forks import LockOfProcess
 from .report import Report
 from .session import Session, print_to_stderr
 from .stack import BACKWARD, read_error
@@ -65,7 +65,7 @@ class Watcher:
     def attach(self) -> None:
         """Watch in the default group that there is now."""
         with self._attaching:
-            group = dist.group.WORLD
+            group = _own_group()
             session = self.session
             if session is not None and not session.serves(group):
                 self._detach()
@@ -164,7 +164,9 @@ def report_after() -> float:
 
 _setting = REPORT_AFTER_SECONDS
 _watcher: Watcher | None = None
-_lock = threading.Lock()
+_lock = LockOfProcess()
+# In a forked child: the default group of its parent. Whoever asked in its store would speak for the parent.
+_group_of_the_parent: weakref.ref[dist.ProcessGroup] | None = None
 
 
 def begin(seconds: float | None = None) -> Watcher | None:
@@ -239,16 +241,6 @@ def watch_construction(arguments: Mapping[str, Any]) -> Callable[[DistributedDat
     return lambda ddp: None if ddp is None else watch_module(ddp)
 
 
-def watch_launched_process() -> None:
-    """Watch a process that a launcher has started as one of several ranks, before anything is called in it.
-
-    So that a rank that forgets a call can be asked where it is instead.
-    """
-    ranks = os.environ.get("WORLD_SIZE", "")
-    if "RANK" in os.environ and ranks.isdecimal() and int(ranks) > 1 and multiprocessing.parent_process() is None:
-        begin()
-
-
 # --- what has failed
 
 
@@ -277,22 +269,31 @@ def explain(place: str, ranks: Sequence[int], seconds: float, said: str, step: i
     Returns:
         The same lines on every rank that waited for the same ones; None if the store does not answer.
     """
-    watcher = begin()
+    begin()
     wait = Wait(place, tuple(ranks), seconds, step, activity.calls(place, ranks), timed_out(said))
     activity.failed = wait
-    with suppress(Exception):
-        if watcher is not None and watcher.session is not None:
-            return watcher.session.explain(wait)
-        group = dist.group.WORLD
-        if group is None:
-            return None
-        # Where nobody watches, those that fail can still tell each other.
-        session = Session(group, Witness(activity, dist.get_rank(), dist.get_world_size()), activity)
-        try:
-            return session.explain(wait)
-        finally:
-            session.close()
+    with suppress(Exception), _session() as session:
+        return None if session is None else session.explain(wait)
     return None
+
+
+@contextmanager
+def _session() -> Iterator[Session | None]:
+    """Open a session, or lend the watcher's; where nobody watches, those that fail can still tell each other."""
+    watcher = _watcher
+    if watcher is not None and watcher.session is not None and not watcher.session.ended:
+        yield watcher.session
+        return
+    group = _own_group()
+    if group is None or dist.get_world_size() == 1:
+        yield None
+        return
+    session = Session(group, Witness(activity, dist.get_rank(), dist.get_world_size()), activity)
+    del group
+    try:
+        yield session
+    finally:
+        session.close()
 
 
 def explain_backward(module: ModuleActivity, said: str) -> str:
@@ -314,36 +315,44 @@ def explain_backward(module: ModuleActivity, said: str) -> str:
 
 @atexit.register
 def _end() -> None:
-    watcher = _watcher
-    if watcher is None:
-        return
     with suppress(Exception):
         # What nobody has caught; from Python 3.12 on under one name.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error is not None and watcher.session is not None and not watcher.session.ended:
-            _say_how_it_ended(watcher.session, watcher, error)
+        if error is not None and report_after() > 0:
+            _say_how_it_ended(error)
     end()
 
 
-def _say_how_it_ended(session: Session, watcher: Watcher, error: BaseException) -> None:
-    if watcher.witness is None:
-        return
+def _say_how_it_ended(error: BaseException) -> None:
     text, activity.ended_at = read_error(error)
     in_vain = waited_in_vain(error)
-    if in_vain and not isinstance(error, RanksAbsentError) and NAMED not in str(error):
-        report = explain(SOME_COLLECTIVE, range(session.ranks), 0.0, str(error))
-        if report is not None and report.missing:
-            lines = "".join(f"\n  {line}" for line in report.lines)
-            print_to_stderr(f"ddp_hooks: rank {session.rank} failed because other ranks {NAMED}:{lines}\n")
-    status = watcher.witness.make_status(0)
-    failed = status.failed if in_vain else None
-    session.say_goodbye(replace(status, error=text, wait=None, failed=failed, inside=None))
+    is_watched = _watcher is not None and _watcher.session is not None and not _watcher.session.ended
+    with _session() as session:
+        if session is None:
+            return
+        if in_vain and not isinstance(error, RanksAbsentError) and NAMED not in str(error):
+            report = explain(SOME_COLLECTIVE, range(session.ranks), 0.0, str(error))
+            if report is not None and report.missing:
+                lines = "".join(f"\n  {line}" for line in report.lines)
+                print_to_stderr(f"ddp_hooks: rank {session.rank} failed because other ranks {NAMED}:{lines}\n")
+        status = session.witness.make_status(0)
+        failed = status.failed if in_vain else None
+        # Where nobody watches, as on a rank that has called nothing of this package, perhaps nobody does anywhere.
+        session.say_goodbye(replace(status, error=text, wait=None, failed=failed, inside=None), lingers=is_watched)
+
+
+def _own_group() -> dist.ProcessGroup | None:
+    group = dist.group.WORLD
+    is_of_the_parent = _group_of_the_parent is not None and _group_of_the_parent() is group
+    return None if is_of_the_parent else group
 
 
 def _forget() -> None:
-    # A child has neither the thread nor the role, nor whoever held the lock.
-    global _watcher, _lock
-    _watcher, _lock = None, threading.Lock()
+    # A child has neither the thread nor the role.
+    global _watcher, _group_of_the_parent
+    _watcher = None
+    if dist.group.WORLD is not None:
+        _group_of_the_parent = weakref.ref(dist.group.WORLD)
     activity.forget()
 
 

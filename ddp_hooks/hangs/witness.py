@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 
 from .activity import Activity
 from .report import this_host
@@ -113,7 +114,7 @@ class Witness:
             # The same wait, to which a stop of the process does not count; otherwise another one at the same place.
             since = before[1]
         self._known = key, since
-        return Wait(known.place, known.ranks, max(0.0, self._awake - since), step=known.step)
+        return replace(known, seconds=max(0.0, self._awake - since))
 
     def _notice_steps(self) -> None:
         modules = list(self._activity.modules)
