@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ._version import __version__, why_untested
 
-_BUILD = "In a checkout, build it with `make build`, or with `pip install --no-build-isolation .` next to your torch."
+_BUILD = "In a checkout, build it against your torch with `make build`, or with `pip install --no-build-isolation .`"
 _REBUILD = (
-    "Rebuild it against the torch that is installed, in a checkout: `make build`, or "
+    "In a checkout, rebuild it against the installed torch with `make build`, or with "
     "`pip install --force-reinstall --no-deps --no-build-isolation .`"
 )
 
@@ -93,8 +93,8 @@ def _why_not_built() -> str:
         other = Path(folder, here.name).resolve()
         if other != here and any(other.glob("_C.*.so")):
             return (
-                f"ddp_hooks is not built here: the checkout in {here.parent} hides the one that is installed in "
-                f"{other.parent}. Run Python from another folder, or build the checkout, too, with `make build`."
+                f"ddp_hooks is not built here: the checkout in {here.parent} shadows the package installed in "
+                f"{other.parent}. Run Python from another directory, or build the checkout as well with `make build`."
             )
     return f"ddp_hooks is not built: its compiled extension is missing. {_BUILD}"
 

@@ -23,9 +23,9 @@ def why_untested(torch_version: str) -> str | None:
     if oldest <= _minor(torch_version) <= newest or os.environ.get("DDP_HOOKS_ANY_TORCH") == "1":
         return None
     return (
-        f"ddp_hooks {__version__} expects torch {_text(oldest)} to {_text(newest)}, with which it is tested, and found "
-        f"torch {torch_version}. It reads the inside of DDP, which may differ there. Install one of these, look for a "
-        "newer ddp_hooks, or set DDP_HOOKS_ANY_TORCH=1 to build and import it all the same"
+        f"ddp_hooks {__version__} expects torch {_text(oldest)} to {_text(newest)}, with which it is tested, but found "
+        f"torch {torch_version}. It relies on DDP internals that may differ in this version. Install a tested version, "
+        "look for a newer ddp_hooks, or set DDP_HOOKS_ANY_TORCH=1 to build and import it anyway"
     )
 
 

@@ -80,7 +80,7 @@ class Proposal:
                 return cls(tuple(call), described, problem, received["own"])
         raise RanksDisagreeError(
             f"{function}: expected a description of the call from every rank, received {short(received)} from rank "
-            f"{rank}, which may run another version of ddp_hooks. Install the same one on every rank"
+            f"{rank}, which may run a different version of ddp_hooks. Install the same version on every rank"
         )
 
 
@@ -252,8 +252,8 @@ def settle(function: str, proposals: Sequence[Proposal], error: Exception | None
         ]
     if differences:
         raise RefusedError(
-            f"{function}: the ranks disagree: {'; '.join(differences)}. Pass the same module and policy on every rank, "
-            "and several modules in the same order"
+            f"{function}: the ranks disagree: {'; '.join(differences)}. Pass the same module and policy on every rank; "
+            "if there are several modules, pass them in the same order"
         )
     return [each.own for each in proposals]
 
@@ -275,9 +275,9 @@ def describe_differences(layouts: Sequence[Mapping[str, str]]) -> list[str]:
         orders = [tuple(layout) for layout in layouts]
         first = next((i for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1), None)
         if first is None:
-            return ["the digests of the ranks' tensors differ, and their descriptions do not: a message was damaged"]
+            return ["the digests of the ranks' tensors differ, but their descriptions do not: a message was corrupted"]
         lines.append(
-            f"the tensors stand in different orders: at position {first} "
+            f"the tensors are in different orders: position {first} is "
             + ", ".join(f"{name} on {ranks}" for name, ranks in _by_value([order[first] for order in orders]))
         )
     return lines
@@ -311,5 +311,5 @@ def _message(function: str, lines: Sequence[str]) -> str:
     return (
         f"{function}: expected the same call with the same tensors on all ranks, but\n  "
         + "\n  ".join(shown)
-        + "\nNothing was exchanged and no tensor changed. Make the ranks alike and call again on all of them."
+        + "\nNothing was exchanged and no tensor changed. Make the same call with the same tensors on all ranks."
     )

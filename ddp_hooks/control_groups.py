@@ -172,7 +172,7 @@ def _open_on_every_rank(
             opened = open_groups(attempt, listener)
         except RuntimeError as caught:
             error = caught
-        tries = "" if attempt == 1 else f" in {attempt} attempts"
+        tries = "" if attempt == 1 else f" after {attempt} attempts"
         problem = None if error is None else f"could not open {what}{tries}: {error}. {advise(listener)}"
         # Also so that nobody leaves, or closes them, before the last rank has connected. A rank that has gone does not
         # answer, which ends this on the others.

@@ -214,8 +214,8 @@ def _wrap_registration(original: Callable[..., None]) -> Callable[..., None]:
             service.close("whose module was given another hook")
             _forget(id(self), reference)
             warnings.warn(
-                f"ddp_hooks.enable: {type(self.module).__name__} is given another communication hook "
-                f"({getattr(hook, '__qualname__', hook)}), which takes the place of ddp_hooks' on it",
+                f"ddp_hooks.enable: another communication hook ({getattr(hook, '__qualname__', hook)}) is being "
+                f"registered with {type(self.module).__name__}; it replaces the hook of ddp_hooks",
                 stacklevel=2,
             )
         original(self, *args, **options)

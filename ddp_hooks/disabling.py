@@ -33,8 +33,8 @@ def warn_of_it() -> None:
     if not _has_warned:
         _has_warned = True
         warnings.warn(
-            f"ddp_hooks: {VARIABLE} is set, so nothing is registered: gradients are reduced as without ddp_hooks, "
-            "statistics stay empty, and rebuild(), close() and state.unused() do nothing",
+            f"ddp_hooks: {VARIABLE} is set, so no hook is registered: gradients are reduced as they are without "
+            "ddp_hooks, statistics stay empty, and rebuild(), close() and state.unused() do nothing",
             stacklevel=4,
         )
 
@@ -53,7 +53,7 @@ def check_alike(function: str, disabled: Sequence[bool]) -> None:
         on = describe_ranks([rank for rank, value in enumerate(disabled) if value])
         off = describe_ranks([rank for rank, value in enumerate(disabled) if not value])
         raise RefusedError(
-            f"{function}: refused on every rank. The environment variable {VARIABLE} is set on {on}, and not on {off}; "
+            f"{function}: refused on every rank. The environment variable {VARIABLE} is set on {on} but not on {off}; "
             "set it on every rank or on none"
         )
 
@@ -66,7 +66,7 @@ class DisabledService:
         state: its state, which the module keeps, as DDP keeps that of a hook.
     """
 
-    ended = f"of a module that is gone, under {VARIABLE}"
+    ended = f"whose module no longer exists, and which {VARIABLE} had turned off"
 
     def __init__(self, ddp: DistributedDataParallel, state: object) -> None:
         self._ddp = weakref.ref(ddp)

@@ -118,9 +118,7 @@ class Enabling:
                 give_way_to_other_hooks(ddp)
         else:
             # From the caller of this, and of DDP's `__init__`.
-            warnings.warn(
-                f"ddp_hooks.enable: {name} trains on as plain DistributedDataParallel. {problem}", stacklevel=4
-            )
+            warnings.warn(f"ddp_hooks.enable: {name} trains as plain DistributedDataParallel. {problem}", stacklevel=4)
         if self._report is not None:
             group = ddp.process_group
             self._report(MadeModule(name, dist.get_rank(), dist.get_world_size(group), state, problem))
@@ -204,8 +202,8 @@ def _group_of(arguments: Mapping[str, Any]) -> dist.ProcessGroup | None:
 
 def _describe(absent: tuple[int, ...]) -> str:
     return (
-        f"expected every rank to make it under ddp_hooks.enable(), but {describe_ranks(absent)} did not; call enable() "
-        "on every rank before any module is made, or start all of them with `python -m ddp_hooks run`"
+        f"expected every rank to make it after ddp_hooks.enable(), but {describe_ranks(absent)} did not; call enable() "
+        "on every rank before any module is made, or start every rank with `python -m ddp_hooks run`"
     )
 
 

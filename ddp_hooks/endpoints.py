@@ -103,7 +103,9 @@ def choose_listener(group: dist.ProcessGroup, endpoints: Sequence[Endpoint]) -> 
         # Several are separated by commas, each for a part of the connections.
         names = interfaces.split(",")
         described = " and ".join(f"{address_of(name) or 'no address'} (interface {name})" for name in names)
-        return Listener(lambda: [_device(interface=name) for name in names], f"{described}, by {_INTERFACE_VARIABLE}")
+        return Listener(
+            lambda: [_device(interface=name) for name in names], f"{described}, set by {_INTERFACE_VARIABLE}"
+        )
     devices = _devices_of(group)
     if devices:
         return Listener(lambda: devices, "the address of the process group's own gloo backend")
@@ -111,7 +113,7 @@ def choose_listener(group: dist.ProcessGroup, endpoints: Sequence[Endpoint]) -> 
     if address is None:
         return Listener(
             lambda: [dist.ProcessGroupGloo.create_default_device()],
-            f"{_address_of_name() or 'no address'}, as this host's name {socket.gethostname()} resolves",
+            f"the address of this host's name {socket.gethostname()} ({_address_of_name() or 'none'})",
         )
     return Listener(
         lambda: [_device(hostname=address)], f"{address} (interface {interface_of(address) or 'unknown'}), {reason}"
@@ -145,15 +147,15 @@ def _choose_address(endpoints: Sequence[Endpoint], rank: int) -> tuple[str | Non
         # The store may be on this host, and be known here by a name that means nothing elsewhere.
         for other in endpoints:
             if other.host != own.host and other.address and not ipaddress.ip_address(other.address).is_loopback:
-                return _address_towards(other.address) or own.address, "on the way to another host"
-    return own.address, "on the way to the process group's store"
+                return _address_towards(other.address) or own.address, "on the route to another host"
+    return own.address, "on the route to the process group's store"
 
 
 def advise(listener: Listener) -> str:
     """Say where this rank listens, and what to do if the others do not reach it."""
     return (
-        f"This rank listened at {listener.description}; if other hosts do not reach that, set {_INTERFACE_VARIABLE} "
-        "on each host to an interface that they do"
+        f"This rank listened at {listener.description}; if other hosts cannot reach it, set {_INTERFACE_VARIABLE} "
+        "on each host to an interface that they can reach"
     )
 
 

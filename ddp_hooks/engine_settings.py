@@ -27,7 +27,7 @@ _MIN_ZERO_FRACTION_ON_DEVICE = 0.25
 _MOST_RANKS = 64
 # Why adaptive policies send nothing narrow.
 SHARED_HOSTS = "several ranks share a host"
-FAST_LINKS = "links are faster than processors would make gradients narrow, by what calibrate=True has measured"
+FAST_LINKS = "calibrate=True measured that sending full width is faster than making gradients narrow"
 
 
 def engine_settings(
@@ -113,13 +113,13 @@ def why_nothing_is_narrow(
     if not policy.tuning.calibrate:
         costs = None
     if not policy.tuning.direct:
-        return "it needs direct=True"
+        return "narrow gradients need direct=True"
     if not may_send_directly(hosts, costs):
         return SHARED_HOSTS
     if ranks > _MOST_RANKS:
-        return f"it needs at most {_MOST_RANKS} ranks, and there are {ranks}"
+        return f"narrow gradients need at most {_MOST_RANKS} ranks, and there are {ranks}"
     if not _C.can_send_directly(group, device):
-        return "it needs a process group of gloo or NCCL"
+        return "narrow gradients need a gloo or NCCL process group"
     if policy.narrow == "adaptive" and costs is not None and not costs.narrow_pays(ranks):
         return FAST_LINKS
     if all(parameter.dtype.itemsize <= 2 for parameter in parameters):
@@ -159,7 +159,7 @@ def why_little_is_narrow(policy: Policy, counted: Statistics) -> str:
     if counted.narrow_bytes:
         return ""
     if counted.units_narrow:
-        return "sending what would fit in messages of its own would save too little (min_direct_bytes)"
+        return "sending narrow gradients in separate messages would save too little (min_direct_bytes)"
     if counted.narrow_steps:
         return "gradients needed all of their bits"
     return "samples of the gradients needed all of their bits"

@@ -129,8 +129,8 @@ class FreezeSchedule:
         self._unfreeze = _by_step(model, "unfreeze", unfreeze)
         if not self._freeze and not self._unfreeze:
             raise ValueError(
-                "FreezeSchedule: expected something to freeze or to unfreeze, received no step at all; pass "
-                "for instance freeze={1000: 'encoder'}"
+                "FreezeSchedule: expected something to freeze or unfreeze, received no steps; for example, "
+                "pass freeze={1000: 'encoder'}"
             )
         for what in self._unfreeze.values():
             _check_trainable(_selected("FreezeSchedule", model, what))
@@ -266,10 +266,10 @@ def _check_not_awaited(
     # Where nothing is trained DDP waits for nothing: a discriminator may be frozen for its generator's pass.
     if names and awaited & (trained - frozen):
         raise RuntimeError(
-            "freeze: expected a module with a hook of this package, or one with find_unused_parameters=True, received "
-            f"one that would wait for the gradients of {short_list(names)} if they are still frozen in the next "
-            "reduced pass, and raise 'Expected to have finished reduction' in the one after it. Call "
-            "ddp_hooks.register(ddp) first, wrap with find_unused_parameters=True, or freeze before wrapping"
+            "freeze: expected a module with a hook of this package or with find_unused_parameters=True, received one "
+            f"with neither. If {short_list(names)} stay frozen in the next reduced pass, DDP waits for their gradients "
+            "and raises 'Expected to have finished reduction' in the pass after it. Call ddp_hooks.register(ddp) "
+            "first, wrap with find_unused_parameters=True, or freeze before wrapping"
             + (f". {VARIABLE} is set, so register() has no effect now" if is_disabled() else "")
         )
 
@@ -278,7 +278,7 @@ def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise ValueError(
-                f"expected parameters that can have a gradient, but {name} is of {parameter.dtype}; leave it out"
+                f"expected parameters that can have a gradient, but {name} has dtype {parameter.dtype}; leave it out"
             )
 
 
@@ -306,12 +306,12 @@ def _by_step(
         return {}
     if not isinstance(schedule, Mapping):
         raise TypeError(
-            f"FreezeSchedule: expected {argument} to be a dictionary from steps to patterns, as in "
+            f"FreezeSchedule: expected {argument} to be a dictionary that maps steps to patterns, as in "
             f"{{1000: 'encoder'}}, received {short(schedule)}"
         )
     result: dict[int, tuple[Selector, ...]] = {}
     for step, what in schedule.items():
-        check_int(f"the steps in FreezeSchedule's {argument}", step, 0)
+        check_int(f"each step in FreezeSchedule's {argument}", step, 0)
         alone = isinstance(what, (str, nn.Module, torch.Tensor)) or not isinstance(what, Iterable)
         result[step] = (what,) if alone else tuple(what)  # type: ignore[assignment, arg-type]
         _selected("FreezeSchedule", model, result[step])

@@ -27,21 +27,21 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         )
     group: object = dist.group.WORLD if process_group is None else process_group
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("expected a process group that this rank is in; let only its members call")
+        raise ValueError("expected a process group that this rank is in; call it only on members of the group")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"expected process_group to be a process group or None, received {short(group)}; of ranks make one with "
-            "torch.distributed.new_group(ranks), of a DeviceMesh pass .get_group()"
+            f"expected process_group to be a process group or None, received {short(group)}; for ranks, pass "
+            "torch.distributed.new_group(ranks); for a DeviceMesh, pass its .get_group()"
         )
     try:
         rank = dist.get_rank(group)
     except ValueError as error:
         raise ValueError(
-            "expected a process group that is in use, received one that was destroyed; make it anew, or pass None for "
-            "the default group"
+            "expected a process group that is in use, received one that was destroyed; make a new one, or pass None "
+            "for the default group"
         ) from error
     if rank < 0:
-        raise ValueError("expected a process group that this rank is in; let only its members call")
+        raise ValueError("expected a process group that this rank is in; call it only on members of the group")
     return group
 
 
@@ -64,8 +64,8 @@ def check_in_use(group: dist.ProcessGroup) -> None:
     """Raise a ValueError if the group was destroyed."""
     if not is_in_use(group):
         raise ValueError(
-            "expected a process group that is in use, received one that was destroyed; make it anew, and wrap anew "
-            "what was wrapped over it"
+            "expected a process group that is in use, received one that was destroyed; make a new one, and wrap the "
+            "module again over it"
         )
 
 

@@ -27,8 +27,8 @@ from .wording import check_fields, short
 _C = _extension.load()
 
 _MAKE_ANOTHER = (
-    "call state = ddp_hooks.register(ddp) on every rank, or register a new SkipUnusedState(ddp), and to go on with "
-    "what saved = state.state_dict() returned, state.load_state_dict(saved)"
+    "call state = ddp_hooks.register(ddp) on every rank, or register a new SkipUnusedState(ddp); to continue from "
+    "saved = state.state_dict(), call state.load_state_dict(saved)"
 )
 
 # Every state that was tied to a module, in this order.
@@ -332,7 +332,7 @@ def _read_statistics(state_dict: dict[str, Any]) -> Statistics:
     if type(version) is not int or version != 2:
         raise ValueError(
             f"SkipUnusedState.load_state_dict: expected a state_dict of version 2, received version {short(version)}, "
-            "which another version of ddp_hooks wrote"
+            "written by another version of ddp_hooks"
         )
     return Statistics.from_dict(state_dict["statistics"])
 

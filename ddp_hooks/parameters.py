@@ -71,7 +71,7 @@ class ParameterIndex:
             else:
                 raise TypeError(
                     f"{function}: expected patterns, modules or parameters, received {short(selector)}; pass several "
-                    "one by one, as in (module, *patterns)"
+                    "as separate arguments, as in (module, *patterns)"
                 )
             if not found:
                 raise ValueError(
@@ -89,10 +89,10 @@ class ParameterIndex:
         if isinstance(selector, nn.Module):
             return "pass a module within the wrapped one that has parameters"
         if isinstance(selector, torch.Tensor):
-            return "pass a parameter of the wrapped module itself, no copy of it, no part, and no buffer"
+            return "pass a parameter of the wrapped module itself, not a copy or a slice of one, nor a buffer"
         plain = selector.removeprefix("module.")
         if plain != selector and _matching(plain, self._ordered):
-            return f"names have no 'module.' in front: pass {short(plain)}"
+            return f"names do not start with 'module.': pass {short(plain)}"
         if any(name == plain for name, _ in self._module.named_buffers()):
             return f"{plain} is a buffer, which has no gradient"
         # Parts of names, too: "encodr" is close to "encoder", and far from "encoder.layers.0.weight".

@@ -74,7 +74,7 @@ def _check_flag(settings: Policy | Tuning, name: str) -> None:
 def _check_int(settings: Policy | Tuning, name: str, least: int) -> None:
     value = getattr(settings, name)
     if isinstance(value, bool) or not isinstance(value, int) or value >= 2**63:
-        raise TypeError(f"{type(settings).__name__}.{name}: expected an int of 64 bits, received {short(value)}")
+        raise TypeError(f"{type(settings).__name__}.{name}: expected a 64-bit int, received {short(value)}")
     if value < least:
         raise ValueError(f"{type(settings).__name__}.{name}: expected at least {least}, received {short(value)}")
 
@@ -160,14 +160,16 @@ class Tuning:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"Tuning.{name}: expected a number, received {short(value)}")
             if not 0 <= value <= 1:  # false for NaN, too
-                raise ValueError(f"Tuning.{name}: expected between 0 and 1, received {short(value)}")
+                raise ValueError(f"Tuning.{name}: expected a number from 0 to 1, received {short(value)}")
             # Ranks compare policies as text, in which 1 and 1.0, or 0.0 and -0.0, would differ.
             object.__setattr__(self, name, float(value) + 0.0)
         seconds = self.report_hang_after
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
             raise TypeError(f"Tuning.report_hang_after: expected a number of seconds, received {short(seconds)}")
         if not 0 <= seconds < float("inf"):
-            raise ValueError(f"Tuning.report_hang_after: expected from 0 on, and finite, received {short(seconds)}")
+            raise ValueError(
+                f"Tuning.report_hang_after: expected a finite number, 0 or more, received {short(seconds)}"
+            )
         object.__setattr__(self, "report_hang_after", float(seconds) + 0.0)
         for name, least in (
             ("in_place_bytes", 0),
@@ -342,7 +344,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
 def _parse(name: str, text: str) -> Any:
     default = next(field.default for field in _all_fields() if field.name == name)
     if isinstance(default, Tuning):
-        raise ValueError("tuning: expected its fields one by one, as in pack_bytes=1000000")
+        raise ValueError("tuning: expected one of its fields, as in pack_bytes=1000000")
     if isinstance(default, bool):
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{name}: expected true or false, received {short(text)}")

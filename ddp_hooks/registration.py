@@ -45,19 +45,19 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
         way_out = ""
         if registered == "skip_unused_hook":
             # It may have come with ddp_hooks.enable, so that its state is in nobody's hands; or with a detached state.
-            way_out = "; ddp_hooks.states() has its state, which close() ends; if it serves no module, wrap it again"
-        return f"a communication hook is registered already ({registered}), and DDP takes one{way_out}"
+            way_out = "; close() its state, which ddp_hooks.states() returns; if it is not there, wrap the model again"
+        return f"a communication hook is already registered ({registered}), and DDP takes only one{way_out}"
     if not _C.can_serve(torch.device(ddp.device_type)):
         if ddp.device_type == "cuda":
             return (
-                "expected a build with CUDA kernels for parameters on CUDA, received one without; build ddp_hooks "
-                "again with DDP_HOOKS_CUDA=1 where torch has CUDA, which says what is missing"
+                "expected a build with CUDA kernels for parameters on CUDA, received one without; rebuild "
+                "ddp_hooks with DDP_HOOKS_CUDA=1 and a torch that has CUDA; the build says what is missing"
             )
-        return f"expected parameters on the CPU or on CUDA, received some on {ddp.device_type}, without kernels for it"
+        return f"expected parameters on the CPU or on CUDA, received some on {ddp.device_type}, which has no kernels"
     if _C.reducer_skips_unused_by_local_list(ddp.reducer):
         return (
-            "DDP(skip_all_reduce_unused_params=True) decides from each rank's own list, keeps buckets from the hook "
-            "and hangs when ranks differ; remove it, this hook does it by agreement"
+            "DDP(skip_all_reduce_unused_params=True) lets each rank decide alone, keeps buckets from the hook "
+            "and hangs when ranks differ; remove it, because this hook skips them by agreement"
         )
     if _C.reducer_is_in_backward(ddp.reducer):
         return "a backward pass is under way; make the state before backward() begins"
@@ -77,11 +77,11 @@ def _why_reduced_twice(ddp: DistributedDataParallel) -> str | None:
         names = [name for name, parameter in ddp.module.named_parameters() if id(parameter) in shared]
         if not names:
             continue  # left to the inner one
-        within = f"its part {place!r}" if place else "the model in it"
+        within = f"its submodule {place!r}" if place else "the model in it"
         return (
-            f"expected a model that was wrapped once, but {within} is a DistributedDataParallel module as well, which "
-            f"all-reduces the whole gradients of {short_list(names)} whatever the hook does; wrap the model only once, "
-            "or leave these parameters to the inner module by naming them to "
+            f"expected a model that was wrapped once, but {within} is also a DistributedDataParallel module, which "
+            f"all-reduces the full gradients of {short_list(names)} regardless of the hook; wrap the model only once, "
+            "or leave these parameters to the inner module by passing their names to "
             "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model before wrapping"
         )
     return None
@@ -98,7 +98,7 @@ def _why_no_gradients(ddp: DistributedDataParallel) -> str | None:
     if not odd:
         return None
     return (
-        f"expected trained parameters of {', '.join(map(str, _REAL_DTYPES))}, or complex ones of these, received "
+        f"expected trained parameters of {', '.join(map(str, _REAL_DTYPES))}, or their complex dtypes, received "
         f"{short_list([f'{name} of {dtype}' for name, dtype in odd.items()])}; freeze them before wrapping, or train "
         "them in another dtype"
     )
@@ -117,13 +117,13 @@ def find_ddp(module: nn.Module, function: str) -> DistributedDataParallel:
     other = _other_wrapper(inner)
     if other is not None:
         raise TypeError(
-            f"{expected} a module of {other}. ddp_hooks is a hook of DistributedDataParallel and does nothing there: "
+            f"{expected} a module of {other}. ddp_hooks is a hook for DistributedDataParallel and does nothing here: "
             "wrap the model in DistributedDataParallel instead, if it fits on every device, or train without "
-            "ddp_hooks. For fully_shard on the CPU call ddp_hooks.fsdp.register"
+            "ddp_hooks. For fully_shard on the CPU, call ddp_hooks.fsdp.register"
         )
     way_out = "wrap the model first"
     if not dist.is_initialized():
-        way_out = "call torch.distributed.init_process_group() first, on every rank, and then wrap the model"
+        way_out = "call torch.distributed.init_process_group() on every rank first, and then wrap the model"
     raise TypeError(f"{expected} {type(module).__name__}; {way_out}")
 
 
@@ -133,7 +133,7 @@ def _other_wrapper(module: object) -> str | None:
     # These packages put classes of their own among the base classes of what they are called with.
     owners = {kind.__module__ for part in parts for kind in type(part).__mro__}
     if any(name.startswith("torch.distributed._composable.replicate") for name in owners):
-        return "replicate(), which averages gradients by itself"
+        return "replicate(), which averages gradients itself"
     if any(name.startswith(("torch.distributed.fsdp", "torch.distributed._composable.fsdp")) for name in owners):
         return "FSDP, which shards gradients"
     return None
@@ -168,11 +168,11 @@ def describe_devices(parameters: Sequence[torch.Tensor]) -> str:
         return "one"
     counts = " and ".join(str(place_of.count(place)) for place in places.values())
     digest = hashlib.blake2b(repr(place_of).encode(), digest_size=4).hexdigest()
-    return f"{len(places)}, with {counts} parameters (digest of which has which: {digest})"
+    return f"{len(places)}, with {counts} parameters (digest of their devices: {digest})"
 
 
 def _summary(parameters: list[torch.Tensor]) -> str:
-    return f"{len(parameters)} of {sum(parameter.numel() for parameter in parameters)} elements"
+    return f"{len(parameters)} with {sum(parameter.numel() for parameter in parameters)} elements"
 
 
 def _digest(parameters: list[torch.Tensor]) -> str:

@@ -92,9 +92,9 @@ class RunReport:
         """Return a table with a line for each module, at most 80 columns wide."""
         if not self._made:
             return fill(
-                "ddp_hooks: this process made no DistributedDataParallel module, so nothing was served. Processes that "
-                "the script starts by itself are not reached: start them with torchrun, or call ddp_hooks.enable() in "
-                "them."
+                "ddp_hooks: this process made no DistributedDataParallel module, so no hook was registered. Processes "
+                "that the script starts itself are not covered: start them with torchrun, or call ddp_hooks.enable() "
+                "in them."
             )
         made_first = self._made[0]
         ranks = f"{made_first.world_size} {'rank' if made_first.world_size == 1 else 'ranks'}"
@@ -113,7 +113,7 @@ class RunReport:
         if len(self._made) > 1:
             lines.append(_line_of("total", self._total()))
         if made_first.world_size == 1:
-            lines.append("  One rank has nobody to send to, with the hook or without.")
+            lines.append("  A single rank has nobody to send to, with or without the hook.")
         return "\n".join(lines)
 
     def _total(self) -> Statistics:

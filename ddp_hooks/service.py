@@ -148,7 +148,7 @@ class Service:
     # Copying or unpickling a module copies the hooks on its forward pass. The copies serve nothing.
     engine: Any = None
     # Why nothing is served any more, as a clause on the state.
-    ended = "whose module is gone"
+    ended = "whose module no longer exists"
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Service:
     ) -> None:
         before = _services.get(ddp)
         if before is not None and (other := before()) is not None:
-            other.close("whose module another state has taken over")
+            other.close("whose module another state now serves")
         self.state = weakref.ref(state)
         self._hook = hook
         self._control_groups: ControlGroups | None = groups
@@ -375,15 +375,15 @@ class Service:
             problem = "a backward pass is under way; call rebuild between two steps"
         elif self.engine.awaits_backward():
             problem = (
-                "a forward pass waits for its backward pass, which the new Reducer would not know; run it first, drop "
-                "the outputs, or run such forward passes under torch.no_grad()"
+                "a forward pass still awaits its backward pass, of which the new Reducer would not know; run that "
+                "first, drop the outputs, or run such forward passes under torch.no_grad()"
             )
         description = {"find_unused_parameters": short(search)}
         trainable = set().union(*self._agree_between_steps("rebuild", description, problem, trainable_here, error))
         if not trainable:
             raise RuntimeError(
                 "rebuild: expected a parameter that requires a gradient, received a module that is frozen on every "
-                "rank; DDP has nothing to do for it"
+                "rank, for which DDP has nothing to do"
             )
         pending = self._pending()
         if not rebuild_reducer(ddp, trainable, search):
@@ -418,9 +418,9 @@ class Service:
             there, asked = self._policy, policy
             shown = (there.name, asked.name) if there.name != asked.name else (there, asked)
             problem = (
-                f"expected the policy that the module's hook has already ({shown[0]!r}), received {shown[1]!r}; call "
-                "state.set_policy() on every rank to change it, or state.close() first (ddp_hooks.states() has the "
-                "state)"
+                f"expected the policy that the module's hook already has ({shown[0]!r}), received {shown[1]!r}; call "
+                "state.set_policy() on every rank to change it, or state.close() first (ddp_hooks.states() returns "
+                "it)"
             )
         description = {_REGISTERED: "yes", **describe(policy, ddp, *parameters_of(ddp))}
         settle("register", propose(ddp, "register", description, problem, ("", ())))
@@ -437,7 +437,7 @@ class Service:
         """
         ddp = self._served()
         if problem is None and _C.reducer_is_in_backward(ddp.reducer):
-            problem = "a backward pass is under way; call it between two steps"
+            problem = "a backward pass is under way; call set_policy between two steps"
         description = describe(policy, ddp, *parameters_of(ddp))
         self._agree_between_steps("set_policy", description, problem)
         assert self._control_groups is not None
@@ -615,8 +615,8 @@ def _warn_of_a_missing_hook() -> None:
     # From the caller of `backward`, behind three functions of torch.
     warnings.warn(
         "ddp_hooks: a SkipUnusedState was made for this module, but its gradients were reduced without a communication "
-        "hook, as plain DistributedDataParallel does; add ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook), "
-        "or make the state with ddp_hooks.register(ddp), which registers it",
+        "hook, as in plain DistributedDataParallel; call ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook), "
+        "or make the state with ddp_hooks.register(ddp), which also registers it",
         stacklevel=5,
     )
 

@@ -179,7 +179,9 @@ class Statistics:
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise TypeError(f"Statistics.{counter.name}: expected {expected}, received {short(value)}")
             if not 0 <= value <= sys.float_info.max:  # nor NaN
-                raise ValueError(f"Statistics.{counter.name}: expected from 0 on and finite, received {short(value)}")
+                raise ValueError(
+                    f"Statistics.{counter.name}: expected a finite number, 0 or more, received {short(value)}"
+                )
         return statistics
 
     @property
@@ -215,7 +217,7 @@ class Statistics:
             return
         saved = self.saved_fraction
         part = describe_part(abs(saved))
-        verdict = f"{part} more, for masks" if saved < 0 and part != "0.0%" else f"{part} saved"
+        verdict = f"{part} more, because of masks" if saved < 0 and part != "0.0%" else f"{part} saved"
         sent = self.payload_bytes + self.mask_bytes
         plain = describe_bytes(self.wrapped_bytes)
         yield f"{self.steps} steps: sent {describe_bytes(sent)} instead of {plain} ({verdict})"
@@ -234,7 +236,7 @@ class Statistics:
                 "model as it was wrapped"
             )
         if self.skip_zeros_steps:
-            yield f"skip_zeros: looked for gradients of zeros in {self.skip_zeros_steps} of {self.steps} steps"
+            yield f"skip_zeros: looked for all-zero gradients in {self.skip_zeros_steps} of {self.steps} steps"
         if self.skip_zero_rows_steps:
             yield (
                 f"skip_zero_rows: sent {self.units_sent:,} of {self.units_agreed_on:,} rows in "
@@ -257,7 +259,7 @@ class Statistics:
                 f"{describe_bytes(2 * self.narrow_bytes)} in {self.narrow_steps} of {self.steps} steps{after}"
             )
         elif self.why_full_width:
-            yield f"narrow: nothing sent in half of its bits, because {self.why_full_width}"
+            yield f"narrow: everything sent at full width, because {self.why_full_width}"
 
 
 def _counters() -> list[Field[Any]]:

@@ -81,7 +81,7 @@ def check_int(name: str, value: object, least: int) -> None:
         TypeError, ValueError: names the argument, what was expected and what was received.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"expected {name} to be an int from {least} on, received {short(value)}")
+        raise TypeError(f"expected {name} to be an int of at least {least}, received {short(value)}")
     if value < least:
         raise ValueError(f"expected {name} to be at least {least}, received {short(value)}")
 
@@ -95,7 +95,7 @@ def check_fields(what: str, received: object, required: Sequence[str], known: It
     if not isinstance(received, Mapping):
         raise TypeError(
             f"{what}: expected a dictionary with the fields {short_list(required)}, received {short(received)}; pass "
-            "what a checkpoint holds for it"
+            "what a checkpoint has for it"
         )
     missing = [name for name in required if name not in received]
     unknown = [name for name in received if name not in set(known)]
@@ -103,12 +103,12 @@ def check_fields(what: str, received: object, required: Sequence[str], known: It
     if missing:
         problems.append(f"without {short_list(missing)}")
     if unknown:
-        problems.append(f"with the unknown {short_list(unknown)}")
+        problems.append(f"with unknown {short_list(unknown)}")
     if problems:
         raise ValueError(
             f"{what}: expected a dictionary with the fields {short_list(required)}, received one "
-            f"{' and '.join(problems)}; pass what a checkpoint holds for it, of this version of ddp_hooks or an older "
-            "one"
+            f"{' and '.join(problems)}; pass what a checkpoint of this version of ddp_hooks, or of an older one, has "
+            "for it"
         )
 
 

@@ -54,7 +54,7 @@ def _why_no_cuda() -> str | None:
     from ddp_hooks import _C
 
     if not _C.can_serve(torch.device("cuda")):
-        return "this build has no CUDA kernels: build with DDP_HOOKS_CUDA=1, which says what is missing"
+        return "this build has no CUDA kernels: build with DDP_HOOKS_CUDA=1; the build says what is missing"
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     return None

@@ -139,7 +139,7 @@ def always_lost(rank: int) -> tuple[str, int]:
         patch.setattr(control_groups, "_open_group", losing)
         with pytest.raises(ddp_hooks.errors.RefusedError) as caught:
             ddp_hooks.register(ddp)
-        with ddp_hooks.enable(), pytest.warns(UserWarning, match=r"trains on as plain .* rank 1: could not open"):
+        with ddp_hooks.enable(), pytest.warns(UserWarning, match=r"trains as plain .* rank 1: could not open"):
             served = wrap()
         with pytest.raises(ddp_hooks.errors.RefusedError, match=r"rank 1: could not open a group for small .* closed"):
             ddp_hooks.diagnose(ddp).__enter__()
@@ -156,10 +156,10 @@ def test_connections_that_are_lost_again_and_again() -> None:
     assert other == (error, openings)
     assert openings == 3 * control_groups.ATTEMPTS
     assert error == (
-        "register: refused on every rank. rank 1: could not open the groups for the mask exchange in "
+        "register: refused on every rank. rank 1: could not open the groups for the mask exchange after "
         f"{control_groups.ATTEMPTS} attempts: {LOST}. This rank listened at the address of the process group's own "
-        "gloo backend; if other hosts do not reach that, set GLOO_SOCKET_IFNAME on each host to an interface that they "
-        "do"
+        "gloo backend; if other hosts cannot reach it, set GLOO_SOCKET_IFNAME on each host to an interface that they "
+        "can reach"
     )
 
 
@@ -306,7 +306,7 @@ def closes_with_the_module(rank: int) -> None:
     del ddp
     assert holds_no_more_than(before)
     assert state.stats().steps == 1
-    with pytest.raises(RuntimeError, match="module is gone"):
+    with pytest.raises(RuntimeError, match="module no longer exists"):
         state.usage()
 
 

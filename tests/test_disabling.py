@@ -64,7 +64,7 @@ def on_rank_1(rank: int) -> dict[str, str]:
 
 
 def every_registration(rank: int) -> None:
-    with pytest.warns(UserWarning, match=f"{VARIABLE} is set, so nothing is registered"):
+    with pytest.warns(UserWarning, match=f"{VARIABLE} is set, so no hook is registered"):
         ddp_hooks.register(wrap())
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it says so once
@@ -143,7 +143,7 @@ def test_every_registration_leaves_plain_ddp() -> None:
 
 
 def on_some_ranks(rank: int) -> None:
-    differs = f"environment variable {VARIABLE} is set on rank 1, and not on rank 0; set it on every rank or on none"
+    differs = f"environment variable {VARIABLE} is set on rank 1 but not on rank 0; set it on every rank or on none"
     ddp = wrap()
     for call in (ddp_hooks.register, ddp_hooks.SkipUnusedState):
         with pytest.raises(RefusedError, match=differs):

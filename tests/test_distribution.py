@@ -97,7 +97,7 @@ def test_beside_an_untested_torch_pip_says_what_to_do(for_older_torch: Path) -> 
     )
     assert done.returncode == 1
     said = done.stdout + done.stderr
-    assert f"expects torch 1.7 to 1.9, with which it is tested, and found torch {torch.__version__}" in said
+    assert f"expects torch 1.7 to 1.9, with which it is tested, but found torch {torch.__version__}" in said
     assert "DDP_HOOKS_ANY_TORCH=1" in said
 
 

@@ -124,7 +124,7 @@ def _modules_of_others(rank: int) -> None:
     with pytest.raises(RuntimeError, match="set_policy") as refusal:
         ddp_hooks.register(made, "skip_zeros")
     assert "ddp_hooks.states()" in str(refusal.value)
-    with pytest.raises(RuntimeError, match=r"registered already .*ddp_hooks\.states\(\)"):
+    with pytest.raises(RuntimeError, match=r"already registered .*ddp_hooks\.states\(\)"):
         ddp_hooks.SkipUnusedState(made)
     assert "in force" in repr(context)
 
@@ -281,7 +281,7 @@ def _refused(rank: int) -> None:
         with ddp_hooks.enable("skip_unused"):
             ddp, shown = warned(lambda make=make: make(rank))
         assert len(shown) == 1, (reason, shown)
-        assert shown[0].startswith("ddp_hooks.enable: Heads trains on as plain DistributedDataParallel. register: ")
+        assert shown[0].startswith("ddp_hooks.enable: Heads trains as plain DistributedDataParallel. register: ")
         assert reason in shown[0]
         texts += shown
         assert "skip_unused_hook" not in [hook.__name__ for hook, _ in getattr(ddp, "_comm_hooks", [])]
@@ -469,7 +469,8 @@ def _other_hooks(rank: int) -> None:
     assert first.serves(ddp), "nothing was registered, so nothing is replaced"
     _, shown = warned(lambda: ddp.register_comm_hook(state=None, hook=halve))
     assert shown == [
-        "ddp_hooks.enable: Heads is given another communication hook (halve), which takes the place of ddp_hooks' on it"
+        "ddp_hooks.enable: another communication hook (halve) is being registered with Heads; it replaces the hook of "
+        "ddp_hooks"
     ]
     assert not first.serves(ddp)
     assert_equal(train(ddp, rank), expected)

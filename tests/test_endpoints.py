@@ -129,13 +129,13 @@ def described(rank: int, variable: str | None, has_backend: bool, known: list[En
 
 def test_in_which_order_an_address_is_chosen() -> None:
     (text,) = run_ranks(1, described, "lo", True, [HERE])
-    assert text == "127.0.0.1 (interface lo), by GLOO_SOCKET_IFNAME"
+    assert text == "127.0.0.1 (interface lo), set by GLOO_SOCKET_IFNAME"
     (text,) = run_ranks(1, described, None, True, [HERE])
     assert text == "the address of the process group's own gloo backend"
     (text,) = run_ranks(1, described, None, False, [HERE])
-    assert text == "10.0.0.1 (interface unknown), on the way to the process group's store"
+    assert text == "10.0.0.1 (interface unknown), on the route to the process group's store"
     (text,) = run_ranks(1, described, None, False, [Endpoint("a", None)])
-    assert f"as this host's name {os.uname().nodename} resolves" in text
+    assert text.startswith(f"the address of this host's name {os.uname().nodename} (")
 
 
 def test_a_loopback_address_is_kept_among_ranks_of_one_host() -> None:
@@ -292,5 +292,5 @@ def test_the_page_on_several_machines_launches_the_script_of_the_readme(hosts: H
 def test_hosts_that_do_not_meet_are_told_address_and_variable(hosts: Hosts) -> None:
     for text in hosts.train("unreachable", "10.0.0.1"):
         assert text.count("REFUSED register: refused on every rank") == 1, text
-        assert "This rank listened at 127.0.0.1 (interface lo), by GLOO_SOCKET_IFNAME" in text
-        assert "set GLOO_SOCKET_IFNAME on each host to an interface that they do" in text
+        assert "This rank listened at 127.0.0.1 (interface lo), set by GLOO_SOCKET_IFNAME" in text
+        assert "set GLOO_SOCKET_IFNAME on each host to an interface that they can reach" in text

@@ -49,7 +49,7 @@ def test_example(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert quality in done.stdout
-    summary = re.search(r"(\d+) steps: sent .* \(([\d.]+)% (saved|more, for masks)\)", done.stdout)
+    summary = re.search(r"(\d+) steps: sent .* \(([\d.]+)% (saved|more, because of masks)\)", done.stdout)
     assert summary is not None, done.stdout
     assert int(summary[1]) == (2 * steps if name == "gan" else steps)
     assert (1 if summary[3] == "saved" else -1) * float(summary[2]) >= least_saved

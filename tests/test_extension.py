@@ -99,20 +99,31 @@ def describe(package: Path, version: str, commit: str | None) -> None:
 CASES = [
     # The same torch under another name is taken; what is missing then is the extension.
     (renamed_torch, ["compiled extension is missing"], f"built for torch {RELEASE}+renamed"),
-    (rebuilt_torch, ["+rebuilt, but torch", "Rebuild it"], f"built for torch {RELEASE}+rebuilt"),
+    (
+        rebuilt_torch,
+        ["+rebuilt, but torch", "rebuild it against"],
+        f"built for torch {RELEASE}+rebuilt",
+    ),
     (nothing, ["ddp_hooks is not built", "make build", "pip install --no-build-isolation ."], "not built"),
-    (other_torch, ["built for torch 2.0.0, but torch", "Rebuild it"], "built for torch 2.0.0"),
+    (
+        other_torch,
+        ["built for torch 2.0.0, but torch", "rebuild it against"],
+        "built for torch 2.0.0",
+    ),
     (
         other_python,
-        [f"expected an extension for {sys.implementation.cache_tag}, found _C.cpython-37", "Rebuild it"],
+        [
+            f"expected an extension for {sys.implementation.cache_tag}, found _C.cpython-37",
+            "rebuild it against",
+        ],
         "built for torch",
     ),
     (
         untested_torch,
-        [f"expects torch 1.7 to 1.9, with which it is tested, and found torch {RELEASE}", "DDP_HOOKS_ANY_TORCH=1"],
+        [f"expects torch 1.7 to 1.9, with which it is tested, but found torch {RELEASE}", "DDP_HOOKS_ANY_TORCH=1"],
         "not built",
     ),
-    (broken, ["compiled extension cannot be loaded: ", "Rebuild it"], "built for torch"),
+    (broken, ["compiled extension cannot be loaded: ", "rebuild it against"], "built for torch"),
 ]
 
 
@@ -179,11 +190,11 @@ def test_a_checkout_that_hides_what_is_installed(unbuilt: Path, spoil: Callable[
             check=False,
         )
 
-    said = f"the checkout in {unbuilt.parent} hides the one that is installed in {installed.parent}"
+    said = f"the checkout in {unbuilt.parent} shadows the package installed in {installed.parent}"
     imported = run_here("-c", "import ddp_hooks", folder=unbuilt.parent)
     assert imported.returncode == 1
     assert said in imported.stderr.splitlines()[-1]
-    assert "from another folder" in imported.stderr
+    assert "from another directory" in imported.stderr
     assert "`make build`" in imported.stderr
     informed = run_here("-m", "ddp_hooks", "info", folder=unbuilt.parent)
     assert informed.returncode == 1

@@ -1543,7 +1543,7 @@ def changed_between_forward_and_backward(rank: int, native: bool) -> None:
         lambda: state.set_policy("skip_zeros"),
         lambda: state.load_state_dict(saved),
         lambda: state.set_policy("auto"),
-        lambda: refused(lambda: ddp_hooks.rebuild(ddp), RuntimeError, "waits for its backward pass"),
+        lambda: refused(lambda: ddp_hooks.rebuild(ddp), RuntimeError, "still awaits its backward pass"),
     ]
     for step, change in enumerate(changes * 2):
         batch = torch.ones(2, 8) * (rank + 1 + step)
@@ -1560,7 +1560,7 @@ def changed_between_forward_and_backward(rank: int, native: bool) -> None:
         assert_same_gradients(ddp, plain)
     # On one rank alone it is every rank's error.
     output = ddp(batch, "a") if rank == 0 else None
-    refused(lambda: ddp_hooks.rebuild(ddp), RuntimeError, r"refused on every rank\. rank 0: a forward pass waits")
+    refused(lambda: ddp_hooks.rebuild(ddp), RuntimeError, r"refused on every rank\. rank 0: a forward pass still")
     del output
     assert ddp_hooks.rebuild(ddp, find_unused_parameters=True)
 

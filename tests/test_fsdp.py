@@ -514,7 +514,7 @@ def skip_other_layers(rank: int) -> None:
         fully_shard(layer, mp_policy=NARROW)
     fully_shard(model, mp_policy=NARROW)
     fsdp.register(model, "auto")
-    with pytest.raises(RuntimeError, match=rf"different modules at once, this one that of layers\.{1 - rank}\.norm"):
+    with pytest.raises(RuntimeError, match=rf"different modules, this one the module of layers\.{1 - rank}\.norm"):
         model(batches(rank, 0)[0]).sum().backward()
 
 
@@ -739,7 +739,7 @@ def be_refused(rank: int) -> None:
         pass
 
     refuses(
-        r"custom reduce-scatter is set already \(Own\)", prepare=lambda model: model.set_custom_reduce_scatter(Own())
+        r"custom reduce-scatter is already set \(Own\)", prepare=lambda model: model.set_custom_reduce_scatter(Own())
     )
 
     if torch.__version__ >= "2.12":

@@ -85,7 +85,7 @@ def tell_the_others(rank: int) -> None:
     state = fsdp.register(module, ON)
     if rank == 1:
         state.close()
-    with pytest.raises(RefusedError, match="module: expected registered already as on rank 0, received not registered"):
+    with pytest.raises(RefusedError, match="module: expected already registered as on rank 0, received not registered"):
         fsdp.register(module, ON)
     # Rank 1 could be served otherwise than before.
     with pytest.raises(RuntimeError, match=r"registered with policy=Policy\(name='on'") as caught:
@@ -98,7 +98,7 @@ def tell_the_others(rank: int) -> None:
     # A part of what is registered now.
     outer = nn.Sequential(module, nn.Linear(8, 8))
     fully_shard(outer)
-    with pytest.raises(RefusedError, match="a part of the module is registered already"):
+    with pytest.raises(RefusedError, match="a part of the module is already registered on its own"):
         fsdp.register(outer, ON)
     state.close()
     fsdp.register(outer, ON).close()
@@ -174,7 +174,7 @@ def probe_all(rank: int) -> None:
     group = state._fsdp_param_groups[0]
     parameter = group.fsdp_params[0]
     taken: list[tuple[str, Callable[[], Any]]] = [
-        ("_fsdp_param_groups of a module", lambda: without(state, "_fsdp_param_groups")),
+        ("its modules have no _fsdp_param_groups", lambda: without(state, "_fsdp_param_groups")),
         *((name, lambda name=name: without(owner_of(group, name), name)) for name in param_groups._ATTRIBUTES),
         *(
             (f"{name} of a parameter", lambda name=name: without(owner_of(parameter, name), name))

@@ -655,7 +655,7 @@ def refused_modules(rank: int) -> None:
     assert "expected one of allreduce" in error_of(lambda: ddp_hooks.register(ddp, "fast"), ValueError)
     assert "expected a ddp_hooks.Policy" in error_of(lambda: ddp_hooks.register(ddp, 3), TypeError)
     ddp_hooks.register(ddp)
-    assert "a communication hook is registered already" in error_of(lambda: ddp_hooks.SkipUnusedState(ddp))
+    assert "a communication hook is already registered" in error_of(lambda: ddp_hooks.SkipUnusedState(ddp))
     run_step(ddp, 0)
 
     model = Branches()
@@ -670,8 +670,8 @@ def reduced_twice(rank: int) -> None:
     twice = DistributedDataParallel(DistributedDataParallel(nn.Linear(4, 4)))
     for door in (ddp_hooks.register, ddp_hooks.SkipUnusedState):
         message = error_of(lambda door=door: door(twice))
-        assert "the model in it is a DistributedDataParallel module as well" in message
-        assert "the whole gradients of module.weight, module.bias" in message
+        assert "the model in it is also a DistributedDataParallel module" in message
+        assert "the full gradients of module.weight, module.bias" in message
         assert "wrap the model only once" in message
     # On one rank alone it is every rank's error.
     part = DistributedDataParallel(nn.Linear(4, 4)) if rank else nn.Linear(4, 4)
@@ -679,7 +679,7 @@ def reduced_twice(rank: int) -> None:
         DistributedDataParallel(part)  # which is a collective call
     model = nn.ModuleDict({"part": part, "rest": nn.Linear(4, 4)})
     message = error_of(lambda: ddp_hooks.register(DistributedDataParallel(model)))
-    assert "rank 1: expected a model that was wrapped once, but its part 'part' is a Dist" in message
+    assert "rank 1: expected a model that was wrapped once, but its submodule 'part' is also" in message
     # What is left to the inner module is well.
     inner = DistributedDataParallel(nn.Linear(4, 4))
     model = nn.Sequential(inner, nn.Linear(4, 4))
@@ -809,7 +809,7 @@ def test_float8_gradients() -> None:
 
 def test_before_the_process_group_is_there() -> None:
     message = error_of(lambda: ddp_hooks.register(nn.Linear(2, 2)), TypeError)
-    assert "received Linear; call torch.distributed.init_process_group() first, on every rank, and then wrap" in message
+    assert "received Linear; call torch.distributed.init_process_group() on every rank first, and then" in message
 
 
 def one_bad_argument(rank: int) -> None:
@@ -834,8 +834,8 @@ def registered_in_another_order(rank: int) -> None:
     """Modules of as many parameters and elements, which each rank's own digest tells apart."""
     modules = [DistributedDataParallel(nn.Linear(*sizes, bias=False)) for sizes in ((4, 8), (8, 4))]
     message = error_of(lambda: ddp_hooks.register(modules[rank]))
-    assert "parameters: expected 1 of 32 elements (digest" in message
-    assert "several modules in the same order" in message
+    assert "parameters: expected 1 with 32 elements (digest" in message
+    assert "several modules, pass them in the same order" in message
     for module in modules:
         ddp_hooks.register(module)
         module(torch.ones(1, module.module.in_features)).sum().backward()
@@ -865,7 +865,7 @@ def group_that_was_destroyed(rank: int) -> None:
         lambda: ddp_hooks.register(ddp),
         lambda: ddp_hooks.rebuild(ddp),
     ):
-        assert "received one that was destroyed; make it anew, and wrap anew" in error_of(call, ValueError)
+        assert "received one that was destroyed; make a new one, and wrap the" in error_of(call, ValueError)
     state.close()
     assert "received one that was destroyed" in error_of(lambda: ddp_hooks.register(ddp), ValueError)
 
@@ -1387,7 +1387,7 @@ def module_goes_away(rank: int) -> None:
     del ddp
     gc.collect()
     assert reference() is None
-    assert "module is gone" in error_of(state.usage)
+    assert "module no longer exists" in error_of(state.usage)
 
 
 def test_module_goes_away() -> None:
@@ -1439,7 +1439,7 @@ def test_wrong_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddp_hooks import _build_info, _extension
 
     monkeypatch.setattr(_build_info, "TORCH_VERSION", "2.0.0")
-    with pytest.raises(ImportError, match=r"built for torch 2\.0\.0, but torch .* is installed\. Rebuild it"):
+    with pytest.raises(ImportError, match=r"built for torch 2\.0\.0, but torch .* is installed\. In a checkout, rebuild it"):
         _extension.load()
 
 
@@ -1454,7 +1454,7 @@ def settings_at_every_door(rank: int) -> None:
     state = ddp_hooks.register(ddp, "auto", **settings)
     assert state.policy == expected
     assert ddp_hooks.register(ddp, "auto", **settings) is state
-    with pytest.raises(RuntimeError, match=r"has already \(Policy\(name='auto', .*rebuild_after=10\)\), received Poli"):
+    with pytest.raises(RuntimeError, match=r"already has \(Policy\(name='auto', .*rebuild_after=10\)\), received Poli"):
         ddp_hooks.register(ddp)
     state.set_policy("skip_unused", rebuild_after=3)
     assert state.policy == ddp_hooks.Policy("skip_unused", rebuild_after=3)
@@ -1533,20 +1533,20 @@ def serving_nothing(rank: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     closed, gone = ddp_hooks.register(ddp), ddp_hooks.register(DistributedDataParallel(nn.Linear(4, 4)))
     gc.collect()
-    assert "whose module is gone" in complaint(gone)
+    assert "whose module no longer exists" in complaint(gone)
     closed.close()
     assert "that was closed" in complaint(closed)
     # Also where the module goes later.
     first = ddp_hooks.SkipUnusedState(ddp)
     second = ddp_hooks.register(ddp)  # the first one was never registered
-    assert "whose module another state has taken over" in complaint(first)
+    assert "whose module another state now serves" in complaint(first)
     assert "that was unpickled or copied" in complaint(pickle.loads(pickle.dumps(second)))
     assert "that was unpickled or copied" in complaint(copy.deepcopy(second))
     second.close()
     del ddp
     gc.collect()
     assert "that was closed" in complaint(second)
-    assert "whose module another state has taken over" in complaint(first)
+    assert "whose module another state now serves" in complaint(first)
 
 
 def test_a_state_that_serves_nothing_says_why() -> None:

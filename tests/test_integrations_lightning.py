@@ -330,7 +330,7 @@ def shows_the_way_for_fsdp2(rank: int) -> None:
     def strategy() -> ModelParallelStrategy:
         return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 
-    with pytest.raises(TypeError, match=r"ModelParallelStrategy; leave the callback out, .*call ddp_hooks\.fsdp\.reg"):
+    with pytest.raises(TypeError, match=r"ModelParallelStrategy; remove the callback, .*call ddp_hooks\.fsdp\.reg"):
         make_trainer(SkipUnusedCallback(), strategy=strategy()).fit(Sharded(), loader())
     module = Sharded()
     make_trainer(strategy=strategy()).fit(module, loader())

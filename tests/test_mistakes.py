@@ -93,34 +93,34 @@ MISTAKES_ALONE: dict[str, list[Mistake]] = {
         Mistake(lambda: Policy("x", skip_zeros=True), ValueError, ["('off', 'on', 'adaptive'), received True"]),
         Mistake(lambda: Policy("x", skip_zeros="ON"), ValueError, ["('off', 'on', 'adaptive'), received 'ON'"]),
         Mistake(lambda: Policy("x", skip_zeros=torch.ones(2)), ValueError, ["received a Tensor of float32 [2]"]),
-        Mistake(lambda: Tuning(pack_bytes=4e6), TypeError, ["pack_bytes: expected an int", "received 4000000.0"]),
+        Mistake(lambda: Tuning(pack_bytes=4e6), TypeError, ["pack_bytes: expected a 64-bit int", "received 4000000.0"]),
         Mistake(lambda: Tuning(pack_bytes=-1), ValueError, ["pack_bytes: expected at least 0, received -1"]),
-        Mistake(lambda: Tuning(in_place_bytes=2**63), TypeError, ["in_place_bytes: expected an int of 64 bits"]),
+        Mistake(lambda: Tuning(in_place_bytes=2**63), TypeError, ["in_place_bytes: expected a 64-bit int"]),
         Mistake(lambda: Tuning(gap_fraction="1%"), TypeError, ["gap_fraction: expected a number, received '1%'"]),
-        Mistake(lambda: Tuning(gap_fraction=5), ValueError, ["gap_fraction: expected between 0 and 1, received 5"]),
-        Mistake(lambda: Tuning(hold_steps=None), TypeError, ["hold_steps: expected an int", "received None"]),
+        Mistake(lambda: Tuning(gap_fraction=5), ValueError, ["expected a number from 0 to 1, received 5"]),
+        Mistake(lambda: Tuning(hold_steps=None), TypeError, ["hold_steps: expected a 64-bit", "received None"]),
         Mistake(
-            lambda: Policy("x", rebuild_after=True), TypeError, ["rebuild_after: expected an int", "received True"]
+            lambda: Policy("x", rebuild_after=True), TypeError, ["rebuild_after: expected a 64-bit", "received True"]
         ),
         Mistake(lambda: Policy("x", tuning={}), TypeError, ["Policy.tuning: expected a ddp_hooks.Tuning, received {}"]),
     ],
     "Policy.from_dict": [
-        Mistake(lambda: Policy.from_dict(None), TypeError, [A_DICTIONARY, "received None", "a checkpoint holds"]),
+        Mistake(lambda: Policy.from_dict(None), TypeError, [A_DICTIONARY, "received None", "a checkpoint has"]),
         Mistake(lambda: Policy.from_dict("auto"), TypeError, [A_DICTIONARY, "received 'auto'"]),
         Mistake(lambda: Policy.from_dict(Policy("x")), TypeError, [A_DICTIONARY, "received Policy(name='x')"]),
         Mistake(lambda: Policy.from_dict({}), ValueError, [A_DICTIONARY, "received one without name, skip_unused"]),
-        Mistake(lambda: Policy.from_dict(CHECKPOINT), ValueError, [A_DICTIONARY, "with the unknown weight, bias"]),
+        Mistake(lambda: Policy.from_dict(CHECKPOINT), ValueError, [A_DICTIONARY, "with unknown weight, bias"]),
         Mistake(lambda: Policy.from_dict(COUNTERS), ValueError, [A_DICTIONARY, "unknown steps, skip_zeros_steps"]),
-        Mistake(lambda: Policy.from_dict(POLICY | {"rows": 1}), ValueError, ["with the unknown rows; pass"]),
+        Mistake(lambda: Policy.from_dict(POLICY | {"rows": 1}), ValueError, ["with unknown rows; pass"]),
         Mistake(
             lambda: Policy.from_dict(without(POLICY, "skip_unused")),
             ValueError,
             ["received one without skip_unused; pass"],
         ),
-        Mistake(lambda: Policy.from_dict(POLICY | {3: 1}), ValueError, ["with the unknown 3; pass"]),
+        Mistake(lambda: Policy.from_dict(POLICY | {3: 1}), ValueError, ["with unknown 3; pass"]),
         Mistake(lambda: Policy.from_dict(tuned(hold_steps="3")), TypeError, ["Tuning.hold_steps", "'3'"]),
         Mistake(lambda: Policy.from_dict(tuned(gap_fraction=float("nan"))), ValueError, ["received nan"]),
-        Mistake(lambda: Policy.from_dict(tuned(rows=1)), ValueError, ["Tuning: ", "with the unknown rows; pass"]),
+        Mistake(lambda: Policy.from_dict(tuned(rows=1)), ValueError, ["Tuning: ", "with unknown rows; pass"]),
         Mistake(lambda: Policy.from_dict(POLICY | {"tuning": 3}), TypeError, ["Tuning: ", A_DICTIONARY, "received 3"]),
     ],
     "resolve": [
@@ -141,25 +141,27 @@ MISTAKES_ALONE: dict[str, list[Mistake]] = {
         Mistake(lambda: Statistics.from_dict(None), TypeError, [A_DICTIONARY, "received None"]),
         Mistake(lambda: Statistics.from_dict(Statistics()), TypeError, [A_DICTIONARY, "received Statistics(steps=0"]),
         Mistake(lambda: Statistics.from_dict({}), ValueError, ["received one without steps, skip_zeros_steps"]),
-        Mistake(lambda: Statistics.from_dict(CHECKPOINT), ValueError, ["with the unknown weight, bias; pass"]),
-        Mistake(lambda: Statistics.from_dict(POLICY), ValueError, ["with the unknown name, skip_unused"]),
+        Mistake(lambda: Statistics.from_dict(CHECKPOINT), ValueError, ["with unknown weight, bias; pass"]),
+        Mistake(lambda: Statistics.from_dict(POLICY), ValueError, ["with unknown name, skip_unused"]),
         Mistake(lambda: Statistics.from_dict(without(COUNTERS, "steps")), ValueError, ["one without steps; pass"]),
-        Mistake(lambda: Statistics.from_dict(COUNTERS | {"rows": 1}), ValueError, ["with the unknown rows; pass"]),
+        Mistake(lambda: Statistics.from_dict(COUNTERS | {"rows": 1}), ValueError, ["with unknown rows; pass"]),
         Mistake(lambda: Statistics.from_dict(COUNTERS | {"steps": "3"}), TypeError, ["steps: expected an int", "'3'"]),
         Mistake(lambda: Statistics.from_dict(COUNTERS | {"steps": 3.0}), TypeError, ["expected an int, received 3.0"]),
         Mistake(
             lambda: Statistics.from_dict(COUNTERS | {"steps": True}), TypeError, ["expected an int, received True"]
         ),
-        Mistake(lambda: Statistics.from_dict(COUNTERS | {"messages": -1}), ValueError, ["from 0 on", "received -1"]),
+        Mistake(lambda: Statistics.from_dict(COUNTERS | {"messages": -1}), ValueError, ["0 or more", "received -1"]),
         Mistake(
             lambda: Statistics.from_dict(COUNTERS | {"hook_seconds": float("nan")}),
             ValueError,
-            ["hook_seconds: expected from 0 on and finite, received nan"],
+            ["hook_seconds: expected a finite number, 0 or more, received nan"],
         ),
         Mistake(lambda: Statistics.from_dict(COUNTERS | {"hook_seconds": float("inf")}), ValueError, ["received inf"]),
         Mistake(lambda: Statistics.from_dict(COUNTERS | {"hook_seconds": None}), TypeError, ["received None"]),
         Mistake(
-            lambda: Statistics.from_dict(COUNTERS | {"steps": 10**400}), ValueError, ["0 on and finite, received 10"]
+            lambda: Statistics.from_dict(COUNTERS | {"steps": 10**400}),
+            ValueError,
+            ["0 or more, received 10"],
         ),
         Mistake(lambda: Statistics() + 3, TypeError, ["unsupported operand", "'Statistics' and 'int'"]),
     ],
@@ -171,19 +173,25 @@ MISTAKES_ALONE: dict[str, list[Mistake]] = {
             lambda: ddp_hooks.freeze(list(MODEL.parameters()), "*"), TypeError, ["received [a Parameter of float32"]
         ),
         Mistake(
-            lambda: ddp_hooks.freeze(MODEL, ["encoder", "head"]), TypeError, [SELECTORS, "pass several one by one"]
+            lambda: ddp_hooks.freeze(MODEL, ["encoder", "head"]),
+            TypeError,
+            [SELECTORS, "as separate arguments"],
         ),
-        Mistake(lambda: ddp_hooks.freeze(MODEL, MODEL.parameters()), TypeError, [SELECTORS, "pass several one by one"]),
+        Mistake(
+            lambda: ddp_hooks.freeze(MODEL, MODEL.parameters()),
+            TypeError,
+            [SELECTORS, "as separate arguments"],
+        ),
         Mistake(lambda: ddp_hooks.freeze(MODEL, "head", None), TypeError, [SELECTORS + "None"]),
         Mistake(lambda: ddp_hooks.freeze(MODEL, "head", "encodr"), ValueError, [NAMES, "did you mean 'encoder'?"]),
-        Mistake(lambda: ddp_hooks.freeze(MODEL, "module.head"), ValueError, ["no 'module.' in front: pass 'head'"]),
+        Mistake(lambda: ddp_hooks.freeze(MODEL, "module.head"), ValueError, ["start with 'module.': pass 'head'"]),
         Mistake(lambda: ddp_hooks.freeze(MODEL, ""), ValueError, [NAMES + "''", "its parameters are encoder.0.weight"]),
         Mistake(
             lambda: ddp_hooks.freeze(MODEL, nn.Linear(2, 2)), ValueError, ["received a Linear", "within the wrapped"]
         ),
         Mistake(lambda: ddp_hooks.freeze(MODEL, MODEL.encoder[1]), ValueError, ["received a ReLU", "has parameters"]),
         Mistake(lambda: ddp_hooks.freeze(nn.ReLU(), "*"), ValueError, [NAMES, "the module has no parameters"]),
-        Mistake(lambda: ddp_hooks.freeze(MODEL, MODEL.head.weight[0]), ValueError, ["float32 [4]", "no part"]),
+        Mistake(lambda: ddp_hooks.freeze(MODEL, MODEL.head.weight[0]), ValueError, ["float32 [4]", "not a copy or"]),
         Mistake(lambda: ddp_hooks.freeze(MODEL, "encoder.2.running_mean"), ValueError, ["is a buffer, which has no"]),
         Mistake(
             lambda: ddp_hooks.freeze(MODEL, "head", eval_norms="no"), TypeError, ["eval_norms to be True or False"]
@@ -201,26 +209,26 @@ MISTAKES_ALONE: dict[str, list[Mistake]] = {
         Mistake(
             lambda: ddp_hooks.unfreeze(MODEL, nn.Module()), ValueError, ["received a Module", "within the wrapped"]
         ),
-        Mistake(lambda: ddp_hooks.unfreeze(WITH_INTEGERS, "*"), ValueError, ["scale is of torch.int8; leave it out"]),
+        Mistake(lambda: ddp_hooks.unfreeze(WITH_INTEGERS, "*"), ValueError, ["has dtype torch.int8; leave it out"]),
         Mistake(lambda: ddp_hooks.unfreeze(MODEL, "head", train_norms="x"), TypeError, ["train_norms to be True or"]),
     ],
     "FreezeSchedule": [
-        Mistake(lambda: FreezeSchedule(MODEL), ValueError, ["expected something to freeze or to unfreeze", "{1000:"]),
-        Mistake(lambda: FreezeSchedule(MODEL, {}, {}), ValueError, ["received no step at all"]),
+        Mistake(lambda: FreezeSchedule(MODEL), ValueError, ["expected something to freeze or unfreeze", "{1000:"]),
+        Mistake(lambda: FreezeSchedule(MODEL, {}, {}), ValueError, ["received no steps"]),
         Mistake(
             lambda: FreezeSchedule({1: "head"}, MODEL), TypeError, ["expected a DDP module", "received {1: 'head'}"]
         ),
-        Mistake(lambda: FreezeSchedule(MODEL, "head"), TypeError, ["freeze to be a dictionary from steps", "'head'"]),
+        Mistake(lambda: FreezeSchedule(MODEL, "head"), TypeError, ["freeze to be a dictionary that maps", "'head'"]),
         Mistake(lambda: FreezeSchedule(MODEL, [(1, "head")]), TypeError, ["as in {1000: 'encoder'}", "[(1, 'head')]"]),
-        Mistake(lambda: FreezeSchedule(MODEL, {"head": 1}), TypeError, ["the steps in", "an int from 0 on", "'head'"]),
-        Mistake(lambda: FreezeSchedule(MODEL, {"1": "head"}), TypeError, ["an int from 0 on, received '1'"]),
-        Mistake(lambda: FreezeSchedule(MODEL, {1.0: "head"}), TypeError, ["an int from 0 on, received 1.0"]),
+        Mistake(lambda: FreezeSchedule(MODEL, {"head": 1}), TypeError, ["each step in", "int of at least 0", "'head'"]),
+        Mistake(lambda: FreezeSchedule(MODEL, {"1": "head"}), TypeError, ["int of at least 0, received '1'"]),
+        Mistake(lambda: FreezeSchedule(MODEL, {1.0: "head"}), TypeError, ["int of at least 0, received 1.0"]),
         Mistake(lambda: FreezeSchedule(MODEL, {-1: "head"}), ValueError, ["at least 0, received -1"]),
         Mistake(lambda: FreezeSchedule(MODEL, {1: 2}), TypeError, [SELECTORS + "2"]),
         Mistake(lambda: FreezeSchedule(MODEL, {1: []}), ValueError, [SELECTORS, "'*' means all of them"]),
         Mistake(lambda: FreezeSchedule(MODEL, {1: ["head", "hea"]}), ValueError, [NAMES + "'hea'", "did you mean"]),
         Mistake(lambda: FreezeSchedule(MODEL, unfreeze={1: "hea"}), ValueError, [NAMES + "'hea'", "did you mean"]),
-        Mistake(lambda: FreezeSchedule(WITH_INTEGERS, unfreeze={1: "*"}), ValueError, ["scale is of torch.int8"]),
+        Mistake(lambda: FreezeSchedule(WITH_INTEGERS, unfreeze={1: "*"}), ValueError, ["scale has dtype torch.int8"]),
         Mistake(
             lambda: FreezeSchedule(MODEL, {1: "head"}, eval_norms=1), TypeError, ["eval_norms to be True or False"]
         ),
@@ -230,13 +238,11 @@ MISTAKES_ALONE: dict[str, list[Mistake]] = {
         Mistake(lambda: SCHEDULE.load_state_dict(3), TypeError, [A_DICTIONARY + "next_step", "received 3"]),
         Mistake(lambda: SCHEDULE.load_state_dict([3]), TypeError, [A_DICTIONARY + "next_step", "received [3]"]),
         Mistake(lambda: SCHEDULE.load_state_dict({}), ValueError, ["received one without next_step; pass what"]),
-        Mistake(
-            lambda: SCHEDULE.load_state_dict({"step": 3}), ValueError, ["without next_step and with the unknown step"]
-        ),
-        Mistake(lambda: SCHEDULE.load_state_dict(CHECKPOINT), ValueError, ["with the unknown weight, bias"]),
-        Mistake(lambda: SCHEDULE.load_state_dict({"next_step": "3"}), TypeError, ["an int from 0 on, received '3'"]),
-        Mistake(lambda: SCHEDULE.load_state_dict({"next_step": 3.0}), TypeError, ["an int from 0 on, received 3.0"]),
-        Mistake(lambda: SCHEDULE.load_state_dict({"next_step": None}), TypeError, ["an int from 0 on, received None"]),
+        Mistake(lambda: SCHEDULE.load_state_dict({"step": 3}), ValueError, ["without next_step and with unknown step"]),
+        Mistake(lambda: SCHEDULE.load_state_dict(CHECKPOINT), ValueError, ["with unknown weight, bias"]),
+        Mistake(lambda: SCHEDULE.load_state_dict({"next_step": "3"}), TypeError, ["int of at least 0, received '3'"]),
+        Mistake(lambda: SCHEDULE.load_state_dict({"next_step": 3.0}), TypeError, ["int of at least 0, received 3.0"]),
+        Mistake(lambda: SCHEDULE.load_state_dict({"next_step": None}), TypeError, ["int of at least 0, received None"]),
         Mistake(lambda: SCHEDULE.load_state_dict({"next_step": -3}), ValueError, ["at least 0, received -3"]),
     ],
     "without a process group": [
@@ -328,7 +334,7 @@ def mistakes_with_sources(call: Callable[[Any], Any], model: nn.Module) -> list[
     """Return what can be wrong with the tensors that a function takes; ``call`` passes them to it."""
     empty = "expected at least one tensor, received an empty "
     return [
-        Mistake(lambda: call(used_up(model)), ValueError, [empty + "generator, which something else may have read"]),
+        Mistake(lambda: call(used_up(model)), ValueError, [empty + "generator, which may have been consumed"]),
         Mistake(lambda: call([]), ValueError, [empty + "list; pass the model itself, or a fresh model.parameters()"]),
         Mistake(lambda: call(None), TypeError, [TENSORS + "NoneType (None); pass the model itself"]),
         Mistake(lambda: call("model"), TypeError, [TENSORS + "str ('model'); pass the model itself"]),
@@ -337,7 +343,7 @@ def mistakes_with_sources(call: Callable[[Any], Any], model: nn.Module) -> list[
         Mistake(
             lambda: call(model.state_dict()),
             TypeError,
-            [TENSORS + "OrderedDict", "of a dictionary, pass its .values()"],
+            [TENSORS + "OrderedDict", "for a dictionary, pass its .values()"],
         ),
         Mistake(lambda: call(model.named_parameters()), TypeError, [ELEMENTS + "tuple at position 0", "parameters()"]),
         Mistake(lambda: call([model]), TypeError, [ELEMENTS + "Sequential at position 0", "pass the model itself"]),
@@ -358,11 +364,11 @@ def mistakes_with_groups(call: Callable[[Any], Any]) -> list[Mistake]:
     outside = dist.GroupMember.NON_GROUP_MEMBER
     kind = "expected process_group to be a process group or None, received "
     return [
-        Mistake(lambda: call([0, 1]), TypeError, [kind + "[0, 1]; of ranks make one with torch.dist"], told=False),
+        Mistake(lambda: call([0, 1]), TypeError, [kind + "[0, 1]; for ranks, pass torch.dist"], told=False),
         Mistake(lambda: call("gloo"), TypeError, [kind + "'gloo'"], told=False),
         Mistake(lambda: call(0), TypeError, [kind + "0"], told=False),
-        Mistake(lambda: call(gone), ValueError, ["received one that was destroyed; make it anew"], told=False),
-        Mistake(lambda: call(outside), ValueError, ["that this rank is in; let only its members call"], told=False),
+        Mistake(lambda: call(gone), ValueError, ["received one that was destroyed; make a new one"], told=False),
+        Mistake(lambda: call(outside), ValueError, ["that this rank is in; call it only on members"], told=False),
     ]
 
 
@@ -372,7 +378,11 @@ def broadcast_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[M
     return [
         *mistakes_with_sources(call, model),
         *mistakes_with_groups(lambda group: call(model, process_group=group)),
-        Mistake(lambda: call(model, 2), ValueError, [of_group + "0 to 1, received 2; it counts within process_group"]),
+        Mistake(
+            lambda: call(model, 2),
+            ValueError,
+            [of_group + "0 to 1, received 2; ranks are counted within"],
+        ),
         Mistake(lambda: call(model, -1), ValueError, [of_group + "0 to 1, received -1"]),
         Mistake(lambda: call(model, "0"), TypeError, [of_group + "an int from 0 to 1, received '0'"]),
         Mistake(lambda: call(model, None), TypeError, ["an int from 0 to 1, received None"]),
@@ -389,7 +399,7 @@ def broadcast_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[M
 
 def average_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mistake]:
     call = ddp_hooks.sync.average_parameters
-    numbers = "expected weights to be a number, a list of one number a rank, or None, received "
+    numbers = "expected weights to be a number, a list with one number per rank, or None, received "
     return [
         *mistakes_with_sources(call, model),
         *mistakes_with_groups(lambda group: call(model, process_group=group)),
@@ -400,8 +410,8 @@ def average_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mis
         Mistake(lambda: call(model, weights=torch.ones(2)), TypeError, [numbers + "a Tensor of float32 [2]"]),
         Mistake(lambda: call(model, weights=[1, None]), TypeError, [numbers + "None"]),
         Mistake(lambda: call(model, weights=[1, 2, 3]), ValueError, ["each of the 2 ranks, received 3: [1, 2, 3]"]),
-        Mistake(lambda: call(model, weights=[1, -2]), ValueError, ["finite and not negative, received -2.0"]),
-        Mistake(lambda: call(model, weights=float("nan")), ValueError, ["finite and not negative, received nan"]),
+        Mistake(lambda: call(model, weights=[1, -2]), ValueError, ["weight that is not negative, received -2.0"]),
+        Mistake(lambda: call(model, weights=float("nan")), ValueError, ["weight that is not negative, received nan"]),
         Mistake(lambda: call(model, buffers=True), ValueError, ["one of average, broadcast, ignore, received True"]),
         Mistake(
             lambda: call(model, buffers=["average"]), ValueError, ["average, broadcast, ignore, received ['average']"]
@@ -439,11 +449,11 @@ def averager_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mi
     expected = "expected the parameters of a model or the parameter groups of an optimizer, received "
     return [
         Mistake(lambda: make(0), ValueError, ["expected period to be at least 1, received 0"], told=False),
-        Mistake(lambda: make(2.5), TypeError, ["expected period to be an int from 1 on, received 2.5"], told=False),
-        Mistake(lambda: make("4"), TypeError, ["expected period to be an int from 1 on, received '4'"], told=False),
-        Mistake(lambda: make(None), TypeError, ["expected period to be an int from 1 on, received None"], told=False),
+        Mistake(lambda: make(2.5), TypeError, ["period to be an int of at least 1"], told=False),
+        Mistake(lambda: make("4"), TypeError, ["period to be an int of at least 1, received '4'"], told=False),
+        Mistake(lambda: make(None), TypeError, ["period to be an int of at least 1, received None"], told=False),
         Mistake(lambda: make(2, -1), ValueError, ["warmup_steps to be at least 0, received -1"], told=False),
-        Mistake(lambda: make(2, "8"), TypeError, ["warmup_steps to be an int from 0 on, received '8'"], told=False),
+        Mistake(lambda: make(2, "8"), TypeError, ["to be an int of at least 0, received '8'"], told=False),
         Mistake(lambda: make(2, 0, [0, 1]), TypeError, ["process_group to be a process group or None"], told=False),
         Mistake(
             lambda: call(used_up(model)), ValueError, ["expected at least one tensor, received an empty generator"]
@@ -476,7 +486,7 @@ def sharing_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list[Mis
         Mistake(lambda: call(nn.Linear), TypeError, [expected + "type (<class"]),
         Mistake(lambda: call(nn.Linear(2, 2, device="meta")), ValueError, ["is on the meta device", "materialise it"]),
         Mistake(lambda: call(nn.LazyLinear(3)), ValueError, ["uninitialized parameter"]),
-        Mistake(lambda: call(view), ValueError, ["buffer 'view' is a view of a parameter: make it a .clone()"]),
+        Mistake(lambda: call(view), ValueError, ["buffer 'view' is a view of a parameter: replace it with a .clone()"]),
         Mistake(lambda: call(expanded), ValueError, ["parameter 'weight' is expanded"]),
     ]
 
@@ -495,8 +505,8 @@ def buffer_sync_mistakes(model: nn.Module, ddp: DistributedDataParallel) -> list
         Mistake(lambda: call(ddp, True), ValueError, [modes + "True"]),
         Mistake(lambda: call(ddp, ["never"]), ValueError, [modes + "['never']"]),
         Mistake(lambda: call(ddp, 3), ValueError, [modes + "3"]),
-        Mistake(lambda: call(without_buffers, "changed"), ValueError, ["broadcast_buffers=False; build it with True"]),
-        Mistake(lambda: call(without_buffers), ValueError, ["broadcast_buffers=False; build it with True"]),
+        Mistake(lambda: call(without_buffers, "changed"), ValueError, ["broadcast_buffers=False; pass True"]),
+        Mistake(lambda: call(without_buffers), ValueError, ["broadcast_buffers=False; pass True"]),
         Mistake(lambda: call(synced, "never"), ValueError, ["without a buffer hook; remove() the BufferSync it has"]),
     ]
 
@@ -572,7 +582,7 @@ def _disagree(rank: int) -> None:
         ),
         (
             lambda: ddp_hooks.sync.average_parameters(model, weights=1 if rank else None),
-            ["weights=None", "one number a rank"],
+            ["weights=None", "one number per rank"],
         ),
         (
             lambda: ddp_hooks.sync.average_parameters(model, buffers="ignore" if rank else "average"),
@@ -594,7 +604,7 @@ def _disagree(rank: int) -> None:
     ]
     before = fingerprint(model)
     for call, texts in cases[:-1]:
-        assert_fails(Mistake(call, RanksDisagreeError, [*texts, "Make the ranks alike and call again on all of them"]))
+        assert_fails(Mistake(call, RanksDisagreeError, [*texts, "Make the same call with the same tensors on"]))
         assert_works(model)
     kind, text = (
         (ValueError, "empty generator") if rank else (RanksDisagreeError, "rank 1 refused: ValueError: expected at")
@@ -726,7 +736,7 @@ def _hook_mistakes(rank: int) -> None:
     assert ddp_hooks.register(ddp) is state
     assert ddp_hooks.register(torch.compile(ddp, backend="eager")) is state
     again = [
-        "policy that the module's hook has already ('auto')",
+        "policy that the module's hook already has ('auto')",
         "received 'skip_zeros'",
         "set_policy",
         "state.close()",
@@ -734,12 +744,12 @@ def _hook_mistakes(rank: int) -> None:
     assert_fails(Mistake(lambda: ddp_hooks.register(ddp, "skip_zeros"), RuntimeError, again))
     one_of_two = Mistake(lambda: ddp_hooks.register(ddp, "skip_zeros" if rank else "auto"), RuntimeError, again[:2])
     assert_fails(one_of_two)
-    twice = ["hook is registered already", "DDP takes one"]
+    twice = ["hook is already registered", "DDP takes only one"]
     assert_fails(Mistake(lambda: ddp_hooks.SkipUnusedState(ddp), RuntimeError, twice))
     flag = Mistake(lambda: ddp_hooks.rebuild(ddp, find_unused_parameters="no"), TypeError, ["received 'no'"])
     assert_fails(flag)
     output = ddp(torch.randn(4, 4))
-    waits = ["a forward pass waits for its backward pass", "torch.no_grad()"]
+    waits = ["a forward pass still awaits its backward pass", "torch.no_grad()"]
     assert_fails(Mistake(lambda: ddp_hooks.rebuild(ddp), RuntimeError, waits))
     del output
     assert not ddp_hooks.rebuild(ddp)
@@ -758,7 +768,9 @@ def _hook_mistakes(rank: int) -> None:
     assert_fails(Mistake(lambda: state.set_policy(mine), RuntimeError, both))
     for declare in (state.declare_unused, lambda *what: state.unused(*what).__enter__()):
         assert_fails(Mistake(lambda declare=declare: declare("hed"), ValueError, [NAMES, "did you mean 'head'?"]))
-        assert_fails(Mistake(lambda declare=declare: declare(["head"]), TypeError, [SELECTORS, "one by one"]))
+        assert_fails(
+            Mistake(lambda declare=declare: declare(["head"]), TypeError, [SELECTORS, "as separate arguments"])
+        )
         assert_fails(Mistake(lambda declare=declare: declare(None), TypeError, [SELECTORS + "None"]))
         assert_fails(Mistake(lambda declare=declare: declare(nn.Linear(2, 2)), ValueError, [NAMES + "a Linear"]))
     assert state.policy.name == "auto"

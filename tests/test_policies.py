@@ -139,7 +139,7 @@ def test_settings_are_read_from_text(texts: list[str], settings: dict[str, Any])
         ("rebuild_after=1.5", "rebuild_after: expected an int, received '1.5'"),
         ("gap_fraction=much", "gap_fraction: expected a number, received 'much'"),
         ("skip_unused=1", "skip_unused: expected true or false, received '1'"),
-        ("tuning=Tuning()", "tuning: expected its fields one by one, as in pack_bytes=1000000"),
+        ("tuning=Tuning()", "tuning: expected one of its fields, as in pack_bytes=1000000"),
         ("speed=1", r"expected fields of ddp_hooks\.Policy or ddp_hooks\.Tuning, received 'speed'; Policy has name, "),
     ],
 )
@@ -176,11 +176,11 @@ def test_resolve_refuses_what_is_no_policy(policy: Any) -> None:
         ("skip_zeros", None, "one of ('off', 'on', 'adaptive')"),
         ("in_place_bytes", -1, "at least 0"),
         ("pack_bytes", -1, "at least 0"),
-        ("gap_fraction", -0.01, "between 0 and 1"),
-        ("gap_fraction", 1.01, "between 0 and 1"),
-        ("gap_fraction", float("inf"), "between 0 and 1"),
-        ("min_zero_fraction", -0.01, "between 0 and 1"),
-        ("min_zero_fraction", 1.01, "between 0 and 1"),
+        ("gap_fraction", -0.01, "a number from 0 to 1"),
+        ("gap_fraction", 1.01, "a number from 0 to 1"),
+        ("gap_fraction", float("inf"), "a number from 0 to 1"),
+        ("min_zero_fraction", -0.01, "a number from 0 to 1"),
+        ("min_zero_fraction", 1.01, "a number from 0 to 1"),
         ("hold_steps", -1, "at least 0"),
         ("first_pause_steps", 0, "at least 1"),
         ("longest_pause_steps", 15, "at least 16"),
@@ -215,7 +215,7 @@ def test_the_ends_of_each_range_are_allowed(field: str, value: Any) -> None:
 
 @pytest.mark.parametrize("field", ["gap_fraction", "min_zero_fraction"])
 def test_nan_is_refused(field: str) -> None:
-    with pytest.raises(ValueError, match=f"Tuning.{field}: expected between 0 and 1, received nan"):
+    with pytest.raises(ValueError, match=f"Tuning.{field}: expected a number from 0 to 1, received nan"):
         with_setting(field, float("nan"))
 
 

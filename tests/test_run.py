@@ -112,7 +112,7 @@ def test_a_script_is_served_without_a_line_in_it(tmp_path: Path) -> None:
 
     # Printed once, by rank 0; each rank says once what is not served.
     assert served.stderr.count("bytes of rank 0") == 1
-    assert served.stderr.count("trains on as plain DistributedDataParallel. register: refused on every rank") == 2
+    assert served.stderr.count("trains as plain DistributedDataParallel. register: refused on every rank") == 2
     table = served.stderr[served.stderr.index(f"ddp_hooks {ddp_hooks.__version__}") :].splitlines()
     assert table[0] == f"ddp_hooks {ddp_hooks.__version__}: policy 'skip_unused', 2 ranks; bytes of rank 0"
     assert table[1].split() == ["module", "steps", "plain", "DDP", "sent", "saved"]
@@ -164,8 +164,8 @@ def test_without_a_launcher(command: str, line: str, tmp_path: Path, monkeypatch
     assert done.returncode == 2
     assert done.stdout == ""
     assert " ".join(done.stderr.split()).startswith(
-        f"ddp_hooks {command}: the script expects to be one of several ranks, and no launcher has started it. Start it "
-        f"with torchrun, for instance: torchrun --nproc-per-node 2 -m ddp_hooks {command} train.py --lr '0 1' "
+        f"ddp_hooks {command}: the script expects to be one of several ranks, but no launcher started it. Start it "
+        f"with torchrun, for example: torchrun --nproc-per-node 2 -m ddp_hooks {command} train.py --lr '0 1' "
     )
 
 

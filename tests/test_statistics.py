@@ -179,7 +179,7 @@ def test_summary_of_a_run() -> None:
     assert more(rebuilt_bytes=3_000_000_000) == [
         "rebuild: DDP's buckets were 300 MB smaller per step than the model as it was wrapped"
     ]
-    assert more(skip_zeros_steps=4) == ["skip_zeros: looked for gradients of zeros in 4 of 10 steps"]
+    assert more(skip_zeros_steps=4) == ["skip_zeros: looked for all-zero gradients in 4 of 10 steps"]
     assert more(skip_zero_rows_steps=4, units_agreed_on=100, units_sent=20) == [
         "skip_zero_rows: sent 20 of 100 rows in 4 of 10 steps"
     ]
@@ -187,7 +187,7 @@ def test_summary_of_a_run() -> None:
     assert more(narrow_bytes=130_000_000, narrow_steps=9, why_full_width="it rains") == [
         "narrow: sent 130 MB instead of 260 MB in 9 of 10 steps; it rains"
     ]
-    assert more(why_full_width="it rains") == ["narrow: nothing sent in half of its bits, because it rains"]
+    assert more(why_full_width="it rains") == ["narrow: everything sent at full width, because it rains"]
 
 
 def test_summary_before_the_first_step() -> None:
@@ -196,7 +196,7 @@ def test_summary_before_the_first_step() -> None:
 
 def test_a_small_model_has_numbers_too() -> None:
     text = str(Statistics(steps=20, messages=20, dense_bytes=5760, payload_bytes=5760, mask_bytes=900))
-    assert text.startswith("20 steps: sent 6.66 kB instead of 5.76 kB (15.6% more, for masks)")
+    assert text.startswith("20 steps: sent 6.66 kB instead of 5.76 kB (15.6% more, because of masks)")
 
 
 def test_a_summary_fits_in_a_terminal() -> None:
@@ -212,7 +212,7 @@ def test_what_rounds_to_nothing_has_no_sign() -> None:
     nothing = Statistics(steps=1, messages=1, dense_bytes=10**6, payload_bytes=10**6, mask_bytes=40, rebuilt_bytes=1)
     assert nothing.saved_fraction < 0
     assert "(0.0% saved)" in str(nothing)
-    assert "(0.1% more, for masks)" in str(dataclasses.replace(nothing, mask_bytes=1000))
+    assert "(0.1% more, because of masks)" in str(dataclasses.replace(nothing, mask_bytes=1000))
 
 
 def _alone(rank: int) -> None:
@@ -229,7 +229,7 @@ def _alone(rank: int) -> None:
     lines = report.describe().splitlines()
     assert "1 rank;" in lines[0]
     assert lines[2].split()[-1] == "0.0%"
-    assert lines[-1] == "  One rank has nobody to send to, with the hook or without."
+    assert lines[-1] == "  A single rank has nobody to send to, with or without the hook."
 
 
 def test_one_rank_saves_nothing() -> None:
@@ -364,7 +364,7 @@ def _taken_after_a_reset(rank: int) -> None:
         assert_taken(state.stats() - loaded)
     # What another version has written does not keep anybody from a checkpoint.
     before = state.stats()
-    with pytest.warns(UserWarning, match="the checkpoint's statistics were left out"):
+    with pytest.warns(UserWarning, match="the statistics in the checkpoint were ignored"):
         resume({**checkpoint, "version": 99} if rank == 0 else {})
     assert state.stats() == before
     # Another module goes on where this one ended.
@@ -439,7 +439,7 @@ ON = {"policy": "skip_unused", "narrow": "on"}
 ACCUMULATED = "4 of 4 steps sent sums of several passes, which need full width"
 SAMPLED = "samples of the gradients needed all of their bits"
 NOT_NARROW = "gradients needed all of their bits"
-LITTLE = "sending what would fit in messages of its own would save too little (min_direct_bytes)"
+LITTLE = "sending narrow gradients in separate messages would save too little (min_direct_bytes)"
 OF_GRADIENTS = (ACCUMULATED, SAMPLED, NOT_NARROW, LITTLE)
 
 
@@ -449,7 +449,7 @@ def _why_full_width(rank: int) -> None:
     assert why(rank, autocast=False) == SAMPLED
     assert why(rank, autocast=False, **ON) == NOT_NARROW
     assert why(rank, width=64, **ON) == LITTLE
-    assert why(rank, direct=False) == why(rank, direct=False, **ON) == "it needs direct=True"
+    assert why(rank, direct=False) == why(rank, direct=False, **ON) == "narrow gradients need direct=True"
     os.environ["DDP_HOOKS_HOST"] = "one for both"
     assert why(rank) == why(rank, accumulate=3, **ON) == engine_settings.SHARED_HOSTS
 
@@ -491,7 +491,7 @@ def _why_is_told_of_the_policy_in_force(rank: int) -> None:
     # Closed, it stays what it was.
     state.set_policy("auto", direct=False)
     state.close()
-    assert state.stats().why_full_width == "it needs direct=True"
+    assert state.stats().why_full_width == "narrow gradients need direct=True"
 
 
 def test_why_is_told_of_the_policy_in_force() -> None:
@@ -517,9 +517,9 @@ class Group:
         ({}, [(0, 1)], None, "several ranks share a host"),
         ({"narrow": "on"}, [(0, 1)], None, "several ranks share a host"),
         ({"calibrate": True}, [(0, 1)], _C.CollectiveCosts(), ""),
-        ({"calibrate": True}, [(0, 1)], _C.CollectiveCosts(narrowing_seconds_per_byte=1), "links are faster"),
+        ({"calibrate": True}, [(0, 1)], _C.CollectiveCosts(narrowing_seconds_per_byte=1), "calibrate=True measured"),
         ({"calibrate": True, "narrow": "on"}, [(0, 1)], _C.CollectiveCosts(narrowing_seconds_per_byte=1), ""),
-        ({}, [(rank,) for rank in range(65)], None, "it needs at most 64 ranks, and there are 65"),
+        ({}, [(rank,) for rank in range(65)], None, "narrow gradients need at most 64 ranks, and there are 65"),
         ({"min_divided_bytes": 10**9}, [(0,), (1,)], None, "every parameter is too small for it"),
     ],
 )
@@ -540,4 +540,4 @@ def test_what_keeps_gradients_at_full_width(
         assert told([torch.zeros(())]).startswith("every parameter is too small for it (min_divided_bytes is 65.5 kB)")
         assert told([large.to(torch.complex64), torch.zeros(())]) == ""
         monkeypatch.setattr(engine_settings._C, "can_send_directly", lambda group, device: False)
-        assert told([large]) == "it needs a process group of gloo or NCCL"
+        assert told([large]) == "narrow gradients need a gloo or NCCL process group"

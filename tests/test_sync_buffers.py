@@ -287,7 +287,7 @@ def _join(rank):
     ddp_hooks.sync.BufferSync(ddp, "broadcast")
     with ddp.join(), pytest.raises(RuntimeError, match=r"expected no ddp.join\(\).*'before_eval'"):
         ddp(batch(rank, 0))
-    with pytest.raises(RuntimeError, match="switched on behind its end"):
+    with pytest.raises(RuntimeError, match="switched on after the block ends"):
         ddp(batch(rank, 0))
     with ddp.join(enable=False):
         pass
@@ -330,7 +330,7 @@ def _after_the_group(rank, mode):
     dist.barrier()
     dist.destroy_process_group(group)
     for _ in range(2):
-        with pytest.raises(ValueError, match="process group that is in use, received one that was destroyed; make it"):
+        with pytest.raises(ValueError, match="that is in use, received one that was destroyed; make a new one"):
             ddp(batch(rank, 0)) if mode != "before_eval" else ddp.eval()
     buffer_sync.remove()
     assert not ddp.eval().module.training
@@ -362,7 +362,7 @@ def _refusals(rank):
     with pytest.raises(ValueError, match="without a buffer hook"):
         ddp_hooks.sync.BufferSync(ddp, "changed")
     without = DistributedDataParallel(Model(), broadcast_buffers=False)
-    with pytest.raises(ValueError, match="broadcast_buffers=False; build it with True, or use 'before_eval'"):
+    with pytest.raises(ValueError, match="broadcast_buffers=False; pass True, or use 'before_eval'"):
         ddp_hooks.sync.BufferSync(without, "average")
     ddp_hooks.sync.BufferSync(without, "before_eval")
     without.module.table.fill_(rank)

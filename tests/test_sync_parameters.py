@@ -403,7 +403,7 @@ def _lacks_a_parameter(rank, name):
     for child in ("a", "b") if rank == 0 else ("b", "a"):
         module.register_parameter(child, nn.Parameter(torch.ones(2)))
     before = copy.deepcopy(module)
-    _expect_disagreement(lambda: function(module), before, module, "different orders: at position 0")
+    _expect_disagreement(lambda: function(module), before, module, "different orders: position 0 is")
     # The group still works.
     dist.barrier()
 
@@ -464,7 +464,7 @@ def _refusals(rank):
         (ValueError, "tensor '1' is a lazy conjugate: make it .resolve_conj()", [torch.ones(2), conjugate]),
         (ValueError, "lazily negated: make it .resolve_neg()", [conjugate.imag]),
         (ValueError, "tensor '0' takes 16 bytes of a storage of 0", [without_memory(torch.ones(4))]),
-        (ValueError, "takes 20 bytes of a storage of 16", [without_memory(torch.ones(6).view(2, 3)[:, :2], 16)]),
+        (ValueError, "needs 20 bytes, but its storage has 16", [without_memory(torch.ones(6).view(2, 3)[:, :2], 16)]),
         (ValueError, "is a FakeTensor, which holds no elements", [make_fake(torch.ones(4))]),
         (ValueError, ".int_repr()", [torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)]),
     ]

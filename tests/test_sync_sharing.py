@@ -254,7 +254,7 @@ def _refusals(rank):
         ddp_hooks.sync.share_parameters(nn.Linear(2, 2, device="meta"))
     module = nn.Linear(2, 2)
     module.weight.data.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="parameter 'weight' takes 16 bytes of a storage of 0"):
+    with pytest.raises(ValueError, match="parameter 'weight' needs 16 bytes, but its storage has 0"):
         ddp_hooks.sync.share_parameters(module)
     module = nn.Linear(2, 2)
     module.register_buffer("view", module.weight.detach()[0])

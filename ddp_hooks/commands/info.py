@@ -12,9 +12,9 @@ def add_to(commands: Any) -> None:
     """Describe the command to an argument parser's ``add_subparsers()``."""
     parser = commands.add_parser(
         "info",
-        help="print versions, and why ddp_hooks does not load if it does not",
-        description="Prints the versions of ddp_hooks, torch and Python. If ddp_hooks does not load, it says why and "
-        "what to do, and exits with 1.",
+        help="print versions; if ddp_hooks does not load, say why",
+        description="Prints the versions of ddp_hooks, torch and Python. If ddp_hooks does not load, says why and "
+        "what to do, and exits with status 1.",
     )
     parser.set_defaults(execute=_execute)
 

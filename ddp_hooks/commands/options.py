@@ -75,15 +75,17 @@ def parse_new_file(text: str) -> Path:
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, received {text!r}")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"expected a file that may be written, received {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a writable file, received {text!r}")
     # The script may change the current folder.
     return path.absolute()
 
 
 def add_script_to(parser: argparse.ArgumentParser) -> None:
     """Let a parser take a script and the script's own arguments, after all options of ours; see :func:`script_of`."""
-    parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is a module's name, as for python -m")
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="what to run, and its arguments")
+    parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is a module name, as for python -m")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="the script to run and its arguments"
+    )
     parser.set_defaults(refuse=parser.error)
 
 
@@ -114,8 +116,8 @@ def explain_missing_launcher(command: str, error: BaseException) -> bool:
     begins = [i for i, pair in enumerate(itertools.pairwise(original)) if pair == ("-m", "ddp_hooks")]
     line = shlex.join(original[begins[0] :]) if begins else f"-m ddp_hooks {command} SCRIPT ..."
     text = (
-        f"ddp_hooks {command}: the script expects to be one of several ranks, and no launcher has started it. Start it "
-        f"with torchrun, for instance: torchrun --nproc-per-node 2 {line} (it raised {type(error).__name__}: {error})"
+        f"ddp_hooks {command}: the script expects to be one of several ranks, but no launcher started it. Start it "
+        f"with torchrun, for example: torchrun --nproc-per-node 2 {line} (it raised {type(error).__name__}: {error})"
     )
     print(fill(text), file=sys.stderr)
     return True

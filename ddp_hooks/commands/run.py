@@ -20,9 +20,9 @@ def add_to(commands: Any) -> None:
         "run",
         usage="torchrun ... -m ddp_hooks run [--policy NAME] [--set NAME=VALUE]\n           [--report FILE] [--quiet] "
         "[--watch] [-m] SCRIPT ...",
-        help="run a training script with ddp_hooks in it, and print what was saved",
-        description="Runs a training script as if it had been started itself, after ddp_hooks.enable(): each "
-        "DistributedDataParallel module that it makes gets the hook. At the end rank 0 prints the statistics to "
+        help="run a training script with ddp_hooks enabled, and print what was saved",
+        description="Calls ddp_hooks.enable(), then runs a training script as if it had been started directly: each "
+        "DistributedDataParallel module that it makes gets the hook. At the end, rank 0 prints the statistics to "
         "standard error.",
         epilog="Start every rank with it, as in `torchrun --nproc-per-node 2 -m ddp_hooks run train.py --lr 0.1`.",
     )
@@ -33,12 +33,12 @@ def add_to(commands: Any) -> None:
         action="append",
         metavar="NAME=VALUE",
         default=[],
-        help="set a field of the policy or of its tuning, as in `--set rebuild_after=100`; may be given again",
+        help="set a field of the policy or of its tuning, as in `--set rebuild_after=100`; may be repeated",
     )
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="register no hook: plain DDP trains, and only the ranks are named that others wait for",
+        help="register no hook: train with plain DDP, and only name the ranks that others wait for",
     )
     parser.add_argument("--quiet", action="store_true", help="print no statistics")
     parser.add_argument("--report", type=parse_new_file, metavar="FILE", help="write the statistics to FILE, as JSON")

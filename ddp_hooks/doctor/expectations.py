@@ -201,7 +201,7 @@ def _expect(function: str, used: bool, module: torch.nn.Module, what: tuple[Sele
             # A rank that joins would not hear of the others' passes. DDP does not say whether the block has ended.
             raise RuntimeError(
                 f"{function}: expected to be called before `with ddp.join()`, received a module that a join block was "
-                "begun for. DDP leaves it switched on behind the block; `with ddp.join(enable=False): pass` switches "
+                "begun for. DDP leaves it switched on after the block; `with ddp.join(enable=False): pass` switches "
                 "it off, between two blocks"
             )
     except (TypeError, ValueError, RuntimeError) as error:

@@ -253,19 +253,19 @@ class ParamGroup:
         if problem := self.why_unwatched():
             return problem
         if self.device.type != "cpu":
-            return f"expected parameters on the CPU, received some on {self.device.type}, which is not served yet"
+            return f"expected parameters on the CPU, received some on {self.device.type}, which is not supported yet"
         if self.owner is not None:
-            return "a part of the module is registered already, and another one is not; close() that state first"
+            return "a part of the module is already registered on its own; close() that state first"
         comm = type(self._inner._reduce_scatter_comm).__name__
         if comm not in _PLAIN:
-            return f"a custom reduce-scatter is set already ({comm}), and FSDP2 takes one; do not set it"
+            return f"a custom reduce-scatter is already set ({comm}), and FSDP2 takes only one; do not set it"
         return None
 
 
 def _another_fsdp2(what: str) -> str:
     return (
-        f"FSDP2 of torch {torch.__version__} is not the one that ddp_hooks reads: {what}. ddp_hooks.fsdp serves torch "
-        f"{OLDEST_TORCH} and later, as far as it was tested"
+        f"FSDP2 of torch {torch.__version__} has other internals than ddp_hooks.fsdp expects: {what}. Use torch "
+        f"{OLDEST_TORCH} or a later version that ddp_hooks is tested with"
     )
 
 
@@ -424,7 +424,7 @@ def find(module: nn.Module) -> list[ParamGroup]:
             continue
         state = part._get_fsdp_state()
         if not hasattr(state, "_fsdp_param_groups"):
-            raise RuntimeError(_another_fsdp2("it has no _fsdp_param_groups of a module"))
+            raise RuntimeError(_another_fsdp2("its modules have no _fsdp_param_groups"))
         for group in state._fsdp_param_groups:
             if id(group) in seen:
                 continue
@@ -441,7 +441,7 @@ def find(module: nn.Module) -> list[ParamGroup]:
             )
     if not groups:
         raise TypeError(
-            f"expected a module with fully_shard applied, received {type(inner).__name__} without; call "
+            f"expected a module with fully_shard applied, received {type(inner).__name__} without it; call "
             "torch.distributed.fsdp.fully_shard first"
         )
     return groups

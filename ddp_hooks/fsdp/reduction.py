@@ -365,7 +365,7 @@ class ReduceScatter:
         if units.numel != output.numel():
             raise RuntimeError(
                 f"ddp_hooks.fsdp: expected {units.numel} elements to be reduced for each rank, received "
-                f"{output.numel()}: this FSDP2 lays out gradients in another way"
+                f"{output.numel()}: this version of FSDP2 lays out gradients differently"
             )
         message = exchange.new_codes(ranks)
         sizes, narrow_bytes, units_sent, units_narrow = units.choose(

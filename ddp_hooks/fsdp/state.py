@@ -172,11 +172,11 @@ class _ServedGroup:
     def _average_over_hosts(self, shard: torch.Tensor) -> None:
         participants = self.group.participants
         if self.over_hosts is None or participants is None:
-            raise RuntimeError("ddp_hooks.fsdp: a gradient was reduced outside of its group's backward")
+            raise RuntimeError("ddp_hooks.fsdp: a gradient was reduced outside its group's backward pass")
         if not self.group.reduces_everywhere:
             raise RuntimeError(
-                "ddp_hooks.fsdp: expected set_requires_all_reduce(True) with a mesh of hosts, or what was left out "
-                "once would never be averaged; accumulate with set_requires_gradient_sync(False)"
+                "ddp_hooks.fsdp: expected set_requires_all_reduce(True) with a mesh of hosts, because gradients that "
+                "are left out once are never averaged; accumulate with set_requires_gradient_sync(False)"
             )
         # Where a host has one rank, nobody has told it anything.
         announced = self._announced_now if len(self._ranks) > 1 else None
@@ -204,11 +204,11 @@ class _ServedGroup:
                 lines.append(f"{who} has no gradient of {names}")
         if not lines:
             names = ", ".join(self.group.names[:3]) + (", ..." if len(self.group.names) > 3 else "")
-            lines.append(f"ranks reduce different modules at once, this one that of {names}")
+            lines.append(f"ranks are reducing different modules, this one the module of {names}")
         return (
             f"ddp_hooks.fsdp: the ranks hold gradients of different parameters: {'; '.join(lines)}. "
-            "Plain FSDP2 would mix them up or hang; call set_reduce_scatter_unused_params(True) on the module, which "
-            "with ddp_hooks sends nothing for them"
+            "Plain FSDP2 would mix them up or hang; call set_reduce_scatter_unused_params(True) on the module; "
+            "ddp_hooks then sends nothing for unused parameters"
         )
 
     def usage(self) -> Iterator[ParameterUsage]:
@@ -348,8 +348,8 @@ class _Registration:
             for name, has, received in (("policy", known.policy, self.policy), ("mesh", known.mesh, mesh)):
                 if has != received:
                     raise RuntimeError(
-                        f"{_FUNCTION}: the module is registered with {name}={has!r}, received {received!r}; close() "
-                        "that state first"
+                        f"{_FUNCTION}: the module is already registered with {name}={has!r}, received "
+                        f"{received!r}; close() that state first"
                     )
             self.known = known
         elif problem := _why_not_disabled(mesh) if is_disabled() else _why_unsupported(groups, mesh):
@@ -365,7 +365,7 @@ def _resolve(policy: Policy | str, settings: Mapping[str, Any]) -> Policy:
     chosen = resolve(policy, settings, _FUNCTION)
     if chosen.rebuild_after:
         raise ValueError(
-            f"{_FUNCTION}: expected rebuild_after=0, received {chosen.rebuild_after}: there is nothing to rebuild"
+            f"{_FUNCTION}: expected rebuild_after=0, received {chosen.rebuild_after}: FSDP2 has nothing to rebuild"
         )
     return chosen
 
@@ -387,20 +387,20 @@ def _why_unsupported(groups: Sequence[ParamGroup], mesh: DeviceMesh | None) -> s
 
 
 def _why_not_over_hosts(group: ParamGroup, mesh: DeviceMesh | None) -> str | None:
-    way_out = "over the second dimension of a mesh of hosts x ranks of a host, and pass that mesh to register"
+    way_out = "over the second dimension of a mesh of hosts x ranks per host, and pass that mesh to register"
     if mesh is None:
         if group.process_group is None:
-            return f"FSDP2 all-reduces what replicate() manages by itself; apply it {way_out}"
+            return f"FSDP2 itself all-reduces parameters under replicate(); apply it {way_out}"
         return None
     if mesh.ndim != 2:
-        return f"expected a mesh of two dimensions, hosts x ranks of a host, received one of {mesh.ndim}"
+        return f"expected a mesh of two dimensions, hosts x ranks per host, received one of {mesh.ndim}"
     if group.replicas is not None and dist.get_world_size(group.replicas) > 1:
-        return f"FSDP2 averages over hosts by itself here; apply fully_shard or replicate {way_out}"
+        return f"FSDP2 itself averages over hosts here; apply fully_shard or replicate {way_out}"
     local = group.process_group or group.replicas
     if local is None or dist.get_process_group_ranks(local) != dist.get_process_group_ranks(mesh.get_group(1)):
-        return "expected fully_shard over the second dimension of the mesh, received it over other ranks"
+        return "expected fully_shard over the second dimension of the mesh, but it is applied over other ranks"
     if group.has_hook:
-        return "an all-reduce hook is set already, and FSDP2 takes one; do not set it"
+        return "an all-reduce hook is already set, and FSDP2 takes only one; do not set it"
     return None
 
 
@@ -416,8 +416,8 @@ def _describe(
         "ddp_hooks": __version__,
         "torch": torch.__version__,
         "policy": repr(policy),
-        "parameters": f"{len(columns)} in {len(groups)} groups, of {sum(column.length for column in columns)} elements "
-        "a rank",
+        "parameters": f"{len(columns)} in {len(groups)} groups, with {sum(column.length for column in columns)} "
+        "elements per rank",
         "mesh": "none" if mesh is None else str(tuple(mesh.mesh.shape)),
-        "module": "not registered" if known is None else "registered already",
+        "module": "not registered" if known is None else "already registered",
     }

@@ -70,7 +70,7 @@ class HookOfTrainer:
                 self.state.load_state_dict(saved or first)
             except (TypeError, ValueError) as error:
                 # Statistics are no reason to keep anybody from a checkpoint.
-                warnings.warn(f"ddp_hooks: the checkpoint's statistics were left out. {error}", stacklevel=2)
+                warnings.warn(f"ddp_hooks: the statistics in the checkpoint were ignored. {error}", stacklevel=2)
             self._resets, self._logged = origin_of(self.state)
 
     def state_dict(self) -> dict[str, Any]:

@@ -55,11 +55,11 @@ class SkipUnusedCallback(Callback):
         if isinstance(ddp, DistributedDataParallel):
             self._hook.register(ddp)
         elif trainer.world_size > 1:
-            way_out = 'use strategy="ddp", or leave the callback out'
+            way_out = 'use strategy="ddp", or remove the callback'
             if isinstance(trainer.strategy, ModelParallelStrategy):
                 way_out = (
-                    "leave the callback out, and in LightningModule.on_fit_start call ddp_hooks.fsdp.register on the "
-                    "module that configure_model has applied fully_shard to"
+                    "remove the callback, and in LightningModule.on_fit_start call ddp_hooks.fsdp.register on the "
+                    "module that configure_model applied fully_shard to"
                 )
             raise TypeError(
                 "SkipUnusedCallback: expected a strategy that wraps the module in DistributedDataParallel, received "

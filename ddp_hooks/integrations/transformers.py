@@ -79,7 +79,7 @@ class SkipUnusedCallback(TrainerCallback):
         elif args.world_size > 1:
             raise TypeError(
                 "SkipUnusedCallback: expected a model that Trainer wraps in DistributedDataParallel, received "
-                f"{short(module)}; train without FSDP or DeepSpeed, or leave the callback out"
+                f"{short(module)}; train without FSDP or DeepSpeed, or remove the callback"
             )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:

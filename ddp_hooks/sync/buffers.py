@@ -99,8 +99,8 @@ class BufferSync:
                 )
             if mode in _IN_FORWARD and not ddp.broadcast_buffers:
                 raise ValueError(
-                    f"expected DDP to synchronise buffers for mode {mode!r}, but it was built with "
-                    "broadcast_buffers=False; build it with True, or use 'before_eval'"
+                    f"expected DDP to synchronise buffers for mode {mode!r}, but it was made with "
+                    "broadcast_buffers=False; pass True, or use 'before_eval'"
                 )
             if hasattr(ddp, "buffer_hook"):
                 raise ValueError("expected a DDP module without a buffer hook; remove() the BufferSync it has")
@@ -169,8 +169,8 @@ class BufferSync:
             # ones too, so every rank raises.
             raise RuntimeError(
                 f"BufferSync: expected no ddp.join() with mode {self.mode!r}, because a rank that has joined has stale "
-                "buffers; use 'before_eval', or remove() before joining. DDP leaves a join block switched on behind "
-                "its end: `with ddp.join(enable=False): pass` switches it off"
+                "buffers; use 'before_eval', or remove() before joining. DDP leaves join switched on after "
+                "the block ends; `with ddp.join(enable=False): pass` switches it off"
             )
         group = self._ddp.process_group
         if self.mode == "broadcast":

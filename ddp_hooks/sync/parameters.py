@@ -246,7 +246,7 @@ def average_named(
     if not 0 < sum(rank_weights) < math.inf:
         # Known to all ranks, which raise it together.
         raise ValueError(
-            f"expected weights with a positive, finite sum, received {short(rank_weights)}, by rank; give at least one "
+            f"expected weights with a positive, finite sum, received {short(rank_weights)} by rank; give at least one "
             "rank a weight above 0"
         )
 
@@ -330,7 +330,7 @@ def _own_weight(weights: float | Sequence[float] | None, group: dist.ProcessGrou
 def _describe_weights(weights: float | Sequence[float] | None) -> object:
     if isinstance(weights, Sequence):
         return [float(weight) for weight in weights]
-    return None if weights is None else "one number a rank"
+    return None if weights is None else "one number per rank"
 
 
 def _check_weight(weight: object) -> float:
@@ -340,10 +340,10 @@ def _check_weight(weight: object) -> float:
         number = float(weight)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(
-            f"expected weights to be a number, a list of one number a rank, or None, received {short(weight)}"
+            f"expected weights to be a number, a list with one number per rank, or None, received {short(weight)}"
         ) from None
     if not 0 <= number < math.inf:
-        raise ValueError(f"expected a weight that is finite and not negative, received {number}")
+        raise ValueError(f"expected a finite weight that is not negative, received {number}")
     return number
 
 
@@ -360,7 +360,7 @@ def _check_src(src: object, group: dist.ProcessGroup) -> int:
     if not 0 <= rank < ranks:
         raise ValueError(
             f"expected src to be a rank of the process group, 0 to {ranks - 1}, received {short(rank)}; "
-            "it counts within process_group"
+            "ranks are counted within process_group"
         )
     return rank
 

@@ -65,11 +65,11 @@ class TensorDifference:
         note = "" if self.majority else ", no majority"
         reference = set(self.versions[0])
         amounts = ", ".join(
-            f"rank {rank} by {difference:.3g}"
+            f"{difference:.3g} on rank {rank}"
             for rank, difference in enumerate(self.max_abs_differences)
             if rank not in reference
         )
-        return f"{self.kind} {self.name!r}: ranks {versions}{note}; at most {amounts}"
+        return f"{self.kind} {self.name!r}: ranks {versions}{note}; they differ by at most {amounts}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ def verify_replicas(
         check_flag("raise_on_difference", raise_on_difference)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"expected optimizer to be a torch.optim.Optimizer or None, received {short(optimizer)}; of a wrapper "
-                "pass the optimizer in it"
+                f"expected optimizer to be a torch.optim.Optimizer or None, received {short(optimizer)}; if it is a "
+                "wrapper, pass the optimizer inside it"
             )
         tensors = _everything(module, optimizer, gradients)
         check_readable(tensors)

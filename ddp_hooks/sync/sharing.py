@@ -297,7 +297,7 @@ def _place(module: torch.nn.Module) -> tuple[list[torch.nn.Parameter], _Placemen
         if parameter.tensor.device.type != "cpu":
             raise ValueError(
                 f"expected parameters on the CPU, but {parameter.label} is on {parameter.tensor.device}: "
-                "ranks share the memory of their host only"
+                "ranks can share only the memory of their host"
             )
         if _find(parameter.tensor) is not None:
             raise ValueError(f"expected parameters that are not shared yet, but {parameter.label} is; release() first")
@@ -316,7 +316,7 @@ def _place(module: torch.nn.Module) -> tuple[list[torch.nn.Parameter], _Placemen
         if buffer.tensor.device.type == "cpu" and storage.nbytes() > 0 and storage.data_ptr() in placed:
             raise ValueError(
                 f"expected buffers with memory of their own, but {buffer.label} is a view of a parameter: "
-                "make it a .clone()"
+                "replace it with a .clone()"
             )
     placement = _Placement(
         storages=tuple(storage for storage, _ in placed.values()),

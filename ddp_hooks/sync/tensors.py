@@ -111,7 +111,7 @@ def read_tensors(source: TensorSource) -> list[torch.Tensor]:
     if isinstance(source, torch.Tensor):
         return [source]
     if not isinstance(source, Iterable) or isinstance(source, (str, bytes, Mapping)):
-        of_a_dictionary = "; of a dictionary, pass its .values()" if isinstance(source, Mapping) else ""
+        of_a_dictionary = "; for a dictionary, pass its .values()" if isinstance(source, Mapping) else ""
         raise TypeError(
             f"expected a module, a DDP module or tensors, received {type(source).__name__} ({short(source)}); "
             f"pass the model itself or model.parameters(){of_a_dictionary}"
@@ -121,7 +121,7 @@ def read_tensors(source: TensorSource) -> list[torch.Tensor]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"expected every element to be a tensor, received {type(tensor).__name__} at position {position} "
-                f"({short(tensor)}); pass the model itself or model.parameters(), and of a dictionary its .values()"
+                f"({short(tensor)}); pass the model itself or model.parameters(); for a dictionary, its .values()"
             )
         tensors.append(tensor)
     check_not_empty(tensors, source)
@@ -140,7 +140,7 @@ def check_not_empty(tensors: Sequence[torch.Tensor], source: object) -> None:
     """
     if tensors:
         return
-    used_up = ", which something else may have read to its end before" if isinstance(source, Iterator) else ""
+    used_up = ", which may have been consumed already" if isinstance(source, Iterator) else ""
     raise ValueError(
         f"expected at least one tensor, received an empty {type(source).__name__}{used_up}; "
         "pass the model itself, or a fresh model.parameters()"
@@ -150,7 +150,7 @@ def check_not_empty(tensors: Sequence[torch.Tensor], source: object) -> None:
 def _unsuitable(tensor: torch.Tensor) -> str | None:
     wraps_others: bool = is_traceable_wrapper_subclass(tensor)
     if wraps_others:
-        return f"is a {type(tensor).__name__}, which holds other tensors: pass those, for instance .to_local()"
+        return f"is a {type(tensor).__name__}, which holds other tensors: pass those, for example .to_local()"
     if tensor.layout != torch.strided:
         return f"has layout {tensor.layout}: make it dense with .to_dense()"
     if tensor.is_quantized:
@@ -159,11 +159,11 @@ def _unsuitable(tensor: torch.Tensor) -> str | None:
         return "is on the meta device and holds no elements: materialise it first"
     storage = tensor.untyped_storage()
     if storage.device.type == "meta":
-        return f"is a {type(tensor).__name__}, which holds no elements: pass a tensor that does"
+        return f"is a {type(tensor).__name__}, which holds no elements: pass a tensor that has some"
     needed_bytes = _needed_bytes(tensor)
     if storage.nbytes() < needed_bytes:
         # Kernels take an address and a shape, and would read what is not there.
-        return f"takes {needed_bytes} bytes of a storage of {storage.nbytes()}: give it its elements back first"
+        return f"needs {needed_bytes} bytes, but its storage has {storage.nbytes()}: restore its elements first"
     return None
 
 
@@ -193,7 +193,7 @@ def _unwritable(tensor: torch.Tensor) -> str | None:
     if tensor.is_neg():
         return "is lazily negated: make it .resolve_neg()"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return "was made in inference_mode(), and can be written there only: make it a .clone()"
+        return "was made in inference_mode() and can be written only there: replace it with a .clone()"
     return None
 
 
