@@ -153,7 +153,7 @@ def frozen_and_copied_by_ddp(rank: int, native: bool) -> None:
         ddp(batch(rank, 0)).sum().backward()
         ddp.finalize_backward()
 
-    with pytest.raises(RuntimeError, match=r"nothing puts it back.*find_unused_parameters=True"):
+    with pytest.raises(RuntimeError, match=r"nothing restores afterwards.*find_unused_parameters=True"):
         step()
 
 

@@ -1439,7 +1439,9 @@ def test_wrong_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddp_hooks import _build_info, _extension
 
     monkeypatch.setattr(_build_info, "TORCH_VERSION", "2.0.0")
-    with pytest.raises(ImportError, match=r"built for torch 2\.0\.0, but torch .* is installed\. In a checkout, rebuild it"):
+    with pytest.raises(
+        ImportError, match=r"built for torch 2\.0\.0, but torch .* is installed\. In a checkout, rebuild"
+    ):
         _extension.load()
 
 

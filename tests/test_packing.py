@@ -332,7 +332,7 @@ def test_full_width_is_scaled_on_the_way(dtype: torch.dtype, divides: bool) -> N
 
 def test_refuses_to_pack_what_does_not_fit() -> None:
     flat, buffer = torch.zeros(9), torch.zeros(15, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="expected a buffer of 20 bytes at least, received 15"):
+    with pytest.raises(RuntimeError, match="expected a buffer of at least 20 bytes, received 15"):
         testing.pack(buffer, flat, [(0, 9, BFLOAT16)])
     with pytest.raises(RuntimeError, match="expected a range within 9 elements"):
         testing.pack(buffer, flat, [(7, 3, BFLOAT16)])
@@ -569,7 +569,7 @@ def test_refuses_sums_that_do_not_fit() -> None:
         add(1, [Contribution(-2, BFLOAT16)])
     with pytest.raises(RuntimeError, match="expected contributions within 0 bytes"):
         add(1, [Contribution(0, BFLOAT16)], None)
-    with pytest.raises(RuntimeError, match="expected a contribution at least, received none"):
+    with pytest.raises(RuntimeError, match="expected at least one contribution, received none"):
         add(1, [])
     with pytest.raises(RuntimeError, match="expected one contribution that lies in the slice itself, received 2"):
         add(1, [Contribution(own=True), Contribution(own=True)])

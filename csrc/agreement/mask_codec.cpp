@@ -332,7 +332,7 @@ void merge_bitmap(std::span<const uint64_t> bits, UsageMask& into) {
   }
   const size_t tail = into.size() % 64;
   if ((tail != 0 && bits[count - 1] >> tail != 0) || !std::ranges::all_of(bits.subspan(count), is_zero)) {
-    refuse(into, "zeros past the last bit, received others");
+    refuse(into, "zeros past the last bit, received ones");
   }
   into.merge(UsageMask(into.size(), std::vector<uint64_t>(bits.begin(), bits.begin() + count)));
 }
@@ -382,7 +382,7 @@ void merge_compressed(std::span<const uint64_t> words, UsageMask& into) {
     return;
   }
   const auto check = [&](bool is_mask) {
-    if (!is_mask) refuse(into, "as many codes as the header says, and then zeros; received others");
+    if (!is_mask) refuse(into, "as many codes as the header says, then zeros; received something else");
   };
   // Nothing may change before the last code has been read. A few runs are remembered; more than take the memory of a
   // mask go into one.

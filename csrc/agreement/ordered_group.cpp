@@ -33,7 +33,7 @@ void OrderedGroup::start(int64_t turn, Start start, Then then) {
   {
     std::lock_guard lock(mutex_);
     ready_[turn] = {std::move(start), std::move(then)};
-    if (are_groups_kept()) close(std::make_exception_ptr(std::runtime_error("the interpreter ends")));
+    if (are_groups_kept()) close(std::make_exception_ptr(std::runtime_error("the interpreter is shutting down")));
     for (auto next = ready_.find(next_to_start_); !error_ && next != ready_.end(); next = ready_.find(next_to_start_)) {
       try {
         WorkPointer work = next->second.start(*group_);
@@ -69,8 +69,8 @@ bool OrderedGroup::has_failed() {
 void OrderedGroup::close(const std::exception_ptr& error) {
   if (error_) return;
   error_ = std::make_exception_ptr(
-      std::runtime_error("ddp_hooks: owners cannot send sums any more since a step failed; if the process group is "
-                         "still good, call state.close() and ddp_hooks.register(ddp) on every rank. What failed: " +
+      std::runtime_error("ddp_hooks: owners can no longer send sums because a step failed; if the process group still "
+                         "works, call state.close() and ddp_hooks.register(ddp) on every rank. The step's error: " +
                          message_of(error)));
   group_.let_go();
 }

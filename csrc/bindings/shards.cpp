@@ -19,7 +19,7 @@ class CodeRows {
   CodeRows(const at::Tensor& codes, const ShardUnits& units) : tensor_(codes) {
     TORCH_CHECK(codes.is_cpu() && codes.scalar_type() == at::kByte && codes.dim() == 2 &&
                     codes.size(1) >= units.code_bytes() && codes.stride(1) == 1,
-                "ddp_hooks: expected rows of ", units.code_bytes(), " bytes at least for codes, received ",
+                "ddp_hooks: expected rows of at least ", units.code_bytes(), " bytes for codes, received ",
                 codes.scalar_type(), " of shape ", codes.sizes());
   }
 

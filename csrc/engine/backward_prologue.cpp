@@ -53,8 +53,8 @@ bool BackwardPrologue::outputs_reached(bool takes_gradients) {
     // The Reducer will not begin, and so would never ask for gradients that it does not know.
     for (size_t i = reducer_.parameters().size(); i < names_.size(); ++i) {
       TORCH_CHECK(unused_.has_nothing_to_send(i), "ddp_hooks: parameter '", names_[i],
-                  "' was unfrozen after DDP's Reducer had been made without it, and nothing that the Reducer knows is "
-                  "used with it: call ddp_hooks.rebuild(ddp) after unfreezing");
+                  "' was unfrozen after DDP's Reducer had been made without it, and this pass uses no parameter that "
+                  "the Reducer knows: call ddp_hooks.rebuild(ddp) after unfreezing");
     }
     return false;
   }

@@ -110,7 +110,7 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   step_->buckets.emplace_back(bucket.getBuffer(), future);
   if (first) {
     TORCH_CHECK(bucket.getIndex() == 0, "ddp_hooks: expected the first bucket of a backward pass, received bucket ",
-                bucket.getIndex(), ": register the hook before backward() begins");
+                bucket.getIndex(), "; register the hook before backward() begins");
     open_step(shadow);
   }
   if (step_->error) std::rethrow_exception(step_->error);
@@ -231,9 +231,8 @@ std::vector<SentElements> Engine::send_units(const SettledUnits& settled) {
 void Engine::open_step(bool shadow) {
   refuse_capture(step_->buckets.front().buffer().device());
   refresh_layout();
-  TORCH_CHECK(
-      reducer_.process_group().get() == data_group_.get(),
-      "ddp_hooks: the module's process group was replaced; wrap the module anew on every rank, and register again");
+  TORCH_CHECK(reducer_.process_group().get() == data_group_.get(),
+              "ddp_hooks: the module's process group was replaced; wrap the module and register again on every rank");
   reducer_.wait_for_used_map();
   reducer_.unmark_used_map_reduced();
   const int64_t step_number = step_number_++;
@@ -283,12 +282,13 @@ void Engine::keep_untouched() {
     // With a static graph the Reducer itself leaves alone what was unused in the first pass.
     is_written = is_written || !reducer_.has_static_graph() || !parameter.requires_grad();
   }
-  TORCH_CHECK(!is_written || !reducer_.finalizes_manually(),
-              "ddp_hooks: some parameters are unused on every rank in this step, and DDP would write their .grad in "
-              "finalize_backward(), after which nothing puts it "
-              "back: with require_manual_backward_finalization and without a search of the graph expected buckets "
-              "that the engine fills; register with ddp_hooks.register(ddp), leave lazy_bucket_allocation out, call "
-              "ddp_hooks.rebuild(ddp) after freezing, or wrap with find_unused_parameters=True");
+  TORCH_CHECK(
+      !is_written || !reducer_.finalizes_manually(),
+      "ddp_hooks: some parameters are unused on every rank in this step, and finalize_backward() would overwrite "
+      "their .grad, which nothing restores afterwards: with require_manual_backward_finalization and "
+      "find_unused_parameters=False, expected buckets that the engine fills. Register with "
+      "ddp_hooks.register(ddp), do not set lazy_bucket_allocation, call ddp_hooks.rebuild(ddp) after freezing, "
+      "or wrap with find_unused_parameters=True");
 }
 
 // What is looked into in this step: units of some parameters, and the values of the others.
@@ -410,9 +410,9 @@ void Engine::after_backward(const std::shared_ptr<Step>& step) {
   if (step->unannounced) {
     queue_error(
         "ddp_hooks: parameter '" + names_[*step->unannounced] +
-        "' was unused here when the mask exchange began and has a gradient now, which was not sent: expected what is "
-        "used to stand when backward reaches the module's outputs. An earlier backward pass that failed half-way, or a "
-        "gradient made by hand during this one, can be the cause");
+        "' was unused here when the mask exchange began, but has a gradient now, which was not sent: expected the used "
+        "parameters to be known when backward reaches the module's outputs. Possible causes are an earlier backward "
+        "pass that failed halfway and a gradient set by hand during this one");
   }
   // Drops buckets that .grad has yet to be read from on this stream. The wait for their futures recorded them on it.
   if (step->rebuild) rebuild();

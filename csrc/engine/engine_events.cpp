@@ -35,9 +35,9 @@ void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchroni
   if (!prologue_) return;
   TORCH_CHECK(
       settings_.rebuild_after_steps == 0 || !reducer_.finalizes_manually(),
-      "ddp_hooks: rebuild_after makes the Reducer anew at the end of backward, when with DDP's "
-      "require_manual_backward_finalization its gradients are still under way: expected one of the two, received "
-      "both; leave rebuild_after out of the policy, and call ddp_hooks.rebuild(ddp) on every rank after "
+      "ddp_hooks: expected rebuild_after or DDP's require_manual_backward_finalization, received both: rebuild_after "
+      "rebuilds the Reducer at the end of backward, when gradients that are finalized manually are still in flight; "
+      "leave rebuild_after out of the policy, and call ddp_hooks.rebuild(ddp) on every rank after "
       "finalize_backward()");
   const std::weak_ptr<Engine> engine = weak_from_this();
   const auto reached = [engine] {

@@ -62,8 +62,8 @@ bool can_serve(c10::DeviceType type) {
 void check_device(c10::Device device) {
   if (can_serve(device.type())) return;
   TORCH_CHECK(!device.is_cuda(), "ddp_hooks: expected gradients on the CPU, received ", device,
-              "; this build has no CUDA path: build ddp_hooks again with DDP_HOOKS_CUDA=1, which needs a torch with "
-              "CUDA and its nvcc and says if either is missing");
+              "; this build has no CUDA kernels: rebuild ddp_hooks with DDP_HOOKS_CUDA=1, which needs a torch with "
+              "CUDA and its nvcc; the build says if either is missing");
   TORCH_CHECK(false, "ddp_hooks: expected gradients on the CPU", can_serve(c10::kCUDA) ? " or on CUDA" : "",
               ", received ", device, "; there are no kernels for that device");
 }
@@ -95,8 +95,8 @@ bool is_capturing(c10::Device device) {
 void refuse_capture(c10::Device device) {
   TORCH_CHECK(
       !is_capturing(device),
-      "ddp_hooks: expected a step that is run, received one that is captured into a CUDA graph: what is sent is "
-      "agreed on the host in each step, and a graph would replay one step's answer. Capture without this hook");
+      "ddp_hooks: expected a step that runs, received one that is captured into a CUDA graph: the host agrees on what "
+      "to send in each step, and a graph would replay one step's answer. Capture without this hook");
 }
 
 }  // namespace ddp_hooks

@@ -32,7 +32,7 @@ void check_width(Width width, ElementType type) {
 
 void check_sum(const SliceSum& sum, SliceReader& reader, int64_t received_bytes) {
   reader.look_at(sum.to);
-  TORCH_CHECK(!sum.contributions.empty(), "ddp_hooks: expected a contribution at least, received none");
+  TORCH_CHECK(!sum.contributions.empty(), "ddp_hooks: expected at least one contribution, received none");
   int64_t own = 0;
   for (const Contribution& each : sum.contributions) {
     if (each.own) {
@@ -149,7 +149,7 @@ void pack(const at::Tensor& to, const std::vector<PackedSlice>& from) {
     check_to_pack(each, reader);
     total += packed_bytes(each.slice.length, each.width, reader.element_bytes());
   }
-  TORCH_CHECK(total <= to.numel(), "ddp_hooks: expected a buffer of ", total, " bytes at least, received ", to.numel());
+  TORCH_CHECK(total <= to.numel(), "ddp_hooks: expected a buffer of at least ", total, " bytes, received ", to.numel());
   if (!to.is_cpu()) return pack_on_device(to, from);
   char* position = static_cast<char*>(to.data_ptr());
   for (const PackedSlice& each : from) {
@@ -166,8 +166,8 @@ void sum_contributions(const at::Tensor& packed, const std::vector<SliceSum>& su
   const c10::Device device = sums.front().to.flat->device();
   check_device(device);
   if (packed.defined()) {
-    check_buffer(packed, "what was received");
-    TORCH_CHECK(packed.device() == device, "ddp_hooks: expected what was received on ", device, ", received ",
+    check_buffer(packed, "received data");
+    TORCH_CHECK(packed.device() == device, "ddp_hooks: expected received data on ", device, ", received ",
                 packed.device());
   }
   const int64_t received_bytes = packed.defined() ? packed.numel() : 0;

@@ -29,7 +29,7 @@ void check_alike(const std::vector<UnitsOfSlice>& slices) {
   for (const auto& [slice, unit_length] : slices) {
     check_range(slice.flat, slice.offset, slice.length);
     TORCH_CHECK(slice.length > 0 && unit_length > 0,
-                "ddp_hooks: expected a unit of an element at least, received units of ", unit_length, " elements in ",
+                "ddp_hooks: expected units of at least one element, received units of ", unit_length, " elements in ",
                 slice.length);
     TORCH_CHECK(slice.flat.device() == first.device() && slice.flat.scalar_type() == first.scalar_type(),
                 "ddp_hooks: expected slices of ", first.scalar_type(), " on ", first.device(), ", received one of ",

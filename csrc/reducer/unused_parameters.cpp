@@ -144,8 +144,8 @@ void UnusedParameters::guard(size_t parameter) {
   guards_.try_emplace(parameter, reducer_.accumulators()[parameter],
                       [armed = armed_, parameter, name = names_[parameter]] {
                         TORCH_CHECK(!armed->test(parameter), "ddp_hooks: parameter '", name,
-                                    "' was declared unused and received a gradient: expected it not to take part in "
-                                    "the forward pass. Declare only what is left out, or wrap with "
+                                    "' was declared unused but received a gradient: expected the forward pass not "
+                                    "to use it. Declare only parameters that it does not use, or wrap with "
                                     "find_unused_parameters=True");
                       });
 }

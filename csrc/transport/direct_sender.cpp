@@ -341,9 +341,9 @@ void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contribut
   const c10::Device device = owned->device();
   if (is_on_streams_) {
     // The completion runs here and now, in the same order on every rank.
-    TORCH_CHECK(contributions->getFuture()->completed(), "ddp_hooks: expected a backend whose collectives are done ",
-                "for the host when they are on a stream, received ", backend_name(group_, device.type()),
-                ", for which it would have to wait; set Tuning.owners to False");
+    TORCH_CHECK(contributions->getFuture()->completed(), "ddp_hooks: expected a backend whose collectives complete ",
+                "on the host once they are enqueued on a stream, received ", backend_name(group_, device.type()),
+                ", for which the host would have to wait; set Tuning.owners to False");
     std::exception_ptr failure;
     when_back(
         contributions, device, owned->launch.step,

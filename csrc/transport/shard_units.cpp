@@ -23,7 +23,7 @@ Width width_of(UnitCode code, ElementType type) {
   if (code == UnitCode::kFull) return Width::kFull;
   const Width width = narrow_widths(type)[code == UnitCode::kFirstNarrow ? 0 : 1];
   TORCH_CHECK(width != Width::kFull, "ddp_hooks: expected the code of a unit of ", element_bytes(type),
-              " byte numbers, received ", static_cast<int>(code), ": what came is damaged");
+              " byte numbers, received ", static_cast<int>(code), ": the message is corrupted");
   return width;
 }
 
@@ -87,7 +87,7 @@ class Cursor {
 ShardUnits::ShardUnits(std::vector<ShardStretch> stretches) : stretches_(std::move(stretches)) {
   for (const ShardStretch& stretch : stretches_) {
     TORCH_CHECK(stretch.length > 0 && stretch.unit_length > 0,
-                "ddp_hooks: expected stretches and units of an element at least, received ", stretch.length, " and ",
+                "ddp_hooks: expected stretches and units of at least one element, received ", stretch.length, " and ",
                 stretch.unit_length);
     for (int64_t end = 0; end < stretch.length;) {
       end = std::min(stretch.length, end + stretch.unit_length);

@@ -61,7 +61,7 @@ void StepInFlight::fail(const std::exception_ptr& reason) {
 }
 
 void StepInFlight::break_off() {
-  fail(std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was broken off")));
+  fail(std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was aborted")));
 }
 
 }  // namespace ddp_hooks
