@@ -80,7 +80,7 @@ def add_an_adapter(ddp: DistributedDataParallel) -> None:
 def check_strangers(rank: int) -> None:
     for change, names, verdict in (
         (replace_the_head, "head was replaced", "replaced after wrapping"),
-        (assign_all, "the whole model was replaced", "replaced after wrapping"),
+        (assign_all, "The whole model was replaced", "replaced after wrapping"),
         (normalise_weights, "head.parametrizations came after wrapping", "added after wrapping"),
         (add_an_adapter, "head.1 came after wrapping", "added after wrapping"),
     ):
@@ -95,7 +95,7 @@ def check_strangers(rank: int) -> None:
                 assert verdict in {one.verdict for one in found.parameters}
             assert "ddp_hooks.rebuild(ddp)" in found.problems[0].change
             assert found.advice == ""
-            assert "no parameter of head" not in " ".join(one.reason for one in found.answers)
+            assert found.answers == ()
     # A hook that serves the module averages the new ones after a rebuild.
     ddp = wrap(find_unused_parameters=True)
     ddp_hooks.register(ddp)
@@ -155,6 +155,7 @@ def check_unfrozen(rank: int) -> None:
         raises = "nothing that DDP knows was used; ddp_hooks.register(ddp) raises there" in found.problems[0].details[0]
         assert raises == alone
         assert "saved" not in str(diagnosis)
+        assert "find_unused_parameters" not in str(diagnosis)
         # So it is, and so it is put right.
         ddp_hooks.register(ddp)
         if alone:
@@ -246,7 +247,7 @@ def check_hooks(rank: int) -> None:
         assert "~" not in text
     # Where it sends less than ours would, nobody is sent away from it.
     found, text = hooked(rank, 8, default_hooks.fp16_compress_hook)
-    assert "would be refused beside it; in its place it would hand over" in found.advice
+    assert "would be refused beside it; in its place it would save 0.0% of plain DDP's bytes" in found.advice
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     with counted() as sizes:
         found, text = hooked(rank, 20_000, powerSGD_hook.powerSGD_hook, state)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
-from ddp_hooks.doctor.findings import Findings, PolicyOutlook
+from ddp_hooks.doctor.findings import Findings, PolicyOutlook, leave_error_to_its_module
 from ddp_hooks.doctor.page import draw_page
 from ddp_hooks.doctor.problem import Kind, Problem
 from ddp_hooks.doctor.questions import Answer, short_names
-from ddp_hooks.doctor.text import describe
+from ddp_hooks.doctor.text import describe, describe_all
 from ddp_hooks.doctor.verdicts import (
     ALL_ZERO,
     FROZEN_AFTER,
@@ -190,3 +191,19 @@ def test_layers_of_which_the_same_is_said_are_one_line() -> None:
     # Nothing is said of a pair that is not there.
     assert unite_names(["a.0.b.1", "a.1.b.0"]) == "a.*.b.*"
     assert unite_names(["a.3.b"]) == "a.3.b"
+
+
+def test_the_reason_of_an_error_is_said_at_its_module() -> None:
+    raised = Problem(Kind.SCRIPT_RAISED, "The script ended with an error.", "Look.")
+    short = Problem(Kind.GRADIENTS_MISSING, "Backward left out extra.", "Use it.")
+    one = replace(a_model_of(used("a", "##", "##")), model="Generator", called=("net", "netG"))
+    other = replace(one, model="Discriminator", called=("net", "netD"))
+    findings = [replace(one, problems=(raised,)), replace(other, problems=(short,))]
+    lines = list(describe_all(leave_error_to_its_module(findings)))
+    assert lines[:3] == [
+        "ddp_hooks doctor: 2 modules",
+        "  1. netG (Generator): Nothing is wrong.",
+        "  2. netD (Discriminator): Backward left out extra.",
+    ]
+    assert leave_error_to_its_module(findings[:1]) == findings[:1]
+    assert list(describe_all(findings[:1])) == [describe(findings[0])]

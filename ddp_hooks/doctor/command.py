@@ -30,7 +30,7 @@ from ..script import run_script
 from ..wording import fill, short_list
 from .children import Children, follow
 from .diagnosis import Diagnosis
-from .findings import Findings
+from .findings import Findings, leave_error_to_its_module
 from .noticeboard import Noticeboard
 from .page import draw_page
 from .recorder import Recorder
@@ -410,6 +410,7 @@ class _Session:
     # --- telling
 
     def _report(self, findings: Sequence[Findings], stream: TextIO) -> None:
+        findings = leave_error_to_its_module(findings)
         lines = list(describe_all(findings))
         if self.way is Way.STOPPED and not self._options.go_on:
             steps = f"{self._options.steps} step{'' if self._options.steps == 1 else 's'}"

@@ -11,7 +11,7 @@ from typing import Any
 from ..wording import did_you_mean
 from .other_hooks import OtherHook
 from .prediction import dense_bytes, predict
-from .problem import Problem
+from .problem import Kind, Problem
 from .problems import find_problems
 from .questions import Answer, Facts, advise, answer_all
 from .recorder import Step, slots_of
@@ -242,7 +242,7 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         outlooks,
         facts.narrow_fraction,
         division,
-        () if is_broken else tuple(answer_all(facts)),
+        () if forbids_advice else tuple(answer_all(facts)),
         "" if forbids_advice else advise(facts, outlooks, total / max(count, 1)),
         tuple(notes),
         tuple(problems),
@@ -251,6 +251,17 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
         first.called,
         first.other_hook,
     )
+
+
+def leave_error_to_its_module(findings: Sequence[Findings]) -> list[Findings]:
+    """Where the reason of an error is found in one of several modules, say nothing of the error at the others."""
+    is_found = any(problem.kind.breaks_run for one in findings for problem in one.problems)
+    return [
+        replace(one, problems=tuple(each for each in one.problems if each.kind is not Kind.SCRIPT_RAISED))
+        if is_found
+        else one
+        for one in findings
+    ]
 
 
 def _judge_without_steps(records: Sequence[RankRecord]) -> dict[str, str]:

@@ -72,6 +72,8 @@ def find_strangers(facts: Facts) -> Iterator[Problem]:
             "ddp_hooks.sync.broadcast_parameters(ddp) once. An optimizer that was made before the change does not know "
             "them either."
         )
+    if fact.startswith("the whole model"):
+        fact = f"T{fact[1:]}"
     yield Problem(
         Kind.GRADIENTS_MISSING if _waits(facts) else Kind.APART if replaced or added else Kind.FORGOTTEN,
         fact,

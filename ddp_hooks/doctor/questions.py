@@ -279,6 +279,11 @@ def _compare_with(hook: OtherHook, ours: Outlook, dense_bytes: float) -> str:
     text += f", which {hook.effect}{sends}" if hook.effect else ""
     text += f"; plain DDP hands over {describe_bytes(dense_bytes)}. "
     ours_text = f'ddp_hooks.register(ddp, "{ours.policy}")'
+    if ours.saved_fraction < LEAST_SAVED:
+        return (
+            f"{text}DDP takes one hook, so ddp_hooks.register(ddp) would be refused beside it; in its place it would "
+            f"save {describe_part(max(ours.saved_fraction, 0))} of plain DDP's bytes, and is not worth it."
+        )
     if hook.step_bytes is not None and payload >= hook.step_bytes:
         return (
             f"{text}DDP takes one hook, so {ours_text} would be refused beside it; in its place it would hand over "
