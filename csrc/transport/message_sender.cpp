@@ -81,7 +81,7 @@ void MessageSender::send(const std::shared_ptr<StepInFlight>& step, const Layout
     statistics_.buckets_whole += disposition == Disposition::kWhole;
   }
   if (step->plan) prepare_direct(*step, layout.buckets[index], index, *step->plan);
-  if (sparse) send_sparse(step, bucket, layout.buckets[index].slices.front().parameter);
+  if (sparse) send_sparse(step, bucket);
   for (const Message& message : plan.launches) {
     if (message.in_place) {
       send_in_place(step, layout.buckets[message.slices.front().bucket], message);
@@ -177,7 +177,7 @@ void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step,
              });
 }
 
-void MessageSender::send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, size_t parameter) {
+void MessageSender::send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket) {
   at::Tensor gradient = bucket.buffer();
   gradient.div_(step->divisor);
   all_reduce(gradient, c10d::ReduceOp::SUM, {step, {&bucket}},

@@ -55,7 +55,7 @@ class MessageSender {
   void drop() { staging_.drop(); }
 
  private:
-  void send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, size_t parameter);
+  void send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket);
   void send_in_place(const std::shared_ptr<StepInFlight>& step, const BucketLayout& layout, const Message& message);
   void send_packed(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, const Message& message);
   void send_direct(const std::shared_ptr<StepInFlight>& step, const DirectMessage& message);
