@@ -67,7 +67,7 @@ class SkipUnusedState:
         try:
             self._attach(find_ddp(ddp, "SkipUnusedState"), mistake, native=False)
         except RefusedError as refusal:
-            raise (mistake or refusal).with_traceback(None) from None
+            raise (mistake or refusal).with_traceback(None) from refusal.__cause__
 
     def _start(self, policy: Policy, earlier: Statistics) -> None:
         self._policy = policy
@@ -144,7 +144,7 @@ class SkipUnusedState:
         try:
             service.change_policy(resolved, _problem("set_policy", mistake))
         except RefusedError as refusal:
-            raise (mistake or refusal).with_traceback(None) from None
+            raise (mistake or refusal).with_traceback(None) from refusal.__cause__
         self._policy = resolved
 
     def stats(self) -> Statistics:
@@ -305,7 +305,7 @@ def register(ddp: torch.nn.Module, policy: Policy | str = "auto", **settings: An
             state._start(resolved, Statistics())
             state._attach(module, mistake, native=True)
     except RefusedError as refusal:
-        raise (mistake or refusal).with_traceback(None) from None
+        raise (mistake or refusal).with_traceback(None) from refusal.__cause__
     return state
 
 

@@ -157,8 +157,8 @@ def init(project=None, mode=None):
 
 
 def without_numbers(text: str) -> str:
-    """Leave out what differs from run to run, and where lines end."""
-    return " ".join(re.sub(r"\d[\d.,]*", "<n>", text).split())
+    """Leave out what differs from run to run, units included, and where lines end."""
+    return " ".join(re.sub(r"\d[\d.,]*( (us|ms|s|k?B)\b)?", "<n>", text).split())
 
 
 # --- what is not Python
