@@ -250,7 +250,7 @@ def takes_settings(rank: int, folder: Path) -> None:
     )
     trainer = make_trainer(folder)
     add_callback(trainer, **({"rebuild": 10} if rank == 0 else {}))
-    with pytest.raises((TypeError, RuntimeError), match=r"expected fields of ddp_hooks\.Policy .* received rebuild"):
+    with pytest.raises((TypeError, RuntimeError), match=r"expected fields of ddp_hooks\.Policy .* received 'rebuild'"):
         trainer.train()
 
 

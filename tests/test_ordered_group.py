@@ -62,7 +62,7 @@ def test_nothing_starts_behind_a_turn_that_is_not_used(started_first: bool) -> N
     turns.start(turn)
     (error,) = turns.told.pop(turn)
     assert error is not None
-    assert error.endswith("register(ddp) on every rank. What failed: lost")
+    assert error.endswith("register(ddp) on every rank. The step's error: lost")
 
 
 def test_one_that_cannot_be_started() -> None:

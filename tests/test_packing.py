@@ -577,5 +577,5 @@ def test_refuses_sums_that_do_not_fit() -> None:
         add(1, [Contribution(0, FLOAT32)])
     with pytest.raises(RuntimeError, match="expected a range within 9 elements"):
         add(10, [Contribution(own=True)])
-    with pytest.raises(RuntimeError, match="expected what was received of uint8, received"):
+    with pytest.raises(RuntimeError, match="expected received data of uint8, received"):
         add(1, [Contribution(own=True)], flat)

@@ -671,10 +671,19 @@ def settings_of_ddp(rank: int) -> None:
     assert ddp.process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds() > 0
 
 
+def _module_parameters(rank: int) -> None:
+    """The parameters that DDP found when it was built, frozen ones included."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    assert {id(parameter) for parameter in ddp._module_parameters} == {id(parameter) for parameter in model.parameters()}
+
+
 PYTHON_PROBES: dict[str, tuple[int, Callable[[int], None]]] = {
     ("_find_tensors" if probe is find_tensors else probe.__name__): (ranks, probe)
     for ranks, probe in [
         (1, _comm_hooks),
+        (1, _module_parameters),
         (1, _get_ddp_logging_data),
         (1, _build_params_for_reducer),
         (1, _build_debug_param_to_name_mapping),

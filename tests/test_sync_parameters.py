@@ -463,7 +463,7 @@ def _refusals(rank):
         (ValueError, "uninitialized parameter", nn.LazyLinear(3)),
         (ValueError, "tensor '1' is a lazy conjugate: make it .resolve_conj()", [torch.ones(2), conjugate]),
         (ValueError, "lazily negated: make it .resolve_neg()", [conjugate.imag]),
-        (ValueError, "tensor '0' takes 16 bytes of a storage of 0", [without_memory(torch.ones(4))]),
+        (ValueError, "tensor '0' needs 16 bytes, but its storage has 0", [without_memory(torch.ones(4))]),
         (ValueError, "needs 20 bytes, but its storage has 16", [without_memory(torch.ones(6).view(2, 3)[:, :2], 16)]),
         (ValueError, "is a FakeTensor, which holds no elements", [make_fake(torch.ones(4))]),
         (ValueError, ".int_repr()", [torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)]),

@@ -124,7 +124,7 @@ def test_widths_against_every_element(dtype: torch.dtype, seed: int) -> None:
 def test_of_nothing() -> None:
     assert testing.sample_units(torch.zeros(3), []) == []
     for bad in ((0, 0, 1), (0, 3, 0)):
-        with pytest.raises(RuntimeError, match="expected a unit of an element at least"):
+        with pytest.raises(RuntimeError, match="expected units of at least one element"):
             testing.sample_units(torch.zeros(3), [bad])
     with pytest.raises(RuntimeError, match="expected a range within 3 elements"):
         testing.sample_units(torch.zeros(3), [(0, 2, 1), (2, 2, 1)])
