@@ -264,7 +264,7 @@ def sums(rank: int, users: list[list[int]]) -> set[str]:
     """Sum layers that some ranks use, and compare with a sum in the order of ranks; return which collectives ran."""
     layers = nn.ModuleList(nn.Linear(96, 96, bias=False) for _ in users)
     ddp = DistributedDataParallel(Layers(layers), find_unused_parameters=True)
-    register(ddp, with_settings(DIRECT, min_owner_saving=0), True)
+    register(ddp, with_settings(DIRECT, min_owner_saving=0, calibrate=False), True)
     # Of rank and layer: what each rank's gradient is.
     generator = torch.Generator().manual_seed(1)
     gradients = torch.randn(dist.get_world_size(), len(users), 96, 96, generator=generator)
@@ -344,7 +344,7 @@ def expect_a_death(monkeypatch: pytest.MonkeyPatch, ranks: int, function: Callab
 def dies_in_a_step(rank: int, phase: str, users: list[list[int]]) -> None:
     layers = nn.ModuleList(nn.Linear(96, 96, bias=False) for _ in users)
     ddp = DistributedDataParallel(Layers(layers), find_unused_parameters=True)
-    state = register(ddp, with_settings(DIRECT, min_owner_saving=0), True)
+    state = register(ddp, with_settings(DIRECT, min_owner_saving=0, calibrate=False), True)
     used = [i for i, ranks in enumerate(users) if rank in ranks]
 
     def step() -> None:

@@ -46,7 +46,9 @@ def read_other_hook(ddp: DistributedDataParallel) -> OtherHook | None:
     if registered:
         hook, state = registered[-1]
         return _read(hook, state, ddp)
-    # Of built-in ones DDP keeps a name only.
+    # Of built-in ones DDP keeps a name only, and whoever asks for it waits for a backward pass under way to end.
+    if not _C.reducer_has_hook(ddp.reducer) or _C.reducer_is_in_backward(ddp.reducer):
+        return None
     with suppress(Exception):
         name = ddp._get_ddp_logging_data().get("comm_hook", "")  # type: ignore[no-untyped-call]
         if name.endswith("FP16_COMPRESS"):
