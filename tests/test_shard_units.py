@@ -139,7 +139,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(RuntimeError, match="at least one element"):
         _C.ShardUnits([(0, 4)])
     # A narrow code where the type has no narrow form; more bytes than came.
-    with pytest.raises(RuntimeError, match="is damaged"):
+    with pytest.raises(RuntimeError, match="is corrupted"):
         units.packed_bytes(codes + 1, 0, flat.bfloat16())
     with pytest.raises(RuntimeError, match="within 3 bytes"):
         units.sum(flat[:8], flat, torch.zeros(3, dtype=torch.uint8), codes + 15, 0, [0, 3], [1, 0])
