@@ -190,7 +190,10 @@ def probe_all(rank: int) -> None:
         *((f"{name} of a mesh", lambda name=name: without(group.mesh_info, name)) for name in param_groups._SHARDING),
     ]
     for name, takes in taken:
-        with takes(), pytest.raises((RefusedError, RuntimeError), match=rf"has other internals .*{name}.*Use torch 2\.13 or"):
+        with (
+            takes(),
+            pytest.raises((RefusedError, RuntimeError), match=rf"has other internals .*{name}.*Use torch 2\.13 or"),
+        ):
             fsdp.register(module)
 
     class Renamed(param_groups.ReduceScatter):  # type: ignore[misc, name-defined]

@@ -1529,7 +1529,9 @@ def serving_nothing(rank: int) -> None:
         with pytest.raises(RuntimeError, match="expected a state that serves a module, received one ") as caught:
             state.usage()
         text = str(caught.value)
-        assert sum(cause in text for cause in ("no longer exists", "was closed", "unpickled", "another state")) == 1, text
+        assert sum(cause in text for cause in ("no longer exists", "was closed", "unpickled", "another state")) == 1, (
+            text
+        )
         return text
 
     ddp = DistributedDataParallel(nn.Linear(4, 4))

@@ -676,7 +676,9 @@ def _module_parameters(rank: int) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     ddp = DistributedDataParallel(model)
-    assert {id(parameter) for parameter in ddp._module_parameters} == {id(parameter) for parameter in model.parameters()}
+    assert {id(parameter) for parameter in ddp._module_parameters} == {
+        id(parameter) for parameter in model.parameters()
+    }
 
 
 PYTHON_PROBES: dict[str, tuple[int, Callable[[int], None]]] = {
