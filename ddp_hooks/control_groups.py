@@ -12,7 +12,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension
 from .agreement import settle
@@ -20,7 +19,7 @@ from .endpoints import Endpoint, Listener, advise, choose_listener, find_endpoin
 from .errors import RefusedError
 from .groups import store_of
 from .hangs.watcher import waited_in_vain
-from .registration import propose
+from .registration import Distributed, propose
 
 _C = _extension.load()
 
@@ -85,11 +84,11 @@ class SmallGroup:
     """The ranks of each host."""
 
 
-def open_small_group(ddp: DistributedDataParallel, function: str, problem: str | None = None) -> SmallGroup:
-    """Open a group for what is no mask exchange; collective over the module's process group.
+def open_small_group(ddp: Distributed, function: str, problem: str | None = None) -> SmallGroup:
+    """Open a group for messages that are no masks; collective over the module's process group.
 
     Args:
-        ddp: the module.
+        ddp: the module, or anything else with a process group and a device.
         function: what every rank calls.
         problem: what keeps this rank from it, or None.
 
@@ -117,9 +116,7 @@ def new_name() -> str:
     return f"ddp_hooks/{uuid.uuid4().hex}"
 
 
-def open_control_groups(
-    ddp: DistributedDataParallel, function: str, name: str, endpoints: Sequence[Endpoint]
-) -> ControlGroups:
+def open_control_groups(ddp: Distributed, function: str, name: str, endpoints: Sequence[Endpoint]) -> ControlGroups:
     """Open the groups for the mask exchange; collective over the module's process group.
 
     Args:
@@ -141,7 +138,7 @@ def open_control_groups(
 
 
 def _open_on_every_rank(
-    ddp: DistributedDataParallel,
+    ddp: Distributed,
     function: str,
     what: str,
     endpoints: Sequence[Endpoint],
@@ -202,7 +199,7 @@ def _outcome(error: RuntimeError | None) -> str:
     return _NOT_MADE if _TIMED_OUT.search(str(error)) else _LOST
 
 
-def _open_groups(ddp: DistributedDataParallel, name: str, listener: Listener) -> Any:
+def _open_groups(ddp: Distributed, name: str, listener: Listener) -> Any:
     group = ddp.process_group
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
@@ -243,7 +240,7 @@ def grid(ranks: int, largest_axis: int) -> list[int]:
     return [divisor] if divisor == ranks else [divisor, *grid(ranks // divisor, largest_axis)]
 
 
-def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int, devices: list[Any]) -> Any:
+def _open_group(ddp: Distributed, name: str, rank: int, ranks: int, devices: list[Any]) -> Any:
     global _has_opened_groups
     _has_opened_groups = True
     store = dist.PrefixStore(name, store_of(ddp.process_group))  # type: ignore[attr-defined]
@@ -259,7 +256,7 @@ def _open_group(ddp: DistributedDataParallel, name: str, rank: int, ranks: int, 
     return group
 
 
-def timeout_of(ddp: DistributedDataParallel) -> timedelta:
+def timeout_of(ddp: Distributed) -> timedelta:
     """Return the data group's timeout, so that a lost rank is noticed as soon here as there."""
     try:
         options = getattr(ddp.process_group._get_backend(ddp.device), "options", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -183,8 +184,24 @@ def _digest(parameters: list[torch.Tensor]) -> str:
     return shapes.hexdigest()
 
 
+class Distributed(Protocol):
+    """What runs on the ranks of a process group: a DDP module, or anything else that has these."""
+
+    @property
+    def process_group(self) -> Any:
+        """The group."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its gradients lie."""
+
+    @property
+    def device_type(self) -> str:
+        """The type of that."""
+
+
 def propose(
-    ddp: DistributedDataParallel,
+    ddp: Distributed,
     function: str,
     description: Mapping[str, str],
     problem: str | None = None,

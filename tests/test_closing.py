@@ -65,7 +65,9 @@ def test_a_rank_that_does_not_close_is_named() -> None:
         r"close: timed out after 3\.\d s of waiting for rank 1, which did not call it\. Every rank", message
     )
     where = r"waiting in barrier at .*test_closing\.py:\d+ in _one_rank_closes"
-    assert re.search(rf"\n  rank 1 \(process \d+ on .*\) has been {where} for .* s, after [\d,]+ steps", message), message
+    assert re.search(rf"\n  rank 1 \(process \d+ on .*\) has been {where} for .* s, after [\d,]+ steps", message), (
+        message
+    )
 
 
 def _within_backward(rank: int) -> None:

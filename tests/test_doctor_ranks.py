@@ -128,7 +128,9 @@ def test_a_hang_of_three_ranks_is_named() -> None:
     printed = without_times(doctors_part(run([*arguments, "tests/doctored/skipped_branch.py"], 1)))
     assert "rank 0: none: it has all of its gradients" in printed
     assert "rank 1: branch.weight, branch.bias rank 2: branch.weight, branch.bias" in printed
-    assert "The ranks use different parameters: after 3 finished steps, backward left out branch on ranks 1, 2" in printed
+    assert (
+        "The ranks use different parameters: after 3 finished steps, backward left out branch on ranks 1, 2" in printed
+    )
     assert "rank 0: in backward after 3 finished steps" in printed
     for rank in range(1, RANKS):
         assert f"rank {rank}: not in a step, after 3 finished steps" in printed

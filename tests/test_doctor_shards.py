@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from spawn import run_ranks
+from test_doctor_page import doctors_part, run
 from test_fsdp import CASES, ON, Case, by_rank_and_step, experts, train
 from test_fsdp_registration import served
 from torch import nn
@@ -94,7 +95,7 @@ def watch_the_unusual(rank: int) -> None:
     assert diagnosis.findings.ranks == 2
     assert diagnosis.findings.heard == (rank,)
     assert f" on rank {rank} of 2" in " ".join(str(diagnosis).split())
-    assert "only this rank's steps are known" in " ".join(str(diagnosis).split())
+    assert f"only what rank {rank} saw is known" in " ".join(str(diagnosis).split())
 
     with ddp_hooks.diagnose(model) as diagnosis:
         for _ in range(2 + rank):
@@ -121,3 +122,36 @@ def differ(rank: int) -> Any:
 
 def test_an_error_of_ranks_that_differ() -> None:
     assert run_ranks(2, differ) == [0, 0]
+
+
+# What becomes of the run, and what the report opens with.
+BROKEN = {
+    "uneven": "different numbers of backward passes: rank 0 waits in the step after 3 finished steps for rank 1, which "
+    "has come to the end of its script. Give every rank the same number of batches; skip",
+    "raises": "Rank 1 ended with an error (ValueError: a bad batch) while rank 0 waited for it in the step after 3",
+    "layers": "for each layer: after 3 finished steps, rank 1 left out blocks.1. Call every layer with fully_shard on",
+    "caught": "After 3 finished steps, rank 1 began another forward pass with no finished backward pass for the one "
+    "before, as after an error in backward() that the script caught, and rank 0 waits for it.",
+}
+
+
+@pytest.mark.parametrize(
+    "how", ["layers", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("uneven", "raises", "caught"))]
+)
+def test_a_run_that_breaks_down_is_explained(how: str) -> None:
+    arguments = ["--nproc-per-node", "2", "-m", "ddp_hooks", "doctor", "--patience", "3"]
+    everything = run([*arguments, "tests/doctored/sharded.py", how], 1)
+    printed = " ".join(doctors_part(everything).split())
+    assert BROKEN[how] in printed
+    assert "3 steps on 2 ranks" in printed
+    assert "Also:" not in printed
+    if how == "raises":
+        assert "ended after 3 steps with ValueError" in everything
+
+
+@pytest.mark.thorough
+def test_what_only_some_ranks_use_is_named() -> None:
+    arguments = ["--nproc-per-node", "2", "-m", "ddp_hooks", "doctor"]
+    printed = " ".join(doctors_part(run([*arguments, "tests/doctored/sharded.py", "experts"], 0)).split())
+    assert "Only some ranks used blocks in some steps" in printed
+    assert "set_reduce_scatter_unused_params(True)" in printed

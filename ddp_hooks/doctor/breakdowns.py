@@ -3,22 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 from ..wording import describe_ranks, short_list
 from .gradient_watch import CHECKPOINT
 from .problem import Kind, Problem
 from .questions import Facts
 from .records import RankRecord
-from .standing import Standing, Unfinished, Way
+from .standing import End, Standing, Unfinished, Way
 from .verdicts import ParameterVerdict, group_by_module
 
 _NAMES_SHOWN = 8
 
 
+class Rank(Protocol):
+    """What a rank says of how a module stands there, wrapped by DDP or with fully_shard."""
+
+    @property
+    def rank(self) -> int:
+        """Which one it is."""
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The names of all parameters, in the model's order."""
+
+    @property
+    def standing(self) -> Standing:
+        """What has become of its backward passes."""
+
+    @property
+    def end(self) -> End:
+        """How what was watched has ended there."""
+
+
+class Seen(Protocol):
+    """What the ranks that were heard of say, together."""
+
+    @property
+    def records(self) -> Sequence[Rank]:
+        """What each says, by rank."""
+
+    @property
+    def absent(self) -> Sequence[int]:
+        """The ranks that said nothing."""
+
+    @property
+    def can_join(self) -> bool:
+        """Whether ranks may run different numbers of steps within a join block."""
+
+
+_Rank = TypeVar("_Rank", bound=Rank)
+
+
 def find_marked_twice(facts: Facts) -> Iterator[Problem]:
     """Tell apart why DDP raised "Expected to mark a variable ready only once"."""
     found = _select(
-        facts,
+        facts.records,
         lambda record: (
             record.standing.unfinished is Unfinished.RAISED
             and not record.static_graph
@@ -95,9 +135,9 @@ def find_marked_twice(facts: Facts) -> Iterator[Problem]:
 
 def find_changed_graph(facts: Facts) -> Iterator[Problem]:
     """Find a static graph that was not static."""
-    missing = _select(facts, lambda one: one.static_graph and one.standing.unfinished is Unfinished.SHORT)
+    missing = _select(facts.records, lambda one: one.static_graph and one.standing.unfinished is Unfinished.SHORT)
     extra = _select(
-        facts,
+        facts.records,
         lambda one: one.static_graph and one.standing.unfinished is Unfinished.RAISED and bool(one.standing.unexpected),
     )
     change = "Wrap without static_graph=True, and with find_unused_parameters=True instead."
@@ -123,7 +163,7 @@ def find_changed_graph(facts: Facts) -> Iterator[Problem]:
 
 def find_missing_gradients(facts: Facts) -> Iterator[Problem]:
     """Find what a backward pass left out that DDP waits for."""
-    found = _select(facts, lambda one: not one.static_graph and one.standing.unfinished is Unfinished.SHORT)
+    found = _select(facts.records, lambda one: not one.static_graph and one.standing.unfinished is Unfinished.SHORT)
     if not found:
         return
     first = found[0].standing
@@ -177,10 +217,10 @@ def find_missing_gradients(facts: Facts) -> Iterator[Problem]:
     )
 
 
-def find_broken_backward(facts: Facts) -> Iterator[Problem]:
+def find_broken_backward(facts: Seen) -> Iterator[Problem]:
     """Find a backward pass that has raised, whether or not somebody has caught that."""
     found = _select(
-        facts,
+        facts.records,
         lambda one: (
             one.standing.unfinished is Unfinished.RAISED and not (one.standing.twice or one.standing.unexpected)
         ),
@@ -192,8 +232,8 @@ def find_broken_backward(facts: Facts) -> Iterator[Problem]:
     names = _everywhere([first.standing.missing], facts)
     if is_caught:
         change = (
-            "Do not go on with this module after an error in backward(): mend what raises, or make the DDP module "
-            "anew, on every rank."
+            "Do not go on with this module after an error in backward(): mend what raises, or wrap the model again, on "
+            "every rank."
         )
     else:
         change = f"Mend what raised: {first.end.error}."
@@ -211,11 +251,11 @@ def find_broken_backward(facts: Facts) -> Iterator[Problem]:
     )
 
 
-def find_uneven(facts: Facts) -> Iterator[Problem]:
+def find_uneven(facts: Seen) -> Iterator[Problem]:
     """Find ranks that wait in a step which others do not run."""
     if any(record.standing.unfinished in (Unfinished.SHORT, Unfinished.RAISED) for record in facts.records):
         return
-    waits = _select(facts, lambda one: _is_in_step(one.standing))
+    waits = _select(facts.records, lambda one: _is_in_step(one.standing))
     others = [record for record in facts.records if record not in waits]
     if not waits or not others:
         return
@@ -237,19 +277,19 @@ def find_uneven(facts: Facts) -> Iterator[Problem]:
         how = f" ({_ranks(failed)} caught an error that a forward pass raised)"
     elif idle := [one for one in others if _idle(one.standing) > _idle(waits[0].standing)]:
         how = f" (on {_ranks(idle)} no backward pass followed some forward pass, or it raised and was caught)"
+    join = ", or train within `with ddp.join():`" if facts.can_join else ""
     yield Problem(
         Kind.UNEVEN,
         f"The ranks ran different numbers of backward passes: {_ranks(waits)} waits in the step after {steps} "
         f"for {_ranks(others)}, which {where}{how}.",
-        "Give every rank the same number of batches, or train within `with ddp.join():`; skip a batch on every rank or "
-        "on none.",
+        f"Give every rank the same number of batches{join}; skip a batch on every rank or on none.",
         details=_standings(facts),
     )
 
 
-def find_standstill(facts: Facts) -> Iterator[Problem]:
+def find_standstill(facts: Seen) -> Iterator[Problem]:
     """Say what is known of a run that has ended within a step, or stood still, for none of the reasons above."""
-    found = _select(facts, lambda one: one.standing.unfinished in (Unfinished.RUNS, Unfinished.WAITS))
+    found = _select(facts.records, lambda one: one.standing.unfinished in (Unfinished.RUNS, Unfinished.WAITS))
     stood = [record for record in facts.records if record.end.way is Way.GOES_ON]
     if len(found) < len(facts.records) or not found:
         return
@@ -278,11 +318,11 @@ def _is_in_step(standing: Standing) -> bool:
     return standing.in_forward or standing.unfinished in (Unfinished.RUNS, Unfinished.WAITS)
 
 
-def _select(facts: Facts, condition: Callable[[RankRecord], bool]) -> list[RankRecord]:
-    return [record for record in facts.records if condition(record)]
+def _select(records: Sequence[_Rank], condition: Callable[[_Rank], bool]) -> list[_Rank]:
+    return [record for record in records if condition(record)]
 
 
-def _ranks(records: Sequence[RankRecord]) -> str:
+def _ranks(records: Sequence[Rank]) -> str:
     return describe_ranks([record.rank for record in records])
 
 
@@ -290,7 +330,7 @@ def _capital(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}"
 
 
-def _everywhere(names: Sequence[Sequence[str]], facts: Facts) -> str:
+def _everywhere(names: Sequence[Sequence[str]], facts: Seen) -> str:
     """Return all of the names in one line, each once, and modules in place of all of their parameters."""
     some = set().union(*names)
     modules = group_by_module(
@@ -299,7 +339,7 @@ def _everywhere(names: Sequence[Sequence[str]], facts: Facts) -> str:
     return short_list([one.name or "the whole model" for one in modules if one.verdict == "True"])
 
 
-def _places(records: Sequence[RankRecord]) -> list[str]:
+def _places(records: Sequence[Rank]) -> list[str]:
     return [f"It was so on {_ranks(records)}, after {count_steps(records[0].standing.finished)}."]
 
 
@@ -312,14 +352,14 @@ def _missing_by_rank(records: Sequence[RankRecord]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _standings(facts: Facts) -> tuple[str, ...]:
+def _standings(facts: Seen) -> tuple[str, ...]:
     lines = [f"rank {record.rank}: {_describe(record)}" for record in facts.records]
     if facts.absent:
         lines.append(f"no word from {describe_ranks(facts.absent)}: ended, or busy elsewhere")
     return tuple(lines)
 
 
-def _describe(record: RankRecord) -> str:
+def _describe(record: Rank) -> str:
     standing = record.standing
     steps = count_steps(standing.finished)
     if record.end.way is Way.RAISED:

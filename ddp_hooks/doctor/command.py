@@ -8,8 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -34,7 +33,7 @@ from .findings import Findings, leave_error_to_its_module
 from .noticeboard import Noticeboard
 from .page import draw_page
 from .recorder import Recorder
-from .records import RankRecord, read_word, write_word
+from .records import read_word, write_word
 from .shards import ShardDiagnosis
 from .standing import End, Way, read_end
 from .text import describe_all
@@ -165,11 +164,7 @@ def _watch(session: _Session, call: Callable[[], object]) -> None:
     Raises:
         BaseException: what the call raised.
     """
-    with (
-        watch_construction(session.watch),
-        watch_first_forward(session.watch_sharded),
-        _before_groups_go(session.conclude_sharded),
-    ):
+    with watch_construction(session.watch), watch_first_forward(session.watch_sharded):
         try:
             call()
             session.way = Way.FINISHED
@@ -243,23 +238,6 @@ def _repeat(options: Options) -> list[str]:
     return repeated
 
 
-@contextmanager
-def _before_groups_go(callback: Callable[[], object]) -> Iterator[None]:
-    """Call a function before the script destroys all process groups, unless it does so on its way out of an error."""
-    original = dist.destroy_process_group
-
-    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        if sys.exc_info()[0] is None and (group is None or group is dist.group.WORLD):
-            callback()
-        original(group)
-
-    dist.destroy_process_group = destroy_process_group
-    try:
-        yield
-    finally:
-        dist.destroy_process_group = original
-
-
 class _Session:
     """The modules that a run has made, each with its diagnosis.
 
@@ -270,11 +248,11 @@ class _Session:
     def __init__(self, options: Options) -> None:
         self.way = Way.GOES_ON
         self._options = options
-        self._open: dict[str, Diagnosis] = {}  # by a name that is the same on every rank of the module's group
+        # By a name that is the same on every rank of the module's group.
+        self._open: dict[str, Diagnosis | ShardDiagnosis] = {}
         self._concluded: list[Findings] = []
         self._watchdog: Watchdog | None = None
         self._error: BaseException | None = None
-        self._sharded: list[ShardDiagnosis] = []
         self._has_reported = False
         self._rank = launched_rank()
         self._process = os.getpid()
@@ -287,16 +265,9 @@ class _Session:
         self._rank = dist.get_rank()
         recorder = diagnosis.recorder
         assert recorder is not None  # it was entered
-        ranks = dist.get_process_group_ranks(ddp.process_group)
-        of_group = ",".join(map(str, ranks))
-        number = sum(name.startswith(f"{of_group}/") for name in self._open)
-        self._open[f"{of_group}/{number}"] = diagnosis
+        self._add(",".join(map(str, dist.get_process_group_ranks(ddp.process_group))), diagnosis)
         recorder.on_step = self._make_counter()
         diagnosis.when_stopped(activity.remark(lambda: _remark(recorder)))
-        if self._watchdog is None:
-            world = dist.group.WORLD
-            assert world is not None  # DDP has found a process group
-            self._watchdog = Watchdog(self, Noticeboard(f"run {next(_runs)}", world), self._options.patience_seconds)
 
     def watch_sharded(self, module: nn.Module) -> None:
         """Begin to watch a module with fully_shard whose first forward pass begins; every rank runs it."""
@@ -310,11 +281,19 @@ class _Session:
             if self._rank == 0:
                 print(fill(f"ddp_hooks doctor: {error}"), file=sys.stderr, flush=True)
             return
-        self._sharded.append(diagnosis)
+        self._add("shards", diagnosis)
+
+    def _add(self, kind: str, diagnosis: Diagnosis | ShardDiagnosis) -> None:
+        number = sum(name.startswith(f"{kind}/") for name in self._open)
+        self._open[f"{kind}/{number}"] = diagnosis
+        if self._watchdog is None:
+            world = dist.group.WORLD
+            assert world is not None  # the module has found a process group
+            self._watchdog = Watchdog(self, Noticeboard(f"run {next(_runs)}", world), self._options.patience_seconds)
 
     def _watches(self) -> bool:
         # Not when the run goes on by itself, nor in a process that was forked from the one that watches.
-        goes_on = self._concluded and not (self._open or self._sharded)
+        goes_on = self._concluded and not self._open
         return not goes_on and os.getpid() == self._process
 
     def has_seen(self) -> bool:
@@ -337,19 +316,11 @@ class _Session:
         # While it waits for the others, this rank answers those that do not come.
         for diagnosis in self._open.values():
             self._concluded.append(diagnosis.conclude(End(self.way)))
-        self.conclude_sharded()
         self._stop_looking()
         if self._concluded and self._rank == 0 and not self._has_reported:
             self._has_reported = True
             self._report(self._concluded, sys.stdout)
         self._open = {}
-
-    def conclude_sharded(self) -> None:
-        """Put together what the ranks saw of modules with fully_shard, while there are process groups."""
-        sharded, self._sharded = self._sharded, []
-        for diagnosis in sharded:
-            diagnosis.__exit__(None, None, None)
-            self._concluded.append(diagnosis.findings)
 
     def abandon(self, error: BaseException) -> None:
         """Say what ranks saw before the error: those that end with one now, and those that go on and are asked."""
@@ -360,12 +331,6 @@ class _Session:
         for diagnosis in self._open.values():
             self._concluded.append(diagnosis.abandon(error, ends_process=True))
         self._open = {}
-        for sharded in self._sharded:
-            sharded.__exit__(type(error), error, error.__traceback__)
-            self._concluded.append(sharded.findings)
-        if self._sharded and self._rank == 0:
-            self._report([one.findings for one in self._sharded], sys.stderr)
-        self._sharded = []
 
     def status(self) -> int:
         """Return the exit status: 0 if there was a module."""
@@ -380,12 +345,12 @@ class _Session:
 
     def seconds_stood(self) -> float:
         """Return for how long no step of any module has ended."""
-        recorders = self._recorders()
-        return time.monotonic() - max(one.last_progress for one in recorders) if recorders else 0.0
+        watched = self._watched()
+        return time.monotonic() - max(one.last_progress for one in watched) if watched else 0.0
 
     def is_in_step(self) -> bool:
         """Say whether a step of some module has begun and not ended."""
-        return any(recorder.is_unfinished() for recorder in self._recorders())
+        return any(one.is_unfinished() for one in self._watched())
 
     def make_word(self) -> dict[str, Any]:
         """Return what this rank has seen until now."""
@@ -400,10 +365,15 @@ class _Session:
         ]
         self._report(findings, sys.stderr)
 
-    def _recorders(self) -> list[Recorder]:
-        return [one.recorder for one in list(self._open.values()) if one.recorder is not None]
+    def _watched(self) -> list[Recorder | ShardDiagnosis]:
+        every = list(self._open.values())
+        return [
+            watched
+            for one in every
+            if (watched := one if isinstance(one, ShardDiagnosis) else one.recorder) is not None
+        ]
 
-    def _describe(self) -> dict[str, RankRecord]:
+    def _describe(self) -> dict[str, Any]:
         end = End(self.way) if self._error is None else read_end(self._error)
         return {name: diagnosis.describe(end) for name, diagnosis in list(self._open.items())}
 

@@ -93,7 +93,7 @@ class Diagnosis:
             recorder, channel = self._stop()
             own = self.describe(end or End())
             own = replace(own, replica=read_replica(recorder.watch.parameters, recorder.samples))
-            records = [unpack(each) for each in channel.collect(pack(own))]
+            records: list[RankRecord] = [unpack(each) for each in channel.collect(pack(own))]
             channel.close()
             _check(records)
             self._findings = find(records, recorder.layouts, _limits(recorder))

@@ -93,6 +93,11 @@ class Facts:
     left_out: frozenset[str]
     saved_by_step: tuple[float, ...]
 
+    @property
+    def can_join(self) -> bool:
+        """Whether ranks may run different numbers of steps within a join block."""
+        return True
+
 
 class Outlook(Protocol):
     """What a policy would have made of the steps that were watched."""

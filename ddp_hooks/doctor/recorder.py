@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from ..policies import PRESETS
 from ..service import registered_service
 from .gradient_watch import GradientWatch, Silence, Unreduced
 from .naming import find_names_in_frames
-from .standing import Standing, Unfinished
+from .standing import Standing, Unfinished, runs_backward
 from .strangers import StrangerWatch
 
 _C = _extension.load()
@@ -409,7 +408,7 @@ class Recorder(Silence):
             missing = tuple(self.missing())
             if ddp is not None and not self._searches and registered_service(ddp) is None:
                 frozen = tuple(self.missing(frozen=True))
-            if now.has_raised or (watch.runs_backward and not _runs_backward()):
+            if now.has_raised or (watch.runs_backward and not runs_backward()):
                 unfinished = Unfinished.RAISED
             elif watch.runs_backward:
                 unfinished = Unfinished.RUNS
@@ -613,17 +612,6 @@ class Recorder(Silence):
         mask = array("Q", words).tobytes()
         # A compressor costs more to set up than a short mask is long.
         return self._intern(mask) if len(mask) < _SHORT_MASK_BYTES else zlib.compress(mask, 1)
-
-
-def _runs_backward() -> bool:
-    """Say whether some thread is within a backward pass."""
-    for frame in sys._current_frames().values():
-        here: FrameType | None = frame
-        while here is not None:
-            if here.f_code is torch.autograd.backward.__code__:
-                return True
-            here = here.f_back
-    return False
 
 
 def _bits(words: list[int]) -> int:

@@ -7,6 +7,7 @@ import pickle
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .other_hooks import OtherHook
 from .recorder import Step
@@ -73,29 +74,28 @@ class RankRecord:
     called: tuple[str, ...] = ()
 
 
-def pack(record: RankRecord) -> bytes:
+def pack(record: object) -> bytes:
     """Return a record as bytes, for the ranks of the same program."""
     return zlib.compress(pickle.dumps(record), 1)
 
 
-def unpack(packed: bytes) -> RankRecord:
+def unpack(packed: bytes) -> Any:
     """Return the record."""
-    record: RankRecord = pickle.loads(zlib.decompress(packed))
-    return record
+    return pickle.loads(zlib.decompress(packed))
 
 
-def write_word(records: Mapping[str, RankRecord]) -> dict[str, str]:
+def write_word(records: Mapping[str, Any]) -> dict[str, str]:
     """Return records by module as text, for a store, where they have to be short."""
     word = {}
     for module, record in records.items():
         packed = pack(record)
-        if len(packed) > _MOST_STORED_BYTES:
+        if len(packed) > _MOST_STORED_BYTES and isinstance(record, RankRecord):
             steps = tuple(replace(step, masks={}, inexact={}, looked=False) for step in record.steps)
             packed = pack(replace(record, steps=steps))
         word[module] = base64.b64encode(packed).decode()
     return word
 
 
-def read_word(word: Mapping[str, str]) -> dict[str, RankRecord]:
+def read_word(word: Mapping[str, str]) -> dict[str, Any]:
     """Return the records by module."""
     return {module: unpack(base64.b64decode(text)) for module, text in word.items()}

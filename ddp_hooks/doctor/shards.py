@@ -6,8 +6,9 @@ Nothing is predicted here: what FSDP2 sends depends on how it is sharded.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -18,11 +19,19 @@ from torch._C import _current_graph_task_id
 
 from ..agreement import exchange_proposals, settle
 from ..fsdp.param_groups import ParamGroup, Participants, find
+from ..hangs.activity import ModuleActivity, activity
+from ..hangs.stack import BACKWARD, read_position
+from ..hangs.watcher import watch_forward
+from ..wording import describe_ranks, short_list
+from ..wrappers import uncompiled
+from .breakdowns import count_steps, find_broken_backward, find_standstill, find_uneven
 from .findings import Findings
 from .naming import class_name
 from .problem import Kind, Problem
 from .questions import is_something_forgotten, short_names
-from .standing import read_end
+from .records import pack, unpack
+from .side_channel import SideChannel
+from .standing import End, Standing, Unfinished, Way, read_end
 from .text import describe
 from .verdicts import (
     NEVER,
@@ -36,6 +45,44 @@ from .verdicts import (
 )
 
 _FUNCTION = "diagnose"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """What a rank brings to the others: plain values.
+
+    Attributes:
+        rank: which it is, in the default process group.
+        order: the names of all parameters.
+        steps: of each synchronised backward pass that has ended a text with a character for each parameter, as in a
+            pattern.
+        standing: what has become of its backward passes.
+        end: how what was watched has ended here.
+        place: what it is in, as in "forward of blocks.3"; empty between two steps.
+        layers: the modules with parameters of their own that the forward pass has run, in this order.
+        reached: of the backward pass that has not ended, the parameters with a gradient, for each group of parameters
+            whose reduction has begun, by its number.
+    """
+
+    rank: int
+    order: tuple[str, ...]
+    steps: tuple[str, ...]
+    standing: Standing
+    end: End
+    place: str = ""
+    layers: tuple[str, ...] = ()
+    reached: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What problems follow from; see :class:`~ddp_hooks.doctor.breakdowns.Seen`."""
+
+    records: tuple[ShardRecord, ...]
+    absent: tuple[int, ...]
+    modules: tuple[ModuleVerdict, ...]
+    sends_unused: bool
+    can_join: bool = False
 
 
 class ShardDiagnosis:
@@ -53,6 +100,7 @@ class ShardDiagnosis:
         self.on_step = on_step
         self._findings: Findings | None = None
         self._watch: _Watch | None = None
+        self._channel: SideChannel | None = None
 
     def __enter__(self) -> ShardDiagnosis:
         """Begin to watch.
@@ -68,9 +116,11 @@ class ShardDiagnosis:
             f"{names.count(chr(10)) + 1} of digest {hashlib.blake2b(names.encode(), digest_size=4).hexdigest()}"
         )
         problem = next((found for group in groups if (found := group.why_unwatched())), None)
-        settle(_FUNCTION, exchange_proposals(_world(), _FUNCTION, {"parameters": parameters}, problem))
+        world = _World(dist.group.WORLD, groups[0].device)
+        settle(_FUNCTION, exchange_proposals(world.process_group, _FUNCTION, {"parameters": parameters}, problem))
+        self._channel = SideChannel(world, _FUNCTION)
         # FSDP2 has given it a class of its own.
-        self._watch = _Watch(groups, class_name(self._module).removeprefix("FSDP"))
+        self._watch = _Watch(groups, uncompiled(self._module), class_name(self._module).removeprefix("FSDP"))
         self._watch.on_step = self.on_step
         return self
 
@@ -78,15 +128,58 @@ class ShardDiagnosis:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop watching, and put together what the ranks saw."""
-        watch = self._stop()
         if error is None:
-            steps = settle(_FUNCTION, exchange_proposals(_world(), _FUNCTION, {}, own=watch.steps))
-            self._findings = _conclude(watch, steps, [])
+            self.conclude()
         else:
-            ended = read_end(error).error
-            notes = [f"an error has ended what was watched ({ended}), so only this rank's steps are known"]
-            found = _conclude(watch, [watch.steps], notes)
-            self._findings = replace(found, ranks=watch.ranks, heard=(watch.rank,))
+            self.abandon(error)
+
+    def conclude(self, end: End | None = None) -> Findings:
+        """Stop watching, and put together what the ranks saw; every rank calls it.
+
+        Args:
+            end: how what was watched has ended.
+        """
+        if self._findings is None:
+            watch, channel = self._stop()
+            records = [unpack(each) for each in channel.collect(pack(self.describe(end or End())))]
+            channel.close()
+            self._findings = _conclude(watch, records)
+            self._module = None
+        return self._findings
+
+    def abandon(self, error: BaseException, *, ends_process: bool = False) -> Findings:
+        """Stop watching without asking the others: only what this rank saw counts.
+
+        Args:
+            error: why.
+            ends_process: nothing follows but the end.
+        """
+        if self._findings is None:
+            _, channel = self._stop()
+            channel.close()
+            self._findings = self.find_with((), self.describe(read_end(error)))
+            self._module = None
+        return self._findings
+
+    def describe(self, end: End) -> ShardRecord:
+        """Return what this rank has seen until now; by any thread."""
+        assert self._watch is not None  # it was entered
+        return self._watch.describe(end)
+
+    def find_with(self, others: Sequence[Any], own: ShardRecord) -> Findings:
+        """Return what follows from what some ranks have seen."""
+        assert self._watch is not None  # it was entered
+        alike = [one for one in others if isinstance(one, ShardRecord) and one.order == own.order]
+        return _conclude(self._watch, sorted([own, *alike], key=lambda one: one.rank))
+
+    def is_unfinished(self) -> bool:
+        """Say whether this rank is within a step."""
+        return self._watch is not None and self._watch.is_in_step()
+
+    @property
+    def last_progress(self) -> float:
+        """When the last step ended, or watching began, by the monotonic clock. Seconds."""
+        return 0.0 if self._watch is None else self._watch.last_progress
 
     @property
     def findings(self) -> Findings:
@@ -111,12 +204,23 @@ class ShardDiagnosis:
         """
         return self.findings.to_dict()
 
-    def _stop(self) -> _Watch:
-        if self._watch is None:
+    def _stop(self) -> tuple[_Watch, SideChannel]:
+        if self._watch is None or self._channel is None:
             raise RuntimeError("diagnose: expected a block, as in `with ddp_hooks.diagnose(model) as diagnosis:`")
         self._watch.close()
-        self._module = None
-        return self._watch
+        return self._watch, self._channel
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    """The default process group, for a side channel."""
+
+    process_group: Any
+    device: torch.device
+
+    @property
+    def device_type(self) -> str:
+        return self.device.type
 
 
 class _Watch:
@@ -127,22 +231,29 @@ class _Watch:
         model: the class of the module.
         rank: this one, in the default process group.
         ranks: how many there are.
-        steps: of each synchronised backward pass a text with a character for each parameter, as in a pattern.
+        steps: as in :class:`ShardRecord`.
         is_served: ``ddp_hooks.fsdp.register`` serves the module.
         sends_unused: zeros are reduced for what is unused.
         on_step: called with the number of steps when one has ended, or None; what it raises, ``backward()`` raises.
+        last_progress: when the last step ended, or watching began, by the monotonic clock. Seconds.
     """
 
-    def __init__(self, groups: list[ParamGroup], model: str) -> None:
+    def __init__(self, groups: list[ParamGroup], module: nn.Module, model: str) -> None:
         self.groups = groups
         self.model = model
         self.steps: list[str] = []
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.on_step: Callable[[int], None] | None = None
+        self.last_progress = time.monotonic()
         self.is_served = all(group.owner is not None for group in groups)
         self.sends_unused = all(group.sends_unused for group in groups)
+        self._names = tuple(name for group in groups for name in group.names)
         self._task: int | None = None  # the pass that is under way
-        self._used: set[tuple[int, int]] = set()  # in it
+        self._used: dict[int, frozenset[int]] = {}  # in it, by group
+        self._counts = ModuleActivity(model, dist.get_process_group_ranks(dist.group.WORLD))
+        self._forwards = 0  # when the last step ended
+        self._counts.steps = int(self._read_place().startswith("forward"))  # begun before anybody counted
+        self._end = watch_forward(module, self._counts)
         for number, group in enumerate(groups):
             group.listen(self._listener(number))
 
@@ -150,38 +261,79 @@ class _Watch:
         """Stop listening."""
         for group in self.groups:
             group.stop_listening()
+        self._end()
+
+    def is_in_step(self) -> bool:
+        """Say whether the thread that trains is within a forward or backward pass; by any thread."""
+        return bool(self._read_place())
+
+    def describe(self, end: End) -> ShardRecord:
+        """Return what was seen until now; by any thread."""
+        place = self._read_place()
+        unfinished = Unfinished.NONE
+        if place == BACKWARD:
+            unfinished = Unfinished.RUNS
+        elif self._task is not None or end.left == BACKWARD:
+            unfinished = Unfinished.RAISED
+        reached = dict(self._used)
+        for number, group in enumerate(self.groups):
+            if (under_way := group.participants) is not None:
+                reached.setdefault(number, under_way.used)
+        return ShardRecord(
+            self.rank,
+            self._names,
+            tuple(self.steps),
+            Standing(
+                len(self.steps),
+                unfinished,
+                forwards=self._counts.steps - self._forwards,
+                in_forward=place.startswith("forward"),
+            ),
+            end,
+            place,
+            self.groups[0].forward_order(),
+            tuple(
+                (number, tuple(self.groups[number].names[i] for i in sorted(used)))
+                for number, used in sorted(reached.items())
+            ),
+        )
+
+    def _read_place(self) -> str:
+        position = read_position(activity.thread)
+        return "" if position is None else position.phase
 
     def _listener(self, number: int) -> Any:
         def reduced(participants: Participants) -> None:
             task = _current_graph_task_id()
             if task != self._task:  # also where the one before failed
-                self._task, self._used = task, set()
+                self._task, self._used = task, {}
                 # After what FSDP2 does at the end of the pass, where groups without a gradient come.
                 torch.autograd.Variable._execution_engine.queue_callback(self._pass_done)
-            self._used |= {(number, index) for index in participants.used}
+            self._used[number] = self._used.get(number, frozenset()) | participants.used
 
         return reduced
 
     def _pass_done(self) -> None:
-        used, self._used, self._task = self._used, set(), None
+        used, self._used, self._task = self._used, {}, None
         self.steps.append(
             "".join(
-                mark((number, index) in used, group.is_frozen(index))
+                mark(index in used.get(number, ()), group.is_frozen(index))
                 for number, group in enumerate(self.groups)
                 for index in range(len(group.names))
             )
         )
+        self.last_progress = time.monotonic()
+        self._forwards = self._counts.steps
         if self.on_step is not None:
             self.on_step(len(self.steps))
 
 
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None  # fully_shard made a mesh
-    return world
-
-
-def _conclude(watch: _Watch, steps: list[list[str]], notes: list[str]) -> Findings:
+def _conclude(watch: _Watch, records: Sequence[ShardRecord]) -> Findings:
+    notes: list[str] = []
+    heard = tuple(record.rank for record in records)
+    if len(records) < watch.ranks:
+        notes.append(f"an error has ended what was watched, so only what {describe_ranks(heard)} saw is known")
+    steps = [record.steps for record in records]
     count = min(map(len, steps))
     if any(len(each) != count for each in steps):
         notes.append(f"the ranks ran different numbers of steps; the first {count} of each are compared")
@@ -192,8 +344,16 @@ def _conclude(watch: _Watch, steps: list[list[str]], notes: list[str]) -> Findin
             pattern = tuple("".join(step[place] for step in each[:count]) for each in steps)
             verdicts.append(judge_patterns(name, nbytes, pattern))
     modules = tuple(group_by_module(verdicts))
+    absent = tuple(rank for rank in range(watch.ranks) if rank not in heard)
+    facts = _Facts(tuple(records), absent, modules, watch.sends_unused)
+    problems = [problem for find_some in _FINDERS for problem in find_some(facts)]
+    if not any(one.kind.breaks_run for one in problems):
+        problems += find_standstill(facts)
+    problems.sort(key=lambda one: one.kind)
+    is_broken = any(one.kind.breaks_run for one in problems)
+    forbids_advice = bool(absent) or any(one.kind.forbids_advice for one in problems)
     return Findings(
-        ranks=len(steps),
+        ranks=watch.ranks,
         steps=count,
         dense_bytes=count * sum(one.dense_bytes for one in verdicts),
         parameters=tuple(verdicts),
@@ -201,10 +361,11 @@ def _conclude(watch: _Watch, steps: list[list[str]], notes: list[str]) -> Findin
         policies=(),
         narrow_fraction=None,
         division=None,
-        answers=(is_something_forgotten(modules),) if count else (),
-        advice=_advise(watch, verdicts),
+        answers=() if forbids_advice or not count else (is_something_forgotten(modules),),
+        advice="" if forbids_advice else _advise(watch, verdicts),
         notes=tuple(notes),
-        problems=tuple(_find_problems(watch, modules)),
+        problems=tuple(one for one in problems if not is_broken or one.kind.forbids_advice),
+        heard=heard,
         model=watch.model,
     )
 
@@ -223,19 +384,101 @@ def _advise(watch: _Watch, verdicts: list[ParameterVerdict]) -> str:
     )
 
 
-def _find_problems(watch: _Watch, modules: Sequence[ModuleVerdict]) -> Iterator[Problem]:
-    differ = [one for one in modules if one.verdict == SOME_RANKS]
-    if differ and not watch.sends_unused:
+def _find_differing(facts: _Facts) -> Iterator[Problem]:
+    """Find parameters that only some ranks used, in steps that have ended or in the one in which the ranks stand."""
+    differ = [one for one in facts.modules if one.verdict == SOME_RANKS]
+    names = short_names(differ) if differ else short_list(_differing_now(facts.records))
+    if not names or facts.sends_unused:
+        return
+    yield Problem(
+        Kind.GRADIENTS_MISSING,
+        f"Only some ranks used {names} in some steps, and FSDP2 mixes gradients up or hangs then.",
+        "Call set_reduce_scatter_unused_params(True) on the module.",
+        "With ddp_hooks.fsdp.register(model) the zeros that this adds are not sent.",
+    )
+
+
+def _differing_now(records: Sequence[ShardRecord]) -> list[str]:
+    reached = [dict(record.reached) for record in records if record.standing.unfinished is Unfinished.RUNS]
+    names: set[str] = set()
+    for number in set().union(*reached) if reached else ():
+        some = [frozenset(one[number]) for one in reached if number in one]
+        names |= frozenset().union(*some) - some[0].intersection(*some)
+    return sorted(names)
+
+
+def _find_different_places(facts: _Facts) -> Iterator[Problem]:
+    """Find ranks that stand in different layers: FSDP2 gathers a layer's parameters from all ranks at once."""
+    if facts.absent or not all(record.place for record in facts.records) or _differing_now(facts.records):
+        return
+    first = facts.records[0]
+    ahead = [one for one in facts.records if _passes(one) > min(map(_passes, facts.records))]
+    if ahead:
+        behind = [one for one in facts.records if one not in ahead]
         yield Problem(
-            Kind.GRADIENTS_MISSING,
-            f"Only some ranks used {short_names(differ)} in some steps, and FSDP2 mixes gradients up or hangs then.",
-            "Call set_reduce_scatter_unused_params(True) on the module.",
-            "With ddp_hooks.fsdp.register(model) the zeros that this adds are not sent.",
+            Kind.UNEVEN,
+            f"After {count_steps(first.standing.finished)}, {describe_ranks([one.rank for one in ahead])} began "
+            "another forward pass with no finished backward pass for the one before, as after an error in backward() "
+            f"that the script caught, and {describe_ranks([one.rank for one in behind])} waits for it.",
+            "Skip a batch on every rank or on none, and do not go on with a module after an error in backward().",
+            details=tuple(f"rank {one.rank}: in {one.place}" for one in facts.records),
         )
-    never = [one for one in modules if one.verdict == NEVER and one.is_module]
+        return
+    missing = {one.rank: _missing_layers(one, facts.records) for one in facts.records}
+    if not any(missing.values()):
+        return
+    where = "; ".join(f"rank {rank} left out {short_list(names)}" for rank, names in missing.items() if names)
+    yield Problem(
+        Kind.STOOD_STILL,
+        f"The ranks run different layers, and FSDP2 needs all of them for each layer: after "
+        f"{count_steps(first.standing.finished)}, {where}.",
+        "Call every layer with fully_shard on every rank in each step, in the same order, or apply fully_shard to what "
+        "contains the layers that only some ranks call.",
+    )
+
+
+def _missing_layers(record: ShardRecord, records: Sequence[ShardRecord]) -> list[str]:
+    """Name what other ranks ran before a layer that this rank has run, or before its backward pass."""
+    is_done = record.standing.unfinished is Unfinished.RUNS
+    names = []
+    for other in records:
+        passed = [i for i, name in enumerate(other.layers) if name in record.layers]
+        end = len(other.layers) if is_done else max(passed, default=0)
+        names += [name for name in other.layers[:end] if name not in record.layers]
+    return list(dict.fromkeys(names))
+
+
+def _passes(record: ShardRecord) -> int:
+    return record.standing.finished + record.standing.forwards
+
+
+def _find_error(facts: _Facts) -> Iterator[Problem]:
+    raised = [record for record in facts.records if record.end.way is Way.RAISED]
+    if raised:
+        first = raised[0]
+        yield Problem(
+            Kind.SCRIPT_RAISED,
+            f"The script ended with an error on {describe_ranks([one.rank for one in raised])}, after "
+            f"{count_steps(first.standing.finished)}: {first.end.error}.",
+            "FSDP2 had finished every step that had begun, so look for the reason in the script.",
+        )
+
+
+def _find_never_used(facts: _Facts) -> Iterator[Problem]:
+    never = [one for one in facts.modules if one.verdict == NEVER and one.is_module]
     if never:
         yield Problem(
             Kind.FORGOTTEN,
             f"No parameter of {short_names(never)} got a gradient in any step, although all of them require one.",
             "Use it in the loss if that is what you mean; otherwise freeze or remove it.",
         )
+
+
+_FINDERS: tuple[Callable[[_Facts], Iterator[Problem]], ...] = (
+    _find_differing,
+    find_broken_backward,
+    find_uneven,
+    _find_different_places,
+    _find_error,
+    _find_never_used,
+)

@@ -8,11 +8,11 @@ from contextlib import suppress
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
 from ..absentees import naming_absent_ranks
 from ..control_groups import open_small_group
+from ..registration import Distributed
 
 _C = _extension.load()
 
@@ -25,7 +25,7 @@ class SideChannel:
     Making one is a collective call over the module's process group.
 
     Args:
-        ddp: the module.
+        ddp: the module, or anything else with a process group and a device.
         function: the public function that every rank has called.
         problem: why this rank cannot take part, or None.
 
@@ -33,7 +33,7 @@ class SideChannel:
         RuntimeError: on every rank, when some rank has a problem.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, function: str, problem: str | None = None) -> None:
+    def __init__(self, ddp: Distributed, function: str, problem: str | None = None) -> None:
         group = open_small_group(ddp, function, problem)
         self._backend, self._keeper = group.backend, group.keeper
         self.hosts: tuple[tuple[int, ...], ...] = group.hosts  # the ranks of each

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from enum import Enum
+from types import FrameType
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -90,6 +92,17 @@ class End:
     way: Way = Way.FINISHED
     error: str = ""
     left: str = ""
+
+
+def runs_backward() -> bool:
+    """Say whether some thread is within a backward pass."""
+    for frame in sys._current_frames().values():
+        here: FrameType | None = frame
+        while here is not None:
+            if here.f_code is torch.autograd.backward.__code__:
+                return True
+            here = here.f_back
+    return False
 
 
 _LONGEST_ERROR = 100

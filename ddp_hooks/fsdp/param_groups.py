@@ -152,6 +152,14 @@ class ParamGroup:
         """Whether reduced gradients pass through a hook."""
         return self._inner._all_reduce_hook is not None
 
+    def forward_order(self) -> tuple[str, ...]:
+        """Return the modules of all groups whose forward pass has ended since the last backward pass, in this order.
+
+        Empty where this torch does not keep it.
+        """
+        groups = getattr(getattr(self._reference(), "comm_ctx", None), "post_forward_order", ())
+        return tuple(getattr(group, "_module_fqn", "") or "the root module" for group in tuple(groups))
+
     def columns(self) -> list[Column]:
         """Return what each parameter takes of a part, in their order."""
         columns = []

@@ -30,7 +30,7 @@ class HookActivity(Protocol):
 
 
 class ModuleActivity:
-    """One DDP module.
+    """One module.
 
     Args:
         name: its model's class.
@@ -59,11 +59,11 @@ class ModuleActivity:
         return None if self.hook is None else self.hook.agreed_steps()
 
     def forward_begins(self, module: torch.nn.Module, args: Any) -> None:
-        """Count; a forward pre-hook of a DDP module without a hook of this package."""
+        """Count; a forward pre-hook of a module without a hook of this package, wrapped by DDP or with fully_shard."""
         if torch.compiler.is_compiling():
             return
         self.passes += 1
-        if torch.is_grad_enabled() and module.require_backward_grad_sync:
+        if torch.is_grad_enabled() and getattr(module, "require_backward_grad_sync", True):
             self.steps += 1
 
     def __getstate__(self) -> dict[str, Any]:

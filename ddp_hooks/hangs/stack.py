@@ -11,6 +11,7 @@ import linecache
 import os
 import re
 import site
+import sys
 import sysconfig
 import weakref
 from contextlib import suppress
@@ -175,7 +176,16 @@ def _find_phase(calls: list[_Call]) -> str:
             return f"forward of {inner}" if inner else "forward"
         if path == _DDP and name == "__init__":
             return "the construction of DistributedDataParallel"
+    if any((module := reference()) is not None and _is_sharded(module) for reference in modules):
+        inner = _name_submodule(modules)
+        return f"forward of {inner}" if inner else "forward"
     return ""
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    # Only a program that has imported FSDP2 has such modules.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _name_submodule(called: list[weakref.ref[torch.nn.Module]]) -> str:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RanksAbsentError
@@ -220,11 +221,18 @@ def _start() -> Watcher:
 
 
 def watch_module(ddp: DistributedDataParallel) -> Callable[[], None]:
-    """Watch a module without a hook of this package, too; return what ends it."""
-    module = ModuleActivity(type(ddp.module).__name__, dist.get_process_group_ranks(ddp.process_group))
-    handle = ddp.register_forward_pre_hook(module.forward_begins)
-    activity.add(module)
-    finalizer = weakref.finalize(ddp, activity.remove, module)
+    """Watch a DDP module without a hook of this package, too; return what ends it."""
+    return watch_forward(
+        ddp, ModuleActivity(type(ddp.module).__name__, dist.get_process_group_ranks(ddp.process_group))
+    )
+
+
+def watch_forward(module: nn.Module, counts: ModuleActivity) -> Callable[[], None]:
+    """Count the forward passes of a module; return what ends it."""
+    # Before FSDP2's own hook, which may wait for other ranks.
+    handle = module.register_forward_pre_hook(counts.forward_begins, prepend=True)
+    activity.add(counts)
+    finalizer = weakref.finalize(module, activity.remove, counts)
     finalizer.atexit = False
     begin()
 
