@@ -30,7 +30,7 @@ class UsageMask:
 class PlanSettings:
     # Without `direct` everything is all-reduced.
     def __init__(
-        self, *, in_place_bytes: int, pack_bytes: int, gap_fraction: float, direct: DirectSettings = ...
+        self, *, in_place_bytes: int, pack_bytes: int, gap_fraction: float = ..., direct: DirectSettings = ...
     ) -> None: ...
 
 class ParameterSlice:
@@ -45,7 +45,9 @@ class ParameterSlice:
     def row_length(self) -> int: ...
 
 class UnitSettings:
-    def __init__(self, *, min_divided_bytes: int, min_unit_bytes: int, max_unit_bytes: int) -> None: ...
+    def __init__(self, *, min_unit_bytes: int, max_unit_bytes: int, min_divided_bytes: int = ...) -> None: ...
+    @property
+    def min_divided_bytes(self) -> int: ...
 
 class Units:
     def __init__(
@@ -163,13 +165,13 @@ class DirectSettings:
     def __init__(
         self,
         *,
-        allowed: bool,
+        direct: bool,
         world_size: int,
-        sums: bool,
-        least_saving_of_sums: float = 0.0,
+        owners: bool,
         segment_bytes: int,
-        min_bytes: int,
         costs: CollectiveCosts = ...,
+        min_direct_bytes: int = ...,
+        min_owner_saving: float = ...,
     ) -> None: ...
 
 class DirectPart:
@@ -239,8 +241,21 @@ def make_unit_plan(
 
 class ProbeSettings:
     def __init__(
-        self, *, min_zero_fraction: float, hold_steps: int, first_pause_steps: int, longest_pause_steps: int
+        self,
+        *,
+        min_zero_fraction: float,
+        hold_steps: int = ...,
+        first_pause_steps: int = ...,
+        longest_pause_steps: int = ...,
     ) -> None: ...
+    @property
+    def min_zero_fraction(self) -> float: ...
+    @property
+    def hold_steps(self) -> int: ...
+    @property
+    def first_pause_steps(self) -> int: ...
+    @property
+    def longest_pause_steps(self) -> int: ...
 
 class ValuesProbe:
     def __init__(self, arg0: ProbeSettings, /) -> None: ...
@@ -249,9 +264,7 @@ class ValuesProbe:
 
 # In which parameters units are agreed on, as the engine asks; gradients it is shown there only.
 class UnitsDetector:
-    def __init__(
-        self, *, rows: ValuesDetector, widths: ValuesDetector, units: UnitSettings, probe: ProbeSettings
-    ) -> None: ...
+    def __init__(self, *, skip_zero_rows: When, narrow: When, units: UnitSettings, probe: ProbeSettings) -> None: ...
     def use_layout(self, arg0: LayoutOfBuckets, /) -> None: ...
     def least_zero_fraction(self) -> float: ...
     def least_narrow_fraction(self) -> float: ...
@@ -354,11 +367,11 @@ class ShardUnits:
 
 # --- the engine ---
 
-class ValuesDetector:
-    OFF: ClassVar[ValuesDetector]
-    ON: ClassVar[ValuesDetector]
-    ADAPTIVE: ClassVar[ValuesDetector]
-    __members__: ClassVar[dict[str, ValuesDetector]]
+class When:
+    OFF: ClassVar[When]
+    ON: ClassVar[When]
+    ADAPTIVE: ClassVar[When]
+    __members__: ClassVar[dict[str, When]]
     def __init__(self, value: int) -> None: ...
     @property
     def name(self) -> str: ...
@@ -374,14 +387,14 @@ class EngineSettings:
     def __init__(
         self,
         *,
-        graph_detector: bool,
-        values_detector: ValuesDetector,
-        rows_detector: ValuesDetector,
-        widths_detector: ValuesDetector,
+        skip_unused: bool,
+        skip_zeros: When,
+        skip_zero_rows: When,
+        narrow: When,
         units: UnitSettings,
         plan: PlanSettings,
         probe: ProbeSettings,
-        rebuild_after_steps: int,
+        rebuild_after: int,
         configuration: int,
     ) -> None: ...
 

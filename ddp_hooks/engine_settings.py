@@ -16,11 +16,7 @@ from .wording import describe_bytes
 
 _C = _extension.load()
 
-_DETECTOR = {
-    "off": _C.ValuesDetector.OFF,
-    "on": _C.ValuesDetector.ON,
-    "adaptive": _C.ValuesDetector.ADAPTIVE,
-}
+_WHEN = {"off": _C.When.OFF, "on": _C.When.ON, "adaptive": _C.When.ADAPTIVE}
 # A guess until it is measured on a GPU: a quarter of the bytes for a host that no longer runs ahead.
 _MIN_ZERO_FRACTION_ON_DEVICE = 0.25
 # What a set of ranks in a message has room for (csrc/layout/contributors.h).
@@ -49,27 +45,15 @@ def engine_settings(
         costs = None
     digest = hashlib.blake2b(repr(sorted(description.items())).encode(), digest_size=8).digest()
     return _C.EngineSettings(
-        graph_detector=policy.skip_unused,
-        values_detector=_DETECTOR[policy.skip_zeros],
-        rows_detector=_DETECTOR[policy.skip_zero_rows],
-        widths_detector=_DETECTOR[policy.narrow],
+        skip_unused=policy.skip_unused,
+        skip_zeros=_WHEN[policy.skip_zeros],
+        skip_zero_rows=_WHEN[policy.skip_zero_rows],
+        narrow=_WHEN[policy.narrow],
         units=unit_settings(policy),
-        plan=_C.PlanSettings(
-            in_place_bytes=policy.tuning.in_place_bytes,
-            pack_bytes=policy.tuning.pack_bytes,
-            gap_fraction=policy.tuning.gap_fraction,
-            direct=_C.DirectSettings(
-                allowed=policy.tuning.direct and may_send_directly(hosts, costs),
-                world_size=1,  # the engine asks the module's group
-                sums=policy.tuning.owners,
-                least_saving_of_sums=policy.tuning.min_owner_saving,
-                segment_bytes=policy.tuning.segment_bytes,
-                min_bytes=policy.tuning.min_direct_bytes,
-                costs=_C.CollectiveCosts() if costs is None else costs,
-            ),
-        ),
+        # The engine asks the module's group how many ranks there are.
+        plan=plan_settings(policy, may_send_directly(hosts, costs), 1, costs),
         probe=probe_settings(policy, is_on_device=description.get("device", "cpu") != "cpu"),
-        rebuild_after_steps=policy.rebuild_after,
+        rebuild_after=policy.rebuild_after,
         configuration=int.from_bytes(digest, "little"),
     )
 
@@ -126,8 +110,7 @@ def why_nothing_is_narrow(
         return "every gradient has 16 bits or fewer"
     settings = unit_settings(policy)
     if all(_is_one_unit(parameter, settings) for parameter in parameters):
-        size = describe_bytes(policy.tuning.min_divided_bytes)
-        return f"every parameter is too small for it (min_divided_bytes is {size})"
+        return f"every parameter has less than {describe_bytes(settings.min_divided_bytes)}"
     return ""
 
 
@@ -159,18 +142,47 @@ def why_little_is_narrow(policy: Policy, counted: Statistics) -> str:
     if counted.narrow_bytes:
         return ""
     if counted.units_narrow:
-        return "sending narrow gradients in separate messages would save too little (min_direct_bytes)"
+        return "sending narrow gradients in separate messages would save too little"
     if counted.narrow_steps:
         return "gradients needed all of their bits"
     return "samples of the gradients needed all of their bits"
 
 
+def _constants(policy: Policy, *names: str) -> dict[str, Any]:
+    """Return those of the engine's constants that a test has set to something else; users have no way to."""
+    return {name: getattr(policy.tuning, name) for name in names if hasattr(policy.tuning, name)}
+
+
+def plan_settings(policy: Policy, may_be_direct: bool, world_size: int, costs: Any = None) -> Any:
+    """Return how what is used travels under a policy: a ``_C.PlanSettings``.
+
+    Args:
+        policy: the policy.
+        may_be_direct: whether anything may leave the all-reduces, if the policy has nothing against it.
+        world_size: how many ranks there are.
+        costs: what collectives take, or None.
+    """
+    return _C.PlanSettings(
+        in_place_bytes=policy.tuning.in_place_bytes,
+        pack_bytes=policy.tuning.pack_bytes,
+        direct=_C.DirectSettings(
+            direct=policy.tuning.direct and may_be_direct,
+            world_size=world_size,
+            owners=policy.tuning.owners,
+            segment_bytes=policy.tuning.segment_bytes,
+            costs=_C.CollectiveCosts() if costs is None else costs,
+            **_constants(policy, "min_direct_bytes", "min_owner_saving"),
+        ),
+        **_constants(policy, "gap_fraction"),
+    )
+
+
 def unit_settings(policy: Policy) -> Any:
     """Return into what units gradients fall under a policy: a ``_C.UnitSettings``."""
     return _C.UnitSettings(
-        min_divided_bytes=policy.tuning.min_divided_bytes,
         min_unit_bytes=policy.tuning.min_unit_bytes,
         max_unit_bytes=policy.tuning.max_unit_bytes,
+        **_constants(policy, "min_divided_bytes"),
     )
 
 
@@ -180,7 +192,5 @@ def probe_settings(policy: Policy, *, is_on_device: bool) -> Any:
     least_zeros = _MIN_ZERO_FRACTION_ON_DEVICE if is_on_device else 0.0
     return _C.ProbeSettings(
         min_zero_fraction=max(policy.tuning.min_zero_fraction, least_zeros),
-        hold_steps=policy.tuning.hold_steps,
-        first_pause_steps=policy.tuning.first_pause_steps,
-        longest_pause_steps=policy.tuning.longest_pause_steps,
+        **_constants(policy, "hold_steps", "first_pause_steps", "longest_pause_steps"),
     )

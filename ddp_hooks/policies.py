@@ -21,16 +21,10 @@ _FIRST_FIELDS = ("name", "skip_unused", "skip_zeros", "skip_zero_rows", "rebuild
 _FIRST_FIELDS_OF_TUNING = (
     "in_place_bytes",
     "pack_bytes",
-    "gap_fraction",
     "direct",
     "owners",
     "segment_bytes",
-    "min_direct_bytes",
     "min_zero_fraction",
-    "hold_steps",
-    "first_pause_steps",
-    "longest_pause_steps",
-    "min_divided_bytes",
     "min_unit_bytes",
     "max_unit_bytes",
 )
@@ -84,22 +78,19 @@ def _check_int(settings: Policy | Tuning, name: str, least: int) -> None:
 class Tuning:
     """Thresholds of a policy. The defaults were measured; few programs gain from others.
 
-    A *unit* is a row of a gradient (a slice along the first dimension), several short rows, or a part of a long one.
+    A *unit* is a row of a gradient (a slice along the first dimension), several short rows, or a part of a long one. A
+    parameter of less than 64 KiB is one unit, so it is sent whole or not at all.
 
     Args:
         in_place_bytes: a run of used gradients of at least this many bytes is sent from where it lies, as a message of
             its own. Shorter runs are gathered. Bytes.
         pack_bytes: gathered gradients leave when this many bytes have come together. Bytes.
-        gap_fraction: unused gradients between two used runs are sent along when they make up at most this fraction of
-            the runs' mean length.
         direct: what only one rank contributes, it sends straight to the others, which takes half the bytes of an
             all-reduce (docs/internals/protocol.md, "Who contributes"). It needs ``skip_unused``, a gloo or NCCL
             group of at most 64 ranks, and a host for each rank or ``calibrate``; without them everything is
             all-reduced.
         owners: what some ranks contribute and others do not, one of them sums and sends on, which saves up to half of
             the bytes. It needs ``direct``.
-        min_owner_saving: the fraction of the time that these sums have to save in a bucket's rows. Whole parameters
-            have to save twice as much, because their all-reduces copy nothing.
         calibrate: measure for about a second, when a state is made, how long collectives take on its process group.
             The ranks then decide by those times what leaves the all-reduces, and whether ``narrow="adaptive"`` can
             pay. By default they decide by bytes if every rank is on a host of its own, and all-reduce everything at
@@ -109,19 +100,11 @@ class Tuning:
             ``torch.use_deterministic_algorithms``. With NCCL the measurement opens connections that keep up to
             gigabytes of GPU memory. It needs what ``direct`` needs.
         segment_bytes: about how much each rank puts into one message of these. Bytes.
-        min_direct_bytes: when a step (or the units of a bucket) has less than this to send in these ways, it is all
-            all-reduced. Bytes.
         min_zero_fraction: what zeros have to save for an adaptive setting to stay on. For ``skip_zeros``: the fraction
             of a step's bytes in gradients that are zero throughout. For ``skip_zero_rows``: the fraction of a
             parameter's elements in units that are zero; it starts when a sample of the units has as many zeros, and at
             least an eighth. With 0 any zero is enough. On a GPU it is at least 0.25, because there the host has to wait
             for each answer.
-        hold_steps: how many steps ``skip_zeros="adaptive"`` stays on after a step that paid.
-        first_pause_steps: how many steps ``skip_zeros="adaptive"`` waits before its first look. Each look in vain
-            doubles the pause. ``skip_zero_rows="adaptive"`` looks from the first step on, and leaves a parameter alone
-            for this many steps when looking did not pay, then for twice as many, and so on.
-        longest_pause_steps: the longest such pause.
-        min_divided_bytes: a parameter smaller than this is one unit, so it is sent whole or not at all. Bytes.
         min_unit_bytes: rows shorter than this are put together into units of at least this size. Bytes.
         max_unit_bytes: rows longer than this are divided into equal units where they can be. Bytes.
         report_hang_after: how long a rank waits for others before it names those that are missing on standard error,
@@ -135,19 +118,12 @@ class Tuning:
 
     in_place_bytes: int = 1 << 20
     pack_bytes: int = 4 << 20
-    gap_fraction: float = 1 / 128
     direct: bool = True
     owners: bool = True
     segment_bytes: int = 256 << 10
-    min_direct_bytes: int = 256 << 10
     min_zero_fraction: float = 0.05
-    hold_steps: int = 32
-    first_pause_steps: int = 16
-    longest_pause_steps: int = 1024
-    min_divided_bytes: int = 64 << 10
     min_unit_bytes: int = 256
     max_unit_bytes: int = 64 << 10
-    min_owner_saving: float = 0.13
     calibrate: bool = False
     report_hang_after: float = 10.0
 
@@ -155,7 +131,7 @@ class Tuning:
         """Refuse settings that cannot be meant."""
         for name in ("direct", "owners", "calibrate"):
             _check_flag(self, name)
-        for name in ("gap_fraction", "min_zero_fraction", "min_owner_saving"):
+        for name in ("min_zero_fraction",):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"Tuning.{name}: expected a number, received {short(value)}")
@@ -175,11 +151,6 @@ class Tuning:
             ("in_place_bytes", 0),
             ("pack_bytes", 0),
             ("segment_bytes", 1),
-            ("min_direct_bytes", 0),
-            ("hold_steps", 0),
-            ("first_pause_steps", 1),
-            ("longest_pause_steps", self.first_pause_steps),
-            ("min_divided_bytes", 0),
             ("min_unit_bytes", 1),
             ("max_unit_bytes", 1),
         ):
@@ -260,7 +231,8 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values, for checkpoints; those of ``tuning`` in a dictionary of their own."""
-        return asdict(self)
+        # Without what a test may have set besides (engine_settings.py).
+        return {**asdict(self), "tuning": {name: getattr(self.tuning, name) for name in _names(Tuning)}}
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Policy:

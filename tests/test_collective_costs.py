@@ -19,10 +19,11 @@ from profiling import profiled
 from spawn import RankFailure, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import register, with_settings
+from training import register
+from tuned import Tuning, with_settings
 
 import ddp_hooks
-from ddp_hooks import _C, Policy, Tuning, collective_costs, service
+from ddp_hooks import _C, Policy, collective_costs, service
 
 COSTS = [name for name in dir(_C.CollectiveCosts) if "seconds" in name]
 CHEAP_ALL_TO_ALLS = _C.CollectiveCosts(all_to_all_seconds_per_byte=0.1)
@@ -56,11 +57,11 @@ def test_dear_all_to_alls_are_avoided_and_cheap_ones_used(seed: int) -> None:
     assert direct == expected
 
 
-@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("owners", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_dearer_an_all_to_all_the_less_leaves(seed: int, sums: bool) -> None:
+def test_the_dearer_an_all_to_all_the_less_leaves(seed: int, owners: bool) -> None:
     case = test_direct.Case(seed)
-    if sums:
+    if owners:
         # Of what one rank alone has, more may leave together with sums than without.
         for i in range(case.parameters):
             if case.contributors(i).bit_count() == 1:
@@ -68,7 +69,7 @@ def test_the_dearer_an_all_to_all_the_less_leaves(seed: int, sums: bool) -> None
                     mask.set(i)
     for name in ("all_to_all_seconds", "all_to_all_seconds_per_byte"):
         leaving = [
-            elements_leaving(case, sums=sums, costs=_C.CollectiveCosts(**{name: 1.3**power}))
+            elements_leaving(case, owners=owners, costs=_C.CollectiveCosts(**{name: 1.3**power}))
             for power in range(-10, 40, 2)
         ]
         assert leaving == sorted(leaving, reverse=True)

@@ -17,10 +17,11 @@ from pairwise import thorough
 from spawn import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Scenario, Trainer, compare, register, with_settings
+from training import Scenario, Trainer, compare, register
+from tuned import Tuning, with_settings
 
 import ddp_hooks
-from ddp_hooks import _C, Policy, Tuning
+from ddp_hooks import _C, Policy
 from ddp_hooks_testing import _C as testing
 
 DIRECT = Policy("direct", tuning=Tuning(min_direct_bytes=0, segment_bytes=300, min_owner_saving=0))
@@ -93,14 +94,15 @@ class Case:
         return sum(mask.test(parameter) << rank for rank, mask in enumerate(self.by_rank))
 
     def plan(
-        self, least: int = 0, *, sums: bool = True, costs: _C.CollectiveCosts | None = None
+        self, least: int = 0, *, owners: bool = True, costs: _C.CollectiveCosts | None = None
     ) -> list[_C.BucketPlan]:
         direct = _C.DirectSettings(
-            allowed=True,
+            direct=True,
             world_size=self.ranks,
-            sums=sums,
+            owners=owners,
             segment_bytes=self.segment_bytes,
-            min_bytes=least,
+            min_direct_bytes=least,
+            min_owner_saving=0.0,
             costs=costs or _C.CollectiveCosts(),
         )
         settings = _C.PlanSettings(in_place_bytes=400, pack_bytes=4000, gap_fraction=0.0, direct=direct)

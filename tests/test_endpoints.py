@@ -19,9 +19,10 @@ from spawn import run_ranks
 from test_docs import blocks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from tuned import Tuning
 
 import ddp_hooks
-from ddp_hooks import Policy, Tuning, endpoints
+from ddp_hooks import Policy, endpoints
 from ddp_hooks.endpoints import Endpoint
 
 # --- hosts

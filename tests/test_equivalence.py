@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import Scenario, Trainer, compare, register
+from tuned import Tuning
 
 import ddp_hooks
 
@@ -806,14 +807,12 @@ SCENARIOS: list[type[Scenario]] = [
 EAGER_AUTO = ddp_hooks.Policy(
     "eager_auto",
     skip_zeros="adaptive",
-    tuning=ddp_hooks.Tuning(first_pause_steps=1, longest_pause_steps=2, hold_steps=1),
+    tuning=Tuning(first_pause_steps=1, longest_pause_steps=2, hold_steps=1),
 )
 # Packs everything: no run is large enough to travel in place.
-PACK_ALL = ddp_hooks.Policy(
-    "pack_all", tuning=ddp_hooks.Tuning(in_place_bytes=1 << 40, pack_bytes=1 << 40, gap_fraction=0)
-)
+PACK_ALL = ddp_hooks.Policy("pack_all", tuning=Tuning(in_place_bytes=1 << 40, pack_bytes=1 << 40, gap_fraction=0))
 # Every run travels in place, in a message of its own.
-SPLIT_ALL = ddp_hooks.Policy("split_all", tuning=ddp_hooks.Tuning(in_place_bytes=0, gap_fraction=0))
+SPLIT_ALL = ddp_hooks.Policy("split_all", tuning=Tuning(in_place_bytes=0, gap_fraction=0))
 
 
 # A policy, and whether the compiled hook is registered or that in Python.

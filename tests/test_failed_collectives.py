@@ -15,6 +15,7 @@ import torch.distributed as dist
 from spawn import COLLECTIVE_TIMEOUT_SECONDS, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from tuned import Tuning
 
 import ddp_hooks
 
@@ -148,7 +149,7 @@ def step_after_failure(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], 
     assert first == second != []
 
 
-TUNING = ddp_hooks.Tuning(min_direct_bytes=0, min_owner_saving=0)
+TUNING = Tuning(min_direct_bytes=0, min_owner_saving=0)
 CASES: list[tuple[ddp_hooks.Policy, list[int], set[str]]] = [
     # The same everywhere, two runs gathered into a message.
     (ddp_hooks.Policy("packed"), [1, 1], {"all_reduce"}),

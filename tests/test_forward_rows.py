@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from training import Trainer, compare, register, with_settings
+from training import Trainer, compare, register
+from tuned import with_settings
 
 from ddp_hooks import _C
 

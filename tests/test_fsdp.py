@@ -25,10 +25,10 @@ from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import with_settings
+from tuned import Tuning, with_settings
 
 import ddp_hooks
-from ddp_hooks import Policy, Tuning, fsdp
+from ddp_hooks import Policy, fsdp
 from ddp_hooks.errors import RefusedError
 from ddp_hooks.fsdp import reduction
 from ddp_hooks.fsdp.hosts import divisor_before_hosts
@@ -342,7 +342,7 @@ def test_looks_that_do_not_pay_are_paused() -> None:
 def test_what_is_looked_for() -> None:
     def asked(name: str, narrow_pays: bool = True) -> tuple[bool, ...]:
         questions = reduction.Questions.of(ddp_hooks.policies.resolve(name), narrow_pays)
-        return questions.unused, questions.zeros, questions.widths, questions.always
+        return questions.skip_unused, questions.zeros, questions.narrow, questions.always
 
     assert asked("auto") == (True, True, True, False)
     assert asked("auto", narrow_pays=False) == (True, True, False, False)
@@ -462,9 +462,9 @@ def use_state(rank: int, folder: str) -> None:
     steps = state.stats().steps
     list(train(case, model, rank, range(3, 4), optimizer))
     assert state.stats().steps == steps
-    again = fsdp.register(model, "skip_unused", hold_steps=3)
+    again = fsdp.register(model, "skip_unused", min_unit_bytes=3)
     assert again is not state
-    assert again.policy.tuning.hold_steps == 3
+    assert again.policy.tuning.min_unit_bytes == 3
     list(train(case, model, rank, range(4, 5), optimizer))
     assert again.stats().steps == 1
 

@@ -27,6 +27,7 @@ from spawn import RankFailure, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import register
+from tuned import Tuning
 
 import ddp_hooks
 from ddp_hooks import control_groups, reducer, registration
@@ -37,7 +38,7 @@ from ddp_hooks.hangs.activity import activity
 EAGER_AUTO = ddp_hooks.Policy(
     "eager_auto",
     skip_zeros="adaptive",
-    tuning=ddp_hooks.Tuning(first_pause_steps=1, longest_pause_steps=2, hold_steps=1),
+    tuning=Tuning(first_pause_steps=1, longest_pause_steps=2, hold_steps=1),
 )
 
 
@@ -264,7 +265,7 @@ def test_random_steps(world_size: int, native: bool) -> None:
 def auto_follows_the_model(rank: int) -> None:
     """The adaptive detector goes on when gradients become zero, and off again."""
     policy = ddp_hooks.Policy(
-        "test", skip_zeros="adaptive", tuning=ddp_hooks.Tuning(first_pause_steps=2, longest_pause_steps=4, hold_steps=3)
+        "test", skip_zeros="adaptive", tuning=Tuning(first_pause_steps=2, longest_pause_steps=4, hold_steps=3)
     )
     ddp = wrapped(find_unused_parameters=False)
     state = ddp_hooks.register(ddp, policy)

@@ -12,6 +12,7 @@ from spawn import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import register
+from tuned import Tuning
 
 import ddp_hooks
 from ddp_hooks import _C
@@ -20,7 +21,7 @@ from ddp_hooks_testing import _C as testing
 BACKEND = "recording_gloo"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # All of a bucket travels in one message, however large its gaps.
-WITH_GAPS = ddp_hooks.Policy("with gaps", tuning=ddp_hooks.Tuning(in_place_bytes=0, gap_fraction=1.0, direct=False))
+WITH_GAPS = ddp_hooks.Policy("with gaps", tuning=Tuning(in_place_bytes=0, gap_fraction=1.0, direct=False))
 
 
 class RecordingGroup(slow_group.SlowGroup):

@@ -96,9 +96,9 @@ MISTAKES_ALONE: dict[str, list[Mistake]] = {
         Mistake(lambda: Tuning(pack_bytes=4e6), TypeError, ["pack_bytes: expected a 64-bit int", "received 4000000.0"]),
         Mistake(lambda: Tuning(pack_bytes=-1), ValueError, ["pack_bytes: expected at least 0, received -1"]),
         Mistake(lambda: Tuning(in_place_bytes=2**63), TypeError, ["in_place_bytes: expected a 64-bit int"]),
-        Mistake(lambda: Tuning(gap_fraction="1%"), TypeError, ["gap_fraction: expected a number, received '1%'"]),
-        Mistake(lambda: Tuning(gap_fraction=5), ValueError, ["expected a number from 0 to 1, received 5"]),
-        Mistake(lambda: Tuning(hold_steps=None), TypeError, ["hold_steps: expected a 64-bit", "received None"]),
+        Mistake(lambda: Tuning(min_zero_fraction="1%"), TypeError, ["fraction: expected a number, received '1%'"]),
+        Mistake(lambda: Tuning(min_zero_fraction=5), ValueError, ["expected a number from 0 to 1, received 5"]),
+        Mistake(lambda: Tuning(pack_bytes=None), TypeError, ["pack_bytes: expected a 64-bit", "received None"]),
         Mistake(
             lambda: Policy("x", rebuild_after=True), TypeError, ["rebuild_after: expected a 64-bit", "received True"]
         ),
@@ -118,8 +118,8 @@ MISTAKES_ALONE: dict[str, list[Mistake]] = {
             ["received one without skip_unused; pass"],
         ),
         Mistake(lambda: Policy.from_dict(POLICY | {3: 1}), ValueError, ["with unknown 3; pass"]),
-        Mistake(lambda: Policy.from_dict(tuned(hold_steps="3")), TypeError, ["Tuning.hold_steps", "'3'"]),
-        Mistake(lambda: Policy.from_dict(tuned(gap_fraction=float("nan"))), ValueError, ["received nan"]),
+        Mistake(lambda: Policy.from_dict(tuned(pack_bytes="3")), TypeError, ["Tuning.pack_bytes", "'3'"]),
+        Mistake(lambda: Policy.from_dict(tuned(min_zero_fraction=float("nan"))), ValueError, ["received nan"]),
         Mistake(lambda: Policy.from_dict(tuned(rows=1)), ValueError, ["Tuning: ", "with unknown rows; pass"]),
         Mistake(lambda: Policy.from_dict(POLICY | {"tuning": 3}), TypeError, ["Tuning: ", A_DICTIONARY, "received 3"]),
     ],

@@ -18,14 +18,17 @@ from spawn import run_ranks, run_ranks_with_sparse_gradients
 from test_equivalence import SCENARIOS, SLOW, Joined
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Scenario, Trainer, compare, register, with_settings
+from training import Scenario, Trainer, compare, register
+from tuned import Tuning, with_settings
 
-from ddp_hooks import _C, Policy, Tuning
+from ddp_hooks import _C, Policy
 from ddp_hooks_testing import _C as testing
 
 NARROW = Policy("narrow", narrow="on", tuning=Tuning(min_divided_bytes=0, min_unit_bytes=1, min_direct_bytes=0))
 SMALL_SEGMENTS = with_settings(NARROW, name="small segments", segment_bytes=300, min_owner_saving=0.0)
 ADAPTIVE = with_settings(NARROW, name="adaptive", narrow="adaptive", first_pause_steps=2, longest_pause_steps=8)
+# Of plans.
+NO_THRESHOLDS = {"min_direct_bytes": 0, "min_owner_saving": 0.0}
 FORMS = [_C.Width.BFLOAT16, _C.Width.FLOAT16]
 
 
@@ -88,7 +91,7 @@ class Case:
 
     def plan(self) -> tuple[Any, Any, Any]:
         direct = _C.DirectSettings(
-            allowed=True, world_size=self.ranks, sums=True, segment_bytes=self.segment_bytes, min_bytes=0
+            direct=True, world_size=self.ranks, owners=True, segment_bytes=self.segment_bytes, **NO_THRESHOLDS
         )
         settings = _C.PlanSettings(in_place_bytes=400, pack_bytes=4000, gap_fraction=0.0, direct=direct)
         return _C.make_unit_plan(self.units, self.used, 4, settings, self.by_rank)
@@ -131,7 +134,7 @@ def test_a_message_is_counted_as_what_a_ring_of_the_same_bytes_would_carry() -> 
             used.set(unit)
             for mask in by_rank:
                 mask.set(unit)
-        direct = _C.DirectSettings(allowed=True, world_size=ranks, sums=True, segment_bytes=256, min_bytes=0)
+        direct = _C.DirectSettings(direct=True, world_size=ranks, owners=True, segment_bytes=256, **NO_THRESHOLDS)
         settings = _C.PlanSettings(in_place_bytes=1, pack_bytes=1, gap_fraction=0.0, direct=direct)
         reduced, messages, ((sent, full),) = _C.make_unit_plan([units], used, 4, settings, by_rank)
         assert not reduced

@@ -57,10 +57,6 @@ def test_presets() -> None:
         assert dataclasses.replace(policy, **{field: getattr(plain, field) for field in what}) == plain
 
 
-def test_defaults_send_less_than_one_percent_too_much() -> None:
-    assert Policy("mine").tuning.gap_fraction < 0.01
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_resolve_knows_every_preset(name: str) -> None:
     assert resolve(name) is PRESETS[name]
@@ -73,21 +69,18 @@ def test_resolve_takes_a_policy_as_it_is() -> None:
 
 def test_resolve_sets_fields_differently() -> None:
     assert resolve("auto", {"rebuild_after": 10}) == dataclasses.replace(PRESETS["auto"], rebuild_after=10)
-    policy = Policy("mine", skip_zeros="on", tuning=Tuning(hold_steps=3))
+    policy = Policy("mine", skip_zeros="on", tuning=Tuning(segment_bytes=3))
     assert resolve(policy, {"skip_zero_rows": "adaptive"}) == dataclasses.replace(policy, skip_zero_rows="adaptive")
     assert resolve(policy, {}) is policy
 
 
 def test_resolve_puts_what_belongs_to_the_tuning_there() -> None:
-    policy = Policy("mine", tuning=Tuning(hold_steps=3))
+    policy = Policy("mine", tuning=Tuning(segment_bytes=3))
     resolved = resolve(policy, {"pack_bytes": 1 << 20, "rebuild_after": 10})
-    assert resolved == Policy("mine", rebuild_after=10, tuning=Tuning(hold_steps=3, pack_bytes=1 << 20))
+    assert resolved == Policy("mine", rebuild_after=10, tuning=Tuning(segment_bytes=3, pack_bytes=1 << 20))
     assert resolve(policy, {"tuning": Tuning(owners=False)}) == Policy("mine", tuning=Tuning(owners=False))
     both = resolve(policy, {"pack_bytes": 1, "tuning": Tuning(owners=False)})
     assert both == Policy("mine", tuning=Tuning(owners=False, pack_bytes=1))
-    # Together, where one would not do without the other.
-    pauses = {"longest_pause_steps": 4, "first_pause_steps": 2}
-    assert resolve("auto", pauses).tuning == Tuning(**pauses)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +112,9 @@ def test_resolve_checks_what_is_set(settings: dict[str, Any], kind: type[Excepti
         (["rebuild_after=10"], {"rebuild_after": 10}),
         (["rebuild_after=-1"], {"rebuild_after": -1}),  # which the policy itself refuses
         (["skip_unused=false", "owners=True"], {"skip_unused": False, "owners": True}),
-        (["gap_fraction=1", "min_zero_fraction=1e-3"], {"gap_fraction": 1.0, "min_zero_fraction": 1e-3}),
+        (["report_hang_after=1", "min_zero_fraction=1e-3"], {"report_hang_after": 1.0, "min_zero_fraction": 1e-3}),
         (["skip_zeros=on", "narrow=off", "name=a=b"], {"skip_zeros": "on", "narrow": "off", "name": "a=b"}),
-        (["hold_steps=1", "hold_steps=2"], {"hold_steps": 2}),
+        (["pack_bytes=1", "pack_bytes=2"], {"pack_bytes": 2}),
         ([], {}),
     ],
 )
@@ -137,7 +130,7 @@ def test_settings_are_read_from_text(texts: list[str], settings: dict[str, Any])
         ("rebuild_after", "expected NAME=VALUE, received 'rebuild_after'"),
         ("rebuild_after=", "rebuild_after: expected an int, received ''"),
         ("rebuild_after=1.5", "rebuild_after: expected an int, received '1.5'"),
-        ("gap_fraction=much", "gap_fraction: expected a number, received 'much'"),
+        ("min_zero_fraction=much", "min_zero_fraction: expected a number, received 'much'"),
         ("skip_unused=1", "skip_unused: expected true or false, received '1'"),
         ("tuning=Tuning()", "tuning: expected one of its fields, as in pack_bytes=1000000"),
         ("speed=1", r"expected fields of ddp_hooks\.Policy or ddp_hooks\.Tuning, received 'speed'; Policy has name, "),
@@ -176,14 +169,10 @@ def test_resolve_refuses_what_is_no_policy(policy: Any) -> None:
         ("skip_zeros", None, "one of ('off', 'on', 'adaptive')"),
         ("in_place_bytes", -1, "at least 0"),
         ("pack_bytes", -1, "at least 0"),
-        ("gap_fraction", -0.01, "a number from 0 to 1"),
-        ("gap_fraction", 1.01, "a number from 0 to 1"),
-        ("gap_fraction", float("inf"), "a number from 0 to 1"),
         ("min_zero_fraction", -0.01, "a number from 0 to 1"),
         ("min_zero_fraction", 1.01, "a number from 0 to 1"),
-        ("hold_steps", -1, "at least 0"),
-        ("first_pause_steps", 0, "at least 1"),
-        ("longest_pause_steps", 15, "at least 16"),
+        ("min_zero_fraction", float("inf"), "a number from 0 to 1"),
+        ("segment_bytes", 0, "at least 1"),
     ],
 )
 def test_validation_names_the_field_and_what_was_expected_and_received(field: str, value: Any, expected: str) -> None:
@@ -200,30 +189,25 @@ def test_validation_names_the_field_and_what_was_expected_and_received(field: st
         ("skip_zeros", "adaptive"),
         ("in_place_bytes", 0),
         ("pack_bytes", 0),
-        ("gap_fraction", 0),
-        ("gap_fraction", 1),
         ("min_zero_fraction", 0),
         ("min_zero_fraction", 1.0),
-        ("hold_steps", 0),
-        ("first_pause_steps", 1),
-        ("longest_pause_steps", 16),
+        ("segment_bytes", 1),
     ],
 )
 def test_the_ends_of_each_range_are_allowed(field: str, value: Any) -> None:
     assert setting_of(with_setting(field, value), field) == value
 
 
-@pytest.mark.parametrize("field", ["gap_fraction", "min_zero_fraction"])
-def test_nan_is_refused(field: str) -> None:
-    with pytest.raises(ValueError, match=f"Tuning.{field}: expected a number from 0 to 1, received nan"):
-        with_setting(field, float("nan"))
+def test_nan_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Tuning.min_zero_fraction: expected a number from 0 to 1, received nan"):
+        with_setting("min_zero_fraction", float("nan"))
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("in_place_bytes", 1.5),  # refused only by the engine, without the field's name
-        ("hold_steps", "32"),  # an error of the comparison: '<' not supported between str and int
+        ("pack_bytes", "32"),  # an error of the comparison: '<' not supported between str and int
         ("skip_unused", "off"),  # taken for true
     ],
 )
@@ -241,7 +225,7 @@ def test_is_frozen() -> None:
 
 
 def test_round_trips() -> None:
-    tuning = Tuning(in_place_bytes=1, pack_bytes=2, gap_fraction=0.25)
+    tuning = Tuning(in_place_bytes=1, pack_bytes=2, min_zero_fraction=0.25)
     policy = Policy("mine", skip_unused=False, skip_zeros="adaptive", tuning=tuning)
     assert list(policy.to_dict()) == [field.name for field in dataclasses.fields(Policy)]
     assert list(policy.to_dict()["tuning"]) == FIELDS_OF_TUNING
@@ -279,11 +263,8 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
         "direct": False,
         "owners": False,
         "calibrate": True,
-        "gap_fraction": 0.5,
         "min_zero_fraction": 0.5,
-        "min_owner_saving": 0.5,
         "report_hang_after": 60.0,
-        "first_pause_steps": 2,
     }
     changed = resolve(Policy("mine"), {field: other.get(field, 1 << 21)})
     assert changed != Policy("mine")
@@ -293,11 +274,11 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
 
 @pytest.mark.parametrize(("one", "other"), [(1, 1.0), (0, -0.0), (0.0, -0.0)])
 def test_policies_that_are_equal_are_shown_alike(one: float, other: float) -> None:
-    assert repr(with_setting("gap_fraction", one)) == repr(with_setting("gap_fraction", other))
+    assert repr(with_setting("min_zero_fraction", one)) == repr(with_setting("min_zero_fraction", other))
 
 
 def test_an_older_checkpoint_is_read_with_the_default_of_a_new_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy("mine", skip_zeros="on", tuning=Tuning(hold_steps=3))
+    policy = Policy("mine", skip_zeros="on", tuning=Tuning(segment_bytes=3))
     older = policy.to_dict()
     del older["rebuild_after"], older["tuning"]["max_unit_bytes"]
     with pytest.raises(ValueError, match=r"Policy: .* without rebuild_after"):
@@ -311,11 +292,7 @@ def test_an_older_checkpoint_is_read_with_the_default_of_a_new_field(monkeypatch
 
 def test_every_checkpoint_has_held_what_is_there_today() -> None:
     assert set(policies._FIRST_FIELDS) == {*FIELDS, "tuning"} - {"narrow"}
-    assert set(policies._FIRST_FIELDS_OF_TUNING) == set(FIELDS_OF_TUNING) - {
-        "min_owner_saving",
-        "report_hang_after",
-        "calibrate",
-    }
+    assert set(policies._FIRST_FIELDS_OF_TUNING) == set(FIELDS_OF_TUNING) - {"report_hang_after", "calibrate"}
 
 
 def test_every_field_is_described() -> None:

@@ -29,7 +29,8 @@ from test_equivalence import EAGER_AUTO, PACK_ALL, SPLIT_ALL
 from test_fuzz import assert_same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Scenario, compare, register, with_settings
+from training import Scenario, compare, register
+from tuned import Tuning, with_settings
 
 import ddp_hooks
 from ddp_hooks import _C
@@ -458,7 +459,7 @@ def gap(rank: int) -> None:
         torch.manual_seed(0)
         ddp = DistributedDataParallel(Branches([64, 1, 64]).to(device), find_unused_parameters=True)
         if device == "pretend":
-            tuning = ddp_hooks.Tuning(in_place_bytes=0, gap_fraction=0.5)
+            tuning = Tuning(in_place_bytes=0, gap_fraction=0.5)
             register(ddp, ddp_hooks.Policy("gaps", tuning=tuning), True)
         for step in range(4):
             ddp.zero_grad()
@@ -510,7 +511,7 @@ def nothing_after_a_failure(rank: int) -> None:
     from ddp_hooks_testing import _pretend
 
     ddp = DistributedDataParallel(TwoBuckets().to("pretend"), find_unused_parameters=True)
-    tuning = ddp_hooks.Tuning(min_direct_bytes=0, min_owner_saving=0)
+    tuning = Tuning(min_direct_bytes=0, min_owner_saving=0)
     state = register(ddp, ddp_hooks.Policy("owners", tuning=tuning), True)
 
     def step() -> int:

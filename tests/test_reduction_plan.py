@@ -15,9 +15,9 @@ from itertools import chain, pairwise, permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tuned import Tuning
 
 from ddp_hooks import _C
-from ddp_hooks.policies import PRESETS
 
 # A message without its position in the plan: kind, in place or not, slices as (bucket, offset, length).
 Packet = tuple[int, bool, tuple[tuple[int, int, int], ...]]
@@ -87,8 +87,8 @@ class Case:
 
 
 def with_default_settings(buckets: tuple[Bucket, ...], used: frozenset[int]) -> Case:
-    policy = PRESETS["auto"]
-    return Case(buckets, used, policy.tuning.in_place_bytes, policy.tuning.pack_bytes, policy.tuning.gap_fraction)
+    tuning = Tuning()
+    return Case(buckets, used, tuning.in_place_bytes, tuning.pack_bytes, tuning.gap_fraction)
 
 
 # --- the oracle ---

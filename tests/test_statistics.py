@@ -13,6 +13,7 @@ import torch
 from spawn import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from tuned import with_settings
 
 import ddp_hooks
 from ddp_hooks import _C, SkipUnusedState, engine_settings, statistics
@@ -439,7 +440,7 @@ ON = {"policy": "skip_unused", "narrow": "on"}
 ACCUMULATED = "4 of 4 steps sent sums of several passes, which need full width"
 SAMPLED = "samples of the gradients needed all of their bits"
 NOT_NARROW = "gradients needed all of their bits"
-LITTLE = "sending narrow gradients in separate messages would save too little (min_direct_bytes)"
+LITTLE = "sending narrow gradients in separate messages would save too little"
 OF_GRADIENTS = (ACCUMULATED, SAMPLED, NOT_NARROW, LITTLE)
 
 
@@ -520,14 +521,14 @@ class Group:
         ({"calibrate": True}, [(0, 1)], _C.CollectiveCosts(narrowing_seconds_per_byte=1), "calibrate=True measured"),
         ({"calibrate": True, "narrow": "on"}, [(0, 1)], _C.CollectiveCosts(narrowing_seconds_per_byte=1), ""),
         ({}, [(rank,) for rank in range(65)], None, "narrow gradients need at most 64 ranks, and there are 65"),
-        ({"min_divided_bytes": 10**9}, [(0,), (1,)], None, "every parameter is too small for it"),
+        ({"min_divided_bytes": 10**9}, [(0,), (1,)], None, "every parameter has less than 1.00 GB"),
     ],
 )
 def test_what_keeps_gradients_at_full_width(
     settings: dict[str, Any], hosts: list[tuple[int, ...]], costs: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_settings._C, "can_send_directly", lambda group, device: True)
-    policy = ddp_hooks.policies.resolve("auto", settings)
+    policy = with_settings("auto", **settings)
     group, device = Group(sum(map(len, hosts))), torch.device("cpu")
 
     def told(parameters: list[torch.Tensor]) -> str:
@@ -537,7 +538,7 @@ def test_what_keeps_gradients_at_full_width(
     assert told([large]).startswith(reason) if reason else told([large]) == ""
     if not reason and policy.narrow != "off" and len(hosts) > 1:
         assert told([large.half(), large.bfloat16()]) == "every gradient has 16 bits or fewer"
-        assert told([torch.zeros(())]).startswith("every parameter is too small for it (min_divided_bytes is 65.5 kB)")
+        assert told([torch.zeros(())]) == "every parameter has less than 65.5 kB"
         assert told([large.to(torch.complex64), torch.zeros(())]) == ""
         monkeypatch.setattr(engine_settings._C, "can_send_directly", lambda group, device: False)
         assert told([large]) == "narrow gradients need a gloo or NCCL process group"

@@ -17,10 +17,11 @@ from profiling import profiled
 from spawn import run_ranks, run_ranks_with_sparse_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Run, Scenario, Trainer, assert_same, compare, register, train, with_settings
+from training import Run, Scenario, Trainer, assert_same, compare, register, train
+from tuned import Tuning, with_settings
 
 import ddp_hooks
-from ddp_hooks import _C, Policy, Tuning
+from ddp_hooks import _C, Policy
 from ddp_hooks_testing import _C as testing
 
 EVERY_ROW = Policy("every row", skip_zero_rows="on", tuning=Tuning(min_divided_bytes=0, min_unit_bytes=1))

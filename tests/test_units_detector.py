@@ -18,8 +18,8 @@ ROWS, ROW = 64, 8
 def make_detector(device: int, parameters: int = 1) -> _C.UnitsDetector:
     """A detector of parameters with a unit a row, a bucket each, the last one without rows."""
     detector = _C.UnitsDetector(
-        rows=_C.ValuesDetector.ADAPTIVE,
-        widths=_C.ValuesDetector.OFF,
+        skip_zero_rows=_C.When.ADAPTIVE,
+        narrow=_C.When.OFF,
         units=_C.UnitSettings(min_divided_bytes=0, min_unit_bytes=1, max_unit_bytes=1 << 20),
         probe=_C.ProbeSettings(
             min_zero_fraction=LEAST, hold_steps=0, first_pause_steps=FIRST_PAUSE, longest_pause_steps=LONGEST_PAUSE

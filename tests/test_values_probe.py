@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_hooks import _C
+from ddp_hooks.engine_settings import probe_settings
 from ddp_hooks.policies import PRESETS
 
 USED_BYTES = 1000
@@ -76,8 +77,7 @@ def test_without_zeros_probes_get_rarer_up_to_the_longest_pause() -> None:
 
 
 def test_the_preset_costs_less_than_one_step_in_a_hundred() -> None:
-    policy = PRESETS["auto"]
-    probe = make_probe(policy.tuning.hold_steps, policy.tuning.first_pause_steps, policy.tuning.longest_pause_steps)
+    probe = _C.ValuesProbe(probe_settings(PRESETS["auto"], is_on_device=False))
     assert len(simulate(probe, lambda step: 0, 10_000)) < 100
 
 

@@ -88,11 +88,6 @@ class Run:
     usage: dict[str, ddp_hooks.statistics.ParameterUsage] = field(default_factory=dict)
 
 
-def with_settings(policy: ddp_hooks.Policy, **settings: Any) -> ddp_hooks.Policy:
-    """Return the policy with fields of it, or of its tuning, set differently."""
-    return ddp_hooks.policies.resolve(policy, settings)
-
-
 def register(ddp: DistributedDataParallel, policy: ddp_hooks.Policy | str, native: bool) -> ddp_hooks.SkipUnusedState:
     """Register the hook in either way."""
     if native:

@@ -36,7 +36,7 @@ namespace ddp_hooks {
 struct ExchangeContext {
   uint64_t configuration = 0;  // policy, world size, parameters: fixed when the state is made
   uint64_t layout = 0;         // LayoutOfBuckets::hash()
-  uint64_t phase = 0;          // 0 for the graph detector's masks, or a phase of a bucket
+  uint64_t phase = 0;          // 0 for `skip_unused`'s masks, or a phase of a bucket
 };
 
 // The phases of a bucket.

@@ -22,7 +22,7 @@ UsageAgreement::UsageAgreement(const ReducerView& reducer, const UnusedParameter
 
 bool UsageAgreement::exchanges() const {
   const bool has_unmanaged_parameters = joined_bit_ > reduced_count_;
-  return exchange_.world_size() > 1 && (settings_.graph_detector || has_unmanaged_parameters);
+  return exchange_.world_size() > 1 && (settings_.skip_unused || has_unmanaged_parameters);
 }
 
 UsageMask UsageAgreement::everything() const {
@@ -33,9 +33,9 @@ UsageMask UsageAgreement::everything() const {
 
 UsageMask UsageAgreement::local_usage() const {
   UsageMask usage = everything();
-  if (settings_.graph_detector) reducer_.clear_unused(usage);
+  if (settings_.skip_unused) reducer_.clear_unused(usage);
   // Where the Reducer searches the graph, it knows better than what was frozen or declared.
-  if (settings_.graph_detector && !reducer_.searches_graph()) {
+  if (settings_.skip_unused && !reducer_.searches_graph()) {
     for (size_t i = 0; i < reduced_count_; ++i) {
       if (unused_.has_nothing_to_send(i)) usage.clear(i);
     }

@@ -1,4 +1,4 @@
-// Which parameters this rank has gradients for, as the graph detector sees it, and which any rank has.
+// Which parameters this rank has gradients for, as `skip_unused` sees it, and which any rank has.
 //
 // Every synchronised backward pass takes one mask exchange. It is started when the pass is known to reach the Reducer,
 // and its result is asked for by the first bucket. Masks have a bit for each of the Reducer's parameters, for each
@@ -27,7 +27,7 @@ namespace ddp_hooks {
 
 struct AgreementSettings {
   // Whether what the autograd graph left out counts as unused.
-  bool graph_detector = true;
+  bool skip_unused = true;
   // Whether it is asked who uses what, and not only whether somebody does.
   bool asks_who = false;
   // Identifies policy, world and model; ranks with different ones must not exchange masks.

@@ -11,27 +11,30 @@ namespace py = pybind11;
 namespace ddp_hooks {
 
 void bind_detectors(py::module_& m) {
-  py::enum_<ValuesDetector>(m, "ValuesDetector")
-      .value("OFF", ValuesDetector::kOff)
-      .value("ON", ValuesDetector::kOn)
-      .value("ADAPTIVE", ValuesDetector::kAdaptive);
+  py::enum_<When>(m, "When").value("OFF", When::kOff).value("ON", When::kOn).value("ADAPTIVE", When::kAdaptive);
 
   py::class_<ProbeSettings>(m, "ProbeSettings")
       .def(py::init([](double min_zero_fraction, int64_t hold_steps, int64_t first_pause_steps,
                        int64_t longest_pause_steps) {
              return ProbeSettings{min_zero_fraction, hold_steps, first_pause_steps, longest_pause_steps};
            }),
-           py::kw_only(), py::arg("min_zero_fraction"), py::arg("hold_steps"), py::arg("first_pause_steps"),
-           py::arg("longest_pause_steps"));
+           py::kw_only(), py::arg("min_zero_fraction"), py::arg("hold_steps") = ProbeSettings().hold_steps,
+           py::arg("first_pause_steps") = ProbeSettings().first_pause_steps,
+           py::arg("longest_pause_steps") = ProbeSettings().longest_pause_steps)
+      .def_readonly("min_zero_fraction", &ProbeSettings::min_zero_fraction)
+      .def_readonly("hold_steps", &ProbeSettings::hold_steps)
+      .def_readonly("first_pause_steps", &ProbeSettings::first_pause_steps)
+      .def_readonly("longest_pause_steps", &ProbeSettings::longest_pause_steps);
   py::class_<ValuesProbe>(m, "ValuesProbe")
       .def(py::init<const ProbeSettings&>())
       .def("wants_values", &ValuesProbe::wants_values)
       .def("observe", &ValuesProbe::observe);
 
   py::class_<UnitsDetector>(m, "UnitsDetector")
-      .def(py::init([](ValuesDetector rows, ValuesDetector widths, const UnitSettings& units,
-                       const ProbeSettings& probe) { return UnitsDetector({rows, widths, units, probe}); }),
-           py::kw_only(), py::arg("rows"), py::arg("widths"), py::arg("units"), py::arg("probe"))
+      .def(py::init([](When skip_zero_rows, When narrow, const UnitSettings& units, const ProbeSettings& probe) {
+             return UnitsDetector({skip_zero_rows, narrow, units, probe});
+           }),
+           py::kw_only(), py::arg("skip_zero_rows"), py::arg("narrow"), py::arg("units"), py::arg("probe"))
       .def("use_layout", &UnitsDetector::use_layout)
       .def("least_zero_fraction", &UnitsDetector::least_zero_fraction)
       .def("least_narrow_fraction", &UnitsDetector::least_narrow_fraction)

@@ -102,23 +102,22 @@ std::function<std::string(const std::string&)> asked_without_gil(py::function fu
 
 void bind_engine(py::module_& m) {
   py::class_<EngineSettings>(m, "EngineSettings")
-      .def(py::init([](bool graph_detector, ValuesDetector values_detector, ValuesDetector rows_detector,
-                       ValuesDetector widths_detector, const UnitSettings& units, const PlanSettings& plan,
-                       const ProbeSettings& probe, int64_t rebuild_after_steps, uint64_t configuration) {
-             return EngineSettings{.agreement = {.graph_detector = graph_detector, .configuration = configuration},
-                                   .values = {.detector = values_detector, .probe = probe},
-                                   .units = {rows_detector, widths_detector, units, probe},
+      .def(py::init([](bool skip_unused, When skip_zeros, When skip_zero_rows, When narrow, const UnitSettings& units,
+                       const PlanSettings& plan, const ProbeSettings& probe, int64_t rebuild_after,
+                       uint64_t configuration) {
+             return EngineSettings{.agreement = {.skip_unused = skip_unused, .configuration = configuration},
+                                   .skip_zeros = skip_zeros,
+                                   .units = {skip_zero_rows, narrow, units, probe},
                                    .plan = plan,
-                                   .rebuild_after_steps = rebuild_after_steps};
+                                   .rebuild_after = rebuild_after};
            }),
-           py::kw_only(), py::arg("graph_detector"), py::arg("values_detector"), py::arg("rows_detector"),
-           py::arg("widths_detector"), py::arg("units"), py::arg("plan"), py::arg("probe"),
-           py::arg("rebuild_after_steps"), py::arg("configuration"));
+           py::kw_only(), py::arg("skip_unused"), py::arg("skip_zeros"), py::arg("skip_zero_rows"), py::arg("narrow"),
+           py::arg("units"), py::arg("plan"), py::arg("probe"), py::arg("rebuild_after"), py::arg("configuration"));
 
   py::class_<Statistics>(m, "Statistics")
       .def_readonly("steps", &Statistics::steps)
-      .def_readonly("skip_zeros_steps", &Statistics::values_steps)
-      .def_readonly("skip_zero_rows_steps", &Statistics::rows_steps)
+      .def_readonly("skip_zeros_steps", &Statistics::skip_zeros_steps)
+      .def_readonly("skip_zero_rows_steps", &Statistics::skip_zero_rows_steps)
       .def_readonly("units_agreed_on", &Statistics::units_agreed_on)
       .def_readonly("units_sent", &Statistics::units_sent)
       .def_readonly("narrow_steps", &Statistics::narrow_steps)

@@ -57,10 +57,12 @@ void bind_layout(py::module_& m) {
       .def_readonly("row_length", &ParameterSlice::row_length);
 
   py::class_<UnitSettings>(m, "UnitSettings")
-      .def(py::init([](int64_t min_divided_bytes, int64_t min_unit_bytes, int64_t max_unit_bytes) {
-             return UnitSettings{min_divided_bytes, min_unit_bytes, max_unit_bytes};
+      .def(py::init([](int64_t min_unit_bytes, int64_t max_unit_bytes, int64_t min_divided_bytes) {
+             return UnitSettings{min_unit_bytes, max_unit_bytes, min_divided_bytes};
            }),
-           py::kw_only(), py::arg("min_divided_bytes"), py::arg("min_unit_bytes"), py::arg("max_unit_bytes"));
+           py::kw_only(), py::arg("min_unit_bytes"), py::arg("max_unit_bytes"),
+           py::arg("min_divided_bytes") = UnitSettings().min_divided_bytes)
+      .def_readonly("min_divided_bytes", &UnitSettings::min_divided_bytes);
   py::class_<Units>(m, "Units")
       .def(py::init([](int64_t length, int64_t slice_length, size_t first_bit, std::array<Width, 2> forms,
                        std::array<size_t, 2> first_inexact_bits) {

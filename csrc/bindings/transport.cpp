@@ -79,14 +79,14 @@ void bind_transport(py::module_& m) {
       .def_readonly("seconds_per_part", &CollectiveCosts::seconds_per_part)
       .def("narrow_pays", &narrow_pays, py::arg("world_size"));
   py::class_<DirectSettings>(m, "DirectSettings")
-      .def(py::init([](bool allowed, int world_size, bool sums, double least_saving_of_sums, int64_t segment_bytes,
-                       int64_t min_bytes, const CollectiveCosts& costs) {
+      .def(py::init([](bool direct, int world_size, bool owners, int64_t segment_bytes, const CollectiveCosts& costs,
+                       int64_t min_direct_bytes, double min_owner_saving) {
              return DirectSettings{
-                 {world_size, allowed, allowed && sums}, segment_bytes, min_bytes, least_saving_of_sums, costs};
+                 {world_size, direct, direct && owners}, segment_bytes, min_direct_bytes, min_owner_saving, costs};
            }),
-           py::kw_only(), py::arg("allowed"), py::arg("world_size"), py::arg("sums"),
-           py::arg("least_saving_of_sums") = 0.0, py::arg("segment_bytes"), py::arg("min_bytes"),
-           py::arg("costs") = CollectiveCosts());
+           py::kw_only(), py::arg("direct"), py::arg("world_size"), py::arg("owners"), py::arg("segment_bytes"),
+           py::arg("costs") = CollectiveCosts(), py::arg("min_direct_bytes") = DirectSettings().min_direct_bytes,
+           py::arg("min_owner_saving") = DirectSettings().min_owner_saving);
   py::class_<DirectPart>(m, "DirectPart")
       .def_readonly("place", &DirectPart::place)
       .def_readonly("offset", &DirectPart::offset)
@@ -118,8 +118,8 @@ void bind_transport(py::module_& m) {
       .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction, const DirectSettings& direct) {
              return PlanSettings{in_place_bytes, pack_bytes, gap_fraction, direct};
            }),
-           py::kw_only(), py::arg("in_place_bytes"), py::arg("pack_bytes"), py::arg("gap_fraction"),
-           py::arg("direct") = DirectSettings());
+           py::kw_only(), py::arg("in_place_bytes"), py::arg("pack_bytes"),
+           py::arg("gap_fraction") = PlanSettings().gap_fraction, py::arg("direct") = DirectSettings());
 
   py::class_<Message>(m, "Message")
       .def_readonly("slices", &Message::slices)

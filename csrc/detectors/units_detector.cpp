@@ -20,7 +20,7 @@ constexpr double kLeastNarrow = 1.0 / 4;
 void UnitsDetector::use_layout(const LayoutOfBuckets& layout) {
   needed_.assign(layout.buckets.size(), {});
   std::vector<Divided> divided;
-  if (settings_.rows != ValuesDetector::kOff || settings_.widths != ValuesDetector::kOff) {
+  if (settings_.skip_zero_rows != When::kOff || settings_.narrow != When::kOff) {
     for (const BucketLayout& bucket : layout.buckets) {
       for (const ParameterSlice& slice : bucket.slices) {
         if (bucket.sparse || units_of(slice, bucket).count() <= 1) continue;
@@ -79,18 +79,17 @@ UsageMask UnitsDetector::objections(bool none) {
 bool UnitsDetector::may_choose() const {
   // What is chosen for the first time has to be looked through once.
   return std::any_of(divided_.begin(), divided_.end(), [&](const Divided& divided) {
-    return divided.rows.pays || divided.widths.pays || settings_.rows == ValuesDetector::kOn ||
-           settings_.widths == ValuesDetector::kOn;
+    return divided.rows.pays || divided.widths.pays || settings_.skip_zero_rows == When::kOn ||
+           settings_.narrow == When::kOn;
   });
 }
 
 // On a device a question that may be asked in the next step has been looked at by every rank then, because its
 // parameter travels whole in this one.
-bool UnitsDetector::ask(ValuesDetector detector, Question& question, bool objected, bool on_device,
-                        int64_t step) const {
-  if (detector == ValuesDetector::kOff) return false;
+bool UnitsDetector::ask(When when, Question& question, bool objected, bool on_device, int64_t step) const {
+  if (when == When::kOff) return false;
   const bool is_due = question.is_due(step);
-  question.asked = detector == ValuesDetector::kOn || question.pays || (is_due && !objected);
+  question.asked = when == When::kOn || question.pays || (is_due && !objected);
   if (question.asked) {
     question.looked_at = false;
   } else if (on_device) {
@@ -105,10 +104,11 @@ ChosenUnits UnitsDetector::choose(const UsageMask& used, const UsageMask& object
   for (size_t i = 0; i < divided_.size(); ++i) {
     Divided& divided = divided_[i];
     if (!used.test(divided.parameter)) continue;
-    const bool rows = ask(settings_.rows, divided.rows, asks_for_rows() && objections.test(i), divided.on_device, step);
+    const bool rows =
+        ask(settings_.skip_zero_rows, divided.rows, asks_for_rows() && objections.test(i), divided.on_device, step);
     const bool objected = !rows && asks_for_widths() && objections.test(widths_bit(i));
     const bool widths =
-        divided.may_be_narrow && ask(settings_.widths, divided.widths, objected, divided.on_device && !rows, step);
+        divided.may_be_narrow && ask(settings_.narrow, divided.widths, objected, divided.on_device && !rows, step);
     chosen.asks_rows = chosen.asks_rows || rows;
     if (rows || widths) chosen.parameters.set(divided.parameter);
     if (widths) chosen.widths.set(divided.parameter);

@@ -31,8 +31,8 @@
 namespace ddp_hooks {
 
 struct UnitsSettings {
-  ValuesDetector rows = ValuesDetector::kOff;
-  ValuesDetector widths = ValuesDetector::kOff;
+  When skip_zero_rows = When::kOff;
+  When narrow = When::kOff;
   UnitSettings units;
   ProbeSettings probe;  // of the adaptive ones
 };
@@ -109,11 +109,11 @@ class UnitsDetector {
     PendingUnitSample units;
   };
   Divided* find(size_t parameter);
-  bool ask(ValuesDetector detector, Question& question, bool objected, bool on_device, int64_t step) const;
+  bool ask(When when, Question& question, bool objected, bool on_device, int64_t step) const;
   bool learn(Question& question, int64_t step, int64_t elements, double saved) const;
   void leave_alone(Question& question, int64_t step) const;
-  bool asks_for_rows() const { return settings_.rows == ValuesDetector::kAdaptive; }
-  bool asks_for_widths() const { return settings_.widths == ValuesDetector::kAdaptive; }
+  bool asks_for_rows() const { return settings_.skip_zero_rows == When::kAdaptive; }
+  bool asks_for_widths() const { return settings_.narrow == When::kAdaptive; }
   size_t widths_bit(size_t divided) const { return (asks_for_rows() ? divided_.size() : 0) + divided; }
 
   UnitsSettings settings_;

@@ -1,4 +1,4 @@
-// One rank's part of the values detector for one bucket: which of the slices that some rank uses hold a non-zero here.
+// One rank's part of `skip_zeros` for one bucket: which of the slices that some rank uses hold a non-zero here.
 //
 // Gradients are read where they lie. What turns out zero on every rank is not sent; where this rank has a gradient of
 // zeros it stays as it is, and where it has none the view is filled with zeros for the Reducer to make one.

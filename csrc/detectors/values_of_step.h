@@ -1,4 +1,4 @@
-// The values detector's part of one step: each bucket's zeros are found, agreed on, and then the bucket may be sent.
+// `skip_zeros`'s part of one step: each bucket's zeros are found, agreed on, and then the bucket may be sent.
 //
 // Thread-safety: none; the engine locks. Every rank must agree on: the layout, the agreed mask, the pipeline's timing.
 #pragma once
@@ -27,7 +27,7 @@ class ValuesOfStep {
   void bucket_ready(uint32_t bucket, const std::optional<at::Tensor>& flat, UsageMask& local, UsageMask& agreed,
                     const std::function<void(uint32_t)>& settled);
 
-  // Of the buckets that were settled: what the graph detector would have sent, and how much of it was zero everywhere.
+  // Of the buckets that were settled: what `skip_unused` would have sent, and how much of it was zero everywhere.
   int64_t used_bytes() const { return used_bytes_; }
   int64_t zero_bytes() const { return zero_bytes_; }
 

@@ -1,7 +1,7 @@
 // Decides in which steps an adaptive policy reads the gradients' values.
 //
-// Starts with the values detector off and probes it for one step now and then; the pause doubles while probes find
-// nothing. A step in which all-zero gradients made up at least `min_zero_fraction` of the bytes keeps the detector on
+// Starts with `skip_zeros` off and probes it for one step now and then; the pause doubles while probes find nothing. A
+// step in which all-zero gradients made up at least `min_zero_fraction` of the bytes keeps it on
 // for another `hold_steps` steps.
 //
 // Every rank must agree on everything that goes in: the step number and bytes counted from agreed masks.
@@ -15,17 +15,13 @@ namespace ddp_hooks {
 
 struct ProbeSettings {
   double min_zero_fraction = 0;
-  int64_t hold_steps = 0;
-  int64_t first_pause_steps = 0;
-  int64_t longest_pause_steps = 0;
+  int64_t hold_steps = 32;         // for so many more, once it has paid
+  int64_t first_pause_steps = 16;  // before the first probe; doubled after each one in vain
+  int64_t longest_pause_steps = 1024;
 };
 
-enum class ValuesDetector : uint8_t { kOff, kOn, kAdaptive };
-
-struct ValuesSettings {
-  ValuesDetector detector = ValuesDetector::kOff;
-  ProbeSettings probe;  // of the adaptive one
-};
+// Of a policy's setting.
+enum class When : uint8_t { kOff, kOn, kAdaptive };
 
 // A user may write "for ever" as a very large number of steps.
 inline int64_t saturating_sum(int64_t a, int64_t b) {
@@ -40,9 +36,9 @@ class ValuesProbe {
 
   bool wants_values(int64_t step) const { return step < on_until_ || step >= next_probe_; }
 
-  // What a step with the values detector found: bytes that the graph detector would have sent, and how many of them
+  // What a step with `skip_zeros` found: bytes that `skip_unused` would have sent, and how many of them
   // belonged to gradients that were zero on every rank. False if it was asked in vain: neither did that pay, nor was
-  // the detector still on from a step in which it did.
+  // it still on from a step in which it did.
   bool observe(int64_t step, int64_t used_bytes, int64_t zero_bytes) {
     const bool pays = zero_bytes > 0 &&
                       static_cast<double>(zero_bytes) >= settings_.min_zero_fraction * static_cast<double>(used_bytes);
@@ -58,7 +54,7 @@ class ValuesProbe {
 
  private:
   ProbeSettings settings_;
-  int64_t on_until_ = 0;  // the detector is on in steps below this one
+  int64_t on_until_ = 0;  // on in steps below this one
   int64_t pause_;
   int64_t next_probe_;
 };

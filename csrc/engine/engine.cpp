@@ -35,7 +35,7 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
       accumulator_streams_(reducer_.accumulator_streams()),
       settings_(fitted(settings)),
       control_groups_(std::move(groups)),
-      probe_(settings.values.probe),
+      probe_(settings.units.probe),
       units_(settings_.units),
       plans_(kCachedPlans),
       sender_(*data_group_, reducer_.parameters().front().device().type(), control_groups_, views_,
@@ -106,14 +106,14 @@ double Engine::seconds_in_hook() const {
 EngineSettings Engine::fitted(EngineSettings settings) const {
   Transports& transports = settings.plan.direct.transports;
   transports.world_size = data_group_->getSize();
-  transports.broadcasts = transports.broadcasts && settings.agreement.graph_detector &&
-                          DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
-  transports.sums = transports.sums && transports.broadcasts &&
-                    DirectSender::can_sum(*data_group_, reducer_.parameters().front().device());
+  transports.direct = transports.direct && settings.agreement.skip_unused &&
+                      DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
+  transports.owners = transports.owners && transports.direct &&
+                      DirectSender::can_sum(*data_group_, reducer_.parameters().front().device());
   const bool pays =
-      settings.units.widths == ValuesDetector::kOn || narrow_pays(settings.plan.direct.costs, transports.world_size);
-  if (!transports.broadcasts || !pays) settings.units.widths = ValuesDetector::kOff;
-  settings.agreement.asks_who = transports.broadcasts;
+      settings.units.narrow == When::kOn || narrow_pays(settings.plan.direct.costs, transports.world_size);
+  if (!transports.direct || !pays) settings.units.narrow = When::kOff;
+  settings.agreement.asks_who = transports.direct;
   return settings;
 }
 
@@ -174,7 +174,7 @@ void Engine::configure(const EngineSettings& settings) {
   TORCH_CHECK(!step_ && !(prologue_ && prologue_->agreement().is_under_way()),
               "ddp_hooks: expected a change of policy between two steps, received one during a backward pass");
   settings_ = fitted(settings);
-  probe_ = ValuesProbe(settings.values.probe);
+  probe_ = ValuesProbe(settings.units.probe);
   units_ = UnitsDetector(settings_.units);
   // With the layout that stands; before the first step there is none yet.
   units_.use_layout(*layout_);

@@ -130,7 +130,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Whether a forward pass has been run whose backward pass may still come.
   bool awaits_backward() const;
 
-  // Called at the end of a backward pass when EngineSettings::rebuild_after_steps have passed.
+  // Called at the end of a backward pass when EngineSettings::rebuild_after have passed.
   void set_rebuild(std::function<void()> rebuild);
 
   // Called once, at the end of a backward pass that the Reducer has reduced without any hook.

@@ -247,7 +247,7 @@ void Engine::open_step(bool shadow) {
   choose_detectors(usage, step_number);
   if (step_->values) return;
   // A rank that contributes what its mask does not say would not be heard.
-  const bool direct = settings_.plan.direct.transports.broadcasts && usage.nothing_left_over && step_->nobody_joined;
+  const bool direct = settings_.plan.direct.transports.direct && usage.nothing_left_over && step_->nobody_joined;
   plan_parameters(step_->agreed, direct ? step_->contributors : Contributors());
 }
 
@@ -304,16 +304,15 @@ void Engine::choose_detectors(const AgreedUsage& usage, int64_t step_number) {
   if (!step.agreed.test(prologue_->agreement().joined_bit())) {
     ChosenUnits chosen = units_.choose(step.agreed, usage.objections, step_number);
     if (chosen.parameters.count() > 0) {
-      statistics_.rows_steps += chosen.asks_rows;
+      statistics_.skip_zero_rows_steps += chosen.asks_rows;
       statistics_.narrow_steps += chosen.widths.count() > 0;
       step.agreed.subtract(chosen.parameters);
       step.units.emplace(detected, *looked_up_, units_, std::move(chosen), step_number);
     }
   }
-  const ValuesDetector detector = settings_.values.detector;
-  if (detector == ValuesDetector::kOff) return;
-  if (detector == ValuesDetector::kAdaptive && !probe_.wants_values(step_number)) return;
-  statistics_.values_steps += 1;
+  if (settings_.skip_zeros == When::kOff) return;
+  if (settings_.skip_zeros == When::kAdaptive && !probe_.wants_values(step_number)) return;
+  statistics_.skip_zeros_steps += 1;
   step.planner.emplace(*layout_, divided(), settings_.plan);
   step.values.emplace(detected);
 }
@@ -382,11 +381,11 @@ void Engine::record_usage() {
 
 bool Engine::is_time_to_rebuild() {
   // A new Reducer would learn a static graph anew, in whatever pass comes next; under no_sync() torch cannot.
-  if (settings_.rebuild_after_steps == 0 || reducer_.has_static_graph()) return false;
+  if (settings_.rebuild_after == 0 || reducer_.has_static_graph()) return false;
   // A joined rank runs no backward pass, so there is no end at which it could rebuild.
   const bool pays = uses_others_than_reduced(*step_, reducer_.parameters().size()) &&
                     !step_->used.test(prologue_->agreement().joined_bit());
-  return rebuild_timer_.step_closed(step_->used.hash(), pays, settings_.rebuild_after_steps);
+  return rebuild_timer_.step_closed(step_->used.hash(), pays, settings_.rebuild_after);
 }
 
 void Engine::queue_after_backward() {

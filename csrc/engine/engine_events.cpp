@@ -34,7 +34,7 @@ void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchroni
   std::lock_guard lock(mutex_);
   if (!prologue_) return;
   TORCH_CHECK(
-      settings_.rebuild_after_steps == 0 || !reducer_.finalizes_manually(),
+      settings_.rebuild_after == 0 || !reducer_.finalizes_manually(),
       "ddp_hooks: expected rebuild_after or DDP's require_manual_backward_finalization, received both: rebuild_after "
       "rebuilds the Reducer at the end of backward, when gradients that are finalized manually are still in flight; "
       "leave rebuild_after out of the policy, and call ddp_hooks.rebuild(ddp) on every rank after "

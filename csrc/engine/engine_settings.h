@@ -12,13 +12,12 @@ namespace ddp_hooks {
 
 struct EngineSettings {
   AgreementSettings agreement;
-  ValuesSettings values;
+  When skip_zeros = When::kOff;
   UnitsSettings units;
   PlanSettings plan;
-  // Whether a parameter's gradient is divided by how many ranks contribute to it, and not by how many there are.
   // When the agreed set of used parameters has not changed for this many steps, and something is unused, the engine
   // asks for the Reducer to be made anew; 0 for never.
-  int64_t rebuild_after_steps = 0;
+  int64_t rebuild_after = 0;
 };
 
 }  // namespace ddp_hooks

@@ -11,9 +11,9 @@ namespace ddp_hooks {
 // Since the last reset. All but the seconds, and the bytes of sparse gradients, are the same on every rank.
 struct Statistics {
   int64_t steps = 0;
-  int64_t values_steps = 0;
-  int64_t rows_steps = 0;    // units of some parameters were agreed on because of rows,
-  int64_t narrow_steps = 0;  // or because of how wide they are
+  int64_t skip_zeros_steps = 0;
+  int64_t skip_zero_rows_steps = 0;  // units of some parameters were agreed on because of rows,
+  int64_t narrow_steps = 0;          // or because of how wide they are
   int64_t units_agreed_on = 0;
   int64_t units_sent = 0;
   int64_t units_narrow = 0;  // of those sent

@@ -19,11 +19,11 @@ namespace ddp_hooks {
 
 struct Step : StepInFlight {
   UsageMask local;
-  UsageMask used;  // as the graph detector agreed; `agreed` is what of it travels by whole parameters
+  UsageMask used;  // as `skip_unused` agreed; `agreed` is what of it travels by whole parameters
   // Parameters that no rank used, each with its .grad, which the Reducer is about to overwrite.
   std::vector<std::pair<at::Tensor, at::Tensor>> untouched;
   std::vector<size_t> unmanaged;  // of the unmanaged parameters, those that some rank may have a gradient for
-  // With the values detector: what it finds, and the plan that grows with it.
+  // With `skip_zeros`: what it finds, and the plan that grows with it.
   std::optional<ValuesOfStep> values;
   std::optional<ReductionPlanner> planner;
   std::optional<UnitsOfStep> units;   // where some parameters are agreed on by units

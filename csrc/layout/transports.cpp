@@ -41,15 +41,15 @@ bool narrow_pays(const CollectiveCosts& costs, int world_size) {
 }
 
 Transport transport_for(RankSet contributors, Width width, const Transports& transports) {
-  if (contributors == 0 || transports.world_size < 2 || !transports.broadcasts) return Transport::kAllReduce;
+  if (contributors == 0 || transports.world_size < 2 || !transports.direct) return Transport::kAllReduce;
   if (std::has_single_bit(contributors)) return Transport::kBroadcast;
   const int count = std::popcount(contributors), world_size = transports.world_size;
   const double part = part_of_bytes(width);
   const double broadcast = transfers_of_broadcast(count, part, world_size);
   const double by_owner = transfers_by_owner(count, part, world_size);
   const double most = (1 - kLeastGain) * transfers_of_ring(world_size);
-  if (broadcast <= most && (!transports.sums || broadcast <= by_owner)) return Transport::kBroadcast;
-  return transports.sums && by_owner <= most ? Transport::kByOwner : Transport::kAllReduce;
+  if (broadcast <= most && (!transports.owners || broadcast <= by_owner)) return Transport::kBroadcast;
+  return transports.owners && by_owner <= most ? Transport::kByOwner : Transport::kAllReduce;
 }
 
 double relative_cost(RankSet contributors, Width width, const Transports& transports) {
@@ -67,7 +67,7 @@ double relative_cost(RankSet contributors, Width width, const Transports& transp
 
 SentElements count_sent(const Units& units, const UsageMask& used, const Contributors& who,
                         const Transports& transports) {
-  if (!who.are_known() || !transports.broadcasts) {
+  if (!who.are_known() || !transports.direct) {
     const auto elements = static_cast<double>(elements_in(units, used));
     return {elements, elements};
   }

@@ -21,8 +21,8 @@ enum class Transport : uint8_t { kAllReduce, kBroadcast, kByOwner };
 // What may leave the all-reduces.
 struct Transports {
   int world_size = 1;
-  bool broadcasts = false;
-  bool sums = false;  // by owner
+  bool direct = false;  // broadcasts
+  bool owners = false;  // sums by owner, if also `direct`
 
   bool operator==(const Transports&) const = default;
 };

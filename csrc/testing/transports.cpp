@@ -98,10 +98,10 @@ void bind_transports(py::module_& m) {
       .value("BY_OWNER", Transport::kByOwner);
   m.def(
       "transport_for",
-      [](RankSet contributors, int world_size, bool sums, Width width) {
-        return transport_for(contributors, width, {world_size, true, sums});
+      [](RankSet contributors, int world_size, bool owners, Width width) {
+        return transport_for(contributors, width, {world_size, true, owners});
       },
-      py::arg("contributors"), py::arg("world_size"), py::arg("sums"), py::arg("width") = Width::kFull);
+      py::arg("contributors"), py::arg("world_size"), py::arg("owners"), py::arg("width") = Width::kFull);
   m.def("backend_name", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
     return backend_name(*group, device.type());
   });

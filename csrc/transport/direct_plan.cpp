@@ -231,7 +231,7 @@ Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t e
                              const DirectSettings& settings, WhileReduced while_reduced) {
   const Transports& allowed = settings.transports;
   const Transports none{allowed.world_size, false, false};
-  if (stretches.empty() || !allowed.broadcasts) return none;
+  if (stretches.empty() || !allowed.direct) return none;
   struct Stretches {
     int64_t bytes = 0;
     int64_t count = 0;
@@ -277,16 +277,16 @@ Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t e
   const Transports broadcasts{allowed.world_size, true, false};
   const Outcome with_broadcasts = outcome(broadcasts);
   const double stayed = kMostOfARing * ring(with_broadcasts.leaving, while_reduced == WhileReduced::kPacked);
-  if (with_broadcasts.leaving.bytes > 0 && with_broadcasts.leaving.bytes >= settings.min_bytes &&
+  if (with_broadcasts.leaving.bytes > 0 && with_broadcasts.leaving.bytes >= settings.min_direct_bytes &&
       with_broadcasts.leaving_seconds <= stayed && with_broadcasts.seconds < seconds) {
     chosen = broadcasts;
     seconds = with_broadcasts.seconds;
   }
-  if (!allowed.sums) return chosen;
+  if (!allowed.owners) return chosen;
   const Outcome with_sums = outcome(allowed);
-  const double least_saving = settings.least_saving_of_sums * (while_reduced == WhileReduced::kInPlace ? 2 : 1);
+  const double least_saving = settings.min_owner_saving * (while_reduced == WhileReduced::kInPlace ? 2 : 1);
   const bool pays = with_sums.seconds <= (1 - least_saving) * seconds;
-  return with_sums.sums && pays && with_sums.leaving.bytes >= settings.min_bytes ? allowed : chosen;
+  return with_sums.sums && pays && with_sums.leaving.bytes >= settings.min_direct_bytes ? allowed : chosen;
 }
 
 std::vector<DirectMessage> make_direct_messages(const std::vector<DirectPart>& stretches, int64_t element_bytes,

@@ -26,9 +26,9 @@ namespace ddp_hooks {
 struct DirectSettings {
   Transports transports;      // what may leave the all-reduces
   int64_t segment_bytes = 1;  // what one rank owns of one message
-  int64_t min_bytes = 0;      // with less to send than this, nothing leaves the all-reduces
+  int64_t min_direct_bytes = 256 << 10;  // with less to send than this, nothing leaves the all-reduces
   // What sums have to save of the time, and twice as much where all-reduces copy nothing.
-  double least_saving_of_sums = 0;
+  double min_owner_saving = 0.13;
   CollectiveCosts costs = {};
 };
 

@@ -100,7 +100,7 @@ std::vector<std::pair<uint64_t, int64_t>> kinds_of(const LayoutOfBuckets& layout
 UsageMask choose_direct(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& divided,
                         const Contributors& contributors, const DirectSettings& settings) {
   UsageMask direct(layout.parameter_count);
-  if (!settings.transports.broadcasts || !contributors.are_known()) return direct;
+  if (!settings.transports.direct || !contributors.are_known()) return direct;
   const auto set_direct = [&](uint64_t kind, const Transports& transports, UsageMask& mask) {
     for (const BucketLayout& bucket : layout.buckets) {
       if (bucket.kind != kind || bucket.sparse) continue;

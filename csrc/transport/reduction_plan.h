@@ -30,7 +30,7 @@ struct PlanSettings {
   int64_t pack_bytes = 0;
   // A gap between two runs of a bucket is sent along when it is at most this fraction of the two runs' mean length and
   // the whole then travels in place.
-  double gap_fraction = 0;
+  double gap_fraction = 1.0 / 128;
   DirectSettings direct;
 };
 

@@ -65,8 +65,8 @@ struct StepInFlight {
   bool nobody_joined = false;  // as far as it was agreed; without an exchange nobody knows
   double divisor = 1;          // what gradients are divided by before they are summed
   Contributors contributors;   // of each parameter, as far as that was agreed
-  UsageMask agreed;            // the values detector clears bits as buckets settle
-  // Null where the values detector is on: there it is made bucket by bucket.
+  UsageMask agreed;            // `skip_zeros` clears bits as buckets settle
+  // Null where `skip_zeros` is on: there it is made bucket by bucket.
   std::shared_ptr<const ReductionPlan> plan;
   UsageMask copied_early;  // these parameters' gradients lie in their places already, scaled
   size_t next_staging = 0;

@@ -33,7 +33,7 @@ void add_direct(Runs& runs, const DirectPart& part) {
 Runs runs_of(size_t index, const Units& units, const UsageMask& used, const Contributors& contributors,
              const Transports& transports) {
   Runs runs;
-  const bool asks = contributors.are_known() && transports.broadcasts;
+  const bool asks = contributors.are_known() && transports.direct;
   for_each_used(units, used, [&](int64_t unit, size_t bit) {
     const UnitRun run{index, units.begin(unit), units.end(unit) - units.begin(unit)};
     const RankSet ranks = asks ? contributors.ranks(bit) : 0;

@@ -77,8 +77,8 @@ class _Simulation:
         self._asks_widths = world.is_direct and policy.tuning.direct and not world.is_on_device
         self._values = _C.ValuesProbe(probe)
         self._units = _C.UnitsDetector(
-            rows=_C.ValuesDetector.ADAPTIVE,
-            widths=_C.ValuesDetector.ADAPTIVE if self._asks_widths else _C.ValuesDetector.OFF,
+            skip_zero_rows=_C.When.ADAPTIVE,
+            narrow=_C.When.ADAPTIVE if self._asks_widths else _C.When.OFF,
             units=unit_settings(policy),
             probe=probe,
         )

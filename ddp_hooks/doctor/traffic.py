@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from .. import _extension
+from ..engine_settings import plan_settings
 from ..policies import PRESETS
 from .recorder import EVERYTHING, SOMETHING, Slot, Step, unpack
 
@@ -188,7 +189,7 @@ def units_traffic(
         a ring's transfers, and how many these would be at full width, as the adaptive detector counts them.
     """
     element_bytes = step.layout.buckets[bucket].element_bytes
-    settings = plan_settings("skip_zeros", world)
+    settings = _plan_settings("skip_zeros", world)
     knows = world.is_direct and PRESETS["skip_zeros"].tuning.direct
     used: list[int] = []
     by_rank: list[list[int]] = [[] for _ in range(world.ranks if knows else 0)]
@@ -269,13 +270,13 @@ def _planned(
     # A rank that sends what its mask does not say would not be heard, so then all is all-reduced.
     said = world.is_direct and not any(one.left_over for one in step.ranks)
     by_rank = [_mask(step, {i for i in chosen if one.sent[i]}) for one in step.ranks] if said else []
-    settings = plan_settings(policy, world)
+    settings = _plan_settings(policy, world)
     plans = _C.make_reduction_plan(step.layout, _mask(step, chosen), settings, _mask(step, divided), by_rank)
     return [_traffic_of(step, plan, world) for plan in plans]
 
 
 def _planned_by_bucket(step: UnionStep, chosen: frozenset[int], divided: frozenset[int], world: World) -> list[Traffic]:
-    settings = plan_settings("skip_zeros", world)
+    settings = _plan_settings("skip_zeros", world)
     plans = _C.plan_bucket_by_bucket(step.layout, _mask(step, chosen), settings, _mask(step, divided))
     return [_traffic_of(step, plan, world) for plan in plans]
 
@@ -328,22 +329,9 @@ def _sum(parts: Iterable[Traffic]) -> Traffic:
 
 
 @cache
-def plan_settings(name: str, world: World) -> Any:
+def _plan_settings(name: str, world: World) -> Any:
     """Return a preset's settings for plans, as the engine of a module of that world has them."""
-    policy = PRESETS[name]
-    return _C.PlanSettings(
-        in_place_bytes=policy.tuning.in_place_bytes,
-        pack_bytes=policy.tuning.pack_bytes,
-        gap_fraction=policy.tuning.gap_fraction,
-        direct=_C.DirectSettings(
-            allowed=world.is_direct and policy.tuning.direct,
-            world_size=world.ranks,
-            sums=policy.tuning.owners,
-            least_saving_of_sums=policy.tuning.min_owner_saving,
-            segment_bytes=policy.tuning.segment_bytes,
-            min_bytes=policy.tuning.min_direct_bytes,
-        ),
-    )
+    return plan_settings(PRESETS[name], world.is_direct, world.ranks)
 
 
 def _mask(step: UnionStep, chosen: Iterable[int]) -> Any:

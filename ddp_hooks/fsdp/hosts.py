@@ -105,7 +105,7 @@ class AverageOverHosts:
         units = _units(shard.numel(), shard.element_size())
         message = exchange.new_codes(2)
         own_codes = exchange.codes_of(message)[other : other + 1]
-        (size,), narrow_bytes, sent, narrow = units.choose(own_codes, shard, -1, questions.zeros, questions.widths, [])
+        (size,), narrow_bytes, sent, narrow = units.choose(own_codes, shard, -1, questions.zeros, questions.narrow, [])
         exchange.count(hook_seconds=time.perf_counter() - start)
         codes, self.announced = exchange.announce(self._group, message, self._announcement(shard, size, participants))
         most = max(each.sent_bytes for each in self.announced)
@@ -147,7 +147,7 @@ class AverageOverHosts:
             whole[shard.numel() :] = 0
         message = exchange.new_codes(self._hosts)
         own_codes = exchange.codes_of(message)
-        sizes, narrow_bytes, sent, narrow = units.choose(own_codes, whole, own, questions.zeros, questions.widths, [])
+        sizes, narrow_bytes, sent, narrow = units.choose(own_codes, whole, own, questions.zeros, questions.narrow, [])
         exchange.count(hook_seconds=time.perf_counter() - start)
         codes, self.announced = exchange.announce(
             self._group, message, self._announcement(shard, sum(sizes), participants)
@@ -185,7 +185,7 @@ class AverageOverHosts:
         exchange, questions, own, hosts = self._exchange, self._questions, self._own, self._hosts
         message = exchange.new_codes(hosts)
         codes = exchange.codes_of(message)
-        (size,), _, _, _ = units.choose(codes[:1], total, -1, questions.zeros, questions.widths, [])
+        (size,), _, _, _ = units.choose(codes[:1], total, -1, questions.zeros, questions.narrow, [])
         message[1:] = message[0]
         received_codes, announced = exchange.announce(
             self._group, message, Announcement(0, size, frozenset(), frozenset())

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _extension
+from ..engine_settings import probe_settings, unit_settings
 from ..policies import Policy
 from ..statistics import Statistics
 from .param_groups import Column, Participants
@@ -40,16 +41,16 @@ class Questions:
     """What a policy has a rank look for.
 
     Attributes:
-        unused: leave out parameters that have no gradient.
+        skip_unused: leave out parameters that have no gradient.
         zeros: read gradients, and leave out what is zero.
-        widths: read gradients, and send narrow what a narrow form holds.
+        narrow: read gradients, and send narrow what a narrow form holds.
         divides: decide by rows, and not by parameters.
         always: in every step, however little it saves.
     """
 
-    unused: bool
+    skip_unused: bool
     zeros: bool
-    widths: bool
+    narrow: bool
     divides: bool
     always: bool
 
@@ -58,9 +59,9 @@ class Questions:
         """Read a policy."""
         asked = (policy.skip_zeros, policy.skip_zero_rows, policy.narrow)
         return cls(
-            unused=policy.skip_unused,
+            skip_unused=policy.skip_unused,
             zeros=policy.skip_zeros != "off" or policy.skip_zero_rows != "off",
-            widths=policy.narrow == "on" or (policy.narrow == "adaptive" and narrow_pays),
+            narrow=policy.narrow == "on" or (policy.narrow == "adaptive" and narrow_pays),
             divides=policy.skip_zero_rows != "off" or policy.narrow != "off",
             always="on" in asked or (policy.skip_unused and "adaptive" not in asked),
         )
@@ -68,7 +69,7 @@ class Questions:
     @property
     def any(self) -> bool:
         """Whether there is anything to ask."""
-        return self.unused or self.zeros or self.widths
+        return self.skip_unused or self.zeros or self.narrow
 
 
 class Looks:
@@ -79,12 +80,12 @@ class Looks:
     """
 
     def __init__(self, policy: Policy, always: bool) -> None:
-        self._tuning = policy.tuning
+        self._settings = probe_settings(policy, is_on_device=False)
         self._always = always
         self._step = 0
         self._asks_until = 0
         self._next = 0
-        self._pause = policy.tuning.first_pause_steps
+        self._pause = self._settings.first_pause_steps
 
     def begin_step(self) -> bool:
         """Count a step; return whether it is asked in it."""
@@ -96,13 +97,13 @@ class Looks:
         saved = dense_bytes - sent_bytes
         if self._always:
             return saved > 0
-        if saved > 0 and saved >= self._tuning.min_zero_fraction * dense_bytes:
-            self._asks_until = self._step + self._tuning.hold_steps
-            self._pause = self._tuning.first_pause_steps
+        if saved > 0 and saved >= self._settings.min_zero_fraction * dense_bytes:
+            self._asks_until = self._step + self._settings.hold_steps
+            self._pause = self._settings.first_pause_steps
             return True
         if self._step >= self._asks_until:
             self._next = self._step + self._pause
-            self._pause = min(2 * self._pause, self._tuning.longest_pause_steps)
+            self._pause = min(2 * self._pause, self._settings.longest_pause_steps)
         return False
 
 
@@ -160,12 +161,7 @@ class Layout:
         policy: Policy,
         divides: bool,
     ) -> None:
-        tuning = policy.tuning
-        settings = _C.UnitSettings(
-            min_divided_bytes=tuning.min_divided_bytes,
-            min_unit_bytes=tuning.min_unit_bytes,
-            max_unit_bytes=tuning.max_unit_bytes,
-        )
+        settings = unit_settings(policy)
         self.parameters = [i for i in included if columns[i].length > 0]
         stretches = []
         for i in self.parameters:
@@ -373,8 +369,8 @@ class ReduceScatter:
             flat,
             own,
             questions.zeros,
-            questions.widths,
-            [questions.unused and i not in participants.used for i in layout.parameters],
+            questions.narrow,
+            [questions.skip_unused and i not in participants.used for i in layout.parameters],
         )
         exchange.count(hook_seconds=time.perf_counter() - start)
         codes, self.announced = exchange.announce(
@@ -398,8 +394,9 @@ class ReduceScatter:
             units_sent=units_sent,
             units_narrow=units_narrow,
             narrow_bytes=narrow_bytes,
-            narrow_steps=int(questions.widths),
-            skip_zero_rows_steps=int(questions.zeros),
+            narrow_steps=int(questions.narrow),
+            skip_zeros_steps=int(self._policy.skip_zeros != "off"),
+            skip_zero_rows_steps=int(self._policy.skip_zero_rows != "off"),
             buckets_packed=int(most > 0),
             buckets_skipped=int(most == 0),
         )
@@ -409,7 +406,7 @@ class ReduceScatter:
         self, output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, own: int, ranks: int
     ) -> bool:
         """Send all of it; where torch's reduce-scatter is an all-reduce inside, twice as much, as gloo's is."""
-        if not self._policy.tuning.direct or dist.get_backend(group) != "gloo":
+        if dist.get_backend(group) != "gloo":
             return False
         received = self._exchange.receive_all(group, flat)
         start = time.perf_counter()

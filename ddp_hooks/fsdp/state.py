@@ -124,7 +124,7 @@ def _sum(counted: Sequence[Statistics]) -> Statistics:
     # Otherwise a step would count once for each group.
     steps: dict[str, Any] = {
         name: max((getattr(each, name) for each in counted), default=0)
-        for name in ("steps", "narrow_steps", "skip_zero_rows_steps")
+        for name in ("steps", "narrow_steps", "skip_zeros_steps", "skip_zero_rows_steps")
     }
     return replace(total, **steps)
 

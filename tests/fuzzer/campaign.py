@@ -10,6 +10,7 @@ from typing import Any
 import gpu
 import numpy
 from spawn import RankFailure, run_ranks
+from tuned import with_settings
 
 import ddp_hooks
 
@@ -129,7 +130,7 @@ def _bytes(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
         nonzero = {name: _nonzero_anywhere(results, moment, name) for name in used}
         if known and policy.skip_zero_rows == "on":
             used_bytes = sum(_unit_bytes(results[0], name, nonzero[name], policy) for name in used)
-        allowed = (used_bytes if known else dense) * (1 + policy.tuning.gap_fraction) + sum(
+        allowed = (used_bytes if known else dense) * (1 + with_settings(policy).tuning.gap_fraction) + sum(
             sizes[name] for name in unmanaged
         )
         # What is narrow may travel in half of its bits.

@@ -474,7 +474,7 @@ class _Run:
         before = self.state.stats()
         if operation["how"] == "pickle":
             copied = pickle.loads(pickle.dumps(self.state))
-            assert (copied.stats(), copied.policy) == (before, self.state.policy)
+            assert (copied.stats(), copied.policy.to_dict()) == (before, self.state.policy.to_dict())
         else:
             self.state.load_state_dict(json.loads(json.dumps(self.state.state_dict())))
             assert self.state.stats() == before

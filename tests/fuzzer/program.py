@@ -29,6 +29,8 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from tuned import with_settings
+
 import ddp_hooks
 
 Layer = dict[str, Any]
@@ -113,12 +115,12 @@ def policy_of(value: str | dict[str, Any]) -> ddp_hooks.Policy:
     """Return the policy that a program names or describes."""
     if isinstance(value, str):
         return ddp_hooks.policies.PRESETS[value]
-    return ddp_hooks.policies.resolve(ddp_hooks.Policy(value["name"]), value)
+    return with_settings(ddp_hooks.Policy(value["name"]), **value)
 
 
 def settings_of(value: str | dict[str, Any]) -> dict[str, Any]:
     """Return the same policy as settings: its name, and what differs from the defaults."""
-    policy, plain = policy_of(value), ddp_hooks.Policy("")
+    policy, plain = policy_of(value), with_settings(ddp_hooks.Policy(""))
     return {
         setting.name: getattr(ours, setting.name)
         for ours, defaults in ((policy, plain), (policy.tuning, plain.tuning))

@@ -6,6 +6,7 @@ import torch
 
 import ddp_hooks
 from ddp_hooks import _C
+from ddp_hooks.engine_settings import unit_settings
 
 
 def parts_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -17,12 +18,8 @@ def unit_length(elements: int, rows: int, element_bytes: int, policy: ddp_hooks.
     """Return how many (real) elements make a unit of a parameter; 0 if it is not divided under that policy."""
     if policy.skip_zero_rows == "off" or rows == 0 or elements == 0:
         return 0
-    settings = _C.UnitSettings(
-        min_divided_bytes=policy.tuning.min_divided_bytes,
-        min_unit_bytes=policy.tuning.min_unit_bytes,
-        max_unit_bytes=policy.tuning.max_unit_bytes,
-    )
-    units = _C.units_of(_C.ParameterSlice(0, 0, elements, elements // rows), element_bytes, settings)
+    place = _C.ParameterSlice(0, 0, elements, elements // rows)
+    units = _C.units_of(place, element_bytes, unit_settings(policy))
     return units.length if len(units) > 1 else 0
 
 
