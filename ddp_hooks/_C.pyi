@@ -239,7 +239,7 @@ def make_unit_plan(
     by_rank: Sequence[UsageMask] = [],
 ) -> tuple[list[tuple[bool, list[tuple[int, int, int]]]], list[DirectMessage], list[tuple[float, float]]]: ...
 
-class ProbeSettings:
+class AdaptiveSettings:
     def __init__(
         self,
         *,
@@ -257,14 +257,15 @@ class ProbeSettings:
     @property
     def longest_pause_steps(self) -> int: ...
 
-class ValuesProbe:
-    def __init__(self, arg0: ProbeSettings, /) -> None: ...
-    def wants_values(self, arg0: int, /) -> bool: ...  # step
-    def observe(self, arg0: int, arg1: int, arg2: int, /) -> bool: ...  # step, used_bytes, zero_bytes; not in vain
+class AdaptiveRule:
+    def __init__(self, settings: AdaptiveSettings, *, looks_after_pay: int, starts_paused: bool) -> None: ...
+    def is_on(self) -> bool: ...
+    def is_due(self, arg0: int, /) -> bool: ...  # step
+    def observe(self, step: int, saved: float, total: float) -> bool: ...  # whether it pays
 
 # In which parameters units are agreed on, as the engine asks; gradients it is shown there only.
 class UnitsDetector:
-    def __init__(self, *, skip_zero_rows: When, narrow: When, units: UnitSettings, probe: ProbeSettings) -> None: ...
+    def __init__(self, *, skip_zero_rows: When, narrow: When, units: UnitSettings, adaptive: AdaptiveSettings) -> None: ...
     def use_layout(self, arg0: LayoutOfBuckets, /) -> None: ...
     def least_zero_fraction(self) -> float: ...
     def least_narrow_fraction(self) -> float: ...
@@ -393,7 +394,7 @@ class EngineSettings:
         narrow: When,
         units: UnitSettings,
         plan: PlanSettings,
-        probe: ProbeSettings,
+        adaptive: AdaptiveSettings,
         rebuild_after: int,
         configuration: int,
     ) -> None: ...

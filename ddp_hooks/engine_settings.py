@@ -52,7 +52,7 @@ def engine_settings(
         units=unit_settings(policy),
         # The engine asks the module's group how many ranks there are.
         plan=plan_settings(policy, may_send_directly(hosts, costs), 1, costs),
-        probe=probe_settings(policy, is_on_device=description.get("device", "cpu") != "cpu"),
+        adaptive=adaptive_settings(policy, is_on_device=description.get("device", "cpu") != "cpu"),
         rebuild_after=policy.rebuild_after,
         configuration=int.from_bytes(digest, "little"),
     )
@@ -186,11 +186,11 @@ def unit_settings(policy: Policy) -> Any:
     )
 
 
-def probe_settings(policy: Policy, *, is_on_device: bool) -> Any:
-    """Return when an adaptive detector asks: a ``_C.ProbeSettings``."""
+def adaptive_settings(policy: Policy, *, is_on_device: bool) -> Any:
+    """Return when adaptive settings look at values: a ``_C.AdaptiveSettings``."""
     # On a GPU the answer of a scan holds the host back to one bucket behind the device, so more has to be gained.
     least_zeros = _MIN_ZERO_FRACTION_ON_DEVICE if is_on_device else 0.0
-    return _C.ProbeSettings(
+    return _C.AdaptiveSettings(
         min_zero_fraction=max(policy.tuning.min_zero_fraction, least_zeros),
         **_constants(policy, "hold_steps", "first_pause_steps", "longest_pause_steps"),
     )

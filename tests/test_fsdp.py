@@ -45,7 +45,7 @@ POLICIES = {
     "restless": with_settings(
         ddp_hooks.policies.PRESETS["auto"],
         name="restless",
-        tuning=Tuning(min_divided_bytes=0, hold_steps=0, first_pause_steps=1, longest_pause_steps=2, calibrate=False),
+        tuning=Tuning(min_divided_bytes=0, hold_steps=1, first_pause_steps=1, longest_pause_steps=2, calibrate=False),
     ),
     "on": ON,
     "skip_unused": ddp_hooks.policies.PRESETS["skip_unused"],

@@ -21,8 +21,8 @@ def make_detector(device: int, parameters: int = 1) -> _C.UnitsDetector:
         skip_zero_rows=_C.When.ADAPTIVE,
         narrow=_C.When.OFF,
         units=_C.UnitSettings(min_divided_bytes=0, min_unit_bytes=1, max_unit_bytes=1 << 20),
-        probe=_C.ProbeSettings(
-            min_zero_fraction=LEAST, hold_steps=0, first_pause_steps=FIRST_PAUSE, longest_pause_steps=LONGEST_PAUSE
+        adaptive=_C.AdaptiveSettings(
+            min_zero_fraction=LEAST, first_pause_steps=FIRST_PAUSE, longest_pause_steps=LONGEST_PAUSE
         ),
     )
     slices = [_C.ParameterSlice(i, 0, ROWS * ROW, ROW) for i in range(parameters)]

@@ -23,7 +23,8 @@ class Tuning(ddp_hooks.Tuning):
 
 def with_settings(policy: ddp_hooks.Policy | str, **settings: Any) -> ddp_hooks.Policy:
     """Return the policy with fields of it, of its tuning or of the constants set differently."""
-    found = ddp_hooks.policies.resolve(policy)
+    of_constants = {field.name for field in fields(Tuning)} - {field.name for field in fields(ddp_hooks.Tuning)}
+    constants = {name: settings.pop(name) for name in of_constants & settings.keys()}
+    found = ddp_hooks.policies.resolve(policy, settings)
     tuning = Tuning(**{field.name: getattr(found.tuning, field.name) for field in fields(found.tuning)})
-    of_tuning = {field.name: settings.pop(field.name) for field in fields(tuning) if field.name in settings}
-    return replace(found, tuning=replace(tuning, **of_tuning), **settings)
+    return replace(found, tuning=replace(tuning, **constants))

@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "bindings/rooms.h"
+#include "detectors/adaptive_rule.h"
 #include "detectors/units_detector.h"
-#include "detectors/values_probe.h"
 
 namespace py = pybind11;
 
@@ -13,28 +13,30 @@ namespace ddp_hooks {
 void bind_detectors(py::module_& m) {
   py::enum_<When>(m, "When").value("OFF", When::kOff).value("ON", When::kOn).value("ADAPTIVE", When::kAdaptive);
 
-  py::class_<ProbeSettings>(m, "ProbeSettings")
+  py::class_<AdaptiveSettings>(m, "AdaptiveSettings")
       .def(py::init([](double min_zero_fraction, int64_t hold_steps, int64_t first_pause_steps,
                        int64_t longest_pause_steps) {
-             return ProbeSettings{min_zero_fraction, hold_steps, first_pause_steps, longest_pause_steps};
+             return AdaptiveSettings{min_zero_fraction, hold_steps, first_pause_steps, longest_pause_steps};
            }),
-           py::kw_only(), py::arg("min_zero_fraction"), py::arg("hold_steps") = ProbeSettings().hold_steps,
-           py::arg("first_pause_steps") = ProbeSettings().first_pause_steps,
-           py::arg("longest_pause_steps") = ProbeSettings().longest_pause_steps)
-      .def_readonly("min_zero_fraction", &ProbeSettings::min_zero_fraction)
-      .def_readonly("hold_steps", &ProbeSettings::hold_steps)
-      .def_readonly("first_pause_steps", &ProbeSettings::first_pause_steps)
-      .def_readonly("longest_pause_steps", &ProbeSettings::longest_pause_steps);
-  py::class_<ValuesProbe>(m, "ValuesProbe")
-      .def(py::init<const ProbeSettings&>())
-      .def("wants_values", &ValuesProbe::wants_values)
-      .def("observe", &ValuesProbe::observe);
+           py::kw_only(), py::arg("min_zero_fraction"), py::arg("hold_steps") = AdaptiveSettings().hold_steps,
+           py::arg("first_pause_steps") = AdaptiveSettings().first_pause_steps,
+           py::arg("longest_pause_steps") = AdaptiveSettings().longest_pause_steps)
+      .def_readonly("min_zero_fraction", &AdaptiveSettings::min_zero_fraction)
+      .def_readonly("hold_steps", &AdaptiveSettings::hold_steps)
+      .def_readonly("first_pause_steps", &AdaptiveSettings::first_pause_steps)
+      .def_readonly("longest_pause_steps", &AdaptiveSettings::longest_pause_steps);
+  py::class_<AdaptiveRule>(m, "AdaptiveRule")
+      .def(py::init<const AdaptiveSettings&, int64_t, bool>(), py::arg("settings"), py::kw_only(),
+           py::arg("looks_after_pay"), py::arg("starts_paused"))
+      .def("is_on", &AdaptiveRule::is_on)
+      .def("is_due", &AdaptiveRule::is_due)
+      .def("observe", &AdaptiveRule::observe, py::arg("step"), py::arg("saved"), py::arg("total"));
 
   py::class_<UnitsDetector>(m, "UnitsDetector")
-      .def(py::init([](When skip_zero_rows, When narrow, const UnitSettings& units, const ProbeSettings& probe) {
-             return UnitsDetector({skip_zero_rows, narrow, units, probe});
+      .def(py::init([](When skip_zero_rows, When narrow, const UnitSettings& units, const AdaptiveSettings& adaptive) {
+             return UnitsDetector({skip_zero_rows, narrow, units, adaptive});
            }),
-           py::kw_only(), py::arg("skip_zero_rows"), py::arg("narrow"), py::arg("units"), py::arg("probe"))
+           py::kw_only(), py::arg("skip_zero_rows"), py::arg("narrow"), py::arg("units"), py::arg("adaptive"))
       .def("use_layout", &UnitsDetector::use_layout)
       .def("least_zero_fraction", &UnitsDetector::least_zero_fraction)
       .def("least_narrow_fraction", &UnitsDetector::least_narrow_fraction)

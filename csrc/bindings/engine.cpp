@@ -103,16 +103,16 @@ std::function<std::string(const std::string&)> asked_without_gil(py::function fu
 void bind_engine(py::module_& m) {
   py::class_<EngineSettings>(m, "EngineSettings")
       .def(py::init([](bool skip_unused, When skip_zeros, When skip_zero_rows, When narrow, const UnitSettings& units,
-                       const PlanSettings& plan, const ProbeSettings& probe, int64_t rebuild_after,
+                       const PlanSettings& plan, const AdaptiveSettings& adaptive, int64_t rebuild_after,
                        uint64_t configuration) {
              return EngineSettings{.agreement = {.skip_unused = skip_unused, .configuration = configuration},
                                    .skip_zeros = skip_zeros,
-                                   .units = {skip_zero_rows, narrow, units, probe},
+                                   .units = {skip_zero_rows, narrow, units, adaptive},
                                    .plan = plan,
                                    .rebuild_after = rebuild_after};
            }),
            py::kw_only(), py::arg("skip_unused"), py::arg("skip_zeros"), py::arg("skip_zero_rows"), py::arg("narrow"),
-           py::arg("units"), py::arg("plan"), py::arg("probe"), py::arg("rebuild_after"), py::arg("configuration"));
+           py::arg("units"), py::arg("plan"), py::arg("adaptive"), py::arg("rebuild_after"), py::arg("configuration"));
 
   py::class_<Statistics>(m, "Statistics")
       .def_readonly("steps", &Statistics::steps)

@@ -14,6 +14,8 @@ namespace {
 constexpr double kLeastZeros = 1.0 / 8;
 // A narrow unit saves half of its bytes on two ranks, and a quarter where its owner sends back a full sum.
 constexpr double kLeastNarrow = 1.0 / 4;
+// As long as it pays, and no longer.
+constexpr int64_t kLooksAfterPay = 1;
 
 }  // namespace
 
@@ -24,8 +26,7 @@ void UnitsDetector::use_layout(const LayoutOfBuckets& layout) {
     for (const BucketLayout& bucket : layout.buckets) {
       for (const ParameterSlice& slice : bucket.slices) {
         if (bucket.sparse || units_of(slice, bucket).count() <= 1) continue;
-        Question question;
-        question.pause = settings_.probe.first_pause_steps;
+        const Question question{{settings_.adaptive, kLooksAfterPay, false}};
         divided.push_back(
             {slice.parameter, !bucket.is_on_cpu(), bucket.narrow_forms().front() != Width::kFull, question, question});
       }
@@ -53,11 +54,11 @@ UnitsDetector::Divided* UnitsDetector::find(size_t parameter) {
 }
 
 double UnitsDetector::least_zero_fraction() const {
-  return std::max(kLeastZeros, settings_.probe.min_zero_fraction);
+  return std::max(kLeastZeros, settings_.adaptive.min_zero_fraction);
 }
 
 double UnitsDetector::least_narrow_fraction() const {
-  return std::max(kLeastNarrow, settings_.probe.min_zero_fraction);
+  return std::max(kLeastNarrow, settings_.adaptive.min_zero_fraction);
 }
 
 UsageMask UnitsDetector::objections(bool none) {
@@ -79,7 +80,7 @@ UsageMask UnitsDetector::objections(bool none) {
 bool UnitsDetector::may_choose() const {
   // What is chosen for the first time has to be looked through once.
   return std::any_of(divided_.begin(), divided_.end(), [&](const Divided& divided) {
-    return divided.rows.pays || divided.widths.pays || settings_.skip_zero_rows == When::kOn ||
+    return divided.rows.rule.is_on() || divided.widths.rule.is_on() || settings_.skip_zero_rows == When::kOn ||
            settings_.narrow == When::kOn;
   });
 }
@@ -88,13 +89,13 @@ bool UnitsDetector::may_choose() const {
 // parameter travels whole in this one.
 bool UnitsDetector::ask(When when, Question& question, bool objected, bool on_device, int64_t step) const {
   if (when == When::kOff) return false;
-  const bool is_due = question.is_due(step);
-  question.asked = when == When::kOn || question.pays || (is_due && !objected);
+  const bool is_due = question.rule.is_due(step);
+  question.asked = when == When::kOn || question.rule.is_on() || (is_due && !objected);
   if (question.asked) {
     question.looked_at = false;
   } else if (on_device) {
-    if (is_due && question.looked_at) leave_alone(question, step);
-    question.looked_at = question.is_due(step + 1);
+    if (is_due && question.looked_at) question.rule.pause(step);
+    question.looked_at = question.rule.is_due(step + 1);
   }
   return question.asked;
 }
@@ -119,8 +120,8 @@ ChosenUnits UnitsDetector::choose(const UsageMask& used, const UsageMask& object
 bool UnitsDetector::is_due(size_t parameter, int64_t next) {
   const Divided* divided = find(parameter);
   if (divided == nullptr) return false;
-  return (asks_for_rows() && divided->rows.is_due(next)) ||
-         (asks_for_widths() && divided->may_be_narrow && divided->widths.is_due(next));
+  return (asks_for_rows() && divided->rows.rule.is_due(next)) ||
+         (asks_for_widths() && divided->may_be_narrow && divided->widths.rule.is_due(next));
 }
 
 void UnitsDetector::look(const BucketLayout& bucket, const at::Tensor& flat, const BucketViews& views,
@@ -159,25 +160,12 @@ void UnitsDetector::look(const BucketLayout& bucket, const at::Tensor& flat, con
 bool UnitsDetector::observe(size_t parameter, int64_t step, int64_t elements, const SentElements& sent) {
   Divided* divided = find(parameter);
   if (divided == nullptr) return false;
-  const bool rows = learn(divided->rows, step, elements, static_cast<double>(elements) - sent.at_full_width);
-  const bool widths = learn(divided->widths, step, elements, sent.at_full_width - sent.elements);
+  const auto learn = [&](Question& question, double saved) {
+    return question.asked && question.rule.observe(step, saved, static_cast<double>(elements));
+  };
+  const bool rows = learn(divided->rows, static_cast<double>(elements) - sent.at_full_width);
+  const bool widths = learn(divided->widths, sent.at_full_width - sent.elements);
   return rows || widths;
-}
-
-bool UnitsDetector::learn(Question& question, int64_t step, int64_t elements, double saved) const {
-  if (!question.asked) return false;
-  question.pays = saved > 0 && saved >= settings_.probe.min_zero_fraction * static_cast<double>(elements);
-  if (question.pays) {
-    question.pause = settings_.probe.first_pause_steps;
-  } else {
-    leave_alone(question, step);
-  }
-  return question.pays;
-}
-
-void UnitsDetector::leave_alone(Question& question, int64_t step) const {
-  question.next_step = saturating_sum(step + 1, question.pause);
-  question.pause = std::min(saturating_sum(question.pause, question.pause), settings_.probe.longest_pause_steps);
 }
 
 size_t UnitsDetector::capacity_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t bits) const {

@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "detectors/values_probe.h"
+#include "detectors/adaptive_rule.h"
 #include "kernels/unit_sample.h"
 #include "layout/bucket_layout.h"
 #include "layout/transports.h"
@@ -34,7 +34,7 @@ struct UnitsSettings {
   When skip_zero_rows = When::kOff;
   When narrow = When::kOff;
   UnitSettings units;
-  ProbeSettings probe;  // of the adaptive ones
+  AdaptiveSettings adaptive;
 };
 
 // What a step agrees on by units.
@@ -84,13 +84,9 @@ class UnitsDetector {
  private:
   // Of one parameter.
   struct Question {
+    AdaptiveRule rule;
     bool asked = false;      // in this step
     bool looked_at = false;  // by every rank, on a device, since it was left alone
-    bool pays = false;       // in the last step in which it was asked
-    int64_t pause = 0;       // how long to leave it when it does not
-    int64_t next_step = 0;   // not before this one
-
-    bool is_due(int64_t step) const { return step >= next_step; }
   };
   struct Divided {
     size_t parameter = 0;
@@ -110,8 +106,6 @@ class UnitsDetector {
   };
   Divided* find(size_t parameter);
   bool ask(When when, Question& question, bool objected, bool on_device, int64_t step) const;
-  bool learn(Question& question, int64_t step, int64_t elements, double saved) const;
-  void leave_alone(Question& question, int64_t step) const;
   bool asks_for_rows() const { return settings_.skip_zero_rows == When::kAdaptive; }
   bool asks_for_widths() const { return settings_.narrow == When::kAdaptive; }
   size_t widths_bit(size_t divided) const { return (asks_for_rows() ? divided_.size() : 0) + divided; }

@@ -12,6 +12,10 @@ namespace {
 // Models that switch between a handful of branches on each of a few ranks need some dozens.
 constexpr size_t kCachedPlans = 64;
 
+AdaptiveRule rule_of_skip_zeros(const EngineSettings& settings) {
+  return {settings.units.adaptive, settings.units.adaptive.hold_steps, true};
+}
+
 }  // namespace
 
 std::shared_ptr<Engine> Engine::make(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
@@ -35,7 +39,7 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
       accumulator_streams_(reducer_.accumulator_streams()),
       settings_(fitted(settings)),
       control_groups_(std::move(groups)),
-      probe_(settings.units.probe),
+      skip_zeros_(rule_of_skip_zeros(settings)),
       units_(settings_.units),
       plans_(kCachedPlans),
       sender_(*data_group_, reducer_.parameters().front().device().type(), control_groups_, views_,
@@ -174,7 +178,7 @@ void Engine::configure(const EngineSettings& settings) {
   TORCH_CHECK(!step_ && !(prologue_ && prologue_->agreement().is_under_way()),
               "ddp_hooks: expected a change of policy between two steps, received one during a backward pass");
   settings_ = fitted(settings);
-  probe_ = ValuesProbe(settings.units.probe);
+  skip_zeros_ = rule_of_skip_zeros(settings);
   units_ = UnitsDetector(settings_.units);
   // With the layout that stands; before the first step there is none yet.
   units_.use_layout(*layout_);

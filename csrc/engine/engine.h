@@ -58,10 +58,10 @@
 
 #include "agreement/control_groups.h"
 #include "agreement/group_reference.h"
+#include "detectors/adaptive_rule.h"
 #include "detectors/looked_up_rows.h"
 #include "detectors/units_detector.h"
 #include "detectors/units_of_step.h"
-#include "detectors/values_probe.h"
 #include "engine/backward_prologue.h"
 #include "engine/engine_settings.h"
 #include "engine/rebuild_timer.h"
@@ -220,7 +220,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::function<void()> tell_unregistered_;
   int64_t looked_for_hook_in_ = 0;  // the forward pass of the backward pass that has been looked at
 
-  ValuesProbe probe_;
+  AdaptiveRule skip_zeros_;
   UnitsDetector units_;
   const std::shared_ptr<LookedUpRows> looked_up_ = std::make_shared<LookedUpRows>();
   PlanCache plans_;

@@ -311,7 +311,7 @@ void Engine::choose_detectors(const AgreedUsage& usage, int64_t step_number) {
     }
   }
   if (settings_.skip_zeros == When::kOff) return;
-  if (settings_.skip_zeros == When::kAdaptive && !probe_.wants_values(step_number)) return;
+  if (settings_.skip_zeros == When::kAdaptive && !skip_zeros_.is_due(step_number)) return;
   statistics_.skip_zeros_steps += 1;
   step.planner.emplace(*layout_, divided(), settings_.plan);
   step.values.emplace(detected);
@@ -352,7 +352,10 @@ void Engine::close_step() {
   Step& step = *step_;
   step.closed = true;
   record_usage();
-  if (step.values) probe_.observe(step_number_ - 1, step.values->used_bytes(), step.values->zero_bytes());
+  if (step.values) {
+    skip_zeros_.observe(step_number_ - 1, static_cast<double>(step.values->zero_bytes()),
+                        static_cast<double>(step.values->used_bytes()));
+  }
   prologue_->step_closed();
   looked_up_->forget();
   step.rebuild = is_time_to_rebuild();

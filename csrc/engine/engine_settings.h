@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "agreement/usage_agreement.h"
+#include "detectors/adaptive_rule.h"
 #include "detectors/units_detector.h"
-#include "detectors/values_probe.h"
 #include "transport/reduction_plan.h"
 
 namespace ddp_hooks {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .. import _extension
-from ..engine_settings import probe_settings, unit_settings
+from ..engine_settings import adaptive_settings, unit_settings
 from ..policies import PRESETS
 from .traffic import Traffic, UnionStep, World, mixed_traffic, units_traffic
 
@@ -71,16 +71,16 @@ class _Facts:
 class _Simulation:
     def __init__(self, steps: Sequence[UnionStep], world: World) -> None:
         policy = PRESETS["auto"]
-        probe = probe_settings(policy, is_on_device=world.is_on_device)
+        adaptive = adaptive_settings(policy, is_on_device=world.is_on_device)
         self._world = world
         # As Engine::fitted: what is narrow does not go round a ring.
         self._asks_widths = world.is_direct and policy.tuning.direct and not world.is_on_device
-        self._values = _C.ValuesProbe(probe)
+        self._values = _C.AdaptiveRule(adaptive, looks_after_pay=adaptive.hold_steps, starts_paused=True)
         self._units = _C.UnitsDetector(
             skip_zero_rows=_C.When.ADAPTIVE,
             narrow=_C.When.ADAPTIVE if self._asks_widths else _C.When.OFF,
             units=unit_settings(policy),
-            probe=probe,
+            adaptive=adaptive,
         )
         self._facts = [self._find_facts(step) for step in steps]
         self._layout: Any = None
@@ -158,7 +158,7 @@ class _Simulation:
         chosen = _Chosen(
             *(frozenset(mask.indices()) for mask in self._units.choose(facts.used, self._objections, number))
         )
-        values = self._values.wants_values(number)
+        values = self._values.is_due(number)
         traffic = self._traffic(facts, chosen, values)
         for bucket in facts.by_bucket:
             self._observe_units(number, facts, bucket, chosen)
@@ -196,7 +196,8 @@ class _Simulation:
                 continue
             used_bytes += slot.length * slot.element_bytes
             zero_bytes += 0 if index in step.units else slot.length * slot.element_bytes
-        if not self._values.observe(number, used_bytes, zero_bytes):
+        was_on = self._values.is_on()
+        if not self._values.observe(number, zero_bytes, used_bytes) and not was_on:
             self._failed = True
 
     def _traffic(self, facts: _Facts, chosen: _Chosen, values: bool) -> list[Traffic]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _extension
-from ..engine_settings import probe_settings, unit_settings
+from ..engine_settings import adaptive_settings, unit_settings
 from ..policies import Policy
 from ..statistics import Statistics
 from .param_groups import Column, Participants
@@ -73,38 +73,23 @@ class Questions:
 
 
 class Looks:
-    """In which steps it is asked what can be left out; the same on every rank, because totals are.
-
-    After a look that paid it is asked for ``hold_steps`` more. After one in vain it is not asked for a while, and each
-    such pause is twice as long as the one before.
-    """
+    """In which steps it is asked what can be left out; the same on every rank, because totals are."""
 
     def __init__(self, policy: Policy, always: bool) -> None:
-        self._settings = probe_settings(policy, is_on_device=False)
+        settings = adaptive_settings(policy, is_on_device=False)
+        self._rule = _C.AdaptiveRule(settings, looks_after_pay=settings.hold_steps, starts_paused=False)
         self._always = always
         self._step = 0
-        self._asks_until = 0
-        self._next = 0
-        self._pause = self._settings.first_pause_steps
 
     def begin_step(self) -> bool:
         """Count a step; return whether it is asked in it."""
         self._step += 1
-        return self._always or self._step > self._next
+        return self._always or self._rule.is_due(self._step)
 
     def observe(self, sent_bytes: int, dense_bytes: int) -> bool:
         """Return whether what would be sent is so much less that it is sent in this way."""
         saved = dense_bytes - sent_bytes
-        if self._always:
-            return saved > 0
-        if saved > 0 and saved >= self._settings.min_zero_fraction * dense_bytes:
-            self._asks_until = self._step + self._settings.hold_steps
-            self._pause = self._settings.first_pause_steps
-            return True
-        if self._step >= self._asks_until:
-            self._next = self._step + self._pause
-            self._pause = min(2 * self._pause, self._settings.longest_pause_steps)
-        return False
+        return saved > 0 if self._always else self._rule.observe(self._step, saved, dense_bytes)
 
 
 @dataclass(slots=True)
