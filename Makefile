@@ -46,18 +46,18 @@ test-tsan: SANITIZERS := thread
 test-asan test-tsan: test-%: $(STAMP)
 	DDP_HOOKS_SANITIZE=$(SANITIZERS) DDP_HOOKS_TESTING=1 DDP_HOOKS_CUDA=0 DDP_HOOKS_WERROR=0 \
 	  $(BIN)/python setup.py --quiet build --build-base build/$* --build-lib build/$*/lib
-	$(BIN)/python tests/sanitized.py $* $(TEST_OPTIONS)
+	$(BIN)/python tests/campaigns/sanitized.py $* $(TEST_OPTIONS)
 
 FUZZ_OPTIONS ?= --minutes 60
 fuzz: build
-	$(BIN)/python tests/fuzz.py $(FUZZ_OPTIONS)
+	$(BIN)/python tests/campaigns/fuzz.py $(FUZZ_OPTIONS)
 
 # MATRIX='2.15.0 2.14.1@3.10' chooses, MATRIX='--write docs/tested-versions.md' renews that page.
 matrix: $(STAMP)
-	$(BIN)/python tests/matrix.py $(MATRIX)
+	$(BIN)/python tests/campaigns/matrix.py $(MATRIX)
 
 reference: build $(TRAINERS)
-	$(BIN)/python tests/reference.py
+	$(BIN)/python tests/campaigns/reference.py
 
 # --inplace builds are incremental; pip is asked only once, to make the package importable from everywhere.
 build: $(STAMP)

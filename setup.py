@@ -189,7 +189,7 @@ def sources(name: str) -> list[str]:
 
 
 def planted_defects() -> list[setuptools.Extension]:
-    """Describe the library that a sanitized build has beside the extension, for tests/sanitized.py."""
+    """Describe the library that a sanitized build has beside the extension, for tests/campaigns/sanitized.py."""
     compiling, linking = sanitizer_flags()
     if not compiling:
         return []

@@ -79,14 +79,14 @@ stage_build() {
 }
 
 stage_kernels() {
-  tests kernels 150 "${MANY[@]}" tests/test_cuda_kernels.py tests/test_cuda_indexing.py
+  tests kernels 150 "${MANY[@]}" tests/kernels/test_cuda_kernels.py tests/kernels/test_cuda_indexing.py
 }
 
 # Pairs of ranks on NCCL come last, two at a time: their kernels spin while they wait for each other, and take the GPU's
 # time from everything else.
 stage_hook() {
-  tests hook 300 "${MANY[@]}" -k 'not nccl- and not nccl]' tests/test_cuda_hook.py
-  tests hook_on_nccl_pairs 250 "${FEW[@]}" -k 'nccl- or nccl]' tests/test_cuda_hook.py
+  tests hook 300 "${MANY[@]}" -k 'not nccl- and not nccl]' tests/engine/test_cuda_hook.py
+  tests hook_on_nccl_pairs 250 "${FEW[@]}" -k 'nccl- or nccl]' tests/engine/test_cuda_hook.py
 }
 
 stage_measure_kernels() {
@@ -112,7 +112,7 @@ stage_sanitize() {
   for tool in "memcheck --report-api-errors no" racecheck; do
     read -r -a options <<<"$tool"
     UNDER=(compute-sanitizer --tool "${options[@]}" --error-exitcode 99)
-    tests "sanitize_${options[0]}" 90 -x -k "$some" tests/test_cuda_kernels.py
+    tests "sanitize_${options[0]}" 90 -x -k "$some" tests/kernels/test_cuda_kernels.py
     UNDER=()
     if [ "$UNSUPPORTED" -gt 0 ]; then
       say "sanitize: compute-sanitizer does not support this device or its driver, so nothing was checked"

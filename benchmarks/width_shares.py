@@ -70,7 +70,8 @@ def flags_of(gradient: Numbers) -> Flags:
 
 def unit_length(parameter: torch.Tensor) -> int:
     """How many numbers the units of a parameter have under the policy `auto`."""
-    from ddp_hooks import _C, engine_settings, policies
+    from ddp_hooks import _C, policies
+    from ddp_hooks.serving import engine_settings
 
     settings = engine_settings.unit_settings(policies.resolve("auto", {}))
     row = parameter[0].numel() if parameter.dim() > 0 and len(parameter) else 1

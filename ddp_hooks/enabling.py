@@ -12,14 +12,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .absentees import ENABLE, Visit
-from .ddp_methods import Ending, give_way_to_other_hooks, watch_construction_from_its_beginning
-from .disabling import VARIABLE, is_disabled
 from .errors import RanksDisagreeError, RefusedError
 from .hangs import watcher
 from .hangs.forks import LockOfProcess
 from .hooks import SkipUnusedState, register
 from .policies import Policy, resolve
+from .serving.absentees import ENABLE, Visit
+from .serving.ddp_methods import Ending, give_way_to_other_hooks, watch_construction_from_its_beginning
+from .serving.disabling import VARIABLE, is_disabled
 from .wording import describe_ranks
 
 # How long a module's first rank waits for the others to make theirs under `enable`, too, where DDP's `__init__` waits

@@ -10,13 +10,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _extension, service
-from .disabling import VARIABLE, is_disabled
-from .parameters import Selector, select
-from .reducer import parameters_of, reducible_parameters
-from .registration import find_ddp
+from . import _extension
+from .serving import service
+from .serving.disabling import VARIABLE, is_disabled
+from .serving.parameters import Selector, select
+from .serving.reducer import parameters_of, reducible_parameters
+from .serving.registration import find_ddp
+from .serving.wrappers import uncompiled
 from .wording import check_fields, check_flag, check_int, short, short_list
-from .wrappers import uncompiled
 
 _C = _extension.load()
 

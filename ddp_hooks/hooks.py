@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _extension
-from .absentees import meet_to_register
-from .ddp_methods import keep_place
-from .disabling import DisabledService, disabled_service, is_disabled, warn_of_it
 from .errors import RefusedError
-from .parameters import Selector
 from .policies import PRESETS, Policy, resolve
-from .registration import find_ddp
-from .service import Service, agree_to_serve, registered_service
+from .serving.absentees import meet_to_register
+from .serving.ddp_methods import keep_place
+from .serving.disabling import DisabledService, disabled_service, is_disabled, warn_of_it
+from .serving.parameters import Selector
+from .serving.registration import find_ddp
+from .serving.service import Service, agree_to_serve, registered_service
 from .statistics import ParameterUsage, Statistics
 from .wording import check_fields, short
 

@@ -1,4 +1,4 @@
-"""Makes tests/spawn.py and tests/training.py importable, also in the rank processes; chooses which tests run.
+"""Makes the files of all rooms importable by name, also in the rank processes; chooses which tests run.
 
 Without ``--all``, tests that are marked ``thorough`` do not run, and of a test with several parameters only so many
 combinations that each two values meet. A test that is named with its parameters runs always.
@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-_here = str(Path(__file__).parent)
-sys.path.insert(0, _here)
+_here = Path(__file__).parent
+_rooms = [str(_here), *(str(path) for path in sorted(_here.iterdir()) if path.is_dir() and path.name[0] not in "._")]
+sys.path[:0] = _rooms
 # For ddp_hooks_testing. Last, so that what is tested is the ddp_hooks that is installed, if one is.
 sys.path.append(str(Path(__file__).parent.parent))
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_here, os.environ.get("PYTHONPATH", "")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*_rooms, os.environ.get("PYTHONPATH", "")]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..commands.options import add_script_to, explain_missing_launcher, parse_new_file, parse_positive, script_of
-from ..ddp_methods import watch_construction
+from ..cli.options import add_script_to, explain_missing_launcher, parse_new_file, parse_positive, script_of
+from ..cli.script import run_script
 from ..errors import RefusedError
 from ..fsdp.param_groups import watch_first_forward
-from ..groups import launched_rank
 from ..hangs.activity import activity
-from ..script import run_script
+from ..serving.ddp_methods import watch_construction
+from ..serving.groups import launched_rank
 from ..wording import fill, short_list
 from .children import Children, follow
 from .diagnosis import Diagnosis

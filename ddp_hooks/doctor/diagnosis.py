@@ -11,11 +11,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
-from ..engine_settings import may_send_directly
 from ..fsdp.param_groups import is_sharded
 from ..hangs import watcher
-from ..registration import find_ddp
-from ..service import registered_service
+from ..serving.engine_settings import may_send_directly
+from ..serving.registration import find_ddp
+from ..serving.service import registered_service
 from ..wording import describe_ranks, fill
 from . import timing
 from .findings import Findings, find

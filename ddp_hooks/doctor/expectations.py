@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..agreement import settle
 from ..errors import UnexpectedUseError
-from ..parameters import ParameterIndex, Selector
-from ..registration import find_ddp, propose
+from ..serving.agreement import settle
+from ..serving.parameters import ParameterIndex, Selector
+from ..serving.registration import find_ddp, propose
 from ..wording import short_list
 from .diagnosis import why_not_watched
 from .gradient_watch import GradientWatch, Silence

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
-from ..service import registered_service
+from ..serving.service import registered_service
 
 _C = _extension.load()
 

@@ -21,9 +21,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
-from ..engine_settings import unit_settings
 from ..policies import PRESETS
-from ..service import registered_service
+from ..serving.engine_settings import unit_settings
+from ..serving.service import registered_service
 from .gradient_watch import GradientWatch, Silence, Unreduced
 from .naming import find_names_in_frames
 from .standing import Standing, Unfinished, runs_backward

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .. import _extension
-from ..engine_settings import adaptive_settings, unit_settings
 from ..policies import PRESETS
+from ..serving.engine_settings import adaptive_settings, unit_settings
 from .traffic import Traffic, UnionStep, World, mixed_traffic, units_traffic
 
 _C = _extension.load()

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch._C import _current_graph_task_id
 
-from ..agreement import exchange_proposals, settle
 from ..fsdp.param_groups import ParamGroup, Participants, find
 from ..hangs.activity import ModuleActivity, activity
 from ..hangs.stack import BACKWARD, read_position
 from ..hangs.watcher import watch_forward
+from ..serving.agreement import exchange_proposals, settle
+from ..serving.wrappers import uncompiled
 from ..wording import describe_ranks, short_list
-from ..wrappers import uncompiled
 from .breakdowns import count_steps, find_broken_backward, find_standstill, find_uneven
 from .findings import Findings
 from .naming import class_name

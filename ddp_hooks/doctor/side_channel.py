@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from .. import _extension
-from ..absentees import naming_absent_ranks
-from ..control_groups import open_small_group
-from ..registration import Distributed
+from ..serving.absentees import naming_absent_ranks
+from ..serving.control_groups import open_small_group
+from ..serving.registration import Distributed
 
 _C = _extension.load()
 

@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 from .. import _extension
-from ..engine_settings import plan_settings
 from ..policies import PRESETS
+from ..serving.engine_settings import plan_settings
 from .recorder import EVERYTHING, SOMETHING, Slot, Step, unpack
 
 _C = _extension.load()

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from .. import _extension
-from ..engine_settings import adaptive_settings, unit_settings
 from ..policies import Policy
+from ..serving.engine_settings import adaptive_settings, unit_settings
 from ..statistics import Statistics
 from .param_groups import Column, Participants
 

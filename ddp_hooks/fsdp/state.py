@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._version import __version__
-from ..absentees import naming_absent_ranks
-from ..agreement import exchange_proposals, settle
-from ..collective_costs import measure_collective_costs
-from ..disabling import VARIABLE, check_alike, is_disabled, warn_of_it
-from ..endpoints import host_of_this_rank
-from ..engine_settings import FAST_LINKS, SHARED_HOSTS
 from ..policies import Policy, resolve
+from ..serving.absentees import naming_absent_ranks
+from ..serving.agreement import exchange_proposals, settle
+from ..serving.collective_costs import measure_collective_costs
+from ..serving.disabling import VARIABLE, check_alike, is_disabled, warn_of_it
+from ..serving.endpoints import host_of_this_rank
+from ..serving.engine_settings import FAST_LINKS, SHARED_HOSTS
 from ..statistics import ParameterUsage, Statistics
 from ..wording import short
 from . import param_groups

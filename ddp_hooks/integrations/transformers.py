@@ -10,8 +10,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..hooks import SkipUnusedState
 from ..policies import Policy
+from ..serving.wrappers import uncompiled
 from ..wording import short
-from ..wrappers import uncompiled
 from .hook_of_trainer import HookOfTrainer, Log
 
 # What the statistics are called in a checkpoint's `trainer_state.json`.

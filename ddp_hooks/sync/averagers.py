@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging import averagers
 
-from ..agreement import agree, refuse
-from ..groups import gather_tensor, resolve_group
+from ..serving.agreement import agree, refuse
+from ..serving.groups import gather_tensor, resolve_group
 from ..wording import check_int, short
 from .parameters import average_named
 from .tensors import check_not_empty, describe_layout, named_tensors, read_tensors

@@ -20,8 +20,8 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
-from ..agreement import agree, refuse
-from ..groups import resolve_group
+from ..serving.agreement import agree, refuse
+from ..serving.groups import resolve_group
 from ..wording import check_flag, did_you_mean, short
 from . import sharing
 from .messages import BroadcastMessage, MaximumMessage, MeanMessage, Message, run, split

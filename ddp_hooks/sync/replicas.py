@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..agreement import RECORD_BYTES, describe_differences, exchange_records, refuse
 from ..errors import ReplicasDifferError
-from ..groups import gather_tensor, resolve_group
+from ..serving.agreement import RECORD_BYTES, describe_differences, exchange_records, refuse
+from ..serving.groups import gather_tensor, resolve_group
 from ..wording import check_flag, short
 from .messages import BroadcastMessage, cut, run, split
 from .tensors import (

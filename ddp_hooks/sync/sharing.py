@@ -17,10 +17,10 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..absentees import naming_absent_ranks
-from ..agreement import agree, refuse
-from ..endpoints import Endpoint, find_endpoint, group_by_host, torch_listens_for
-from ..groups import gather_objects, resolve_group
+from ..serving.absentees import naming_absent_ranks
+from ..serving.agreement import agree, refuse
+from ..serving.endpoints import Endpoint, find_endpoint, group_by_host, torch_listens_for
+from ..serving.groups import gather_objects, resolve_group
 from ..wording import short
 from .messages import MESSAGE_BYTES, BroadcastMessage, run, split
 from .tensors import NamedTensor, check_writable, describe_layout, named_buffers, named_parameters, unwrap

@@ -9,8 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..serving.wrappers import uncompiled
 from ..wording import short
-from ..wrappers import uncompiled
 
 _INTEGERS = frozenset(
     {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -1,0 +1,315 @@
+"""Agrees across ranks on what is about to be done, before anything of it is.
+
+Each rank comes with a *proposal*: which function it calls, what has to be alike on every rank, why it cannot take part
+if it cannot, and what the others need to know besides. A proposal travels in two forms:
+
+1. as a *record* of fixed size, with which every function begins that all ranks have to call. It holds digests, whether
+   this rank refuses, and a few words of the caller's own. When the digests agree, the collectives that follow match on
+   all ranks by construction, and for tensors that is all there is to say.
+2. in *words*, after the records: because they differ, to say how; or because a function needs more from every rank than
+   a record holds, as those of the hook do.
+
+When something differs, or one rank refuses, every rank knows and every rank raises: nobody waits for a collective that
+somebody else never starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import RanksDisagreeError, RefusedError
+from ..wording import short
+from .absentees import naming_absent_ranks
+from .groups import gather_objects, gather_tensor
+
+T = TypeVar("T")
+
+# A record: digest of the call (1 word), digest of the layout (2), whether this rank refuses (1), the caller's own (4).
+_OWN_WORDS = 4
+RECORD_BYTES = (4 + _OWN_WORDS) * 8
+_DIFFERENCES_SHOWN = 10
+_LONGEST_REASON = 1000
+_LONGEST_ARGUMENT = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What one rank is about to do, in words.
+
+    Attributes:
+        call: the function, and each of its arguments that has to be alike on all ranks.
+        description: what else every rank has to have in common, by a name for it.
+        problem: why this rank cannot take part, or None.
+        own: what else the others need to know, of the function's own.
+    """
+
+    call: tuple[str, ...]
+    description: Mapping[str, str]
+    problem: str | None = None
+    own: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, which other versions of this package can read, too."""
+        description = dict(self.description)
+        return {"call": list(self.call), "description": description, "problem": self.problem, "own": self.own}
+
+    @classmethod
+    def read(cls, function: str, rank: int, received: object) -> Proposal:
+        """Read what a rank sent.
+
+        Raises:
+            RanksDisagreeError: it is something else.
+        """
+        if isinstance(received, dict) and set(received) == {"call", "description", "problem", "own"}:
+            call, described, problem = received["call"], received["description"], received["problem"]
+            if (
+                isinstance(call, list)
+                and len(call) > 0
+                and all(isinstance(part, str) for part in call)
+                and isinstance(described, dict)
+                and all(isinstance(text, str) for item in described.items() for text in item)
+                and (problem is None or isinstance(problem, str))
+            ):
+                return cls(tuple(call), described, problem, received["own"])
+        raise RanksDisagreeError(
+            f"{function}: expected a description of the call from every rank, received {short(received)} from rank "
+            f"{rank}, which may run a different version of ddp_hooks. Install the same version on every rank"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What every rank knows after :func:`exchange_records`.
+
+    Attributes:
+        words: the caller's own words, by rank.
+        layouts: what each rank calls its tensors and how it describes them, by rank; ``None`` if all are alike.
+    """
+
+    words: tuple[tuple[int, ...], ...]
+    layouts: tuple[Mapping[str, str], ...] | None
+
+
+# --- records
+
+
+def _digest_words(lines: Sequence[str], count: int) -> tuple[int, ...]:
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8 * count).digest()
+    return struct.unpack(f"<{count}q", digest)
+
+
+def exchange_records(
+    group: dist.ProcessGroup,
+    function: str,
+    arguments: Mapping[str, object],
+    layout: Mapping[str, str],
+    *,
+    words: Sequence[int] = (),
+    refusal: Exception | None = None,
+) -> Agreement:
+    """Gather every rank's record; a collective that every public function calls before any other.
+
+    Args:
+        group: the process group.
+        function: the public function that was called.
+        arguments: the arguments that have to be alike on all ranks, by name.
+        layout: what this rank is going to exchange, in this order: a label and a description of each tensor.
+        words: up to four 64-bit integers of the caller's own.
+        refusal: why this rank cannot take part; the others learn of it instead of waiting.
+
+    Returns:
+        The words of all ranks, and the layouts if they differ.
+
+    Raises:
+        RanksDisagreeError: functions or arguments differ, or another rank refuses.
+        RanksAbsentError: a rank did not call a function of this package within the group's timeout.
+        Exception: ``refusal``, on the rank that refuses.
+    """
+    call = (function, *(f"{name}={value!r}" for name, value in arguments.items()))
+    own = [
+        *_digest_words(call, 1),
+        *_digest_words([f"{label}: {description}" for label, description in layout.items()], 2),
+        int(refusal is not None),
+        *words,
+        *([0] * (_OWN_WORDS - len(words))),
+    ]
+    with naming_absent_ranks(group, function):
+        records = gather_tensor(group, torch.tensor(own, dtype=torch.int64, device="cpu")).tolist()
+    own_words = tuple(tuple(record[4:]) for record in records)
+    if not any(record[3] for record in records) and all(record[:3] == records[0][:3] for record in records):
+        return Agreement(own_words, None)
+
+    # From here on every rank knows that something is wrong, so a larger exchange is safe.
+    problem = None if refusal is None else f"{type(refusal).__name__}: {refusal}"[:_LONGEST_REASON]
+    proposals = _gather_proposals(group, function, Proposal(call, layout, problem))
+    if refusal is not None:
+        raise refusal
+    refused = [
+        f"rank {rank} refused: {each.problem}" for rank, each in enumerate(proposals) if each.problem is not None
+    ]
+    if refused:
+        raise RanksDisagreeError(_message(function, refused))
+    calls = [each.call for each in proposals]
+    if any(other != calls[0] for other in calls):
+        lines = [f"{ranks} called {_readable(call)}" for call, ranks in _by_value(calls)]
+        raise RanksDisagreeError(_message(function, lines))
+    return Agreement(own_words, tuple(each.description for each in proposals))
+
+
+def agree(
+    group: dist.ProcessGroup,
+    function: str,
+    arguments: Mapping[str, object],
+    layout: Mapping[str, str],
+    *,
+    words: Sequence[int] = (),
+) -> tuple[tuple[int, ...], ...]:
+    """Make sure that all ranks are about to do the same; takes the same arguments as :func:`exchange_records`.
+
+    Returns:
+        The words of all ranks.
+
+    Raises:
+        RanksDisagreeError: functions, arguments or tensors differ, or another rank refuses. On all ranks.
+    """
+    agreement = exchange_records(group, function, arguments, layout, words=words)
+    if agreement.layouts is not None:
+        raise RanksDisagreeError(_message(function, describe_differences(agreement.layouts)))
+    return agreement.words
+
+
+def refuse(group: dist.ProcessGroup, function: str, reason: Exception) -> NoReturn:
+    """Tell the other ranks, which are waiting in :func:`agree`, that this rank cannot take part; then raise."""
+    exchange_records(group, function, {}, {}, refusal=reason)
+    raise AssertionError("unreachable: exchange_records raises the refusal")
+
+
+# --- in words
+
+
+def exchange_proposals(
+    group: dist.ProcessGroup,
+    function: str,
+    description: Mapping[str, str],
+    problem: str | None = None,
+    own: object = None,
+) -> list[Proposal]:
+    """Gather every rank's proposal, after a record that says which function this is; settle it afterwards.
+
+    Args:
+        group: the process group.
+        function: the public function that was called.
+        description: what every rank has to have in common, by a name for it.
+        problem: why this rank cannot take part, or None.
+        own: what else the others need to know; picklable.
+
+    Returns:
+        The proposals, by rank.
+
+    Raises:
+        RanksDisagreeError: another rank calls another function of this package, or runs another version of it.
+        RanksAbsentError: another rank calls none.
+    """
+    agree(group, function, {}, {})
+    return _gather_proposals(group, function, Proposal((function,), description, problem, own))
+
+
+def settle(function: str, proposals: Sequence[Proposal], error: Exception | None = None) -> list[Any]:
+    """Raise if any rank has a problem or describes itself differently; the same on every rank.
+
+    Args:
+        function: what every rank calls.
+        proposals: each rank's.
+        error: what to raise here if the problem is this rank's own.
+
+    Returns:
+        What each rank brought of its own, by rank.
+
+    Raises:
+        RefusedError: with every rank's problem, or every difference.
+        Exception: ``error``, on the rank that has it.
+    """
+    problems = [each.problem for each in proposals]
+    if any(problem is not None for problem in problems):
+        if error is not None:
+            raise error.with_traceback(None)  # where it was noticed does not matter to whoever reads it
+        refused = [f"{ranks}: {problem}" for problem, ranks in _by_value(problems) if problem is not None]
+        raise RefusedError(f"{function}: refused on every rank. {'; '.join(refused)}")
+    differences = []
+    for key in dict.fromkeys(key for each in proposals for key in each.description):
+        expected, *others = [each.description.get(key, "nothing") for each in proposals]
+        differences += [
+            f"{key}: expected {expected} as on rank 0, received {received} on rank {rank}"
+            for rank, received in enumerate(others, 1)
+            if received != expected
+        ]
+    if differences:
+        raise RefusedError(
+            f"{function}: the ranks disagree: {'; '.join(differences)}. Pass the same module and policy on every rank; "
+            "if there are several modules, pass them in the same order"
+        )
+    return [each.own for each in proposals]
+
+
+def _gather_proposals(group: dist.ProcessGroup, function: str, own: Proposal) -> list[Proposal]:
+    received = gather_objects(group, own.to_dict())
+    return [Proposal.read(function, rank, each) for rank, each in enumerate(received)]
+
+
+def describe_differences(layouts: Sequence[Mapping[str, str]]) -> list[str]:
+    """Say, one line for each tensor, how the ranks' names, dtypes and shapes differ."""
+    labels = dict.fromkeys(label for layout in layouts for label in layout)
+    lines = []
+    for label in labels:
+        descriptions = [layout.get(label, "missing") for layout in layouts]
+        if any(other != descriptions[0] for other in descriptions):
+            lines.append(f"{label} is " + ", ".join(f"{value} on {ranks}" for value, ranks in _by_value(descriptions)))
+    if not lines:
+        orders = [tuple(layout) for layout in layouts]
+        first = next((i for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1), None)
+        if first is None:
+            return ["the digests of the ranks' tensors differ, but their descriptions do not: a message was corrupted"]
+        lines.append(
+            f"the tensors are in different orders: position {first} is "
+            + ", ".join(f"{name} on {ranks}" for name, ranks in _by_value([order[first] for order in orders]))
+        )
+    return lines
+
+
+def _by_value(values: Sequence[T]) -> list[tuple[T, str]]:
+    """Group the ranks that hold equal values: ``[(value, "ranks 0, 2"), ...]``."""
+    groups: list[tuple[T, list[int]]] = []
+    for rank, value in enumerate(values):
+        for known, ranks in groups:
+            if known == value:
+                ranks.append(rank)
+                break
+        else:
+            groups.append((value, [rank]))
+    return [
+        (value, f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}") for value, ranks in groups
+    ]
+
+
+def _readable(call: Sequence[str]) -> str:
+    # A weight for each of a thousand ranks says nothing in a sentence.
+    shown = [text if len(text) <= _LONGEST_ARGUMENT else f"{text[:_LONGEST_ARGUMENT]}..." for text in call[1:]]
+    return f"{call[0]}({', '.join(shown)})"
+
+
+def _message(function: str, lines: Sequence[str]) -> str:
+    shown = list(lines[:_DIFFERENCES_SHOWN])
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown)} more")
+    return (
+        f"{function}: expected the same call with the same tensors on all ranks, but\n  "
+        + "\n  ".join(shown)
+        + "\nNothing was exchanged and no tensor changed. Make the same call with the same tensors on all ranks."
+    )

@@ -1,0 +1,123 @@
+"""Process groups: which one is meant, and how small messages get from each of its ranks to every other."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ..wording import short
+
+
+def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the process group to use, ``None`` being the default group.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
+        TypeError: ``process_group`` is something else.
+        ValueError: this rank is not in ``process_group``, or it was destroyed.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "expected an initialized process group, found none; call torch.distributed.init_process_group first"
+        )
+    group: object = dist.group.WORLD if process_group is None else process_group
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("expected a process group that this rank is in; call it only on members of the group")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"expected process_group to be a process group or None, received {short(group)}; for ranks, pass "
+            "torch.distributed.new_group(ranks); for a DeviceMesh, pass its .get_group()"
+        )
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        raise ValueError(
+            "expected a process group that is in use, received one that was destroyed; make a new one, or pass None "
+            "for the default group"
+        ) from error
+    if rank < 0:
+        raise ValueError("expected a process group that this rank is in; call it only on members of the group")
+    return group
+
+
+def launched_rank() -> int:
+    """Return the rank that a launcher gave this process; 0 where it gave none, or something else than a number."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def is_in_use(group: dist.ProcessGroup) -> bool:
+    """Say whether the group has not been destroyed."""
+    try:
+        dist.get_rank(group)
+    except ValueError:
+        return False
+    return True
+
+
+def check_in_use(group: dist.ProcessGroup) -> None:
+    """Raise a ValueError if the group was destroyed."""
+    if not is_in_use(group):
+        raise ValueError(
+            "expected a process group that is in use, received one that was destroyed; make a new one, and wrap the "
+            "module again over it"
+        )
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Return the store of a process group, or the default group's if it has none of its own."""
+    try:
+        store = group.get_group_store()
+    except RuntimeError:
+        store = None
+    # A group that was written in Python may have no store of its own.
+    return distributed_c10d._get_default_store() if store is None else store
+
+
+def control_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device for small messages: the host where the group can, else the current accelerator.
+
+    As for torch's own object collectives, each rank has to have made a device of its own the current one
+    (``torch.cuda.set_device``).
+
+    Raises:
+        ValueError: the group was destroyed.
+    """
+    check_in_use(group)
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def gather_tensor(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+    """Gather a small host tensor of the same dtype and shape from every rank.
+
+    Args:
+        group: the process group.
+        own: this rank's tensor, of any dtype the backend knows, on the host.
+
+    Returns:
+        A host tensor with one more dimension in front: the rank.
+    """
+    device = control_device(group)
+    flat = own.contiguous().reshape(-1).to(device)
+    gathered = torch.empty(dist.get_world_size(group), flat.numel(), dtype=flat.dtype, device=device)
+    dist.all_gather(list(gathered), flat, group=group)
+    return gathered.cpu().view(-1, *own.shape)
+
+
+def gather_objects(group: dist.ProcessGroup, own: object) -> list[object]:
+    """Gather a picklable object from every rank, with the collectives of torch's function for it, but without numpy."""
+    data = pickle.dumps(own)
+    sizes = [int(size) for size in gather_tensor(group, torch.tensor([len(data)], device="cpu"))]
+    padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    gathered = gather_tensor(group, padded)
+    return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(gathered, sizes, strict=True)]

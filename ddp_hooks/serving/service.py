@@ -1,0 +1,697 @@
+"""What serves one DDP module: an engine, the groups that its ranks agree over, and hooks on its forward pass."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
+from .. import _extension
+from ..hangs import watcher
+from ..hangs.activity import ModuleActivity, activity
+from ..policies import Policy
+from ..statistics import ParameterUsage, Statistics, UnitUsage
+from ..wording import short, short_list
+from .absentees import meet_to_close, naming_absent_ranks
+from .agreement import settle
+from .collective_costs import costs_as_numbers, measure_collective_costs
+from .control_groups import ControlGroups, new_name, open_control_groups, timeout_of
+from .disabling import check_alike, is_disabled
+from .endpoints import Endpoint, find_endpoint, group_by_host
+from .engine_settings import engine_settings, why_little_is_narrow, why_nothing_is_narrow
+from .groups import is_in_use
+from .parameters import ParameterIndex, ParameterPlaces, Selector
+from .reducer import (
+    initialize_used_map,
+    parameters_of,
+    rebuild_reducer,
+    reducible_parameters,
+)
+from .registration import describe, propose, why_unsupported
+
+_C = _extension.load()
+
+# What serves each module, or served it last.
+_services: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Service]] = weakref.WeakKeyDictionary()
+# Of each module whose hook was taken off: how many forward passes its Reducer had seen then, and which parameters, by
+# identity, had accumulated a gradient that no step had taken up. For who serves it next, if no step comes before.
+_left_over: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
+# In a forked child: engines, groups and parts of DDP that are its parent's, so that they never go.
+_of_the_parent: list[object] = []
+# What else the ranks have to have in common when they register.
+_REGISTERED = "hook of this package registered before"
+# In how many steps a replaced parameter is noticed at the latest.
+_STEPS_BETWEEN_LOOKS = 16
+# How long whoever closes a service waits for its groups' threads and files to be gone. Longer only where an exchange is
+# under way, which then ends in the background.
+_CLOSING_SECONDS = 0.5
+
+
+def agree_to_serve(
+    ddp: DistributedDataParallel, function: str, policy: Policy, problem: str | None
+) -> ControlGroups | None:
+    """Make sure that every rank can serve its module, and in the same way; open the groups for it, or share them.
+
+    Where the policy asks for it, measure what collectives take, unless that was done for the groups that are shared.
+
+    Args:
+        ddp: the module.
+        function: what every rank calls.
+        policy: what every rank has to have chosen.
+        problem: what keeps this rank from it already, or None.
+
+    Returns:
+        The groups; None if the module is to be left alone, because the hook is disabled on every rank.
+
+    Raises:
+        RefusedError: a rank has a problem, its module has a setting that cannot be supported, or ranks differ. On every
+            rank.
+    """
+    if is_disabled():
+        proposals = propose(ddp, function, {}, problem)
+        check_alike(function, [each.own is None for each in proposals])
+        settle(function, proposals)
+        return None
+    problem = problem or why_unsupported(ddp)
+    # A module that is refused may lack what is described.
+    description = {} if problem else {_REGISTERED: "no", **describe(policy, ddp, *parameters_of(ddp))}
+    sharable = _groups_to_share(ddp)
+    # Two runs have the same bits only where times decide nothing.
+    may_measure = policy.tuning.calibrate and not torch.are_deterministic_algorithms_enabled()
+    # Of services that share groups some may have been told what collectives take and others not, and which of them are
+    # left differs by rank.
+    costs = {name: costs_as_numbers(groups.costs) for name, groups in sharable.items()}
+    own = (new_name(), tuple(find_endpoint(ddp.process_group)), costs, may_measure)
+    proposals = propose(ddp, function, description, problem, own)
+    check_alike(function, [each.own is None for each in proposals])
+    offers = settle(function, proposals)
+    endpoints = [Endpoint(*endpoint) for _, endpoint, _, _ in offers]
+    shared = set(sharable).intersection(*(theirs for _, _, theirs, _ in offers))
+    groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0], endpoints)
+    if len({theirs.get(groups.name) for _, _, theirs, _ in offers}) > 1:
+        groups = replace(groups, costs=None)
+    groups = replace(groups, hosts=group_by_host([endpoint.host for endpoint in endpoints]))
+    measures = all(may_measure for _, _, _, may_measure in offers)
+    if groups.costs is None and measures and _C.can_send_directly(ddp.process_group, ddp.device):
+        with naming_absent_ranks(ddp.process_group, function):
+            groups = replace(groups, costs=measure_collective_costs(ddp.process_group, ddp.device))
+    return groups
+
+
+class _HookActivity:
+    """Asks the engine that a service has now, for another thread, which does not keep either."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = weakref.ref(service)
+
+    def seconds_in_hook(self) -> float:
+        engine = self._engine()
+        return 0.0 if engine is None else float(engine.seconds_in_hook())
+
+    def agreed_steps(self) -> int:
+        engine = self._engine()
+        return 0 if engine is None else int(engine.agreed_steps())
+
+    def _engine(self) -> Any:
+        service = self._service()
+        return None if service is None else service.engine
+
+
+class Service:
+    """Serves one DDP module until it is closed, the module goes, or another one takes the module over.
+
+    The module's hooks hold it, and so does the state; it holds neither.
+
+    Args:
+        ddp: the module. What served it before is closed.
+        policy: as every rank has it.
+        groups: the module's control groups.
+        hook: what DDP calls, or would call, with ``state``.
+        state: what the hook is registered with, or will be.
+        native: let the Reducer call the engine itself, and note the hook as DDP would.
+
+    Attributes:
+        engine: a ``_C.Engine``; None when nothing is served any more.
+        state: the state, weakly.
+    """
+
+    # Copying or unpickling a module copies the hooks on its forward pass. The copies serve nothing.
+    engine: Any = None
+    # Why nothing is served any more, as a clause on the state.
+    ended = "whose module no longer exists"
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        policy: Policy,
+        groups: ControlGroups,
+        *,
+        hook: Callable[..., Any],
+        state: object,
+        native: bool,
+    ) -> None:
+        before = _services.get(ddp)
+        if before is not None and (other := before()) is not None:
+            other.close("whose module another state now serves")
+        self.state = weakref.ref(state)
+        self._hook = hook
+        self._control_groups: ControlGroups | None = groups
+        # For closing, which may come when the module has gone on some of the ranks.
+        self._group, self._name = weakref.ref(ddp.process_group), groups.name
+        self._timeout_seconds = timeout_of(ddp).total_seconds()
+        self._is_closed = False
+        self._policy = policy
+        self._why_full_width = ""  # whatever gradients hold
+        self._native = native
+        self._ddp: weakref.ref[DistributedDataParallel] | None = weakref.ref(ddp)
+        self._earlier = Statistics()  # of the engines before, whose Reducers are gone, and of policies before
+        self._accumulated_steps = 0  # since then; see `Statistics`
+        self._unsynchronised = False  # a forward pass under `no_sync` has come after the last one without
+        self._last_usage: dict[str, ParameterUsage] = {}  # of the engine before, until this one has had a step
+        # The module's parameters as the engine counts them: those of DDP's Reducer, then those it does not know.
+        self._parameters: list[torch.Tensor] = []
+        self._names: list[str] = []
+        self._places: dict[str, int] = {}  # of the names
+        self._index: ParameterIndex | None = None
+        self._parameter_places: ParameterPlaces | None = None
+        self._replaced: set[str] = set()  # what was warned of
+        # Of every parameter that the module's Reducers have had since it is served, by name. Bytes.
+        self._reduced_bytes: dict[str, int] = {}
+        self._bytes_now = 0  # of those that its Reducer has now
+        self._declared: list[set[str]] = []  # one set for each `unused` block that is open
+        self._declared_once: set[str] = set()  # for the next forward pass
+        self._declared_now: set[str] = set()  # for the one that has begun
+        self._finalizer: Any = None  # closes when the module goes
+        self._activity = ModuleActivity(
+            type(ddp.module).__name__, dist.get_process_group_ranks(ddp.process_group), _HookActivity(self)
+        )
+        initialize_used_map(ddp)
+        passes, pending = _left_over.pop(ddp, (None, frozenset()))
+        self._start_engine(ddp, pending if passes == _C.reducer_forward_passes(ddp.reducer) else frozenset())
+        self._handles = [
+            ddp.register_forward_pre_hook(self._forward_begins),
+            ddp.register_forward_hook(self._forward_done),
+        ]
+        _services[ddp] = weakref.ref(self)
+        activity.add(self._activity)
+        watcher.begin(policy.tuning.report_hang_after)
+        if native:
+            # What DDP notes of a hook that is registered through it.
+            ddp._comm_hooks.append((hook, state))
+            if ddp.logger is not None:
+                ddp.logger._set_comm_hook_name(hook.__qualname__)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave everything behind; see `engine`."""
+        return {}
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The module that is served; None if it has gone, or nothing is served any more."""
+        return None if self._ddp is None else self._ddp()
+
+    def is_registered(self) -> bool:
+        """Say whether DDP has the hook itself, and no other one around it, with this service's state."""
+        return any(hook is self._hook for hook, _ in self._entries())
+
+    def _entries(self) -> list[tuple[Callable[..., Any], object]]:
+        """Return what DDP has noted with this service's state."""
+        ddp, own = self.ddp, self.state()
+        if ddp is None or own is None:
+            return []
+        return [(hook, state) for hook, state in getattr(ddp, "_comm_hooks", ()) if state is own]
+
+    def agree_to_close(self) -> None:
+        """Make sure that every rank closes; errors as for :func:`absentees.meet_to_close`.
+
+        Not once it is closed, and not when its group has been destroyed: then there is nobody to agree with.
+        """
+        group, ddp = self._group(), self.ddp
+        if self._is_closed or group is None or not is_in_use(group):
+            return
+        problem = None
+        # Asked without a lock: within a hook around this one DDP holds the lock that everything else asks for.
+        if ddp is not None and self.engine is not None and _C.reducer_is_in_backward(ddp.reducer):
+            problem = "a backward pass is under way; call close between two steps"
+        meet_to_close(group, self._name, problem, self._timeout_seconds)
+
+    def close(self, why: str = "that was closed") -> None:
+        """Take the hook off the module, which trains on as plain DDP, and close the groups; may be called again.
+
+        Asks no other rank.
+
+        Args:
+            why: what its state says of itself from then on.
+
+        Raises:
+            RuntimeError: a backward pass is under way.
+        """
+        ddp = self.ddp
+        if ddp is not None and _C.reducer_is_in_backward(ddp.reducer):
+            raise RuntimeError(
+                "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass"
+            )
+        self._is_closed = True
+        if self.engine is None:
+            return
+        entries, pending = self._entries(), self._pending()
+        self.engine.close(remove_hook=bool(entries), dying=False)
+        if entries:
+            served, own = self._served(), self.state()
+            served._comm_hooks = [(hook, state) for hook, state in served._comm_hooks if state is not own]
+        if pending and ddp is not None:
+            _left_over[ddp] = _C.reducer_forward_passes(ddp.reducer), pending
+        self.ended = why
+        self._leave_module()
+        _C.wait_until_groups_are_gone(_CLOSING_SECONDS)
+
+    def leave_to_parent(self) -> None:
+        """Serve nothing in a forked child.
+
+        Locks of the engine may be held, and those that DDP takes when the module goes; what they wait for is done by
+        threads that are not here. So nobody asks or destroys them from now on.
+        """
+        ddp = self.ddp
+        parts = () if ddp is None else (ddp.reducer, ddp.logger)
+        _of_the_parent.append((self.engine, self._control_groups, *parts))
+        if activity.forked_by_trainer:
+            self._earlier = self.statistics()
+        self._finalizer.detach()
+        self.engine = self._control_groups = self._ddp = None
+        self._is_closed = True  # to agree is the parent's
+        self.ended = "of the process that this one was forked from"
+
+    def _leave_module(self) -> None:
+        self._earlier = self.statistics()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        activity.remove(self._activity)
+        self._finalizer.detach()
+        self.engine = None
+        self._control_groups = None
+        # The state may live on, for its statistics, and must not keep the parameters.
+        self._parameters, self._index, self._parameter_places = [], None, None
+        self._names, self._places, self._reduced_bytes = [], {}, {}
+        self._ddp = None
+
+    # --- engines
+
+    def _pending(self) -> frozenset[int]:
+        """Return the parameters, by identity, that have accumulated a gradient that no step has taken up."""
+        return frozenset(id(self._parameters[i]) for i in self.engine.pending())
+
+    def _start_engine(self, ddp: DistributedDataParallel, pending: Set[int]) -> None:
+        self.engine = self._make_engine(ddp, pending)
+        if self._native:
+            self.engine.register_natively()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(ddp, _module_is_gone, self.engine, weakref.ref(self), self._activity)
+        self._finalizer.atexit = False
+
+    def _make_engine(self, ddp: DistributedDataParallel, pending: Set[int]) -> Any:
+        reduced, unmanaged = parameters_of(ddp)
+        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        self._parameters = [*reduced, *unmanaged]
+        self._names = [names.get(id(parameter), f"#{i}") for i, parameter in enumerate(self._parameters)]
+        self._places = {name: place for place, name in enumerate(self._names)}
+        self._index = ParameterIndex(ddp.module)
+        self._parameter_places = ParameterPlaces(ddp.module)
+        sizes = {self._names[i]: parameter.numel() * parameter.element_size() for i, parameter in enumerate(reduced)}
+        self._reduced_bytes |= sizes
+        self._bytes_now = sum(sizes.values())
+        self._note_width(ddp)
+        assert self._control_groups is not None
+        engine = _C.Engine(
+            reducer=ddp.reducer,
+            control_groups=self._control_groups.groups,
+            settings=engine_settings(
+                self._policy,
+                describe(self._policy, ddp, reduced, unmanaged),
+                self._control_groups.hosts,
+                self._control_groups.costs,
+            ),
+            unmanaged_parameters=unmanaged,
+            names=self._names,
+            pending=[i for i, parameter in enumerate(self._parameters) if id(parameter) in pending],
+        )
+        # Through a weak reference: Python's collector does not see cycles that lead through the engine.
+        service = weakref.ref(self)
+
+        def rebuild_module() -> None:
+            living = service()
+            if living is not None and living.ddp is not None:
+                living.rebuild(None)
+
+        engine.set_rebuild(rebuild_module)
+        engine.set_tell_unregistered(_warn_of_a_missing_hook)
+        engine.set_explain(partial(_explain, self._activity))
+        return engine
+
+    def rebuild(self, find_unused_parameters: bool | None) -> bool:
+        """Make the module's Reducer anew; arguments and errors as for :func:`ddp_hooks.rebuild`."""
+        ddp = self._served()
+        trainable_here = sorted(
+            name for name, parameter in reducible_parameters(ddp).items() if parameter.requires_grad
+        )
+        search = ddp.find_unused_parameters if find_unused_parameters is None else find_unused_parameters
+        problem: str | None = None
+        error: Exception | None = None
+        if not isinstance(search, bool):
+            error = TypeError(f"expected find_unused_parameters to be True, False or None, received {short(search)}")
+            problem = str(error)
+        elif _C.reducer_is_in_backward(ddp.reducer):
+            problem = "a backward pass is under way; call rebuild between two steps"
+        elif self.engine.awaits_backward():
+            problem = (
+                "a forward pass still awaits its backward pass, of which the new Reducer would not know; run that "
+                "first, drop the outputs, or run such forward passes under torch.no_grad()"
+            )
+        description = {"find_unused_parameters": short(search)}
+        trainable = set().union(*self._agree_between_steps("rebuild", description, problem, trainable_here, error))
+        if not trainable:
+            raise RuntimeError(
+                "rebuild: expected a parameter that requires a gradient, received a module that is frozen on every "
+                "rank, for which DDP has nothing to do"
+            )
+        pending = self._pending()
+        if not rebuild_reducer(ddp, trainable, search):
+            return False
+        # The new Reducer gets an engine of its own, with the groups and the statistics so far.
+        self._last_usage = self.usage()
+        self._restart_counters(self.statistics())
+        self.engine.close(remove_hook=False, dying=True)
+        self._start_engine(ddp, pending)
+        if not self._native:
+            # What DDP has noted, which may be a hook around this one, with a state of its own.
+            hook, state = (self._entries() or ddp._comm_hooks or [(self._hook, self.state())])[0]
+            dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
+        self._declare()
+        return True
+
+    # --- what ranks agree on between steps
+
+    def register_again(self, policy: Policy, problem: str | None) -> None:
+        """Make sure that every rank registers what it has registered already, with the policy in force.
+
+        Args:
+            policy: what was asked for now.
+            problem: what was wrong with it, or None.
+
+        Raises:
+            RefusedError: on every rank, when another policy is asked for, or a rank has registered nothing yet.
+        """
+        ddp = self._served()
+        if problem is None and policy != self._policy:
+            # By name, where that says how they differ.
+            there, asked = self._policy, policy
+            shown = (there.name, asked.name) if there.name != asked.name else (there, asked)
+            problem = (
+                f"expected the policy that the module's hook already has ({shown[0]!r}), received {shown[1]!r}; call "
+                "state.set_policy() on every rank to change it, or state.close() first (ddp_hooks.states() returns "
+                "it)"
+            )
+        description = {_REGISTERED: "yes", **describe(policy, ddp, *parameters_of(ddp))}
+        settle("register", propose(ddp, "register", description, problem, ("", ())))
+
+    def change_policy(self, policy: Policy, problem: str | None) -> None:
+        """Go on with another policy; every rank calls it.
+
+        Args:
+            policy: the new one.
+            problem: what was wrong with what was asked for, or None.
+
+        Raises:
+            RefusedError: on every rank, when ranks differ or a backward pass is under way.
+        """
+        ddp = self._served()
+        if problem is None and _C.reducer_is_in_backward(ddp.reducer):
+            problem = "a backward pass is under way; call set_policy between two steps"
+        description = describe(policy, ddp, *parameters_of(ddp))
+        self._agree_between_steps("set_policy", description, problem)
+        assert self._control_groups is not None
+        groups = self._control_groups
+        self._restart_counters(self.statistics())  # some are the policy's
+        self.engine.configure(engine_settings(policy, description, groups.hosts, groups.costs))
+        self._policy = policy
+        self._note_width(ddp)
+        watcher.begin(policy.tuning.report_hang_after)
+
+    def _agree_between_steps(
+        self,
+        function: str,
+        description: Mapping[str, str],
+        problem: str | None,
+        own: object = None,
+        error: Exception | None = None,
+    ) -> list[Any]:
+        """Agree, and bring the control groups to the same point: a failed pass may have used them here."""
+        pending = self.engine.has_early_exchange()
+        proposals = propose(self._served(), function, description, problem, (pending, own))
+        if any(each.own[0] for each in proposals):
+            self.engine.finish_early_exchange()
+        return [theirs for _, theirs in settle(function, proposals, error)]
+
+    def _served(self) -> DistributedDataParallel:
+        ddp = self.ddp
+        assert ddp is not None  # what the callers have made sure of
+        return ddp
+
+    # --- forward passes
+
+    def _is_watched(self, module: torch.nn.Module) -> bool:
+        # Inside a compiled graph there are no hooks to set; the exchange then starts with the first bucket. Before a
+        # hook is registered nobody would take up what is exchanged.
+        if self.engine is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        return bool(module._comm_hooks)
+
+    def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
+        if self.engine is not None and not torch.compiler.is_compiling():
+            self._activity.passes += 1
+        if not self._is_watched(module):
+            return
+        self.engine.forward_begins()
+        if not module.require_backward_grad_sync:
+            self._unsynchronised = True
+            return
+        if self._unsynchronised:
+            self._unsynchronised = False
+            # A pass to evaluate, for example, has left nothing to add up.
+            self._accumulated_steps += bool(self.engine.pending())
+        if self._activity.steps % _STEPS_BETWEEN_LOOKS == 0:
+            self._look_for_replaced_parameters()
+        self._activity.steps += 1
+        # What was declared for a forward pass that raised is not this one's.
+        if self._declared_now or self._declared_once:
+            self._declared_now, self._declared_once = self._declared_once, set()
+            self._declare()
+
+    def _look_for_replaced_parameters(self) -> None:
+        ddp = self._served()
+        if self._parameter_places is None or self._parameter_places.are_unchanged():
+            return
+        self._parameter_places = ParameterPlaces(ddp.module)
+        known = {id(parameter) for parameter in self._parameters}
+        new = {
+            name
+            for name, parameter in reducible_parameters(ddp).items()
+            # Not what torch.func.functional_call() puts there for one pass.
+            if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad and id(parameter) not in known
+        }
+        if new - self._replaced:
+            self._replaced |= new
+            warnings.warn(
+                f"ddp_hooks: {short_list(sorted(new))} {'was' if len(new) == 1 else 'were'} put into the model after "
+                "it was registered, by a new submodule or load_state_dict(assign=True) for instance. DDP holds the old "
+                "parameters, and nothing averages the new ones: each rank trains its own. Wrap the model in "
+                "DistributedDataParallel again after replacing parameters, register again, and give the optimizer the "
+                "new parameters",
+                stacklevel=4,
+            )
+
+    def _forward_done(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not self._is_watched(module):
+            return
+        synchronises = module.require_backward_grad_sync
+        outputs = list(_find_tensors(output)) if synchronises else []  # type: ignore[no-untyped-call]
+        self.engine.forward_done(outputs, synchronises)
+        if synchronises and self._declared_now:
+            self._declared_now = set()
+            self._declare()
+
+    @contextmanager
+    def unused(self, *what: Selector) -> Iterator[None]:
+        """Declare that forward passes in this block do not use some parameters."""
+        names = self._names_of("unused", what)
+        self._declared.append(names)
+        self._declare()
+        try:
+            yield
+        finally:
+            self._declared.remove(names)
+            self._declare()
+
+    def declare_unused(self, *what: Selector) -> None:
+        """Declare that the next synchronising forward pass does not use some parameters."""
+        self._declared_once |= self._names_of("declare_unused", what)
+
+    def _names_of(self, function: str, what: tuple[Selector, ...]) -> set[str]:
+        assert self._index is not None
+        return set(self._index.select(function, *what))
+
+    def _declare(self) -> None:
+        if self.engine is None:
+            return  # closed within a block
+        declared = self._declared_now.union(*self._declared)
+        self.engine.declare_unused([self._places[name] for name in declared if name in self._places])
+
+    # --- what was done
+
+    def statistics(self) -> Statistics:
+        """Return the counters since this module is served; those of a service that was closed stay."""
+        if self.engine is None:
+            return self._earlier
+        removed = sum(self._reduced_bytes.values()) - self._bytes_now
+        counted = Statistics.read(
+            self.engine.statistics(), self._bytes_now, removed, accumulated_steps=self._accumulated_steps
+        )
+        why = self._why_full_width or why_little_is_narrow(self._policy, counted)
+        return self._earlier + replace(counted, why_full_width=why)
+
+    def reset_statistics(self) -> None:
+        """Set all counters to zero."""
+        self._restart_counters(Statistics())
+
+    def _restart_counters(self, earlier: Statistics) -> None:
+        self._earlier, self._accumulated_steps = earlier, 0
+        if self.engine is not None:
+            self.engine.reset_statistics()
+
+    def _note_width(self, ddp: DistributedDataParallel) -> None:
+        groups = self._control_groups
+        assert groups is not None
+        reduced, _ = parameters_of(ddp)
+        self._why_full_width = why_nothing_is_narrow(
+            self._policy, groups.hosts, groups.costs, ddp.process_group, ddp.device, reduced
+        )
+
+    def usage(self) -> dict[str, ParameterUsage]:
+        """Return by parameter name who used it in the last step, in DDP's order; empty before the first step."""
+        here, anywhere, units, who = self.engine.usage()
+        if len(here) == 0:
+            return dict(self._last_usage)
+        used_here, used_anywhere = set(here.indices()), set(anywhere.indices())
+        counts = {
+            parameter: UnitUsage(count, used, anywhere, tuple(by_rank) or None)
+            for parameter, count, used, anywhere, by_rank in units
+        }
+        return {
+            name: ParameterUsage(
+                name,
+                parameter.numel(),
+                i in used_here,
+                i in used_anywhere,
+                not parameter.requires_grad,
+                counts.get(i),
+                _ranks_of(*who[i]) if who else None,
+            )
+            for i, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True))
+        }
+
+
+def _warn_of_a_missing_hook() -> None:
+    # From the caller of `backward`, behind three functions of torch.
+    warnings.warn(
+        "ddp_hooks: a SkipUnusedState was made for this module, but its gradients were reduced without a communication "
+        "hook, as in plain DistributedDataParallel; call ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook), "
+        "or make the state with ddp_hooks.register(ddp), which also registers it",
+        stacklevel=5,
+    )
+
+
+def _explain(activity: ModuleActivity, error: str) -> str:
+    """Say what an error of the mask exchange does not: who was missing."""
+    return watcher.explain_backward(activity, error) if watcher.waited_in_vain(RuntimeError(error)) else ""
+
+
+def _ranks_of(count: int, ranks: int) -> tuple[int, ...] | None:
+    found = tuple(rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
+    return found if len(found) == count else None
+
+
+def registered_service(ddp: DistributedDataParallel) -> Service | None:
+    """Return what serves the module, if its hook is registered with DDP."""
+    service = _service_of(ddp)
+    return service if service is not None and service.is_registered() else None
+
+
+def _service_of(ddp: DistributedDataParallel) -> Service | None:
+    reference = _services.get(ddp)
+    return None if reference is None else reference()
+
+
+def is_served(ddp: DistributedDataParallel) -> bool:
+    """Say whether the module has a state whose hook is registered or is going to be."""
+    service = _service_of(ddp)
+    return service is not None and service.engine is not None
+
+
+def rebuild(ddp: DistributedDataParallel, find_unused_parameters: bool | None = None) -> bool:
+    """Make the Reducer of a module with a hook anew; arguments and errors as for :func:`ddp_hooks.rebuild`."""
+    service = _service_of(ddp)
+    # Of a hook around ours, with a state of its own, DDP notes nothing that leads to ours.
+    if service is None or not ddp._comm_hooks:
+        raise RuntimeError(
+            "rebuild: expected a module with a hook of this package, received one without; call "
+            "ddp_hooks.register(ddp) first"
+        )
+    return service.rebuild(find_unused_parameters)
+
+
+def _module_is_gone(engine: Any, service: weakref.ref[Service], module: ModuleActivity) -> None:
+    living = service()
+    if living is None:
+        # It has gone with the module, in one cycle, and cannot take its word back any more.
+        activity.remove(module)
+    elif living.engine is engine:
+        living._leave_module()
+    engine.close(remove_hook=False, dying=True)
+    del engine
+    _C.wait_until_groups_are_gone(_CLOSING_SECONDS)
+
+
+def _groups_to_share(ddp: DistributedDataParallel) -> dict[str, ControlGroups]:
+    """Find the groups of services of the same model, wrapped before, over the same ranks."""
+    found = {}
+    for other, reference in list(_services.items()):
+        service = reference()
+        if service is None or service._control_groups is None or other is ddp:
+            continue
+        # Not after a move to another device, for which costs were not measured, and which may need other groups.
+        alike = other.module is ddp.module and other.process_group is ddp.process_group and other.device == ddp.device
+        groups = service._control_groups
+        if alike and not service.engine.has_early_exchange() and not groups.groups.have_failed():
+            found[groups.name] = groups
+    return found
+
+
+def _leave_to_parent() -> None:
+    for reference in list(_services.values()):
+        service = reference()
+        if service is not None and service.engine is not None:
+            service.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

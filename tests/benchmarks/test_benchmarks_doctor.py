@@ -1,0 +1,72 @@
+"""The measurements of the doctor: that they run, and that docs/internals/doctor.md shows what they came to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import doctor_tables
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "internals" / "doctor.md"
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("doctor_estimate_1gbit", doctor_tables.estimate_table),
+        ("doctor_estimate_rows_1gbit", doctor_tables.estimate_table),
+        ("watching", doctor_tables.watching_table),
+    ],
+)
+def test_the_tables_in_the_documentation_are_the_results(name: str, table: Any) -> None:
+    results, page = read(name), PAGE.read_text()
+    assert table(results["rows"]) in page
+    assert f"results/{name}.json" in page
+    assert " ".join(results["header"]["command"].split()) in " ".join(page.split())
+    assert results["header"]["has_uncommitted_changes"] is False
+
+
+def test_what_the_documentation_promises_is_what_was_measured() -> None:
+    for row in read("doctor_estimate_1gbit")["rows"] + read("doctor_estimate_rows_1gbit")["rows"]:
+        if row["policy"] == "plain DDP":
+            continue
+        assert row["payload_bytes"] == row["predicted_payload_bytes"], row["label"]
+        assert 1 / 1.2 <= row["ratio"] <= 1.2, f"{row['policy']} on {row['label']}: {row['ratio']:.2f}"
+    for row in read("watching")["rows"]:
+        assert row["ratio"]["median"] <= 1.03, f"{row['label']} at {row['link']}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [("doctor_estimate.py", ["--steps", "4", "--settling", "0"]), ("watching.py", ["--pairs", "2"])],
+)
+def test_the_scripts_run(script: str, options: list[str], tmp_path: Path) -> None:
+    name = f"try_{os.getpid()}"
+    argv = [sys.executable, str(ROOT / "benchmarks" / script), "--links", "loopback", "--size", "tiny", *options]
+    argv += ["--workloads", "layerdrop", "--folder", str(tmp_path), "--name", name]
+    done = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads((tmp_path / f"{name}.json").read_text())
+    assert results["sentence"] in done.stdout
+    for row in results["rows"]:
+        if "ratio" in row and "predicted_payload_bytes" in row and row["policy"] != "auto":
+            assert row["payload_bytes"] == row["predicted_payload_bytes"]
+    if script == "watching.py":
+        assert [row["pairs"] for row in results["rows"]] == [2]
+        assert doctor_tables.watching_table(results["rows"]).count("\n") == 2
+    else:
+        assert [row["policy"] for row in results["rows"]] == ["plain DDP", *doctor_tables.POLICIES]
+        assert doctor_tables.estimate_table(results["rows"]).count("\n") == 2
