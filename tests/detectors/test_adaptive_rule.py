@@ -11,12 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_hooks import _C
-<<<<<<<< HEAD:tests/test_adaptive_rule.py
-from ddp_hooks.engine_settings import adaptive_settings
-========
->>>>>>>> 04c6856 (Give ddp_hooks/ and tests/ rooms):tests/detectors/test_values_probe.py
 from ddp_hooks.policies import PRESETS
-from ddp_hooks.serving.engine_settings import probe_settings
+from ddp_hooks.serving.engine_settings import adaptive_settings
 
 USED_BYTES = 1000
 MIN_ZERO_FRACTION = 0.05
