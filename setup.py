@@ -1,54 +1,49 @@
-"""Builds the extension against the installed torch; everything else about the package stands in pyproject.toml.
+"""Builds the extensions; everything else about the package stands in pyproject.toml.
 
-The CUDA kernels are compiled when torch has CUDA and nvcc is found; no GPU is needed for that.
-
-The extension runs with the very torch that it was compiled against. So what is built requires that torch, and says so
-in its version: 0.1.0+pt2.13.0.cpu. The source distribution, which is compiled later, requires a range of them, which
-stands in ddp_hooks/_version.py; beside another torch nothing is built.
+An extension runs with the very torch that it was compiled against, whichever CUDA that is for: its file says which.
+By default that is the torch that is installed; `make wheels` names one of each supported release. Of a torch, only
+headers and libraries are used, and nothing is imported. The CUDA kernels are compiled if nvcc is found; neither a GPU
+nor a torch with CUDA is needed for that.
 
 Environment:
-    DDP_HOOKS_CUDA        1: compile the CUDA kernels or fail; 0: leave them out; unset: where it is possible.
+    DDP_HOOKS_TORCHES     folders of torch packages to compile against, separated by colons, not the installed one.
+    DDP_HOOKS_CUDA        1: compile the CUDA kernels or fail; 0: leave them out; unset: if nvcc is found.
+    DDP_HOOKS_PTXAS       another ptxas than nvcc's own. What an older one assembles runs with older drivers, too.
     DDP_HOOKS_ANY_TORCH=1 build beside a torch that ddp_hooks is not tested with, to try.
     DDP_HOOKS_WERROR=1    look for compiler warnings, and treat them as errors (CI does).
     DDP_HOOKS_DEBUG=1     keep symbols for a debugger; the extension is then many times as large and takes twice as
                           long.
-    DDP_HOOKS_TESTING=1   also build ddp_hooks_testing._C, which only tests use (`make build` does).
+    DDP_HOOKS_TESTING=1   also build what only tests use, into ddp_hooks_testing (`make build` does).
     DDP_HOOKS_SANITIZE    "address,undefined" or "thread": compile with these sanitizers. Their runtime has to be loaded
                           before Python; `make test-asan` and `make test-tsan` see to that and to a folder of its own.
-    TORCH_CUDA_ARCH_LIST  GPU architectures, as for every torch extension ("9.0" or "8.0;9.0+PTX"). Unset, it is those
-                          of the GPUs that are visible here, or if none is, all that the installed torch was built for.
-    CUDA_HOME, MAX_JOBS   where nvcc is, and how many compilers run at once, as for every torch extension.
+    CXX, CXXFLAGS, LDFLAGS, CUDA_HOME, MAX_JOBS
+                          the compiler and its options, where nvcc is, and how many compilers run at once.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import runpy
+import shlex
 import shutil
-import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import setuptools
+from setuptools.command.build_ext import build_ext
 
-try:
-    import torch
-except ModuleNotFoundError:
-    sys.exit(
-        "ddp_hooks: expected torch where this is built, found none. The extension runs only with the torch that it was "
-        "compiled against: install that one first, and then build beside it, with `pip install --no-build-isolation`"
-    )
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
 
-ROOT = Path(__file__).parent
+from building import jobs, kernels, torches  # noqa: E402
+
 VERSIONS = runpy.run_path(str(ROOT / "ddp_hooks" / "_version.py"))
-# A source distribution is compiled by somebody else; pip and build ask for egg_info before they make anything.
-if not {"sdist", "egg_info"} & set(sys.argv) and (untested := VERSIONS["why_untested"](torch.__version__)):
-    sys.exit(untested)
+CSRC = ROOT / "csrc"
 # What needs torch's headers is compiled many rooms at a time, because reading them takes most of the time: half of what
 # the largest of these takes. Patterns in csrc/; every other file is compiled by itself.
 COMPILED_AS_ONE = {
-    "kernels_and_layout": ["kernels/*.cpp", "kernels/cuda/*.cpp", "layout/*.cpp"],
+    "kernels": ["kernels/*.cpp"],
     "detectors_and_transport": ["detectors/*.cpp", "transport/*.cpp"],
     "agreement_and_engine": ["reducer/*.cpp", "agreement/*.cpp", "engine/*.cpp"],
     "bindings_of_kernels": [
@@ -58,213 +53,103 @@ COMPILED_AS_ONE = {
     "bindings_of_engine": [f"bindings/{room}.cpp" for room in ("agreement", "reducer", "engine")],
     "testing": ["testing/*.cpp"],
 }
+# What includes nothing of torch is compiled once for all of them.
+WITHOUT_TORCH = [
+    "agreement/mask_codec.cpp",
+    *(f"kernels/cpu/{name}.cpp" for name in ("block_hash", "instructions", "narrowing", "stream_copy", "unit_scan")),
+    "kernels/cuda/*.cpp",
+    "kernels/tensor_hash.cpp",
+    "layout/*.cpp",
+    "system/*.cpp",
+    *(f"transport/{name}_plan.cpp" for name in ("direct", "reduction", "unit")),
+    "transport/plan_cache.cpp",
+]
 # What stands in one of the two extensions only; they link the rest both, and it is compiled once.
-BINDINGS = {"ddp_hooks._C": ("bindings_of_kernels", "bindings_of_engine"), "ddp_hooks_testing._C": ("testing",)}
-# Kernel parameters by value in constant memory (__grid_constant__) begin with this one.
-OLDEST_ARCHITECTURE = (7, 0)
+BINDINGS = {"ddp_hooks": ("bindings_of_kernels", "bindings_of_engine"), "ddp_hooks_testing": ("testing",)}
 SANITIZERS = ("", "address,undefined", "thread")
 
 
-def find_toolkit() -> Path | None:
-    """Return the folder of the CUDA toolkit, or None without an nvcc."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    # Where torch looks, too: the variable, the PATH, the toolkit's usual folder.
-    places = [str(Path(home) / "bin")] if home else [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
-    nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
-    if nvcc is None:
-        return None
-    # What is on the PATH may be a link or a script elsewhere; nvcc itself knows where the rest of the toolkit is.
-    plan = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True)
-    top = re.search(r"^#\$ TOP=(.+)$", plan.stdout + plan.stderr, re.MULTILINE)
-    return Path(top[1]).resolve() if top else Path(nvcc).resolve().parent.parent
+def is_set(name: str) -> bool:
+    """Say whether a switch in the environment is on."""
+    return os.environ.get(name) == "1"
 
 
-def choose_cuda() -> bool:
-    """Decide whether to compile the CUDA kernels, and say so."""
+def find_torches() -> list[torches.Torch]:
+    """Return the torches to compile against, or stop with one sentence."""
+    found = torches.find()
+    if not found:
+        sys.exit(
+            "ddp_hooks: expected torch where this is built, found none. The extension runs only with the torch that it "
+            "was compiled against: install that one first, and then build beside it, with "
+            "`pip install --no-build-isolation`"
+        )
+    for torch in found:
+        if untested := VERSIONS["why_untested"](torch.version):
+            sys.exit(untested)
+    return found
+
+
+def find_toolkit() -> kernels.Toolkit | None:
+    """Return what compiles the CUDA kernels; None if they are left out."""
     wish = os.environ.get("DDP_HOOKS_CUDA", "")
     if wish not in ("", "0", "1"):
         sys.exit(f"DDP_HOOKS_CUDA: expected 0, 1 or nothing, received {wish!r}")
     if wish == "0":
-        return False
-    missing = []
-    if torch.version.cuda is None:
-        missing.append(f"a torch with CUDA (installed is {torch.__version__}; install one from pytorch.org)")
-    toolkit = find_toolkit()
-    if toolkit is None:
-        missing.append("nvcc (install the CUDA toolkit of torch's CUDA version, or set CUDA_HOME to where it is)")
-    if missing:
-        if wish == "1":
-            sys.exit(f"DDP_HOOKS_CUDA=1: the CUDA kernels need {' and '.join(missing)}")
-        if torch.version.cuda is not None:
-            print("ddp_hooks: nvcc is not found, so the CUDA kernels are left out and CUDA models will be refused")
-        return False
-    # Before cpp_extension is imported, which looks around for itself and may find another one, or half of one.
-    os.environ["CUDA_HOME"] = str(toolkit)
-    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and torch.cuda.device_count() == 0:
-        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(architectures_of_torch())
-        print(
-            "ddp_hooks: no GPU is visible here, so the CUDA kernels are compiled for every architecture of the "
-            f"installed torch: {os.environ['TORCH_CUDA_ARCH_LIST']}. Set TORCH_CUDA_ARCH_LIST to choose"
+        return None
+    toolkit = kernels.find_toolkit()
+    if toolkit is None and wish == "1":
+        sys.exit(
+            "DDP_HOOKS_CUDA=1: found no nvcc; install the CUDA toolkit, 12.1 or later, or set CUDA_HOME to its folder"
         )
-    return True
+    if toolkit is None:
+        print("ddp_hooks: nvcc is not found, so the CUDA kernels are left out and CUDA models will be refused")
+    return toolkit
 
 
-def architectures_of_torch() -> list[str]:
-    """List what the installed torch was compiled for, as far as the kernels run there; later GPUs compile the last."""
-    # torch.cuda.get_arch_list() says nothing where no GPU is visible.
-    found = re.findall(r"\bsm_(\d+)(\d)\b", torch._C._cuda_getArchFlags() or "")
-    versions = sorted({(int(major), int(minor)) for major, minor in found})
-    names = [f"{major}.{minor}" for major, minor in versions if (major, minor) >= OLDEST_ARCHITECTURE]
-    return [*names[:-1], *(f"{name}+PTX" for name in names[-1:])]
+def find_compiler() -> list[str]:
+    """Return the C++ compiler, or stop with one sentence."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    for name in names:
+        if shutil.which(shlex.split(name)[0]):
+            return shlex.split(name)
+    sys.exit(f"ddp_hooks: expected a C++20 compiler, found no {' or '.join(names)}: install g++, or set CXX to one")
 
 
-WITH_CUDA = choose_cuda()
-
-from torch.utils import cpp_extension  # noqa: E402
-
-
-def sanitizer_flags() -> tuple[list[str], list[str]]:
-    """Return what DDP_HOOKS_SANITIZE adds to compiling and to linking."""
+def sanitizer_flags() -> list[str]:
+    """Return what DDP_HOOKS_SANITIZE adds to compiling; the first of it to linking, too."""
     sanitizers = os.environ.get("DDP_HOOKS_SANITIZE", "")
     if sanitizers not in SANITIZERS:
         wishes = " or ".join(repr(choice) for choice in SANITIZERS if choice)
         sys.exit(f"DDP_HOOKS_SANITIZE: expected {wishes} or nothing, received {sanitizers!r}")
     if not sanitizers:
-        return [], []
+        return []
     # Lines for the reports, and stacks that can be walked. Assertions find what stays within a vector's capacity, and
     # references to Python's objects that are counted without the GIL.
     # Less is optimised, so that a report's frames are those of the source.
-    compiling = ["-g1", "-O1", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls", "-D_GLIBCXX_ASSERTIONS"]
-    compiling.append("-DPYBIND11_ASSERT_GIL_HELD_INCREF_DECREF")
-    return [f"-fsanitize={sanitizers}", *compiling], [f"-fsanitize={sanitizers}"]
+    flags = ["-g1", "-O1", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls", "-D_GLIBCXX_ASSERTIONS"]
+    return [f"-fsanitize={sanitizers}", *flags, "-DPYBIND11_ASSERT_GIL_HELD_INCREF_DECREF"]
 
 
-def write_build_info() -> None:
-    """Record the torch that is compiled against, for the check in ddp_hooks/_extension.py."""
-    lines = (
-        '"""Written by setup.py: what the extension was built against."""\n',
-        f'TORCH_VERSION = "{torch.__version__}"',
-        f'TORCH_COMMIT = "{torch.version.git_version}"',
-        f"TORCH_CUDA = {torch.version.cuda!r}",
-    )
-    (ROOT / "ddp_hooks" / "_build_info.py").write_text("\n".join(lines) + "\n")
+def matching(patterns: list[str]) -> list[Path]:
+    """List the files in csrc/ that match one of the patterns."""
+    return [path for pattern in patterns for path in sorted(CSRC.glob(pattern))]
 
 
-def built_version() -> str:
-    """Return the version of what is built: with the torch that it runs with, as in 0.1.0+pt2.13.0.cpu or .cu130."""
-    platform = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
-    return f"{VERSIONS['__version__']}+pt{torch.__version__.split('+')[0]}.{platform}"
+def write_joined(name: str, parts: list[Path]) -> Path:
+    """Write the file that takes in others; it is left alone if nothing changes, so that nothing is compiled anew."""
+    path = ROOT / "build" / "joined" / f"{name}.cpp"
+    text = "".join(f'#include "{part.relative_to(CSRC).as_posix()}"\n' for part in parts)
+    if name.startswith("bindings") or name == "testing":
+        # Optimising what pybind11 makes of them takes a third of their time, and a step passes there a few times.
+        text = f'#if defined(__GNUC__) && !defined(__clang__)\n#pragma GCC optimize("O1")\n#endif\n{text}'
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return path
 
 
-def check_compiler() -> None:
-    """Stop with one sentence where there is no C++ compiler."""
-    names = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    if not any(shutil.which(name) for name in names):
-        sys.exit(f"ddp_hooks: expected a C++20 compiler, found no {' or '.join(names)}: install g++, or set CXX to one")
-
-
-def sources(name: str) -> list[str]:
-    """List what is compiled for an extension, relative to here; writes the files that take in others."""
-    csrc = ROOT / "csrc"
-    suffixes = [".cpp", *([".cu"] if WITH_CUDA else [])]
-    alone = {path for path in csrc.rglob("*") if path.suffix in suffixes}
-    joined = []
-    others = {part for extension, parts in BINDINGS.items() for part in parts if extension != name}
-    for part_name, patterns in COMPILED_AS_ONE.items():
-        parts = [path for pattern in patterns for path in sorted(csrc.glob(pattern))]
-        alone.difference_update(parts)
-        if part_name in others:
-            continue
-        path = ROOT / "build" / "joined" / f"{part_name}.cpp"
-        text = "".join(f'#include "{part.relative_to(csrc).as_posix()}"\n' for part in parts)
-        if part_name in BINDINGS[name]:
-            # Optimising what pybind11 makes of them takes a third of their time, and a step passes there a few times.
-            text = f'#if defined(__GNUC__) && !defined(__clang__)\n#pragma GCC optimize("O1")\n#endif\n{text}'
-        # Left alone where nothing changes, so that nothing is compiled anew.
-        if not path.exists() or path.read_text() != text:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        joined.append(path)
-    return [str(path.relative_to(ROOT)) for path in [*joined, *sorted(alone)]]
-
-
-def planted_defects() -> list[setuptools.Extension]:
-    """Describe the library that a sanitized build has beside the extension, for tests/campaigns/sanitized.py."""
-    compiling, linking = sanitizer_flags()
-    if not compiling:
-        return []
-    sources = ["tests/planted_defects.cpp"]
-    return [
-        setuptools.Extension(
-            "ddp_hooks._planted", sources, extra_compile_args=compiling, extra_link_args=linking, language="c++"
-        )
-    ]
-
-
-def pretended_device() -> list[setuptools.Extension]:
-    """Describe the device that only tests know (tests/pretend/queues.h), for an ordinary build in a checkout.
-
-    It is written for the inside of one torch.
-    """
-    folder = ROOT / "tests" / "pretend"
-    if not folder.exists() or sanitizer_flags()[0] or WITH_CUDA or not torch.__version__.startswith("2.13."):
-        return []
-    sources = [*sorted(folder.glob("*.cpp")), ROOT / "csrc" / "testing" / "emulation.cpp"]
-    return [
-        setuptools.Extension(
-            "ddp_hooks_testing._pretend",
-            [str(path.relative_to(ROOT)) for path in sources],
-            include_dirs=[str(ROOT / "csrc"), str(folder), *cpp_extension.include_paths()],
-            library_dirs=cpp_extension.library_paths("cpu"),
-            libraries=["c10", "torch", "torch_cpu", "torch_python"],
-            extra_compile_args={"cxx": ["-std=c++20", "-O1", "-g0", "-fvisibility=hidden", "-w"]},
-            language="c++",
-        )
-    ]
-
-
-def extension(name: str) -> setuptools.Extension:
-    """Describe `ddp_hooks._C` or `ddp_hooks_testing._C`.
-
-    torch passes the last part of the name to the compiler, so with the same one both share what is compiled.
-    """
-    warnings_are_errors = os.environ.get("DDP_HOOKS_WERROR") == "1"
-    # Who installs this can do nothing about warnings, and looking for them takes a tenth of the time: Python's own
-    # flags ask for them, and -w alone only keeps them from being shown.
-    warnings = ["-Wall", "-Wextra", "-Werror"] if warnings_are_errors else ["-w", "-Wno-all"]
-    # A product is rounded before it is added, as torch does, also where the processor could do both at once.
-    cxx = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", *warnings]
-    nvcc = ["-std=c++20", "-O3", "-Xcompiler", "-fvisibility=hidden,-Wall,-Wextra"]
-    # Nothing reads it, but with it in the command everything is compiled anew for another torch, whose headers the
-    # compiler leaves out of the dependencies because they are system headers.
-    cxx.append(f"-DDDP_HOOKS_BUILT_FOR={torch.__version__}")
-    # Python's own flags ask for symbols, which take half of the time of compiling; the last flag counts.
-    cxx.append("-g" if os.environ.get("DDP_HOOKS_DEBUG") == "1" else "-g0")
-    sanitized, linking = sanitizer_flags()
-    cxx += sanitized
-    if warnings_are_errors:
-        nvcc += ["-Werror", "all-warnings"]
-    if WITH_CUDA:
-        cxx.append("-DDDP_HOOKS_WITH_CUDA")
-    # System headers, so that warnings are about our code only. torch's own pybind11 stands there too: types are not
-    # shared with any other pybind11.
-    for path in cpp_extension.include_paths():
-        cxx += ["-isystem", path]
-    # Of CUDA only its runtime is linked: streams, events and memory are torch's.
-    return setuptools.Extension(
-        name,
-        sources(name),
-        include_dirs=[str(ROOT / "csrc")],
-        library_dirs=cpp_extension.library_paths("cuda" if WITH_CUDA else "cpu"),
-        libraries=["c10", "torch", "torch_cpu", "torch_python"] + (["cudart"] if WITH_CUDA else []),
-        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
-        extra_link_args=linking,
-        language="c++",
-    )
-
-
-class Build(cpp_extension.BuildExtension):
-    """Says what it is doing, because it takes a minute or two, and does it once."""
+class Build(build_ext):
+    """Compiles what has changed, several files at once, and links an extension for each torch."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -273,25 +158,139 @@ class Build(cpp_extension.BuildExtension):
             self.build_temp = str(ROOT / "build" / "objects")
 
     def build_extensions(self) -> None:
-        kernels = f"CUDA {torch.version.cuda}" if WITH_CUDA else "the CPU"
-        print(f"ddp_hooks: compiling for torch {torch.__version__} and {kernels}; a minute or two", flush=True)
-        super().build_extensions()
+        temporary = Path(self.build_temp).resolve()
+        self.objects = temporary
+        self.compiler_command = find_compiler()
+        toolkit = find_toolkit()
+        self.image = None
+        if toolkit is not None:
+            folder = ROOT / "build" / "kernels"
+            self.image = kernels.plan(toolkit, CSRC, folder, warnings_are_errors=is_set("DDP_HOOKS_WERROR"))
+        names = ", ".join(torch.version for group in GROUPS for torch in group)
+        devices = "the CPU alone" if self.image is None else "the CPU and CUDA"
+        print(f"ddp_hooks: compiling for torch {names}, and {devices}; a minute or two for each", flush=True)
+        try:
+            jobs.run_all([self.plan_link(extension) for extension in self.extensions])
+        except jobs.Failure as failure:
+            sys.exit(str(failure))
+        if is_set("DDP_HOOKS_TESTING"):
+            # Which of its extensions is loaded; no package, because wheels do not hold it.
+            shutil.copy(ROOT / "ddp_hooks_testing" / "__init__.py", Path(self.build_lib) / "ddp_hooks_testing")
+
+    def plan_link(self, extension: Extension) -> jobs.Job:
+        """Return the job that links an extension."""
+        objects = [self.plan_object(extension.torch, source, flags) for source, flags in extension.files]
+        output = Path(self.get_ext_fullpath(extension.name)).resolve()
+        linking = [
+            *self.compiler_command,
+            "-shared",
+            *sanitizer_flags()[:1],
+            *shlex.split(os.environ.get("LDFLAGS", "")),
+        ]
+        inputs = [str(job.output) for job in objects]
+        libraries = [f"-L{extension.torch.folder / 'lib'}", *(f"-l{name}" for name in torches.LIBRARIES)]
+        command = (*linking, *inputs, *libraries, *extension.libraries, "-o", str(output))
+        return jobs.Job(output, [], command, objects)
+
+    def plan_object(self, torch: torches.Torch, source: Path, flags: list[str]) -> jobs.Job:
+        """Return the job that compiles one file."""
+        is_free = source.name == "without_torch.cpp" or source in matching(WITHOUT_TORCH)
+        folder = self.objects / ("any" if is_free else torch.label)
+        output = folder / source.relative_to(ROOT).with_suffix(".o")
+        command = [
+            *self.compiler_command,
+            *compiling_flags(),
+            *flags,
+            f"-I{CSRC}",
+            "-include",
+            str(CSRC / "system" / "portable.h"),
+        ]
+        needs = []
+        if source.name == "kernels_image.cpp" and self.image is not None:
+            command.append(f'-DDDP_HOOKS_KERNELS_IMAGE="{self.image.output}"')
+            needs = [self.image]
+        if not is_free:
+            # System headers, so that warnings are about our code only. torch's own pybind11 stands there too: types are
+            # not shared with any other pybind11.
+            for path in [*torch.include_folders, Path(sysconfig.get_paths()["include"])]:
+                command += ["-isystem", str(path)]
+            # The compiler does not list them among the dependencies, but a torch's name is in the command.
+            command.append(f"-DDDP_HOOKS_TORCH={torch.label}")
+        command += ["-MMD", "-MF", f"{output}.d", "-c", str(source), "-o", str(output)]
+        return jobs.Job(output, [source], tuple(command), needs)
 
 
-if {"sdist", "egg_info"} & set(sys.argv):
-    # To be compiled by somebody else, or asked what it is.
-    setuptools.setup(version=VERSIONS["__version__"], install_requires=[VERSIONS["torch_requirement"]()])
-else:
-    check_compiler()
-    write_build_info()
-    extensions = list(BINDINGS) if os.environ.get("DDP_HOOKS_TESTING") == "1" else ["ddp_hooks._C"]
-    setuptools.setup(
-        version=built_version(),
-        install_requires=[f"torch=={torch.__version__.split('+')[0]}"],
-        ext_modules=[
-            *map(extension, extensions),
-            *planted_defects(),
-            *(pretended_device() if len(extensions) > 1 else []),
-        ],
-        cmdclass={"build_ext": Build},
-    )
+def compiling_flags() -> list[str]:
+    """Return the options of every file."""
+    # Who installs this can do nothing about warnings, and looking for them takes a tenth of the time.
+    warnings = ["-Wall", "-Wextra", "-Werror"] if is_set("DDP_HOOKS_WERROR") else ["-w"]
+    # A product is rounded before it is added, as torch does, also where the processor could do both at once.
+    flags = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-DNDEBUG", *warnings]
+    flags.append("-g" if is_set("DDP_HOOKS_DEBUG") else "-g0")
+    return [*flags, *sanitizer_flags(), *shlex.split(os.environ.get("CXXFLAGS", ""))]
+
+
+class Extension(setuptools.Extension):
+    """A shared library that is compiled for a torch."""
+
+    def __init__(self, name: str, group: list[torches.Torch], files: list[tuple[Path, list[str]]]) -> None:
+        super().__init__(name, [str(path.relative_to(ROOT)) for path, _ in files])
+        self.torch = group[0]
+        self.files = files
+        self.libraries = ["-ldl"]
+
+
+def python_extension(package: str, group: list[torches.Torch]) -> Extension:
+    """Describe `_C` of a package. Its file's name ends in the torches that it serves, for _extension.py to choose."""
+    alone = {path for path in CSRC.rglob("*.cpp")}
+    free = [path for path in matching(WITHOUT_TORCH) if path.parent.name not in ("cpu", "cuda")]
+    alone.difference_update(free)
+    files = [write_joined("without_torch", free)]
+    others = {part for other, parts in BINDINGS.items() for part in parts if other != package}
+    for part_name, patterns in COMPILED_AS_ONE.items():
+        parts = [path for path in matching(patterns) if path not in free]
+        alone.difference_update(parts)
+        if part_name not in others and parts:
+            files.append(write_joined(part_name, parts))
+    name = "-".join(["_C", *(torch.label for torch in group)])
+    return Extension(f"{package}.{name}", group, [(path, []) for path in [*files, *sorted(alone)]])
+
+
+def planted_defects(group: list[torches.Torch]) -> list[Extension]:
+    """Describe the library that a sanitized build has beside the extension, for tests/campaigns/sanitized.py."""
+    return [Extension("ddp_hooks._planted", group, [(ROOT / "tests" / "planted_defects.cpp", [])])]
+
+
+def for_tests(group: list[torches.Torch]) -> list[Extension]:
+    """Describe what only tests load: what asks the extension's parts, a stand-in for CUDA's driver, a pretended device.
+
+    The device (tests/pretend/queues.h) is written for the inside of one torch.
+    """
+    found = [python_extension("ddp_hooks_testing", group)]
+    flags = ["-O1", "-w", "-UNDEBUG"]
+    emulation = CSRC / "testing" / "emulation.cpp"
+    if (driver := ROOT / "tests" / "stand_in_driver.cpp").exists():
+        found.append(Extension("ddp_hooks_testing._driver", group, [(driver, flags)]))
+    folder = ROOT / "tests" / "pretend"
+    if folder.exists() and not sanitizer_flags() and group[0].version.startswith("2.13."):
+        sources = [(path, [*flags, f"-I{folder}"]) for path in [*sorted(folder.glob("*.cpp")), emulation]]
+        found.append(Extension("ddp_hooks_testing._pretend", group, sources))
+    return found
+
+
+COMMANDS_WITHOUT_TORCH = {"sdist", "egg_info", "clean"}
+extensions: list[Extension] = []
+GROUPS: list[list[torches.Torch]] = []
+if not COMMANDS_WITHOUT_TORCH & set(sys.argv):
+    GROUPS = torches.group(find_torches())
+    find_compiler()
+    for each in GROUPS:
+        extensions.append(python_extension("ddp_hooks", each))
+        extensions += for_tests(each) if is_set("DDP_HOOKS_TESTING") else []
+    extensions += planted_defects(GROUPS[0]) if sanitizer_flags() else []
+setuptools.setup(
+    version=VERSIONS["__version__"],
+    install_requires=[VERSIONS["torch_requirement"]()],
+    ext_modules=extensions,
+    cmdclass={"build_ext": Build},
+)

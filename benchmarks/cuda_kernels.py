@@ -267,7 +267,7 @@ def main() -> int:
     options = parser.parse_args()
     from ddp_hooks import _C
 
-    if not torch.cuda.is_available() or not _C.can_serve(torch.device("cuda")):
+    if not torch.cuda.is_available() or _C.why_unserved(torch.device("cuda")):
         print("cannot run here: needs a GPU and a build with the CUDA kernels (DDP_HOOKS_CUDA=1)", file=sys.stderr)
         return 69
     header = harness.environment_header(sys.argv, 1, [], backend="none")

@@ -54,11 +54,9 @@ def _why_no_cuda() -> str | None:
 
     from ddp_hooks import _C
 
-    if not _C.can_serve(torch.device("cuda")):
-        return "this build has no CUDA kernels: build with DDP_HOOKS_CUDA=1; the build says what is missing"
     if not torch.cuda.is_available():
         return "torch sees no GPU"
-    return None
+    return _C.why_unserved(torch.device("cuda"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -47,11 +47,11 @@ void bind_unit_scan(py::module_& m) {
       py::arg("flat"), py::arg("offset"), py::arg("length"), py::arg("unit_length"), py::arg("candidates") = py::none(),
       py::arg("widths") = false, py::keep_alive<0, 1>(), py::call_guard<py::gil_scoped_release>());
 
-  // Whether gradients on devices of that type can be served.
   m.def("register_device_kernels", [](const c10::Device& device, const py::capsule& kernels) {
     register_device_kernels(device.type(), *kernels.get_pointer<DeviceKernels>());
   });
-  m.def("can_serve", [](const c10::Device& device) { return can_serve(device.type()); });
+  // Why gradients on the device cannot be served, or None.
+  m.def("why_unserved", &why_unserved, py::call_guard<py::gil_scoped_release>());
 }
 
 // Hashes what a tensor says, not how it lies in memory: its elements in row-major order, so that a channels-last tensor

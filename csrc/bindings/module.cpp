@@ -2,7 +2,7 @@
 
 namespace py = pybind11;
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled part of ddp_hooks.";
   py::module_::import("torch.distributed");  // registers the types that appear in the signatures
   ddp_hooks::bind_kernels(m);

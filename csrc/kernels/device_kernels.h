@@ -45,6 +45,9 @@ struct DeviceKernels {
                       StreamHandle stream) = nullptr;
   const char* (*sum_terms)(const char* packed, const cuda::SliceToSum* slices, size_t count, ElementType type,
                            double factor, bool adds_zero, StreamHandle stream) = nullptr;
+  // Asked before anything else, by each thread: null, or a sentence that says why the device cannot be used and what to
+  // do. With an index below 0 only what all devices of the type need is looked at. Null if nothing can be wrong.
+  const char* (*enter)(int device_index) = nullptr;
   // Whether what is put on the stream now is recorded into a graph instead of run.
   bool (*is_capturing)(StreamHandle stream) = nullptr;
 };

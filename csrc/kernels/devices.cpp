@@ -6,14 +6,12 @@
 #include <array>
 #include <optional>
 
-#ifdef DDP_HOOKS_WITH_CUDA
+#include "kernels/cuda/driver.h"
 #include "kernels/cuda/nonzero_scan.h"
 #include "kernels/cuda/packing.h"
 #include "kernels/cuda/slice_copy.h"
-#include "kernels/cuda/stream.h"
 #include "kernels/cuda/unit_sample.h"
 #include "kernels/cuda/unit_scan.h"
-#endif
 
 namespace ddp_hooks {
 namespace {
@@ -23,7 +21,6 @@ using Tables = std::array<std::optional<DeviceKernels>, static_cast<size_t>(c10:
 Tables& tables() {
   static Tables all = [] {
     Tables known;
-#ifdef DDP_HOOKS_WITH_CUDA
     known[static_cast<size_t>(c10::kCUDA)] =
         // From torch 2.15 on there are several, and what a user calls "nccl" calls itself "nccl2" unless
         // TORCH_DIST_USE_NCCL2=0.
@@ -35,8 +32,8 @@ Tables& tables() {
                       .unit_sample = cuda::unit_sample,
                       .pack = cuda::pack,
                       .sum_terms = cuda::sum_terms,
+                      .enter = [](int index) { return index < 0 ? cuda::start_driver() : cuda::enter(index); },
                       .is_capturing = cuda::is_capturing};
-#endif
     return known;
   }();
   return all;
@@ -55,24 +52,27 @@ void register_device_kernels(c10::DeviceType type, const DeviceKernels& kernels)
   tables()[static_cast<size_t>(type)] = kernels;
 }
 
-bool can_serve(c10::DeviceType type) {
-  return type == c10::kCPU || find_device_kernels(type) != nullptr;
+std::optional<std::string> why_unserved(c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  const DeviceKernels* const kernels = find_device_kernels(device.type());
+  if (kernels == nullptr) {
+    return c10::str("expected gradients on the CPU or on CUDA, received ", device, "; there are no kernels for it");
+  }
+  const char* const problem = kernels->enter == nullptr ? nullptr : kernels->enter(device.index());
+  return problem == nullptr ? std::nullopt : std::make_optional<std::string>(problem);
 }
 
 void check_device(c10::Device device) {
-  if (can_serve(device.type())) return;
-  TORCH_CHECK(!device.is_cuda(), "ddp_hooks: expected gradients on the CPU, received ", device,
-              "; this build has no CUDA kernels: rebuild ddp_hooks with DDP_HOOKS_CUDA=1, which needs a torch with "
-              "CUDA and its nvcc; the build says if either is missing");
-  TORCH_CHECK(false, "ddp_hooks: expected gradients on the CPU", can_serve(c10::kCUDA) ? " or on CUDA" : "",
-              ", received ", device, "; there are no kernels for that device");
+  // Of the device itself kernels_of() asks, when it is current.
+  const std::optional<std::string> why = why_unserved(c10::Device(device.type()));
+  TORCH_CHECK(!why, "ddp_hooks: gradients on ", device, " cannot be served: ", *why);
 }
 
 const DeviceKernels& kernels_of(c10::Device device) {
-  check_device(device);
-  const DeviceKernels* const kernels = find_device_kernels(device.type());
-  TORCH_CHECK(kernels != nullptr, "ddp_hooks: expected a device with kernels, received ", device);
-  return *kernels;
+  TORCH_CHECK(!device.is_cpu(), "ddp_hooks: expected a device with kernels, received ", device);
+  const std::optional<std::string> why = why_unserved(device);
+  TORCH_CHECK(!why, "ddp_hooks: gradients on ", device, " cannot be served: ", *why);
+  return *find_device_kernels(device.type());
 }
 
 void check_launch(const char* error, c10::Device device, const char* what) {

@@ -1,23 +1,27 @@
 // What this build can do with a device, and the stream that work on it belongs to.
 //
 // Streams come from torch's device-generic interface, and kernels from a table by device type, so nothing here or above
-// needs a device's own headers: code is the same with a CPU torch, and the kernels alone are left out. Thread-safety:
-// pure functions of the calling thread's state.
+// needs a device's own headers: code is the same with a CPU torch. Thread-safety: pure functions of the calling
+// thread's state.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
 
 #include "kernels/device_kernels.h"
 
 namespace ddp_hooks {
 
-// Whether gradients on devices of that type can be served.
-bool can_serve(c10::DeviceType type);
+// Why gradients on this device cannot be served, and what to do; nothing if they can. Without an index the device's
+// type alone is looked at.
+std::optional<std::string> why_unserved(c10::Device device);
 
-// Throws unless gradients on this device can be served; says what this build lacks.
+// Throws that.
 void check_device(c10::Device device);
 
-// The device's table. Throws as above.
+// The device's table, which the calling thread may use then. Throws as above.
 const DeviceKernels& kernels_of(c10::Device device);
 
 // Throws what a function of the table said went wrong; `what` was to be done.

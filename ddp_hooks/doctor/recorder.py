@@ -206,7 +206,7 @@ class Recorder(Silence):
         self._unused_by: dict[tuple[bytes, frozenset[int]], frozenset[int]] = {}
         self._started: float | None = None  # when the step before ended
         self._model_done: float | None = None
-        self._scans = _C.can_serve(torch.device(ddp.device_type))
+        self._scans = _C.why_unserved(torch.device(ddp.device_type)) is None
         self._scans_widths = ddp.device_type == "cpu"
         self._single_pass: dict[int, tuple[int, int]] | None = None  # by parameter: bytes, and how many are narrow
         # DDP's reduction begins with the first gradient where it finds out what is unused.

@@ -48,13 +48,9 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
             # It may have come with ddp_hooks.enable, so that its state is in nobody's hands; or with a detached state.
             way_out = "; close() its state, which ddp_hooks.states() returns; if it is not there, wrap the model again"
         return f"a communication hook is already registered ({registered}), and DDP takes only one{way_out}"
-    if not _C.can_serve(torch.device(ddp.device_type)):
-        if ddp.device_type == "cuda":
-            return (
-                "expected a build with CUDA kernels for parameters on CUDA, received one without; rebuild "
-                "ddp_hooks with DDP_HOOKS_CUDA=1 and a torch that has CUDA; the build says what is missing"
-            )
-        return f"expected parameters on the CPU or on CUDA, received some on {ddp.device_type}, which has no kernels"
+    device = next((parameter.device for parameter in ddp.module.parameters()), torch.device(ddp.device_type))
+    if why := _C.why_unserved(device):
+        return f"parameters on {device.type} cannot be served: {why}"
     if _C.reducer_skips_unused_by_local_list(ddp.reducer):
         return (
             "DDP(skip_all_reduce_unused_params=True) lets each rank decide alone, keeps buckets from the hook "

@@ -20,6 +20,7 @@ from ddp_hooks_testing import _C as testing
 
 TIMEOUT_SECONDS = 120
 RELEASE = torch.__version__.partition("+")[0]
+COMMIT = torch.version.git_version
 
 
 # What is installed would be found instead of what is missing, by an editable installation's finder or beside torch.
@@ -34,7 +35,7 @@ sys.path = [{others!r} if path == {site_packages!r} else path for path in sys.pa
 def unbuilt(tmp_path: Path) -> Path:
     """Copy the package without what a build makes, to where no other one is found."""
     package = tmp_path / "ddp_hooks"
-    ignored = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(Path(ddp_hooks.__file__).parent, package, ignore=ignored)
     site_packages = Path(torch.__file__).parent.parent
     others = tmp_path / "others"
@@ -63,26 +64,36 @@ def nothing(package: Path) -> None:
     pass
 
 
+def add_file(package: Path, *builds: tuple[str, str], suffix: str = importlib.machinery.EXTENSION_SUFFIXES[0]) -> Path:
+    """Make a file that is named like an extension for these versions and commits of torch."""
+    names = [f"{version.replace('.', '_')}-{commit[:12]}" for version, commit in builds]
+    path = package / f"{'-'.join(['_C', *names])}{suffix}"
+    path.write_text("no library")
+    return path
+
+
 def other_torch(package: Path) -> None:
-    (package / "_build_info.py").write_text('TORCH_VERSION = "2.0.0"\n')
+    add_file(package, ("2.0.0", "0" * 40))
+    add_file(package, ("2.1.0", "1" * 40), ("2.1.1", "2" * 40))
 
 
 def other_python(package: Path) -> None:
-    (package / "_build_info.py").write_text(f'TORCH_VERSION = "{torch.__version__}"\n')
-    (package / "_C.cpython-37-x86_64-linux-gnu.so").touch()
+    add_file(package, (RELEASE, COMMIT), suffix=".cpython-37-x86_64-linux-gnu.so")
+
+
+def other_commit(package: Path) -> None:
+    add_file(package, ("2.0.0", "1" * 40))
+    add_file(package, (RELEASE, "0" * 40))
 
 
 def broken(package: Path) -> None:
-    (package / "_build_info.py").write_text(f'TORCH_VERSION = "{torch.__version__}"\n')
-    (package / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_text("no library")
+    add_file(package, (RELEASE, COMMIT))
 
 
-def renamed_torch(package: Path) -> None:
-    describe(package, f"{RELEASE}+renamed", torch.version.git_version)
-
-
-def rebuilt_torch(package: Path) -> None:
-    describe(package, f"{RELEASE}+rebuilt", "0" * 40)
+def truncated(package: Path) -> None:
+    assert _C.__file__ is not None
+    whole = Path(_C.__file__).read_bytes()
+    add_file(package, (RELEASE, COMMIT)).write_bytes(whole[: len(whole) // 2])
 
 
 def untested_torch(package: Path) -> None:
@@ -91,39 +102,40 @@ def untested_torch(package: Path) -> None:
     version.write_text(text)
 
 
-def describe(package: Path, version: str, commit: str | None) -> None:
-    lines = (f"TORCH_VERSION = {version!r}", f"TORCH_COMMIT = {commit!r}", f"TORCH_CUDA = {torch.version.cuda!r}")
-    (package / "_build_info.py").write_text("\n".join(lines) + "\n")
-
-
 CASES = [
-    # The same torch under another name is taken; what is missing then is the extension.
-    (renamed_torch, ["compiled extension is missing"], f"built for torch {RELEASE}+renamed"),
     (
-        rebuilt_torch,
-        ["+rebuilt, but torch", "rebuild it against"],
-        f"built for torch {RELEASE}+rebuilt",
+        other_commit,
+        [
+            f"of {RELEASE} commit {'0' * 12}, but another build of that version is installed, of commit {COMMIT[:12]}",
+            f"Either install the release of {RELEASE} from",
+        ],
+        f"for torch 2.0.0, {RELEASE}",
     ),
     (nothing, ["ddp_hooks is not built", "make build", "pip install --no-build-isolation ."], "not built"),
     (
         other_torch,
-        ["built for torch 2.0.0, but torch", "rebuild it against"],
-        "built for torch 2.0.0",
+        [
+            f"built for torch 2.0.0, 2.1.0, 2.1.1, but torch {RELEASE} is installed. ",
+            "Either install one of these versions, or",
+            "--no-build-isolation .",
+        ],
+        "for torch 2.0.0, 2.1.0, 2.1.1",
     ),
     (
         other_python,
         [
-            f"expected an extension for {sys.implementation.cache_tag}, found _C.cpython-37",
-            "rebuild it against",
+            f"expected an extension for {sys.implementation.cache_tag}, found _C-",
+            "Install the wheel for this Python, or",
         ],
-        "built for torch",
+        "not built",
     ),
     (
         untested_torch,
         [f"expects torch 1.7 to 1.9, with which it is tested, but found torch {RELEASE}", "DDP_HOOKS_ANY_TORCH=1"],
         "not built",
     ),
-    (broken, ["compiled extension cannot be loaded: ", "rebuild it against"], "built for torch"),
+    (broken, ["compiled extension cannot be loaded: ", "If the file is damaged, reinstall ddp_hooks"], "for torch"),
+    (truncated, [" is truncated. If the file is damaged, reinstall ddp_hooks"], "for torch"),
 ]
 
 
@@ -155,7 +167,6 @@ def test_an_untested_torch_can_be_tried(unbuilt: Path, monkeypatch: pytest.Monke
 
 
 def test_a_missing_torch_is_named(unbuilt: Path) -> None:
-    other_torch(unbuilt)
     imported = run(unbuilt, "-c", "import sys; sys.modules['torch'] = None; import ddp_hooks")
     assert "ImportError: ddp_hooks needs torch, which is not installed" in imported.stderr
 
@@ -171,13 +182,11 @@ def test_another_module_that_imports_the_package_gets_the_error(unbuilt: Path) -
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("spoil", [nothing, pytest.param(renamed_torch, marks=pytest.mark.thorough)])
-def test_a_checkout_that_hides_what_is_installed(unbuilt: Path, spoil: Callable[[Path], None]) -> None:
-    """`pip install .`, and then Python from the checkout's root; a build leaves _build_info.py there, or does not."""
+def test_a_checkout_that_shadows_the_installed_package(unbuilt: Path) -> None:
+    """`pip install` of the wheel, and then Python from a checkout's root."""
     installed = unbuilt.parent / "site-packages" / "ddp_hooks"
     shutil.copytree(Path(ddp_hooks.__file__).parent, installed)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(unbuilt.parent), str(installed.parent)])}
-    spoil(unbuilt)
 
     def run_here(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -201,13 +210,32 @@ def test_a_checkout_that_hides_what_is_installed(unbuilt: Path, spoil: Callable[
     assert said in " ".join(informed.stderr.split())
 
 
-def test_a_second_one_that_is_not_built_either_hides_nothing(unbuilt: Path) -> None:
+def test_a_second_one_that_is_not_built_either_shadows_nothing(unbuilt: Path) -> None:
     other = unbuilt.parent / "site-packages"
     shutil.copytree(unbuilt, other / "ddp_hooks")
     code = f"import sys; sys.path.append({str(other)!r}); import ddp_hooks"
     done = run(unbuilt, "-c", code)
     assert "ImportError: ddp_hooks is not built: its compiled" in done.stderr
-    assert "hides" not in done.stderr
+    assert "shadows" not in done.stderr
+
+
+def test_any_torch_still_needs_an_extension(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheel beside a torch that nobody has tested: to try it, it has to be built for that one."""
+    other_torch(unbuilt)
+    untested_torch(unbuilt)
+    monkeypatch.setenv("DDP_HOOKS_ANY_TORCH", "1")
+    said = run(unbuilt, "-c", "import ddp_hooks").stderr
+    assert f"built for torch 2.0.0, 2.1.0, 2.1.1, but torch {RELEASE} is installed" in said
+
+
+def test_one_file_serves_every_build_of_a_commit(unbuilt: Path) -> None:
+    """Builds for the CPU and for each CUDA differ in the local part of their version alone."""
+    assert _C.__file__ is not None
+    shutil.copy(_C.__file__, add_file(unbuilt, ("2.0.0", "0" * 40), (RELEASE, COMMIT)))
+    rename = "import torch; torch.__version__ = torch.__version__.partition('+')[0] + '+renamed'; import ddp_hooks"
+    done = run(unbuilt, "-c", f"{rename}; print(ddp_hooks._C.__file__)")
+    assert done.returncode == 0, done.stderr
+    assert "_C-2_0_0-000000000000-" in done.stdout
 
 
 # What a method or a function returns; nobody calls them by name.
@@ -225,13 +253,15 @@ RETURNED = {
 }
 # What extensions of other people call, for devices of theirs.
 OFFERED = {"register_device_kernels"}
-# Each extension has memory of its own, and so a switch of its own.
-SWITCHES = {"leave_out_avx2"}
+# Each extension has memory of its own, and so switches and a driver of its own.
+IN_BOTH = {"leave_out_avx2", "why_unserved"}
 
 
 def test_the_extension_holds_nothing_for_tests() -> None:
     """What only tests ask stands in `ddp_hooks_testing._C`, which no wheel holds."""
     text = "\n".join(path.read_text() for path in Path(ddp_hooks.__file__).parent.rglob("*.py"))
     names = {name for name in dir(_C) if not name.startswith("__")}
-    assert {name for name in names if not re.search(rf"\b_C\.{name}\b", text)} == RETURNED | OFFERED | SWITCHES
-    assert names & {name for name in dir(testing) if not name.startswith("__")} == SWITCHES
+    assert {name for name in names if not re.search(rf"\b_C\.{name}\b", text)} == RETURNED | OFFERED | {
+        "leave_out_avx2"
+    }
+    assert names & {name for name in dir(testing) if not name.startswith("__")} == IN_BOTH

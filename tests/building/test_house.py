@@ -257,7 +257,18 @@ def made_up(sources: dict[str, str]) -> dict[str, str]:
 # The rooms of csrc/ from the ground up: a file includes files of its own room and of lower ones.
 CXX_LEVELS = tuple(
     (room,)
-    for room in ("kernels", "layout", "reducer", "agreement", "detectors", "transport", "engine", "bindings", "testing")
+    for room in (
+        "system",
+        "kernels",
+        "layout",
+        "reducer",
+        "agreement",
+        "detectors",
+        "transport",
+        "engine",
+        "bindings",
+        "testing",
+    )
 )
 
 

@@ -147,10 +147,9 @@ def name_backends(rank: int) -> None:
     assert testing.backend_name(in_python, CPU) == testing.backend_name(in_python, CUDA) == ""
     assert _C.can_send_directly(gloo, CPU)
     assert not _C.can_send_directly(in_python, CPU)
-    # One backend by three names; "nccl" calls itself nccl2 in torch 2.15. A build without CUDA knows none of them.
+    # One backend by three names; "nccl" calls itself nccl2 in torch 2.15.
     names = ("nccl", "nccl2", "nccl-lazy", "gloo", "", "nccl3")
-    on_streams = ["nccl", "nccl2", "nccl-lazy"] if _C.can_serve(CUDA) else []
-    assert [name for name in names if testing.is_on_streams(name, CUDA)] == on_streams
+    assert [name for name in names if testing.is_on_streams(name, CUDA)] == ["nccl", "nccl2", "nccl-lazy"]
     assert not any(testing.is_on_streams(name, CPU) for name in names)
 
 

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/cuda/slice_copy.h"
+#include "kernels/cuda/driver.h"
 #include "kernels/cuda/slice_table.h"
 #include "kernels/element_type.h"
 

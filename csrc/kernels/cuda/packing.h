@@ -9,8 +9,8 @@
 
 #include <cstddef>
 
+#include "kernels/cuda/driver.h"
 #include "kernels/cuda/packing_tables.h"
-#include "kernels/cuda/slice_copy.h"
 #include "kernels/element_type.h"
 
 namespace ddp_hooks::cuda {

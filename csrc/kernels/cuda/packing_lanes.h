@@ -130,21 +130,22 @@ DDP_HOOKS_HOST_DEVICE void pack_numbers_as(const Form& form, char* to, const cha
 }
 
 // How slices at full width are scaled.
-template <typename Number>
+template <typename Wide>
 struct Scaling {
-  typename Number::Wide factor;
+  Wide factor;
   bool is_one;  // then they are copied, whatever they are
 };
 
-template <typename Number, int kCapacity>
-Scaling<Number> scaling_of(const PackTable<kCapacity>& table) {
-  return {static_cast<typename Number::Wide>(table.factor), table.factor == 1};
+template <typename Wide, int kCapacity>
+Scaling<Wide> scaling_of(const PackTable<kCapacity>& table) {
+  return {static_cast<Wide>(table.factor), table.factor == 1};
 }
 
 // The stretch of the buffer that begins at `position`, `offset` bytes into a packed slice.
 template <typename Number, int kCapacity, typename Memory>
 DDP_HOOKS_HOST_DEVICE void pack_stretch(const PackTable<kCapacity>& table, int slice, int64_t offset, int64_t position,
-                                        int bytes, int lane, Memory& memory, const Scaling<Number>& scaling) {
+                                        int bytes, int lane, Memory& memory,
+                                        const Scaling<typename Number::Wide>& scaling) {
   using Bits = typename Number::Bits;
   const int64_t left = table.filled_bytes[slice] - offset;
   const int filled = left < bytes ? static_cast<int>(left) : bytes;
@@ -164,11 +165,13 @@ DDP_HOOKS_HOST_DEVICE void pack_stretch(const PackTable<kCapacity>& table, int s
 }
 
 // What is done with each contribution.
-template <typename Number>
+template <typename Bits, typename Wide>
 struct Addition {
-  typename Number::Wide factor;
-  typename Number::Bits last;  // added at the end: +0.0, or -0.0, which changes nothing
+  Wide factor;
+  Bits last;  // added at the end: +0.0, or -0.0, which changes nothing
 };
+template <typename Number>
+using AdditionOf = Addition<typename Number::Bits, typename Number::Wide>;
 
 // So many numbers of a term, from the `index`-th of the slice on, at their places in a word of the slice's numbers.
 template <typename Form, int kNumbers, typename Memory>
@@ -188,7 +191,7 @@ DDP_HOOKS_HOST_DEVICE Word<kNumbers * sizeof(typename Form::Wide)> load_numbers(
 template <typename Number, int kNumbers, typename Table, typename Memory>
 DDP_HOOKS_HOST_DEVICE Word<kNumbers * sizeof(typename Number::Bits)> sum_of_terms(const Table& table, int slice,
                                                                                   int64_t index, Memory& memory,
-                                                                                  const Addition<Number>& addition) {
+                                                                                  const AdditionOf<Number>& addition) {
   using Bits = typename Number::Bits;
   using Sum = Word<kNumbers * sizeof(Bits)>;
   const auto load = [&](uint64_t term) {
@@ -229,7 +232,7 @@ DDP_HOOKS_HOST_DEVICE Word<kNumbers * sizeof(typename Number::Bits)> sum_of_term
 // The stretch that begins `offset` bytes into a slice = its part of the sum of the slice's terms.
 template <typename Number, typename Table, typename Memory>
 DDP_HOOKS_HOST_DEVICE void sum_stretch(const Table& table, int slice, int64_t offset, int bytes, int lane,
-                                       Memory& memory, const Addition<Number>& addition) {
+                                       Memory& memory, const AdditionOf<Number>& addition) {
   constexpr int kElementBytes = sizeof(typename Number::Bits);
   constexpr int kNumbers = kWidestWordBytes / kElementBytes;
   char* const to = table.address[slice] + offset;

@@ -10,13 +10,11 @@
 
 #include <cstddef>
 
+#include "kernels/cuda/driver.h"
 #include "kernels/cuda/slice_table.h"
 #include "kernels/element_type.h"
 
 namespace ddp_hooks::cuda {
-
-// A cudaStream_t; null is the device's legacy default stream.
-using Stream = void*;
 
 // message = the slices, one after the other, times `factor`, rounded once; with factor 1 a plain copy. Returns null, or
 // CUDA's words for what went wrong.

@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/cuda/driver.h"
 #include "kernels/cuda/samples.h"
-#include "kernels/cuda/slice_copy.h"
 #include "kernels/element_type.h"
 
 namespace ddp_hooks::cuda {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/slice_copy.h"
+#include "kernels/cuda/driver.h"
 #include "kernels/cuda/slice_table.h"
 #include "kernels/element_type.h"
 

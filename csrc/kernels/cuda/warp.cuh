@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/device_memory.cuh"
 #include "kernels/cuda/units.h"
 #include "kernels/cuda/widths.h"
 

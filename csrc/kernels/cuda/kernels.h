@@ -1,0 +1,93 @@
+// Every kernel, in one list: its name, launch bounds, parameters and body. Whoever defines, launches or plays kernels
+// takes them from here, so none can disagree about a parameter.
+//
+// nvcc compiles them once (kernels.cu), as functions without mangled names, for every GPU and every CUDA. The host
+// finds them by name (driver.h), and the tests' stand-in for a driver plays the bodies on the CPU.
+//
+// No CUDA header is needed to include this. Thread-safety: constants.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/cuda/lanes.h"
+#include "kernels/cuda/packing_lanes.h"
+#include "kernels/cuda/packing_tables.h"
+#include "kernels/cuda/samples.h"
+#include "kernels/cuda/slice_table.h"
+#include "kernels/cuda/units.h"
+
+// A parameter that is read where it lies, in the constant bank; the word keeps it from being copied to each thread.
+#if defined(__CUDACC__)
+#define DDP_HOOKS_IN_PLACE const __grid_constant__
+#else
+#define DDP_HOOKS_IN_PLACE const
+#endif
+
+namespace ddp_hooks::cuda {
+
+constexpr int kBlockThreads = kWarpsPerBlock * kWarpLanes;
+
+// Scans and samples: eight blocks a multiprocessor are enough, and let a thread have 64 registers. Not told so, the
+// compiler kept to 32 and loaded a chunk in three turns instead of one. What lanes note for themselves about widths
+// takes more registers than votes do, so five blocks.
+// clang-format off
+#define DDP_HOOKS_KERNELS(KERNEL) \
+  KERNEL(copy_small, (kBlockThreads), (DDP_HOOKS_IN_PLACE SliceTable<kSmallTable> table, bool to_message), copy(table, to_message)) \
+  KERNEL(copy_large, (kBlockThreads), (DDP_HOOKS_IN_PLACE SliceTable<kLargeTable> table, bool to_message), copy(table, to_message)) \
+  DDP_HOOKS_KERNELS_OF_TYPE(KERNEL, float32, Float32, uint32_t, float) \
+  DDP_HOOKS_KERNELS_OF_TYPE(KERNEL, float64, Float64, uint64_t, double) \
+  DDP_HOOKS_KERNELS_OF_TYPE(KERNEL, float16, Float16, uint16_t, float) \
+  DDP_HOOKS_KERNELS_OF_TYPE(KERNEL, bfloat16, BFloat16, uint16_t, float) \
+  KERNEL(nonzero_scan_small, (kBlockThreads, 8), (DDP_HOOKS_IN_PLACE SliceTable<kSmallTable> table, int64_t warps, ScanMasks masks, uint32_t* flags), scan_slices(table, warps, masks, flags)) \
+  KERNEL(nonzero_scan_large, (kBlockThreads, 8), (DDP_HOOKS_IN_PLACE SliceTable<kLargeTable> table, int64_t warps, ScanMasks masks, uint32_t* flags), scan_slices(table, warps, masks, flags)) \
+  KERNEL(unit_scan, (kBlockThreads, 8), (DDP_HOOKS_IN_PLACE Units units, ScanMasks masks, uint32_t* nonzero, uint32_t* negative_zero), scan_units(units, masks, nonzero, negative_zero)) \
+  KERNEL(unit_sample_small, (kBlockThreads, 8), (DDP_HOOKS_IN_PLACE SampleTable<kSmallSamples> table, ScanMasks masks, uint32_t* words), sample_units(table, masks, words)) \
+  KERNEL(unit_sample_large, (kBlockThreads, 8), (DDP_HOOKS_IN_PLACE SampleTable<kLargeSamples> table, ScanMasks masks, uint32_t* words), sample_units(table, masks, words)) \
+  DDP_HOOKS_KERNELS_OF_WIDTHS(KERNEL, float32, WidthsOfFloat32) \
+  DDP_HOOKS_KERNELS_OF_WIDTHS(KERNEL, float64, WidthsOfFloat64)
+
+#define DDP_HOOKS_KERNELS_OF_TYPE(KERNEL, type, Number, Bits, Wide) \
+  KERNEL(gather_scaled_small_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE SliceTable<kSmallTable> table, Wide factor), gather_scaled<Number>(table, factor)) \
+  KERNEL(gather_scaled_large_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE SliceTable<kLargeTable> table, Wide factor), gather_scaled<Number>(table, factor)) \
+  KERNEL(pack_small_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE PackTable<kSmallPackTable> table, Scaling<Wide> scaling), pack<Number>(table, scaling)) \
+  KERNEL(pack_large_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE PackTable<kLargePackTable> table, Scaling<Wide> scaling), pack<Number>(table, scaling)) \
+  KERNEL(sum_small_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE SmallSumTable table, Addition<Bits, Wide> addition), sum<Number>(table, addition)) \
+  KERNEL(sum_large_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE LargeSumTable table, Addition<Bits, Wide> addition), sum<Number>(table, addition))
+
+#define DDP_HOOKS_KERNELS_OF_WIDTHS(KERNEL, type, Widths) \
+  KERNEL(widths_scan_##type, (kBlockThreads, 5), (DDP_HOOKS_IN_PLACE Units units, uint32_t* bitmaps, int64_t words), scan_widths<Widths>(units, bitmaps, words)) \
+  KERNEL(widths_sample_small_##type, (kBlockThreads, 5), (DDP_HOOKS_IN_PLACE SampleTable<kSmallSamples> table, uint32_t* words), sample_widths<Widths>(table, words)) \
+  KERNEL(widths_sample_large_##type, (kBlockThreads, 5), (DDP_HOOKS_IN_PLACE SampleTable<kLargeSamples> table, uint32_t* words), sample_widths<Widths>(table, words))
+// clang-format on
+
+#define DDP_HOOKS_KERNEL(name, ...) name,
+enum class KernelId { DDP_HOOKS_KERNELS(DDP_HOOKS_KERNEL) count };
+#undef DDP_HOOKS_KERNEL
+
+// A kernel as the host sees it, with what it has to be given.
+template <typename Signature>
+struct Kernel;
+template <typename FirstParameter, typename... Parameters>
+struct Kernel<void(FirstParameter, Parameters...)> {
+  using Table = FirstParameter;
+  KernelId id;
+};
+
+namespace kernels {
+#define DDP_HOOKS_KERNEL(name, bounds, parameters, ...) inline constexpr Kernel<void parameters> name{KernelId::name};
+DDP_HOOKS_KERNELS(DDP_HOOKS_KERNEL)
+#undef DDP_HOOKS_KERNEL
+}  // namespace kernels
+
+// The one of two kernels that takes this table.
+template <typename Table, typename Small, typename Large>
+constexpr auto choose(const Small& small, const Large& large) {
+  if constexpr (std::is_same_v<Table, typename Small::Table>) {
+    return small;
+  } else {
+    return large;
+  }
+}
+
+}  // namespace ddp_hooks::cuda
