@@ -1,9 +1,6 @@
 // The kernels' own indexing code, run on the host over CPU memory, for tests where there is no GPU.
 //
-// Tables, chunks, portions, samples and lanes are those of slice_table.h, units.h, samples.h, widths.h,
-// packing_tables.h, lanes.h and packing_lanes.h; only launches, arithmetic on numbers and votes of a warp are played.
-// Each access is checked: it must be aligned to its width, as a GPU demands, lie within a slice or the message, and no
-// byte may be written twice. The first violation throws std::logic_error. Slow.
+// played_kernels.h says what is played, and what is checked.
 #pragma once
 
 #include <cstddef>

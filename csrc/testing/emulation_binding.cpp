@@ -7,19 +7,20 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/cuda/driver.h"
 #include "kernels/devices.h"
 #include "kernels/packing.h"
 #include "kernels/slice_copy.h"
 #include "kernels/unit_scan.h"
-#include "testing/emulation.h"
 #include "testing/parts.h"
+#include "testing/rehearsal.h"
 
 namespace py = pybind11;
 
 namespace ddp_hooks {
 
-// The CUDA kernels' indexing on CPU tensors. Each function returns (launches, chunks, bytes of the widest access), the
-// scan its flags besides.
+// The CUDA kernels' indexing on CPU tensors, or their launches (rehearsal.h). Each function returns (launches, chunks,
+// bytes of the widest access), the scan its flags besides.
 void bind_emulation(py::module_& m) {
   using Ranges = std::vector<std::pair<int64_t, int64_t>>;
   const auto to_memory = [](const at::Tensor& flat, const Ranges& ranges) {
@@ -36,16 +37,16 @@ void bind_emulation(py::module_& m) {
   };
   m.def("emulate_gather_scaled",
         [to_memory, summary](const at::Tensor& message, const at::Tensor& flat, const Ranges& ranges, double factor) {
-          return summary(cuda::emulate_gather_scaled(static_cast<char*>(message.data_ptr()), to_memory(flat, ranges),
-                                                     element_type_of(flat), factor));
+          return summary(cuda::emulation().gather_scaled(static_cast<char*>(message.data_ptr()),
+                                                         to_memory(flat, ranges), element_type_of(flat), factor));
         });
   m.def("emulate_scatter",
         [to_memory, summary](const at::Tensor& message, const at::Tensor& flat, const Ranges& ranges) {
-          return summary(cuda::emulate_scatter(static_cast<char*>(message.data_ptr()), to_memory(flat, ranges)));
+          return summary(cuda::emulation().scatter(static_cast<char*>(message.data_ptr()), to_memory(flat, ranges)));
         });
   m.def("emulate_nonzero_scan", [to_memory, summary](const at::Tensor& flat, const Ranges& ranges) {
     std::vector<uint32_t> flags;
-    const auto run = cuda::emulate_nonzero_scan(to_memory(flat, ranges), element_type_of(flat), flags);
+    const auto run = cuda::emulation().nonzero_scan(to_memory(flat, ranges), element_type_of(flat), flags);
     return std::make_pair(summary(run), flags);
   });
   // (launches, portions, bytes of the widest access, sectors of 32 bytes loaded), and the scan's answer.
@@ -58,7 +59,7 @@ void bind_emulation(py::module_& m) {
         const int64_t element_size = flat.element_size();
         const ElementType type = element_type_of(flat);
         std::vector<uint32_t> bitmaps;
-        const auto run = cuda::emulate_unit_scan(
+        const auto run = cuda::emulation().unit_scan(
             {static_cast<char*>(flat.data_ptr()) + offset * element_size, length * element_size},
             std::min(unit_length, length) * element_size, type, widths, bitmaps);
         const int64_t units = (length - 1) / unit_length + 1;
@@ -84,7 +85,7 @@ void bind_emulation(py::module_& m) {
         }
         const ElementType type = element_type_of(flat);
         std::vector<uint32_t> words;
-        const auto run = cuda::emulate_unit_sample(memory, type, widths, words);
+        const auto run = cuda::emulation().unit_sample(memory, type, widths, words);
         std::vector<int64_t> zeros;
         std::vector<std::array<int64_t, 2>> narrow;
         for (size_t i = 0; i < memory.size(); ++i) {
@@ -106,7 +107,7 @@ void bind_emulation(py::module_& m) {
           check_range(flat, slice.offset, slice.length);
           memory.push_back({address_of({flat, slice.offset, slice.length}), slice.length, width, 1 / divisor});
         }
-        return summary(cuda::emulate_pack(static_cast<char*>(to.data_ptr()), memory, element_type_of(flat)));
+        return summary(cuda::emulation().pack(static_cast<char*>(to.data_ptr()), memory, element_type_of(flat)));
       },
       py::arg("to"), py::arg("flat"), py::arg("slices"), py::arg("divisors") = std::vector<double>());
   // Of sums of one type, divisor and way to end.
@@ -121,9 +122,12 @@ void bind_emulation(py::module_& m) {
       memory.push_back({address_of(to), to.length * to.flat.element_size(), terms[i].data(), terms[i].size()});
     }
     const SliceSum& first = sums.at(0);
-    return summary(cuda::emulate_sum_terms(static_cast<const char*>(packed.data_ptr()), packed.numel(), memory,
-                                           element_type_of(*first.to.flat), 1 / first.divisor, first.adds_zero));
+    return summary(cuda::emulation().sum_terms(static_cast<const char*>(packed.data_ptr()), packed.numel(), memory,
+                                               element_type_of(*first.to.flat), 1 / first.divisor, first.adds_zero));
   });
+  m.def("rehearse", &cuda::rehearse, py::arg("path"));
+  m.def("why_unserved", &why_unserved);
+  m.def("kernels_image", [] { return py::bytes(cuda::kernels_image()); });
   m.attr("SLICES_PER_LAUNCH") = cuda::kLargeTable;
   m.attr("SAMPLES_PER_LAUNCH") = cuda::kLargeSamples;
   m.attr("PACKED_PER_LAUNCH") = cuda::kLargePackTable;

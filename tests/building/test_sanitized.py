@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import sanitized
 
-TSAN, TORCH, OURS = "(libtsan.so.2+0x1)", "(libtorch_cpu.so+0x1)", "(_C.cpython-311-x86_64-linux-gnu.so+0x1)"
+TSAN, TORCH, OURS = (
+    "(libtsan.so.2+0x1)",
+    "(libtorch_cpu.so+0x1)",
+    "(_C-2_13_0-cf30153c4c13.cpython-311-x86_64-linux-gnu.so+0x1)",
+)
 DELETE = f"operator delete(void*, unsigned long) tsan_new_delete.cpp:150 {TSAN}"
 DESTROY = f"pthread_cond_destroy tsan_interceptors_posix.cpp:1283 {TSAN}"
 FREE = f"free tsan_interceptors_posix.cpp:706 {TSAN}"

@@ -67,7 +67,7 @@ QUICK = {
 MEASURES_MEMORY = ["engine/test_unusual_passes.py::test_declared_for_long"]
 FRAME = re.compile(r"^ +#\d+ .*$", re.MULTILINE)
 # Our two shared libraries by name (sources of headers that were compiled into them have paths of their own).
-OURS = re.compile(r"(\b_C|\b_planted)\.[\w-]+\.so\b|\bcsrc/|\bplanted_defects\.cpp")
+OURS = re.compile(r"(\b_C-[\w-]+|\b_planted)\.[\w-]+\.so\b|\bcsrc/|\bplanted_defects\.cpp")
 # Where a report of ThreadSanitizer says how things came to be, not what happened.
 ORIGIN = re.compile(r"^  (Location is|Thread T|Mutex M|As if synchronized)", re.MULTILINE)
 ACCESS = re.compile(r"^  (Previous )?(atomic )?(read|write) of size ", re.MULTILINE | re.IGNORECASE)
@@ -112,7 +112,7 @@ def quick_tests(sanitizer: str) -> list[str]:
 
 def runtime_libraries(build: Path) -> str:
     """Return what has to be loaded before Python: the sanitizers' runtime, and the C++ library that they intercept."""
-    libraries = list((build / "ddp_hooks").glob("_C.*.so"))
+    libraries = list((build / "ddp_hooks").glob("_C-*.so"))
     if not libraries:
         sys.exit(f"expected an extension in {build / 'ddp_hooks'}: build with `make test-asan` or `make test-tsan`")
     output = subprocess.run(["ldd", str(libraries[0])], capture_output=True, text=True, check=True).stdout

@@ -3,15 +3,20 @@
 The code that runs here is the code that the kernels run (csrc/kernels/cuda/slice_table.h, lanes.h, units.h,
 samples.h, widths.h, packing_tables.h, packing_lanes.h); what a GPU adds is tested in test_cuda_kernels.py. An access
 that is not aligned, out of bounds, or writes a byte twice raises by itself.
+
+Each test runs twice: as a loop over the warps of each launch, and launched as on a GPU, by the host's code and with the
+parameters of the compiled kernels, through a stand-in for CUDA's driver (test_cuda_rehearsal.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
+from cubins import prepare_stand_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_nonzero_scan import oracle as oracle_scan
@@ -40,6 +45,18 @@ from test_unit_scan import FLOAT_UNITS, random_slice, random_widths, slow_inexac
 from test_unit_scan import check as check_units
 
 from ddp_hooks_testing import _C as testing
+
+
+@pytest.fixture(autouse=True, scope="module", params=["emulated", "launched"])
+def through_driver(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Play kernels directly, or through the driver's functions."""
+    if request.param == "launched":
+        if not testing.kernels_image():
+            pytest.skip("this build has no CUDA kernels, because nvcc was not found")
+        testing.rehearse(str(prepare_stand_in().path))
+    yield
+    testing.rehearse("")
+
 
 SMALLEST_CHUNK_BYTES = 256
 LARGEST_CHUNK_BYTES = 4096

@@ -12,7 +12,7 @@
 
 namespace py = pybind11;
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(_pretend, m) {
   m.doc() = "A device that is pretended: see queues.h.";
   using pretend::Queues;
   m.def(
