@@ -5,9 +5,8 @@
 # make matrix  build and test with every supported torch, each in an environment of its own; gigabytes, an hour
 # make check  the linters
 # make reference  docs/reference.md from the docstrings
-# make wheel   a source distribution and a wheel in dist/; make wheels one for each of TORCH_VERSIONS
-# make cuda-compile  compile the CUDA kernels alone, and check what calls them: no GPU and no torch with CUDA needed,
-#                    only nvcc
+# make wheels  in dist/: the wheel for PYTHON and every supported torch, the sources, checksums; gigabytes are fetched.
+#              make wheel leaves out every torch but the installed one
 # make clean  remove what was built
 #
 # TORCH=torch==2.12.0 and PYTHON=python3.12 choose other versions; MAX_JOBS limits how many compilers run at once.
@@ -23,7 +22,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-asan test-tsan fuzz matrix check format build wheel wheels install-wheel cuda-compile reference clean
+.PHONY: demo test test-all test-asan test-tsan fuzz matrix check format build wheel wheels install-wheel reference clean
 
 demo: build
 	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
@@ -63,10 +62,10 @@ reference: build $(TRAINERS)
 build: $(STAMP)
 	DDP_HOOKS_TESTING=1 $(BIN)/python setup.py --quiet build_ext --inplace
 
-$(STAMP): pyproject.toml setup.py ddp_hooks/_version.py
+$(STAMP): pyproject.toml ddp_hooks/_version.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) numpy
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'setuptools>=77' wheel ninja
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'setuptools>=77' wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
 	touch $@
 
@@ -74,26 +73,15 @@ $(TRAINERS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'ddp_hooks[integrations]'
 	touch $@
 
-# From the source distribution, so that what is in that is enough.
-DIST ?= dist
-wheel: $(STAMP)
-	rm -rf $(DIST)
-	$(BIN)/python setup.py --quiet sdist --dist-dir $(DIST)
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(DIST) \
-	  $(DIST)/*.tar.gz
+# From the source distribution, so that what is in that is enough. WHEELS='2.13.0 2.15.0' chooses.
+wheels: $(STAMP)
+	$(BIN)/python building/wheels.py $(WHEELS)
+
+wheel:
+	$(MAKE) wheels WHEELS=--installed
 
 install-wheel: wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall $(DIST)/*.whl
-
-# One for each torch, in dist/; each in an environment of its own, because a wheel runs with the torch it was built for.
-# The checkout is built for the last of them afterwards; `make build` puts that right.
-TORCH_VERSIONS ?= $(shell $(PYTHON) -c 'import runpy; print(*runpy.run_path("ddp_hooks/_version.py")["TESTED_TORCH"])')
-wheels:
-	for version in $(TORCH_VERSIONS); do \
-	  $(MAKE) wheel VENV=build/venv-$$version TORCH=torch==$$version DIST=build/dist-$$version || exit 1; \
-	done
-	mkdir -p dist
-	cp build/dist-*/* dist/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.whl
 
 check: $(STAMP) $(TRAINERS)
 	$(BIN)/ruff check .
@@ -106,25 +94,5 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# So that the kernels do not rot where torch has no CUDA, nor what calls them, which any torch can check. Nothing is kept.
-NVCC ?= nvcc
-CUDA_ARCH ?= sm_90
-NVCC_FLAGS := -std=c++20 -O3 -Icsrc -arch=$(CUDA_ARCH) -Werror all-warnings -Xptxas -warn-spills \
-  -Xcompiler -Wall,-Wextra,-Werror
-TORCH_HEADERS = $(shell $(BIN)/python -c \
-  'from torch.utils.cpp_extension import include_paths; print(*("-isystem " + path for path in include_paths()))')
-cuda-compile: $(STAMP)
-	@for file in csrc/kernels/*.cpp; do \
-	  echo "$(CXX) -fsyntax-only -DDDP_HOOKS_WITH_CUDA $$file"; \
-	  $(CXX) -std=c++20 -fsyntax-only -Wall -Wextra -Werror -DDDP_HOOKS_WITH_CUDA -Icsrc $(TORCH_HEADERS) "$$file" || exit 1; \
-	done
-	@if command -v $(NVCC) >/dev/null; then \
-	  for file in csrc/kernels/cuda/*.cu; do \
-	    echo "$(NVCC) $$file"; $(NVCC) $(NVCC_FLAGS) -c "$$file" -o /dev/null || exit 1; \
-	  done; \
-	else \
-	  echo "$(NVCC) is not found, so the CUDA kernels were not compiled"; \
-	fi
-
 clean:
-	rm -rf build dist *.egg-info ddp_hooks/*.so ddp_hooks_testing/*.so ddp_hooks/_build_info.py $(VENV)
+	rm -rf build dist *.egg-info ddp_hooks/*.so ddp_hooks_testing/*.so $(VENV)

@@ -9,8 +9,9 @@ import os
 
 __version__ = "0.1.0"
 
-# `make matrix` builds and tests with each of these, oldest first; in between, other patch releases are taken.
-TESTED_TORCH = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.14.1", "2.15.0")
+# `make wheels` builds for each of these, and `make matrix` tests with each, oldest first. In between, other patch
+# releases are taken when it is built from source.
+TESTED_TORCH = ("2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1", "2.15.0")
 
 
 def why_untested(torch_version: str) -> str | None:

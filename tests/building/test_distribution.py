@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ddp_hooks
+from ddp_hooks import _C
 from ddp_hooks._version import TESTED_TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,12 +34,21 @@ def run_setup(*arguments: str, **environment: str) -> subprocess.CompletedProces
     )
 
 
-def test_what_is_installed_requires_the_torch_it_was_built_for() -> None:
+def test_what_is_installed_requires_a_tested_torch() -> None:
     installed = importlib.metadata.distribution("ddp_hooks")
-    public, _, local = torch.__version__.partition("+")
-    assert f"torch=={public}" in (installed.requires or [])
-    platform = local or ("cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}")
-    assert installed.version == f"{ddp_hooks.__version__}+pt{public}.{platform}"
+    assert "torch<2.16,>=2.11" in (installed.requires or [])
+    assert installed.version == ddp_hooks.__version__
+
+
+def test_the_extension_needs_no_newer_system_than_torch() -> None:
+    """As far back as torch's own wheels: manylinux_2_28."""
+    assert _C.__file__ is not None
+    symbols = subprocess.run(["readelf", "-W", "--dyn-syms", _C.__file__], capture_output=True, text=True, check=True)
+    for library, newest in (("GLIBC", (2, 28)), ("GLIBCXX", (3, 4, 24)), ("CXXABI", (1, 3, 11))):
+        needed = re.findall(rf"(\S+)@{library}_([\d.]+)", symbols.stdout)
+        assert needed
+        late = [name for name, version in needed if tuple(map(int, version.split("."))) > newest]
+        assert late == [], late
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +68,8 @@ def test_the_source_distribution_has_all_sources(source_distribution: Path) -> N
         assert b"Requires-Dist: torch<2.16,>=2.11" in requirements.read()
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     sources |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "ddp_hooks").rglob("*.py*") if path.is_file()}
-    built = {name for name in sources if "__pycache__" in name or name.endswith("_build_info.py")}
+    sources |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "building").rglob("*.py")}
+    built = {name for name in sources if "__pycache__" in name}
     assert sources - built <= names, sorted(sources - built - names)
     assert not built & names
     assert not [name for name in names if name.endswith(".so") or name.startswith(("build/", "examples/"))]
@@ -79,6 +90,7 @@ def for_older_torch(tmp_path: Path) -> Path:
     """Copy what setup.py reads before it builds, as of a time at which there was no such torch as here."""
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT / "ddp_hooks", checkout / "ddp_hooks", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(ROOT / "building", checkout / "building")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout / name)
     version = checkout / "ddp_hooks" / "_version.py"
@@ -97,7 +109,8 @@ def test_beside_an_untested_torch_pip_says_what_to_do(for_older_torch: Path) -> 
     )
     assert done.returncode == 1
     said = done.stdout + done.stderr
-    assert f"expects torch 1.7 to 1.9, with which it is tested, but found torch {torch.__version__}" in said
+    release = torch.__version__.partition("+")[0]
+    assert f"expects torch 1.7 to 1.9, with which it is tested, but found torch {release}" in said
     assert "DDP_HOOKS_ANY_TORCH=1" in said
 
 
@@ -127,7 +140,7 @@ def built_wheel(source_distribution: Path) -> Path:
     """Return the wheel that `make wheel` has made of the sources as they are, or else what it is made of."""
     sources = [path for folder in ("csrc", "ddp_hooks") for path in (ROOT / folder).rglob("*.[hcp]*") if path.is_file()]
     written = {".cpp", ".h", ".cu", ".py"}
-    newest = max(path.stat().st_mtime for path in sources if path.suffix in written and path.name != "_build_info.py")
+    newest = max(path.stat().st_mtime for path in sources if path.suffix in written)
     wheels = [path for path in (ROOT / "dist").glob("*.whl") if path.stat().st_mtime > newest]
     return wheels[0] if wheels else source_distribution
 

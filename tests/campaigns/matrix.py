@@ -1,14 +1,16 @@
-"""Builds ddp_hooks for each supported torch, in an environment of its own, and tests what depends on torch's inside.
+"""Installs the wheel beside each supported torch, in an environment of its own, and tests what depends on torch.
 
-    python tests/campaigns/matrix.py                          # every tested torch on Python 3.11, and the other Pythons
+    python tests/campaigns/matrix.py                # every tested torch on this Python, and other Pythons
     python tests/campaigns/matrix.py 2.15.0 2.14.1@3.12       # these; the second on Python 3.12
     python tests/campaigns/matrix.py --write docs/tested-versions.md
 
-For each: a virtual environment in build/matrix, pip's build of the source distribution beside that torch, the probes of
-what is read of torch (test_reducer_probes), every scenario beside plain DDP of that torch (test_equivalence), the
-options of DDP that not every torch has (test_ddp_options), and the same for FSDP2 (test_fsdp_registration, test_fsdp);
-of a torch whose FSDP2 is not served only that it is refused. The environments are kept, so that a second run only
-builds and tests; each takes up to 6 GB. Exits with 1 if anything failed.
+For each Python it makes the wheel, as `make wheels` does, unless --dist names a folder that has it, and what only
+tests load. For each torch: a virtual environment in build/matrix; pip's installation of the wheel with no compiler on
+the PATH, and the README's first script, with the seconds that both took; the probes of what is read of torch
+(test_reducer_probes), every scenario beside plain DDP of that torch (test_equivalence), the options of DDP that not
+every torch has (test_ddp_options), and the same for FSDP2 (test_fsdp_registration, test_fsdp); of a torch whose FSDP2
+is not served only that it is refused. The environments are kept, so that a second run only installs the wheel and
+tests; each takes up to 6 GB, unless --delete removes each one after its tests. Exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -53,6 +57,7 @@ class Entry:
 class Row:
     entry: Entry
     build: str = ""  # as torch names itself
+    seconds: str = ""  # from pip's start to the end of the first training step
     tests: tuple[str, ...] = ()  # by module
     problem: str = ""  # what went wrong
     unavailable: bool = False  # it cannot be installed here
@@ -64,6 +69,10 @@ class Row:
 
 class Failure(Exception):
     """A command failed; holds what to say in the table."""
+
+
+def numbers_of(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
 
 
 def parse(text: str) -> Entry:
@@ -93,39 +102,79 @@ def pip(entry: Entry, *arguments: str | Path) -> bool:
 
 def prepare(entry: Entry) -> None:
     """Make the environment, unless it stands; without ddp_hooks."""
-    interpreter = shutil.which(f"python{entry.python}") if entry.python != HERE else sys.executable
-    if interpreter is None or subprocess.run([interpreter, "-c", ""], capture_output=True).returncode != 0:
-        raise Failure(f"no Python {entry.python} here")
     if not entry.executable.exists():
-        run(entry, interpreter, "-m", "venv", entry.folder / "venv")
+        run(entry, find_python(entry.python), "-m", "venv", entry.folder / "venv")
     if not pip(entry, f"torch=={entry.torch}", "numpy"):
         raise Failure(f"pip finds no torch {entry.torch} for Python {entry.python}")
-    if not pip(entry, "setuptools>=77", "wheel", "ninja", "pytest>=8", "hypothesis"):
+    if not pip(entry, "pytest>=8", "hypothesis"):
         raise Failure("pip cannot install what the tests need")
 
 
-def build(entry: Entry, source: Path) -> None:
-    """Build the source distribution beside the entry's torch, as a user would, and install it."""
-    # Whether the kernels can be compiled depends on nvcc's version; `make cuda-compile` does it by itself.
-    done = run(
-        entry,
-        *(entry.executable, "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps"),
-        *("--no-build-isolation", source),
-        DDP_HOOKS_CUDA="0",
-        DDP_HOOKS_TESTING="1",
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What is tested for a Python."""
+
+    wheel: Path
+    for_tests: Path  # the folder in which ddp_hooks_testing is
+
+
+def make(python: str, dist: Path | None, torches: list[str]) -> Made:
+    """Make the wheel for a Python, and what only tests load, for these torches."""
+    interpreter = find_python(python)
+    folder = FOLDER / "wheels"
+    tools = folder / f"venv-{python}"
+    if not tools.exists():
+        subprocess.run([interpreter, "-m", "venv", tools], check=True)
+        subprocess.run([tools / "bin" / "pip", "install", "--quiet", "setuptools>=77", "wheel"], check=True)
+    if dist is None:
+        dist = folder / f"dist-{python}"
+        command = [tools / "bin" / "python", ROOT / "building" / "wheels.py", "--dist", dist, "--for-tests", *torches]
+    else:
+        command = [tools / "bin" / "python", ROOT / "building" / "wheels.py", "--only-for-tests", *torches]
+    if subprocess.run(command, check=False).returncode != 0:
+        raise Failure("the wheel cannot be made")
+    (wheel,) = dist.glob(f"*-cp{python.replace('.', '')}-*.whl")
+    return Made(wheel, ROOT / "build" / f"for-tests-{python}")
+
+
+def find_python(python: str) -> str:
+    interpreter = shutil.which(f"python{python}") if python != HERE else sys.executable
+    if interpreter is None or subprocess.run([interpreter, "-c", ""], capture_output=True).returncode != 0:
+        raise Failure(f"no Python {python} here")
+    return interpreter
+
+
+def install(entry: Entry, wheel: Path) -> str:
+    """Install the wheel as a user would, train, and return the seconds until the first step was done."""
+    run(entry, entry.executable, "-m", "pip", "uninstall", "--yes", "--quiet", "ddp_hooks")
+    # Nobody compiles anything.
+    programs = {"PATH": str(entry.executable.parent), "PYTHONPATH": "", "CXX": "/nowhere"}
+    script = entry.folder / "train.py"
+    text = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    step = "    optimizer.step()\n"
+    assert text.count(step) == 1
+    noted = (
+        f"{step}    if step == 0 and dist.get_rank() == 0:\n        print('first step at', __import__('time').time())\n"
     )
-    if done.returncode != 0:
-        raise Failure("the build fails")
+    script.write_text(text.replace(step, noted))
+    began = time.time()
+    if run(entry, entry.executable, "-m", "pip", "install", "--quiet", wheel, **programs).returncode != 0:
+        raise Failure("pip does not install the wheel")
+    command = (entry.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    if run(entry, *command, cwd=entry.folder, **programs).returncode != 0:
+        raise Failure("README's first script fails")
+    found = re.findall(r"^first step at ([\d.]+)$", (entry.folder / "log.txt").read_text(), re.MULTILINE)
+    return f"{float(found[-1]) - began:.1f}"
 
 
-def test(entry: Entry, module: str) -> tuple[str, bool]:
+def test(entry: Entry, module: str, for_tests: Path) -> tuple[str, bool]:
     """Run a test module on what is installed; what came of it, and whether that is well."""
     report = entry.folder / f"{module}.xml"
     report.unlink(missing_ok=True)
     (file,) = (ROOT / "tests").rglob(f"{module}.py")
     # From the folder of the tests, so that the checkout does not stand in the way of what is installed.
     command = (entry.executable, "-m", "pytest", "-q", "--all", file, f"--junitxml={report}")
-    done = run(entry, *command, cwd=ROOT / "tests", PYTHONPATH="")
+    done = run(entry, *command, cwd=ROOT / "tests", PYTHONPATH=str(for_tests))
     if not report.exists():
         return "did not run", False
     suite = next(iter(ElementTree.parse(report).getroot().iter("testsuite")))
@@ -137,7 +186,7 @@ def test(entry: Entry, module: str) -> tuple[str, bool]:
     return said, done.returncode == 0
 
 
-def try_out(entry: Entry, source: Path) -> Row:
+def try_out(entry: Entry, make_for: Callable[[str], Made]) -> Row:
     entry.folder.mkdir(parents=True, exist_ok=True)
     (entry.folder / "log.txt").unlink(missing_ok=True)
     try:
@@ -147,22 +196,13 @@ def try_out(entry: Entry, source: Path) -> Row:
     asking = [str(entry.executable), "-c", "import torch; print(torch.__version__)"]
     name = subprocess.run(asking, capture_output=True, text=True, check=False).stdout.strip()
     try:
-        build(entry, source)
+        made = make_for(entry.python)
+        seconds = install(entry, made.wheel)
     except Failure as failure:
         return Row(entry, name, problem=str(failure))
-    results = [test(entry, module) for module in MODULES]
+    results = [test(entry, module, made.for_tests) for module in MODULES]
     well = all(good for _, good in results)
-    return Row(entry, name, tuple(said for said, _ in results), "" if well else "tests fail")
-
-
-def make_source_distribution() -> Path:
-    folder = FOLDER / "sdist"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    # Not in the checkout's own egg-info, which belongs to what is installed from it.
-    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder), "sdist", "--dist-dir"]
-    subprocess.run([*command, str(folder)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return next(folder.glob("*.tar.gz"))
+    return Row(entry, name, seconds, tuple(said for said, _ in results), "" if well else "tests fail")
 
 
 def commit_and_day() -> str:
@@ -171,19 +211,22 @@ def commit_and_day() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def table(rows: list[Row], commit: str) -> str:
+def table(rows: list[Row], commit: str, wheels: list[Path]) -> str:
+    sizes = ", ".join(f"`{wheel.name}` ({wheel.stat().st_size / 1e6:.1f} MB)" for wheel in wheels)
     lines = [
         "# Tested versions",
         "",
-        f"What `make matrix` printed for commit {commit}. For each torch it makes an environment, builds without the",
-        "CUDA kernels, and runs the tests that depend on torch's inside, on the CPU over gloo. A test is skipped where",
-        "a torch does not have the option of DDP's that it is about.",
+        f"What `make matrix` printed for commit {commit}, of {sizes}.",
+        "For each torch it makes an environment, installs the wheel with no compiler on the PATH, trains with the",
+        "first script of the README, and runs the tests that depend on torch's inside, on the CPU over gloo. Seconds",
+        "are from the start of `pip install` to the end of the first training step. A test is skipped where a torch",
+        "does not have the option of DDP's that it is about.",
         "",
-        "| torch | Python | " + " | ".join(f"{module}" for module in MODULES) + " | |",
-        "|---|---|" + "---|" * len(MODULES) + "---|",
+        "| torch | Python | seconds | " + " | ".join(f"{module}" for module in MODULES) + " | |",
+        "|---|---|---|" + "---|" * len(MODULES) + "---|",
     ]
     for row in rows:
-        cells = [row.build or row.entry.torch, row.entry.python]
+        cells = [row.build or row.entry.torch, row.entry.python, row.seconds]
         cells += row.tests or [""] * len(MODULES)
         cells.append("works" if row.passed else row.problem)
         lines.append("| " + " | ".join(cells) + " |")
@@ -192,24 +235,36 @@ def table(rows: list[Row], commit: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    everything = [*(f"{torch}@3.11" for torch in TESTED_TORCH), *OTHER_PYTHONS]
+    everything = [*(f"{torch}@{HERE}" for torch in TESTED_TORCH), *OTHER_PYTHONS]
     parser.add_argument("entries", nargs="*", default=everything, help="TORCH or TORCH@PYTHON; all without")
+    parser.add_argument("--dist", type=Path, help="a folder that has the wheels already")
+    parser.add_argument("--delete", action="store_true", help="delete each environment after its tests")
     parser.add_argument("--write", type=Path, help="also write the table into this file")
     arguments = parser.parse_args()
     commit = commit_and_day()
-    source = make_source_distribution()
+    entries = [parse(text) for text in arguments.entries]
+    made: dict[str, Made] = {}
     rows = []
-    for entry in map(parse, arguments.entries):
+
+    def make_for(python: str) -> Made:
+        if python not in made:
+            torches = [each.torch for each in entries if each.python == python]
+            made[python] = make(python, arguments.dist, sorted(torches, key=numbers_of))
+        return made[python]
+
+    for entry in entries:
         began = time.monotonic()
         print(f"torch {entry.torch}, Python {entry.python}: ", end="", flush=True)
-        row = try_out(entry, source)
+        row = try_out(entry, make_for)
         rows.append(row)
+        if arguments.delete:
+            shutil.rmtree(entry.folder / "venv", ignore_errors=True)
         said = "works" if row.passed else f"{row.problem}; see {(entry.folder / 'log.txt').relative_to(ROOT)}"
         print(f"{said} ({time.monotonic() - began:.0f} s)", flush=True)
-    print()
-    print(table(rows, commit))
+    text = table(rows, commit, [each.wheel for each in made.values()])
+    print(f"\n{text}")
     if arguments.write is not None:
-        arguments.write.write_text(table(rows, commit))
+        arguments.write.write_text(text)
     return 0 if all(row.passed or row.unavailable for row in rows) else 1
 
 
