@@ -1,5 +1,5 @@
 // The host's side of the CUDA kernels, run on CPU memory through a stand-in for CUDA's driver
-// (tests/stand_in_driver.cpp): tables are divided and launched by the code that launches them on a GPU.
+// (tests/kernels/stand_in_driver.cpp): tables are divided and launched by the code that launches them on a GPU.
 #pragma once
 
 #include <string>

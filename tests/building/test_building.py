@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from building import jobs, torches  # noqa: E402
+from building import jobs, kernels, torches  # noqa: E402
 
 
 def fake_torch(folder: Path, version: str, headers: dict[str, str]) -> torches.Torch:
@@ -71,6 +71,18 @@ def test_only_what_has_changed_is_compiled_again(tmp_path: Path) -> None:
         compile_once("-O1")
     with pytest.raises(jobs.Failure, match="error"):  # as long as it is wrong
         compile_once("-O1")
+
+
+def test_kernels_are_assembled_for_the_oldest_gpu_of_each_generation(tmp_path: Path) -> None:
+    assembler = tmp_path / "ptxas"
+    assembler.write_text(
+        """#!/bin/sh
+echo "This option is ignored for programs with .target sm_70 or higher."
+echo "Allowed values: 'compute_86','sm_100','sm_100a','sm_103','sm_75','sm_60','sm_86','sm_80','sm_90','sm_90a'"
+"""
+    )
+    assembler.chmod(0o755)
+    assert kernels.Toolkit("nvcc", str(assembler), "fatbinary").architectures() == [75, 80, 90, 100]
 
 
 def test_jobs_run_after_what_they_need(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def find_climbers(graph: Graph, levels: Sequence[Sequence[str]], separator: str)
 
 # The rooms of ddp_hooks/ from the ground up, and the files that stand beside them; the package itself is "".
 PYTHON_LEVELS = (
-    ("_C", "_build_info", "_extension", "_version", "errors", "policies", "statistics", "wording"),
+    ("_C", "_extension", "_version", "errors", "policies", "statistics", "wording"),
     ("hangs",),
     ("serving",),
     ("fsdp", "sync"),

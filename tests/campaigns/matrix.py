@@ -1,7 +1,8 @@
 """Installs the wheel beside each supported torch, in an environment of its own, and tests what depends on torch.
 
-    python tests/campaigns/matrix.py                # every tested torch on this Python, and other Pythons
-    python tests/campaigns/matrix.py 2.15.0 2.14.1@3.12       # these; the second on Python 3.12
+    python tests/campaigns/matrix.py                      # every tested torch on this Python, and other Pythons
+    python tests/campaigns/matrix.py 2.15.0 2.14.1@3.12   # these; the second on Python 3.12
+    python tests/campaigns/matrix.py ===2.13.0            # PyPI's build, if pip's settings prefer 2.13.0+cpu
     python tests/campaigns/matrix.py --write docs/tested-versions.md
 
 For each Python it makes the wheel, as `make wheels` does, unless --dist names a folder that has it, and what only
@@ -41,8 +42,16 @@ TIMEOUT_SECONDS = 3600
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    torch: str
+    torch: str  # a version, or ===version
     python: str
+
+    @property
+    def version(self) -> str:
+        return self.torch.lstrip("=")
+
+    @property
+    def requirement(self) -> str:
+        return f"torch{self.torch}" if self.torch != self.version else f"torch=={self.version}"
 
     @property
     def folder(self) -> Path:
@@ -104,8 +113,8 @@ def prepare(entry: Entry) -> None:
     """Make the environment, unless it stands; without ddp_hooks."""
     if not entry.executable.exists():
         run(entry, find_python(entry.python), "-m", "venv", entry.folder / "venv")
-    if not pip(entry, f"torch=={entry.torch}", "numpy"):
-        raise Failure(f"pip finds no torch {entry.torch} for Python {entry.python}")
+    if not pip(entry, entry.requirement, "numpy"):
+        raise Failure(f"pip finds no torch {entry.version} for Python {entry.python}")
     if not pip(entry, "pytest>=8", "hypothesis"):
         raise Failure("pip cannot install what the tests need")
 
@@ -233,13 +242,19 @@ def table(rows: list[Row], commit: str, wheels: list[Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def after_table(page: Path) -> str:
+    """Return the sections of a page that this program did not write."""
+    _, heading, rest = page.read_text().partition("\n## ") if page.exists() else ("", "", "")
+    return heading + rest
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     everything = [*(f"{torch}@{HERE}" for torch in TESTED_TORCH), *OTHER_PYTHONS]
-    parser.add_argument("entries", nargs="*", default=everything, help="TORCH or TORCH@PYTHON; all without")
+    parser.add_argument("entries", nargs="*", default=everything, help="TORCH or TORCH@PYTHON (default: all)")
     parser.add_argument("--dist", type=Path, help="a folder that has the wheels already")
     parser.add_argument("--delete", action="store_true", help="delete each environment after its tests")
-    parser.add_argument("--write", type=Path, help="also write the table into this file")
+    parser.add_argument("--write", type=Path, help="also write the table to the top of this page, row by row")
     arguments = parser.parse_args()
     commit = commit_and_day()
     entries = [parse(text) for text in arguments.entries]
@@ -248,7 +263,7 @@ def main() -> int:
 
     def make_for(python: str) -> Made:
         if python not in made:
-            torches = [each.torch for each in entries if each.python == python]
+            torches = {each.version for each in entries if each.python == python}
             made[python] = make(python, arguments.dist, sorted(torches, key=numbers_of))
         return made[python]
 
@@ -261,10 +276,10 @@ def main() -> int:
             shutil.rmtree(entry.folder / "venv", ignore_errors=True)
         said = "works" if row.passed else f"{row.problem}; see {(entry.folder / 'log.txt').relative_to(ROOT)}"
         print(f"{said} ({time.monotonic() - began:.0f} s)", flush=True)
-    text = table(rows, commit, [each.wheel for each in made.values()])
+        text = table(rows, commit, [each.wheel for each in made.values()])
+        if arguments.write is not None:
+            arguments.write.write_text(text + after_table(arguments.write))
     print(f"\n{text}")
-    if arguments.write is not None:
-        arguments.write.write_text(text)
     return 0 if all(row.passed or row.unavailable for row in rows) else 1
 
 

@@ -1,4 +1,4 @@
-// Those functions of CUDA's driver that are called, as cuda.h has them; tests/driver_api.cpp compares the two.
+// Those functions of CUDA's driver that are called, as cuda.h has them; tests/kernels/driver_api.cpp compares the two.
 //
 // Declared here, because builds on machines without CUDA serve GPUs elsewhere. Handles are pointers, a device is its
 // number, and statuses are numbers.

@@ -19,7 +19,7 @@ from cubins import ELF, FAT_BINARY, PTX, Compiled, Image, StandIn, prepare_stand
 from ddp_hooks import _C
 from ddp_hooks_testing import _C as testing
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
 TIMEOUT_SECONDS = 120
 BLOCK_THREADS = 128
@@ -90,7 +90,10 @@ def test_the_drivers_functions_are_declared_as_cuda_has_them() -> None:
         pytest.skip("needs a compiler and CUDA's headers")
     command = [compiler, "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'csrc'}", f"-I{header.parent}"]
     done = subprocess.run(
-        [*command, str(ROOT / "tests" / "driver_api.cpp")], capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        [*command, str(ROOT / "tests" / "kernels" / "driver_api.cpp")],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 0, done.stderr
 

@@ -74,7 +74,7 @@ def read_kernels(image: Image) -> dict[str, Compiled]:
 
 
 class StandIn:
-    """The stand-in for CUDA's driver (tests/stand_in_driver.cpp), which is told what compiled kernels say."""
+    """The stand-in for CUDA's driver (tests/kernels/stand_in_driver.cpp), which is told what compiled kernels say."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
