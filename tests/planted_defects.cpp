@@ -34,8 +34,8 @@ __attribute__((visibility("default"))) int64_t count_without_lock(int64_t rounds
 }
 
 // ThreadSanitizer: one thread writes a member, another one frees the object. That the one comes first is all that is
-// sure: the flag that says so publishes nothing. tests/campaigns/sanitized.py leaves out what looks like this for an object that
-// torch counts, and must not leave out this.
+// sure: the flag that says so publishes nothing. tests/campaigns/sanitized.py leaves out what looks like this for an
+// object that torch counts, and must not leave out this.
 __attribute__((visibility("default"))) int64_t free_without_counting(int64_t value) {
   struct Object {
     int64_t member = 0;

@@ -1,9 +1,9 @@
 // A stand-in for CUDA's driver (libcuda.so.1), for rehearsals without a GPU: csrc/testing/rehearsal.h loads it.
 //
 // It takes memory of the host for the device's, and plays each launch on the CPU when it is made
-// (testing/played_kernels.h). Of each kernel, tests/tools/cubins.py tells it what the compiled one says of itself: the places
-// and sizes of its parameters, and how many threads it takes. As the driver would, it copies so many bytes from each
-// argument to that place and lets the kernel read them there, so a wrong number, order or size of arguments shows.
+// (testing/played_kernels.h). Of each kernel, tests/tools/cubins.py tells it what the compiled one says of itself: the
+// places and sizes of its parameters, and how many threads it takes. As the driver would, it copies so many bytes from
+// each argument to that place and lets the kernel read them there, so a wrong number, order or size of arguments shows.
 #include <cstdint>
 #include <cstring>
 #include <exception>
