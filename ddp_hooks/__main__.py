@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ddp_hooks.cli import info, run
+from ddp_hooks.cli import doctor, info, run
 from ddp_hooks.cli.options import CommandParser
-from ddp_hooks.doctor import command as doctor
 
 COMMANDS = (info, run, doctor)
 

@@ -13,10 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _extension
 from .serving import service
 from .serving.disabling import VARIABLE, is_disabled
+from .serving.modules import find_ddp, parameters_of, reducible_parameters, uncompiled
 from .serving.parameters import Selector, select
-from .serving.reducer import parameters_of, reducible_parameters
-from .serving.registration import find_ddp
-from .serving.wrappers import uncompiled
 from .wording import check_fields, check_flag, check_int, short, short_list
 
 _C = _extension.load()

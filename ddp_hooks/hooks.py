@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _extension
 from .errors import RefusedError
 from .policies import PRESETS, Policy, resolve
-from .serving.absentees import meet_to_register
 from .serving.ddp_methods import keep_place
-from .serving.disabling import DisabledService, disabled_service, is_disabled, warn_of_it
+from .serving.disabling import DisabledService
+from .serving.modules import find_ddp
 from .serving.parameters import Selector
-from .serving.registration import find_ddp
-from .serving.service import Service, agree_to_serve, registered_service
+from .serving.registration import serve, service_of
+from .serving.service import Service
 from .statistics import ParameterUsage, Statistics
 from .wording import check_fields, short
 
@@ -82,14 +82,8 @@ class SkipUnusedState:
 
     def _attach(self, ddp: DistributedDataParallel, mistake: Exception | None, *, native: bool) -> None:
         function = "register" if native else "SkipUnusedState"
-        meet_to_register(ddp.process_group, function)
-        groups = agree_to_serve(ddp, function, self._policy, _problem(function, mistake))
-        if groups is None:
-            self._service = DisabledService(ddp, self)
-            warn_of_it()
-        else:
-            self._service = Service(ddp, self._policy, groups, hook=skip_unused_hook, state=self, native=native)
-        keep_place(ddp)
+        problem = _problem(function, mistake)
+        self._service = serve(ddp, function, self._policy, problem, hook=skip_unused_hook, state=self, native=native)
         _tied[:] = [other for other in _tied if other() not in (None, self)] + [weakref.ref(self)]
 
     def _is_attached(self) -> bool:
@@ -292,7 +286,7 @@ def register(ddp: torch.nn.Module, policy: Policy | str = "auto", **settings: An
             already, or this one with another policy.
     """
     module = find_ddp(ddp, "register")
-    service = disabled_service(module) if is_disabled() else registered_service(module)
+    service = service_of(module)
     state = None if service is None else service.state()
     # From here on problems are collected and raised together, so that no rank is left waiting for the others.
     resolved, mistake = _resolve("register", policy, settings)

@@ -14,7 +14,7 @@ from .. import _extension
 from ..fsdp.param_groups import is_sharded
 from ..hangs import watcher
 from ..serving.engine_settings import may_send_directly
-from ..serving.registration import find_ddp
+from ..serving.modules import find_ddp
 from ..serving.service import registered_service
 from ..wording import describe_ranks, fill
 from . import timing

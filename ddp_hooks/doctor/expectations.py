@@ -21,9 +21,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnexpectedUseError
-from ..serving.agreement import settle
+from ..serving.agreement import propose, settle
+from ..serving.modules import find_ddp
 from ..serving.parameters import ParameterIndex, Selector
-from ..serving.registration import find_ddp, propose
 from ..wording import short_list
 from .diagnosis import why_not_watched
 from .gradient_watch import GradientWatch, Silence

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from .. import _extension
-from ..serving.reducer import parameters_of
+from ..serving.modules import parameters_of
 from .joining import follow_join_blocks
 
 _C = _extension.load()

@@ -22,7 +22,7 @@ from ..hangs.activity import ModuleActivity, activity
 from ..hangs.stack import BACKWARD, read_position
 from ..hangs.watcher import watch_forward
 from ..serving.agreement import exchange_proposals, settle
-from ..serving.wrappers import uncompiled
+from ..serving.modules import uncompiled
 from ..wording import describe_ranks, short_list
 from .breakdowns import count_steps, find_broken_backward, find_standstill, find_uneven
 from .findings import Findings

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from .. import _extension
 from ..serving.absentees import naming_absent_ranks
+from ..serving.agreement import Distributed
 from ..serving.control_groups import open_small_group
-from ..serving.registration import Distributed
 
 _C = _extension.load()
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
-from ..serving.reducer import reducible_parameters
+from ..serving.modules import reducible_parameters
 
 _C = _extension.load()
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..serving.wrappers import uncompiled
+from ..serving.modules import uncompiled
 
 try:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..hooks import SkipUnusedState, origin_of, register
 from ..policies import Policy
-from ..serving.registration import propose
+from ..serving.agreement import propose
 from ..statistics import Statistics
 from ..wording import short
 

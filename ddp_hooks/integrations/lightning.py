@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..hooks import SkipUnusedState
 from ..policies import Policy
-from ..serving.wrappers import uncompiled
+from ..serving.modules import uncompiled
 from .hook_of_trainer import HookOfTrainer, Log
 
 try:

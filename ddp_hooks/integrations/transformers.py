@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..hooks import SkipUnusedState
 from ..policies import Policy
-from ..serving.wrappers import uncompiled
+from ..serving.modules import uncompiled
 from ..wording import short
 from .hook_of_trainer import HookOfTrainer, Log
 

@@ -1,7 +1,9 @@
-"""What serves a registered module.
+"""Serves registered modules.
 
-Start with :mod:`~ddp_hooks.serving.service`: a service belongs to one module, holds its engine, and is made by
-:func:`ddp_hooks.register`. The other files are what it stands on: what a module has to fulfil (``registration``), what
-ranks tell each other (``agreement``, ``absentees``), how they connect (``groups``, ``endpoints``, ``control_groups``),
-what the engine is told (``engine_settings``, ``collective_costs``), and how DDP is read (``reducer``, ``ddp_methods``).
+Start with :func:`ddp_hooks.serving.registration.serve`, which :func:`ddp_hooks.register` calls. The ranks meet
+(``absentees``), check their modules (``modules``), compare what they found (``agreement``), and open the groups that
+masks travel on (``control_groups``, ``endpoints``, ``groups``). Then a ``service`` gives the module an engine, with
+settings made from the policy (``engine_settings``, ``collective_costs``), and keeps it until the module goes. Three
+files stand beside this path: ``disabling`` for ``DDP_HOOKS_DISABLE``, ``ddp_methods`` for wrapped methods of DDP, and
+``parameters`` for selectors of parameters.
 """

@@ -18,8 +18,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -219,6 +220,35 @@ def exchange_proposals(
     """
     agree(group, function, {}, {})
     return _gather_proposals(group, function, Proposal((function,), description, problem, own))
+
+
+class Distributed(Protocol):
+    """What runs on the ranks of a process group: a DDP module, or anything else that has these."""
+
+    @property
+    def process_group(self) -> Any:
+        """The group."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its gradients lie."""
+
+    @property
+    def device_type(self) -> str:
+        """The type of that."""
+
+
+def propose(
+    ddp: Distributed,
+    function: str,
+    description: Mapping[str, str],
+    problem: str | None = None,
+    own: object = None,
+) -> list[Proposal]:
+    """Exchange proposals with every rank of a module; as :func:`exchange_proposals` otherwise."""
+    # Objects travel through the current device, which need not be the module's; two ranks may share it.
+    with torch.accelerator.device_index(ddp.device.index) if ddp.device_type != "cpu" else nullcontext():
+        return exchange_proposals(ddp.process_group, function, description, problem, own)
 
 
 def settle(function: str, proposals: Sequence[Proposal], error: Exception | None = None) -> list[Any]:

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from .. import _extension
 from ..errors import RefusedError
 from ..hangs.watcher import waited_in_vain
-from .agreement import settle
+from .agreement import Distributed, propose, settle
 from .endpoints import Endpoint, Listener, advise, choose_listener, find_endpoint, group_by_host
 from .groups import store_of
-from .registration import Distributed, propose
 
 _C = _extension.load()
 

@@ -35,7 +35,7 @@ def warn_of_it() -> None:
         warnings.warn(
             f"ddp_hooks: {VARIABLE} is set, so no hook is registered: gradients are reduced as they are without "
             "ddp_hooks, statistics stay empty, and rebuild(), close() and state.unused() do nothing",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

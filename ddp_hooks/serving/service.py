@@ -22,22 +22,19 @@ from ..hangs.activity import ModuleActivity, activity
 from ..policies import Policy
 from ..statistics import ParameterUsage, Statistics, UnitUsage
 from ..wording import short, short_list
-from .absentees import meet_to_close, naming_absent_ranks
-from .agreement import settle
-from .collective_costs import costs_as_numbers, measure_collective_costs
-from .control_groups import ControlGroups, new_name, open_control_groups, timeout_of
-from .disabling import check_alike, is_disabled
-from .endpoints import Endpoint, find_endpoint, group_by_host
+from .absentees import meet_to_close
+from .agreement import propose, settle
+from .control_groups import ControlGroups, timeout_of
 from .engine_settings import engine_settings, why_little_is_narrow, why_nothing_is_narrow
 from .groups import is_in_use
-from .parameters import ParameterIndex, ParameterPlaces, Selector
-from .reducer import (
+from .modules import (
+    describe,
     initialize_used_map,
     parameters_of,
     rebuild_reducer,
     reducible_parameters,
 )
-from .registration import describe, propose, why_unsupported
+from .parameters import ParameterIndex, ParameterPlaces, Selector
 
 _C = _extension.load()
 
@@ -49,63 +46,12 @@ _left_over: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, frozen
 # In a forked child: engines, groups and parts of DDP that are its parent's, so that they never go.
 _of_the_parent: list[object] = []
 # What else the ranks have to have in common when they register.
-_REGISTERED = "hook of this package registered before"
+REGISTERED = "hook of this package registered before"
 # In how many steps a replaced parameter is noticed at the latest.
 _STEPS_BETWEEN_LOOKS = 16
 # How long whoever closes a service waits for its groups' threads and files to be gone. Longer only where an exchange is
 # under way, which then ends in the background.
 _CLOSING_SECONDS = 0.5
-
-
-def agree_to_serve(
-    ddp: DistributedDataParallel, function: str, policy: Policy, problem: str | None
-) -> ControlGroups | None:
-    """Make sure that every rank can serve its module, and in the same way; open the groups for it, or share them.
-
-    Where the policy asks for it, measure what collectives take, unless that was done for the groups that are shared.
-
-    Args:
-        ddp: the module.
-        function: what every rank calls.
-        policy: what every rank has to have chosen.
-        problem: what keeps this rank from it already, or None.
-
-    Returns:
-        The groups; None if the module is to be left alone, because the hook is disabled on every rank.
-
-    Raises:
-        RefusedError: a rank has a problem, its module has a setting that cannot be supported, or ranks differ. On every
-            rank.
-    """
-    if is_disabled():
-        proposals = propose(ddp, function, {}, problem)
-        check_alike(function, [each.own is None for each in proposals])
-        settle(function, proposals)
-        return None
-    problem = problem or why_unsupported(ddp)
-    # A module that is refused may lack what is described.
-    description = {} if problem else {_REGISTERED: "no", **describe(policy, ddp, *parameters_of(ddp))}
-    sharable = _groups_to_share(ddp)
-    # Two runs have the same bits only where times decide nothing.
-    may_measure = policy.tuning.calibrate and not torch.are_deterministic_algorithms_enabled()
-    # Of services that share groups some may have been told what collectives take and others not, and which of them are
-    # left differs by rank.
-    costs = {name: costs_as_numbers(groups.costs) for name, groups in sharable.items()}
-    own = (new_name(), tuple(find_endpoint(ddp.process_group)), costs, may_measure)
-    proposals = propose(ddp, function, description, problem, own)
-    check_alike(function, [each.own is None for each in proposals])
-    offers = settle(function, proposals)
-    endpoints = [Endpoint(*endpoint) for _, endpoint, _, _ in offers]
-    shared = set(sharable).intersection(*(theirs for _, _, theirs, _ in offers))
-    groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0], endpoints)
-    if len({theirs.get(groups.name) for _, _, theirs, _ in offers}) > 1:
-        groups = replace(groups, costs=None)
-    groups = replace(groups, hosts=group_by_host([endpoint.host for endpoint in endpoints]))
-    measures = all(may_measure for _, _, _, may_measure in offers)
-    if groups.costs is None and measures and _C.can_send_directly(ddp.process_group, ddp.device):
-        with naming_absent_ranks(ddp.process_group, function):
-            groups = replace(groups, costs=measure_collective_costs(ddp.process_group, ddp.device))
-    return groups
 
 
 class _HookActivity:
@@ -422,7 +368,7 @@ class Service:
                 "state.set_policy() on every rank to change it, or state.close() first (ddp_hooks.states() returns "
                 "it)"
             )
-        description = {_REGISTERED: "yes", **describe(policy, ddp, *parameters_of(ddp))}
+        description = {REGISTERED: "yes", **describe(policy, ddp, *parameters_of(ddp))}
         settle("register", propose(ddp, "register", description, problem, ("", ())))
 
     def change_policy(self, policy: Policy, problem: str | None) -> None:
@@ -672,7 +618,7 @@ def _module_is_gone(engine: Any, service: weakref.ref[Service], module: ModuleAc
     _C.wait_until_groups_are_gone(_CLOSING_SECONDS)
 
 
-def _groups_to_share(ddp: DistributedDataParallel) -> dict[str, ControlGroups]:
+def groups_to_share(ddp: DistributedDataParallel) -> dict[str, ControlGroups]:
     """Find the groups of services of the same model, wrapped before, over the same ranks."""
     found = {}
     for other, reference in list(_services.items()):

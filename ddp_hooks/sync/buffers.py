@@ -14,7 +14,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from .. import _C
 from ..serving.agreement import RECORD_BYTES, agree, refuse
 from ..serving.groups import gather_tensor, resolve_group
-from ..serving.wrappers import uncompiled
+from ..serving.modules import uncompiled
 from ..wording import did_you_mean, short
 from .parameters import average_named, broadcast_named, broadcast_tensors
 from .tensors import NamedTensor, check_writable, describe_layout, named_buffers

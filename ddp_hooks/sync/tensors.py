@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..serving.wrappers import uncompiled
+from ..serving.modules import uncompiled
 from ..wording import short
 
 _INTEGERS = frozenset(

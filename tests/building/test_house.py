@@ -63,8 +63,8 @@ PYTHON_LEVELS = (
     ("serving",),
     ("fsdp", "sync"),
     ("enabling", "freezing", "hooks"),
-    ("cli", "integrations"),
-    ("doctor", "", "__main__"),
+    ("doctor", "integrations"),
+    ("", "cli", "__main__"),
 )
 
 

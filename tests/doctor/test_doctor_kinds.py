@@ -10,7 +10,7 @@ import pytest
 from spawn import run_ranks
 from test_doctor_page import doctors_part, run
 
-from ddp_hooks.doctor import command
+from ddp_hooks.cli import doctor as command
 
 SCRIPT = "tests/doctored/kinds.py"
 ROOT = Path(__file__).parents[2]

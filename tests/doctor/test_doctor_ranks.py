@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
-from ddp_hooks.doctor import command
+from ddp_hooks.cli import doctor as command
 from ddp_hooks.doctor.noticeboard import Noticeboard
 
 RANKS = 3

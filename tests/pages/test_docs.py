@@ -24,8 +24,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import ddp_hooks
-from ddp_hooks.cli import info, run
-from ddp_hooks.doctor import command as doctor
+from ddp_hooks.cli import doctor, info, run
 
 ROOT = Path(__file__).parents[2]
 # How many blocks of Python they have: guards against a fence that the pattern does not see.

@@ -31,7 +31,8 @@ from tuned import Tuning
 
 import ddp_hooks
 from ddp_hooks.hangs.activity import activity
-from ddp_hooks.serving import control_groups, reducer, registration
+from ddp_hooks.serving import control_groups
+from ddp_hooks.serving import modules as ddp_modules
 from ddp_hooks.serving.engine_settings import engine_settings
 
 # Probes soon and often, so that a few steps see skip_zeros="adaptive" at work.
@@ -614,7 +615,7 @@ def placed_differently(rank: int) -> None:
 
     def on_devices(numbers: list[int]) -> Any:
         def parameters_of(ddp: DistributedDataParallel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            reduced, unmanaged = reducer.parameters_of(ddp)
+            reduced, unmanaged = ddp_modules.parameters_of(ddp)
             for i, parameter in enumerate(reduced):
                 reduced[i] = parameter.detach().as_subclass(OnDevice)
                 reduced[i].device = torch.device("cuda", numbers[i % len(numbers)])
@@ -625,12 +626,12 @@ def placed_differently(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # As many on each, but not the same ones.
         patch.setattr(
-            ddp_hooks.serving.service, "parameters_of", on_devices([[0, 1], [1, 1, 0, 0, 1, 0, 1, 0, 1, 0]][rank])
+            ddp_hooks.serving.registration, "parameters_of", on_devices([[0, 1], [1, 1, 0, 0, 1, 0, 1, 0, 1, 0]][rank])
         )
         message = error_of(lambda: ddp_hooks.register(ddp))
         assert "the ranks disagree: devices: expected 2, with 5 and 5 parameters" in message
         assert "received 2, with 5 and 5 parameters" in message
-        patch.setattr(ddp_hooks.serving.service, "parameters_of", on_devices([[0, 1], [0]][rank]))
+        patch.setattr(ddp_hooks.serving.registration, "parameters_of", on_devices([[0, 1], [0]][rank]))
         message = error_of(lambda: ddp_hooks.register(ddp))
         assert "devices: expected 2, with 5 and 5 parameters" in message
         assert message.split("received ")[1].startswith("one on rank 1.")
@@ -643,7 +644,7 @@ def test_ranks_that_place_a_model_differently_are_told_so() -> None:
 
 def test_the_description_of_devices_leaves_out_their_numbers() -> None:
     def describe(*devices: str) -> str:
-        return registration.describe_devices([SimpleNamespace(device=torch.device(name)) for name in devices])  # type: ignore[misc]
+        return ddp_modules.describe_devices([SimpleNamespace(device=torch.device(name)) for name in devices])  # type: ignore[misc]
 
     assert describe() == describe("cpu", "cpu") == describe("cuda:3") == "one"
     assert describe("cuda:0", "cuda:1", "cuda:0") == describe("cuda:7", "cuda:2", "cuda:7")

@@ -19,25 +19,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cli.options import add_script_to, explain_missing_launcher, parse_new_file, parse_positive, script_of
-from ..cli.script import run_script
+from ..doctor.children import Children, follow
+from ..doctor.diagnosis import Diagnosis
+from ..doctor.findings import Findings, leave_error_to_its_module
+from ..doctor.noticeboard import Noticeboard
+from ..doctor.page import draw_page
+from ..doctor.recorder import Recorder
+from ..doctor.records import read_word, write_word
+from ..doctor.shards import ShardDiagnosis
+from ..doctor.standing import End, Way, read_end
+from ..doctor.text import describe_all
+from ..doctor.watchdog import Watchdog
 from ..errors import RefusedError
 from ..fsdp.param_groups import watch_first_forward
 from ..hangs.activity import activity
 from ..serving.ddp_methods import watch_construction
 from ..serving.groups import launched_rank
 from ..wording import fill, short_list
-from .children import Children, follow
-from .diagnosis import Diagnosis
-from .findings import Findings, leave_error_to_its_module
-from .noticeboard import Noticeboard
-from .page import draw_page
-from .recorder import Recorder
-from .records import read_word, write_word
-from .shards import ShardDiagnosis
-from .standing import End, Way, read_end
-from .text import describe_all
-from .watchdog import Watchdog
+from .options import add_script_to, explain_missing_launcher, parse_new_file, parse_positive, script_of
+from .script import run_script
 
 
 @dataclass(frozen=True, slots=True)
