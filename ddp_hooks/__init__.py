@@ -7,10 +7,11 @@
     ...
     print(state.stats())
 
-Where a trainer makes the module, ``ddp_hooks.enable()`` before it starts does the same for each one that is made.
+If a trainer makes the module, call ``ddp_hooks.enable()`` before it starts: every module made after that gets the hook.
 
-Around it: freezing at any time; parameters and buffers in step without a backward pass (:mod:`ddp_hooks.sync`); who
-does not use which parameters, by name (:mod:`ddp_hooks.doctor`); errors that have a name (:mod:`ddp_hooks.errors`).
+The package also freezes parameters at any time, synchronises parameters and buffers without a backward pass
+(:mod:`ddp_hooks.sync`), and names the parameters that ranks do not use (:mod:`ddp_hooks.doctor`). Its errors are in
+:mod:`ddp_hooks.errors`.
 """
 
 import importlib
@@ -24,7 +25,7 @@ try:
 except ImportError as _error:
     if not _extension.runs_as_command():
         raise
-    # `python -m ddp_hooks info` is what people call to find out why it does not load.
+    # People run `python -m ddp_hooks info` to find out why the package does not load.
     print(_extension.describe())
     sys.exit(_extension.fold(str(_error)))
 
@@ -60,13 +61,13 @@ __all__ = [
     "unfreeze",
 ]
 
-# Training with DDP does not need the doctor, so it is loaded when somebody asks for one of these; nor `fsdp`.
+# Training with DDP needs neither the doctor nor `fsdp`, so both are loaded on first use.
 _OF_THE_DOCTOR = ("diagnose", "expect_unused", "expect_used")
 
 if not TYPE_CHECKING:  # so that a type checker still finds a name that is not there
 
     def __getattr__(name: str) -> object:
-        """Load the doctor with the first of its names that is used, and what is for FSDP2 with its own."""
+        """Load the doctor or ``fsdp`` when one of their names is first used."""
         if name == "fsdp":
             return importlib.import_module(".fsdp", __name__)
         if name != "doctor" and name not in _OF_THE_DOCTOR:
@@ -75,5 +76,5 @@ if not TYPE_CHECKING:  # so that a type checker still finds a name that is not t
         return doctor if name == "doctor" else getattr(doctor, name)
 
     def __dir__() -> list[str]:
-        """List what is loaded later, too."""
+        """List every name, including those that are loaded on first use."""
         return sorted({*globals(), "doctor", "fsdp", *_OF_THE_DOCTOR})

@@ -1,4 +1,4 @@
-"""The command line: ``python -m ddp_hooks``."""
+"""Runs ``python -m ddp_hooks``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMMANDS = (info, run, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command in ``arguments`` (the process's own by default) and return its exit status."""
+    """Run the command that ``arguments`` names (by default, those of the process) and return its exit status."""
     parser = CommandParser(
         prog="python -m ddp_hooks",
         description="A DistributedDataParallel communication hook that sends only the gradients somebody needs.",

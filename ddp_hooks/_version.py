@@ -1,4 +1,4 @@
-"""The version of ddp_hooks, and the releases of torch that it is tested with; the only place where either stands.
+"""The version of ddp_hooks and the tested releases of torch, which are written nowhere else.
 
 Read by setup.py before anything is built, so it imports nothing but the standard library.
 """

@@ -1,4 +1,4 @@
-"""The hook for every DDP module that is made from now on, whoever makes it."""
+"""Gives every DDP module the hook when it is made, for programs in which a trainer makes the module."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .serving.ddp_methods import Ending, give_way_to_other_hooks, watch_construc
 from .serving.disabling import VARIABLE, is_disabled
 from .wording import describe_ranks
 
-# How long a module's first rank waits for the others to make theirs under `enable`, too, where DDP's `__init__` waits
-# for nobody (`init_sync=False`).
+# How long the first rank waits for the others to make the module under `enable`, if DDP's `__init__` does not
+# synchronise (`init_sync=False`).
 PATIENCE_SECONDS = 60.0
 
 _lock = LockOfProcess()
@@ -33,14 +33,14 @@ _watch = ExitStack()
 
 @dataclass(frozen=True, slots=True)
 class MadeModule:
-    """What became of a DDP module that was made.
+    """A DDP module that was made while :func:`enable` was in force.
 
     Attributes:
-        name: its model's class.
-        rank: this process's rank in the world.
-        world_size: that group's size.
-        state: what serves it; None where nothing does.
-        problem: why nothing does; None where something does.
+        name: the class of the model.
+        rank: this process's rank in the default group.
+        world_size: the size of the module's process group.
+        state: the state that serves it; None if it trains as plain DDP.
+        problem: why it trains as plain DDP; None if a state serves it.
     """
 
     name: str
@@ -51,16 +51,16 @@ class MadeModule:
 
 
 class Enabling:
-    """What :func:`enable` returns: as a context manager it ends with its block.
+    """The result of :func:`enable`. As a context manager, it ends with its block.
 
     Args:
-        policy: what modules are served with.
-        report: what to tell of each module that is made, or None.
+        policy: the policy for the modules.
+        report: called with a :class:`MadeModule` for each module that is made, or None.
 
     Attributes:
-        policy: the same.
-        states: of each module that was served, in the order in which they were made. A state keeps its statistics when
-            its module goes, as it does when a trainer has finished.
+        policy: the policy for the modules.
+        states: the states of the modules, in the order in which they were made. A state keeps its statistics when its
+            module goes, as it does when a trainer has finished.
     """
 
     def __init__(self, policy: Policy, report: Callable[[MadeModule], object] | None = None) -> None:
@@ -73,7 +73,7 @@ class Enabling:
             _open.append(self)
 
     def end(self) -> None:
-        """Leave modules that are made from now on to what was enabled before, if anything was; may be called again."""
+        """End it; modules made later get the policy that was enabled before, if any. May be called again."""
         with _lock:
             if self in _open:
                 _open.remove(self)
@@ -81,7 +81,7 @@ class Enabling:
                     _watch.close()
 
     def __enter__(self) -> Enabling:
-        """Return this; it is in force already."""
+        """Return this object, which is in force already."""
         return self
 
     def __exit__(
@@ -91,16 +91,16 @@ class Enabling:
         self.end()
 
     def __repr__(self) -> str:
-        """Name the policy, and whether modules that are made now get the hook."""
+        """Show the policy, and whether it is in force."""
         return f"<ddp_hooks.enable(policy={self.policy.name!r}): {'in force' if self in _open else 'ended'}>"
 
     def serve(self, ddp: DistributedDataParallel, visit: Visit | None, *, passed_together: bool) -> None:
-        """Give a new module the hook, or say why it trains on as plain DDP; every rank that has enabled it calls it.
+        """Give a new module the hook, or say why it trains as plain DDP. Every rank with :func:`enable` calls it.
 
         Args:
             ddp: the module.
-            visit: where the ranks meet that have enabled it, since the module's construction began; or None.
-            passed_together: every rank has waited for every other one in that construction.
+            visit: the meeting of ranks that called :func:`enable`, begun before the module was constructed; or None.
+            passed_together: whether the construction made every rank wait for every other rank.
         """
         name = type(ddp.module).__name__ if hasattr(ddp, "module") else type(ddp).__name__
         if visit is not None and visit.group is not ddp.process_group:
@@ -125,28 +125,28 @@ class Enabling:
 
 
 def enable(policy: Policy | str = "auto", **settings: Any) -> Enabling:
-    """Give every DistributedDataParallel module that is made from now on the hook, whoever makes it.
+    """Register the hook with every DistributedDataParallel module that is made from now on.
 
-    For programs in which a trainer makes the module: one line before it starts, on every rank, does what
-    :func:`ddp_hooks.register` does for each module, at the end of the module's own ``__init__``. Modules that were made
-    before are left alone, and so are copies. :func:`ddp_hooks.states` returns the states of modules that are there;
-    what this returns has those of modules that a trainer has dropped, too.
+    Use it if a trainer makes the module: call it on every rank before the trainer starts. It does what
+    :func:`ddp_hooks.register` does, at the end of each module's ``__init__``. Existing modules and copies are left
+    alone. The returned object keeps the states of all modules, while :func:`ddp_hooks.states` returns only those whose
+    modules still exist.
 
-    A module that cannot be served trains on as plain DDP, on every rank, and each rank warns and says why. That is
-    also so where some rank has not called this: the others say which one it is. A hook that is registered with a module
-    later (``ddp.register_comm_hook``) takes the place of this one, with a warning.
+    A module that cannot be served trains as plain DDP on every rank, and each rank warns and says why. The same happens
+    if some rank did not call this function; the warning names that rank. If another hook is registered with a module
+    later (``ddp.register_comm_hook``), it replaces this one, with a warning.
 
-    Enabled again, the latest policy holds for what is made then; :func:`disable` ends all of them.
+    If called again, the latest policy applies to modules made after that. :func:`disable` ends all of them.
 
     Args:
         policy: a preset's name or a :class:`ddp_hooks.Policy`, as for :func:`ddp_hooks.register`.
-        settings: fields of the policy to set differently, as in ``enable("skip_unused", rebuild_after=100)``.
+        settings: fields of the policy to set differently, for example ``enable("skip_unused", rebuild_after=100)``.
 
     Returns:
-        Its ``states``; and a context manager, with which it is in force in the block only. It need not be used as one.
+        An object with the ``states`` of the modules. Used as a context manager, it ends with its block.
 
     Raises:
-        TypeError, ValueError: there is no such policy or setting. Nothing is enabled then.
+        TypeError, ValueError: the policy or a setting does not exist. Nothing is enabled then.
 
     Example::
 
@@ -163,9 +163,9 @@ def enable(policy: Policy | str = "auto", **settings: Any) -> Enabling:
 
 
 def disable() -> None:
-    """Leave DDP modules that are made from now on as they are; those with a hook keep it.
+    """Undo every :func:`enable`. Modules made from now on get no hook; existing modules keep theirs.
 
-    Everything that was enabled is ended. Called where nothing is, it does nothing.
+    If nothing is enabled, it does nothing.
     """
     with _lock:
         for enabling in list(_open):
@@ -177,7 +177,7 @@ def _begin(arguments: Mapping[str, Any]) -> Ending | None:
         enabling = _open[-1] if _open else None
     if enabling is None:
         return None
-    # Before any of the collectives in DDP's `__init__`: whoever has passed those knows who comes.
+    # Before the collectives in DDP's `__init__`: a rank that has passed those knows which ranks take part.
     group = _group_of(arguments)
     visit = None if group is None else Visit(group, ENABLE)
 
@@ -191,7 +191,7 @@ def _begin(arguments: Mapping[str, Any]) -> Ending | None:
 
 
 def _group_of(arguments: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """Return the group that a module will have; None where DDP will find something wrong, or nobody can tell."""
+    """Return the process group that a module will have; None if that is unknown, or DDP is going to raise."""
     group, mesh = arguments.get("process_group"), arguments.get("device_mesh")
     if "module" not in arguments or not dist.is_initialized() or (group is not None and mesh is not None):
         return None
@@ -211,5 +211,5 @@ def _try_to_register(ddp: DistributedDataParallel, policy: Policy) -> tuple[Skip
     try:
         return register(ddp, policy), None
     except (RefusedError, RanksDisagreeError) as refusal:
-        # Every rank knows of these. Of other errors only this one may, so they are no reason to go on.
+        # Every rank raises these together. Another error may concern this rank alone, so training must not go on.
         return None, str(refusal)

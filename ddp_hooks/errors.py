@@ -1,4 +1,4 @@
-"""The errors that have names of their own. All of them are RuntimeErrors."""
+"""The exceptions of this package. All are RuntimeErrors."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Any
 
 
 class RanksAbsentError(RuntimeError):
-    """A collective function waited for ranks that did not call it; the message names them, as ranks of the world."""
+    """Some ranks did not call a collective function in time. The message gives their ranks in the default group."""
 
 
 class RanksDisagreeError(RuntimeError):
-    """The ranks asked for different things; nothing was exchanged and no tensor changed."""
+    """Ranks called a collective function with different arguments. Nothing was exchanged and no tensor changed."""
 
 
 class RefusedError(RuntimeError):
-    """A rank cannot take part, or the ranks differ; every rank raises it, and nothing has changed on any."""
+    """A rank cannot take part, or ranks differ. Every rank raises it, and nothing has changed on any rank."""
 
 
 class ReplicasDifferError(RuntimeError):
     """The ranks do not hold the same model.
 
     Attributes:
-        report: what differs, a :class:`ddp_hooks.sync.ReplicaReport`.
+        report: the differences, a :class:`ddp_hooks.sync.ReplicaReport`.
     """
 
     def __init__(self, report: Any) -> None:
@@ -30,4 +30,4 @@ class ReplicasDifferError(RuntimeError):
 
 
 class UnexpectedUseError(RuntimeError):
-    """A parameter that was expected to be used was not, or the other way round; the message names it."""
+    """A parameter that should be used was not, or one that should be unused was used. The message names it."""

@@ -1,4 +1,4 @@
-"""Freezing and unfreezing parts of a DDP module at any time, and making its Reducer anew for what is left."""
+"""Freezes and unfreezes parts of a DDP module at any time, and rebuilds its Reducer for the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _C = _extension.load()
 def freeze(
     module: nn.Module, *what: Selector, eval_norms: bool = False, keep_gradients: bool = False
 ) -> tuple[str, ...]:
-    """Freeze parameters: they get no gradients and, once a hook of this package is registered, cost no traffic.
+    """Freeze parameters: they get no gradients, and with a hook of this package nothing is sent for them.
 
     Call it between two steps. Ranks may freeze different parameters.
 
@@ -31,19 +31,19 @@ def freeze(
         module: the DDP module, or the model in it.
         what: patterns of parameter names as in a shell (``"encoder.*"``; ``"encoder"`` alone means all of it), modules,
             or parameters. Names are those of the wrapped model.
-        eval_norms: also put normalisation layers whose parameters are now all frozen in eval mode, so that their
-            running statistics stand still. ``module.train()`` undoes that; freeze again after it.
-        keep_gradients: keep the last gradients instead of dropping them. Optimizers skip parameters without one; with
-            one, momentum and weight decay go on moving a frozen weight.
+        eval_norms: also put normalisation layers in eval mode if all of their parameters are now frozen, so that their
+            running statistics do not change. ``module.train()`` undoes that; freeze again after it.
+        keep_gradients: keep the last gradients instead of dropping them. Optimizers skip parameters without a gradient;
+            with one, momentum and weight decay keep changing a frozen weight.
 
     Returns:
-        The names of the parameters that are meant, frozen before or not.
+        The names of the selected parameters, including those that were frozen already.
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: something in ``what`` matches no parameter, or nothing is given. Then nothing has changed.
-        RuntimeError: ``module`` is a DDP module that would wait for these gradients in vain, because it has neither a
-            hook of this package nor ``find_unused_parameters=True``. Nothing has changed then either.
+        ValueError: a selector matches no parameter, or none is given. Nothing has changed.
+        RuntimeError: ``module`` is a DDP module that would wait for these gradients forever, because it has neither a
+            hook of this package nor ``find_unused_parameters=True``. Nothing has changed.
     """
     model = _model("freeze", module)
     check_flag("freeze: eval_norms", eval_norms)
@@ -64,8 +64,8 @@ def freeze(
 def unfreeze(module: nn.Module, *what: Selector, train_norms: bool = False) -> tuple[str, ...]:
     """Unfreeze parameters: the opposite of :func:`freeze`.
 
-    Parameters that were frozen when DDP was built, or at the last :func:`rebuild`, are unknown to DDP. The hook
-    averages their gradients all the same, after backward and without overlap; :func:`rebuild` makes them known.
+    DDP does not know parameters that were frozen when it was built, or at the last :func:`rebuild`. The hook averages
+    their gradients after backward, without overlap, until :func:`rebuild` adds them to the Reducer.
 
     Args:
         module: the DDP module, or the model in it.
@@ -73,10 +73,10 @@ def unfreeze(module: nn.Module, *what: Selector, train_norms: bool = False) -> t
         train_norms: also put normalisation layers among them in train mode.
 
     Returns:
-        The names of the parameters that are meant.
+        The names of the selected parameters.
 
     Raises:
-        TypeError, ValueError: as for :func:`freeze`; also when a parameter is of a dtype without gradients.
+        TypeError, ValueError: as for :func:`freeze`; also if a parameter's dtype has no gradients.
     """
     model = _model("unfreeze", module)
     check_flag("unfreeze: train_norms", train_norms)
@@ -95,15 +95,14 @@ class FreezeSchedule:
 
     Args:
         module: the DDP module, or the model in it.
-        freeze: by step (counted from 0): what to freeze before that step; a pattern, module or parameter as for
-            :func:`freeze`, or a list of them. It may be left out if ``unfreeze`` is given.
-        unfreeze: by step: what to unfreeze before that step. At the same step unfreezing comes first.
-        eval_norms: as for :func:`freeze`, and the opposite when unfreezing.
+        freeze: for each step, counted from 0, the selectors to freeze before it: a pattern, module or parameter as for
+            :func:`freeze`, or a list of them. Optional if ``unfreeze`` is given.
+        unfreeze: for each step, the selectors to unfreeze before it. If a step has both, unfreezing comes first.
+        eval_norms: as for :func:`freeze`; unfreezing puts those layers back in train mode.
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: a negative step, a pattern that matches nothing, or no step at all; raised here, not when its step
-            comes.
+        ValueError: a step is negative, a pattern matches nothing, or there is no step. Raised here, before any step.
 
     Example::
 
@@ -137,14 +136,14 @@ class FreezeSchedule:
         self._next_step = 0
 
     def step(self) -> tuple[str, ...]:
-        """Do what is due before the next step; every rank calls it once a step.
+        """Freeze and unfreeze what is due before the next step. Every rank calls it once per step.
 
         Returns:
             The names of the parameters that were frozen or unfrozen.
 
         Raises:
-            ValueError: a pattern matches nothing any more, because the module has changed. Then nothing is done.
-            RuntimeError: as for :func:`freeze`; then nothing is done.
+            ValueError: the module has changed and a pattern matches nothing any more. Nothing has changed.
+            RuntimeError: as for :func:`freeze`. Nothing has changed.
         """
         self._check([self._next_step])
         changed = self._do(self._next_step)
@@ -152,7 +151,7 @@ class FreezeSchedule:
         return changed
 
     def _check(self, steps: Sequence[int]) -> None:
-        """Raise what freezing and unfreezing at these steps, in order, would raise, before any of it is done."""
+        """Raise the error that these steps, in order, would raise, before any of them is done."""
         model = _model("FreezeSchedule", self._module)
         frozen: dict[str, nn.Parameter] = {}
         unfrozen: dict[str, nn.Parameter] = {}
@@ -164,7 +163,7 @@ class FreezeSchedule:
                 frozen = {name: parameter for name, parameter in frozen.items() if name not in chosen}
             if step in self._freeze:
                 frozen |= _selected("FreezeSchedule", model, self._freeze[step])
-        # What is unfrozen before it is frozen was trained until then; what comes of all steps counts.
+        # What matters is the outcome of all steps: a parameter may be unfrozen and then frozen again.
         _check_not_awaited(self._module, frozen, unfrozen)
 
     def _do(self, step: int) -> tuple[str, ...]:
@@ -172,26 +171,26 @@ class FreezeSchedule:
         if step in self._unfreeze:
             changed += unfreeze(self._module, *self._unfreeze[step], train_norms=self._eval_norms)
         if step in self._freeze:
-            # Of the model, since what DDP waits for has been looked at for all steps together.
+            # On the model, because what DDP waits for was checked for all steps together.
             model = _model("FreezeSchedule", self._module)
             changed += freeze(model, *self._freeze[step], eval_norms=self._eval_norms)
         return changed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the schedule has come, for a checkpoint."""
+        """Return the number of steps so far, for a checkpoint."""
         return {"next_step": self._next_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint: everything that was due before is done again, in order.
+        """Continue from a checkpoint: repeat everything that was due before, in order.
 
         Args:
-            state_dict: what :meth:`state_dict` returned.
+            state_dict: the value that :meth:`state_dict` returned.
 
         Raises:
-            TypeError: it is no dictionary, or holds a step that is no int.
-            ValueError: it is of something else, holds a negative step, or a pattern matches nothing any more. Then
-                nothing is done.
-            RuntimeError: as for :func:`freeze`; then nothing is done.
+            TypeError: it is not a dictionary, or the step is not an int.
+            ValueError: it has other fields or a negative step, or a pattern matches nothing any more. Nothing has
+                changed.
+            RuntimeError: as for :func:`freeze`. Nothing has changed.
         """
         check_fields("FreezeSchedule.load_state_dict", state_dict, ("next_step",), ("next_step",))
         next_step = state_dict["next_step"]
@@ -204,26 +203,26 @@ class FreezeSchedule:
 
 
 def rebuild(ddp: DistributedDataParallel, *, find_unused_parameters: bool | None = None) -> bool:
-    """Make DDP's Reducer anew, in place, for the parameters that require gradients now. Every rank calls it.
+    """Rebuild DDP's Reducer in place for the parameters that require gradients now. Every rank calls it.
 
-    The wrapper, the hook, its statistics and the optimizer stay. Afterwards a step costs what it costs a DDP that was
-    built with those parameters frozen: their buckets and the zeros in them are gone. What only some ranks have frozen
-    stays in. Call it between two steps.
+    The wrapper, the hook, its statistics and the optimizer stay. A step then costs as much as with a DDP that was built
+    with those parameters frozen: their buckets are gone. Parameters that only some ranks have frozen stay in the
+    Reducer. Call it between two steps.
 
     Args:
-        ddp: a module with a hook of this package, which may lie inside one of yours.
-        find_unused_parameters: change this setting of DDP as well; False spares the search of the graph when all that
-            was unused is frozen now. None leaves it as it is.
+        ddp: a module with a hook of this package, which may be wrapped in a hook of yours.
+        find_unused_parameters: a new value for this setting of DDP. False avoids the search of the graph, if every
+            unused parameter is frozen now. None keeps the current value.
 
     Returns:
         Whether anything changed. False if ``DDP_HOOKS_DISABLE`` is set.
 
     Raises:
-        RuntimeError: on every rank, when a backward pass is under way, no parameter requires a gradient on any rank, or
-            ranks ask for different settings. Also when no hook of this package is registered.
+        RuntimeError: on every rank, if a backward pass is under way, no parameter requires a gradient on any rank, or
+            ranks ask for different settings. Also if no hook of this package is registered.
 
     Source:
-        DDP makes its Reducer in the same way when it is unpickled (``DistributedDataParallel.__setstate__``).
+        ``DistributedDataParallel.__setstate__`` builds a Reducer in the same way after unpickling.
     """
     module = find_ddp(ddp, "rebuild")
     return False if is_disabled() else service.rebuild(module, find_unused_parameters)
@@ -245,14 +244,14 @@ def _selected(function: str, model: nn.Module, what: Sequence[Selector]) -> dict
 def _check_not_awaited(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], unfrozen: Mapping[str, nn.Parameter] | None = None
 ) -> None:
-    """Refuse to freeze what plain DDP waits for; ``unfrozen`` are parameters that will be trained by then."""
+    """Refuse to freeze parameters that plain DDP waits for; ``unfrozen`` are those that will be trained by then."""
     ddp = uncompiled(module)
     if not isinstance(ddp, DistributedDataParallel) or ddp.find_unused_parameters or service.is_served(ddp):
         return
     if not ddp.require_backward_grad_sync:
-        return  # within no_sync(), after which it may be unfrozen
+        return  # within no_sync(), and may be unfrozen before the next synchronised pass
     if ddp.static_graph and _C.reducer_forward_passes(ddp.reducer) == 0:
-        return  # its first pass finds out what is unused
+        return  # a static graph learns in its first pass which parameters are unused
     awaited = {id(parameter) for parameter in parameters_of(ddp)[0]}
     names = [
         name
@@ -262,7 +261,7 @@ def _check_not_awaited(
     frozen = {id(parameter) for parameter in parameters.values()}
     trained = {id(parameter) for parameter in reducible_parameters(ddp).values() if parameter.requires_grad}
     trained |= {id(parameter) for parameter in (unfrozen or {}).values()}
-    # Where nothing is trained DDP waits for nothing: a discriminator may be frozen for its generator's pass.
+    # If nothing is trained, DDP waits for nothing: a discriminator may be frozen for its generator's pass.
     if names and awaited & (trained - frozen):
         raise RuntimeError(
             "freeze: expected a module with a hook of this package or with find_unused_parameters=True, received one "
@@ -282,7 +281,7 @@ def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _norms_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[_NormBase]:
-    """Find the norms that have one of the parameters, or none at all and lie in a module all of whose are chosen."""
+    """Find norms with a chosen parameter, and norms without parameters in a module whose parameters are all chosen."""
     chosen = {id(parameter) for parameter in parameters.values()}
     found: dict[nn.Module, None] = {}
 

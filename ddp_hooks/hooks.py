@@ -31,16 +31,16 @@ _MAKE_ANOTHER = (
     "saved = state.state_dict(), call state.load_state_dict(saved)"
 )
 
-# Every state that was tied to a module, in this order.
+# Every state that was attached to a module, in the order in which that happened.
 _tied: list[weakref.ref["SkipUnusedState"]] = []
 
 
 class SkipUnusedState:
     """The state of :func:`skip_unused_hook` for one DDP module.
 
-    Making one is a collective call: every rank of the module's process group makes it, with the same policy. It opens a
-    small gloo group of its own, over which the ranks agree on what was used. Then register it, as below; after a step
-    that was reduced without any hook there is a warning.
+    Creating a state is a collective call: every rank of the module's process group makes it, with the same policy. It
+    opens a small gloo group over which the ranks agree on what was used. Then register the state as in the example; if
+    a step is reduced without any hook, a warning says so.
 
     Args:
         ddp: the module that the hook will be registered with.
@@ -50,10 +50,10 @@ class SkipUnusedState:
             ``SkipUnusedState(ddp, "auto", rebuild_after=100)``.
 
     Raises:
-        TypeError: ``ddp`` is not a :class:`~torch.nn.parallel.DistributedDataParallel`; or no such setting.
-        ValueError: no such policy, or a setting is out of range.
-        RuntimeError: on every rank, when one rank's module has a setting that cannot be supported, or when ranks
-            differ in policy, world or parameters; the message names both.
+        TypeError: ``ddp`` is not a :class:`~torch.nn.parallel.DistributedDataParallel`, or a setting does not exist.
+        ValueError: the policy does not exist, or a setting is out of range.
+        RuntimeError: on every rank, if some rank's module has a setting that cannot be supported, or if ranks differ
+            in policy, world size or parameters. The message names both values.
 
     Example::
 
@@ -71,9 +71,9 @@ class SkipUnusedState:
 
     def _start(self, policy: Policy, earlier: Statistics) -> None:
         self._policy = policy
-        self._earlier = earlier  # of the run before a checkpoint, and of modules that were served before
+        self._earlier = earlier  # from the run before a checkpoint, and from modules that this state served earlier
         self._origin = 0, Statistics()  # see `origin_of`
-        self._service: Service | DisabledService | None = None  # also when it is closed
+        self._service: Service | DisabledService | None = None  # stays here after it is closed
 
     @property
     def policy(self) -> Policy:
@@ -101,17 +101,17 @@ class SkipUnusedState:
         return "that was unpickled or copied" if self._service is None else self._service.ended
 
     def close(self) -> None:
-        """Take the hook off the module, which trains on as plain DDP, and close the groups that the state opened.
+        """Remove the hook from the module, which then trains as plain DDP, and close the groups that the state opened.
 
-        Every rank calls it, between two steps, and waits for the others, also if its own module has gone already. The
-        state keeps its policy and its statistics; a closed one stays closed for good. It need not be called: a state
-        closes when its module goes, and then asks nobody. If the process group was destroyed, and while an exception is
-        handled, after 5 seconds, it closes on this rank alone.
+        Every rank calls it between two steps and waits for the others, even if its own module is gone already. The
+        state keeps its policy and its statistics, and cannot be opened again. Calling it is optional: a state closes by
+        itself when its module goes, without waiting for other ranks. It also closes on this rank alone if the process
+        group was destroyed, or, after 5 seconds, while an exception is being handled.
 
         Raises:
-            RuntimeError: on every rank, when a backward pass is under way on one.
-            RanksAbsentError: ranks did not call it within the process group's timeout; names them, and where they are.
-                Nothing has changed then.
+            RuntimeError: on every rank, if a backward pass is under way on some rank.
+            RanksAbsentError: some ranks did not call it within the process group's timeout. The message names them and
+                says where they are; nothing has changed.
         """
         if self._service is None:
             return
@@ -122,16 +122,15 @@ class SkipUnusedState:
             keep_place(ddp)
 
     def set_policy(self, policy: Policy | str, **settings: Any) -> None:
-        """Change the policy between two steps; every rank calls it with the same one.
+        """Change the policy between two steps. Every rank calls it with the same policy.
 
         Args:
             policy: as for the class.
-            settings: as for the class; what is not given is the policy's own, not that of the one before.
+            settings: as for the class. Other fields take the new policy's values, not those of the policy in force.
 
         Raises:
-            TypeError, ValueError: no such policy or setting; the other ranks raise a RuntimeError then.
-            RuntimeError: on every rank, when ranks differ; or the state serves no module, or a backward pass is under
-                way.
+            TypeError, ValueError: the policy or a setting does not exist; the other ranks then raise a RuntimeError.
+            RuntimeError: on every rank, if ranks differ or a backward pass is under way; or if it serves no module.
         """
         service = self._require_service()
         resolved, mistake = _resolve("set_policy", policy, settings)
@@ -142,7 +141,7 @@ class SkipUnusedState:
         self._policy = resolved
 
     def stats(self) -> Statistics:
-        """Return the counters so far, those of the run before a checkpoint included."""
+        """Return the counters so far, including those loaded from a checkpoint."""
         return self._earlier if self._service is None else self._earlier + self._service.statistics()
 
     def reset_stats(self) -> None:
@@ -155,10 +154,10 @@ class SkipUnusedState:
             self._service.reset_statistics()
 
     def usage(self) -> dict[str, ParameterUsage]:
-        """Return by parameter name who used it in the last step.
+        """Return how each parameter was used in the last step, by name.
 
         Returns:
-            One entry for each parameter that DDP reduces, in DDP's order; empty before the first step.
+            One entry for each parameter that DDP reduces, in DDP's order. Empty before the first step.
         """
         return self._require_service().usage()
 
@@ -170,23 +169,25 @@ class SkipUnusedState:
     def unused(self, *what: Selector) -> Iterator[None]:
         """Declare that forward passes in this block do not use some parameters.
 
-        For ``find_unused_parameters=False``: DDP then neither waits for their gradients nor searches the graph, and
-        what no rank uses is not sent. Ranks may declare different parameters. With ``find_unused_parameters=True`` it
-        changes nothing, because DDP searches anyway. The block has to hold the forward pass; backward may come later.
+        With ``find_unused_parameters=False``, DDP then neither waits for their gradients nor searches the graph, and
+        parameters that no rank uses are not sent. Ranks may declare different parameters. With
+        ``find_unused_parameters=True`` the declaration changes nothing, because DDP searches anyway. The block must
+        contain the forward pass; backward may come later.
 
         Args:
             what: modules, parameters, or patterns of parameter names (as in :func:`ddp_hooks.freeze`).
 
         Raises:
             ValueError: a pattern matches nothing.
-            RuntimeError: from ``backward()``, when a declared parameter enters a graph within backward only, as under
-                reentrant checkpointing; names it. Any other that is used after all gets plain DDP's gradient.
+            RuntimeError: from ``backward()``, if a declared parameter enters the graph only during backward, as with
+                reentrant checkpointing; the message names it. Any other declared parameter that is used after all gets
+                the same gradient as in plain DDP.
         """
         with self._require_service().unused(*what):
             yield
 
     def declare_unused(self, *what: Selector) -> None:
-        """Declare that the next synchronising forward pass does not use some parameters; see :meth:`unused`.
+        """Declare that the next synchronised forward pass does not use some parameters; see :meth:`unused`.
 
         Args:
             what: as for :meth:`unused`.
@@ -199,18 +200,18 @@ class SkipUnusedState:
     def state_dict(self) -> dict[str, Any]:
         """Return the policy and the statistics as plain values, for a checkpoint.
 
-        :meth:`load_state_dict` goes on with the statistics; the policy is a record of what the run used.
+        :meth:`load_state_dict` restores the statistics. The policy is only a record of what the run used.
         """
         return {"version": 2, "policy": self._policy.to_dict(), "statistics": self.stats().to_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the statistics of a checkpoint; the policy in force stays.
+        """Restore the statistics of a checkpoint. The policy in force stays.
 
-        Nothing is sent to other ranks. What :func:`ddp_hooks.rebuild` had taken out of the module's Reducer is in it
-        again, because a resumed run wraps the whole model: freeze it, and call ``rebuild`` again.
+        Nothing is sent to other ranks. A resumed run wraps the whole model, so parameters that
+        :func:`ddp_hooks.rebuild` had removed from the Reducer are in it again: freeze them, and call ``rebuild`` again.
 
         Args:
-            state_dict: what :meth:`state_dict` returned.
+            state_dict: the value that :meth:`state_dict` returned.
 
         Raises:
             TypeError, ValueError: it is something else, or comes from another version of this package.
@@ -218,15 +219,15 @@ class SkipUnusedState:
         self._restart_statistics(_read_statistics(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the module, its engine and the group behind: they cannot travel.
+        """Pickle and copy the policy and the statistics only.
 
-        DDP copies and pickles what is registered with it together with the module. A copy of a state serves no module:
-        it keeps policy and statistics, and whoever uses it for more is told how to make another.
+        DDP copies and pickles its hook's state together with the module, but the engine and the groups cannot be
+        copied. A copied state serves no module, and says how to make another when it is used for more.
         """
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Come back without a module."""
+        """Restore a state that serves no module."""
         statistics = _read_statistics(state)
         self._start(Policy.from_dict(state["policy"]), statistics)
 
@@ -245,11 +246,10 @@ def skip_unused_hook(
 
     Args:
         state: the :class:`SkipUnusedState` that was made for this module.
-        bucket: one bucket of gradients, as DDP hands it over.
+        bucket: a bucket of gradients from DDP.
 
     Returns:
-        A future of the bucket's buffer, in which gradients are averaged. Errors arrive through it and make
-        ``backward()`` raise.
+        A future of the bucket's buffer with averaged gradients. If it fails, ``backward()`` raises its error.
     """
     if not isinstance(bucket, dist.GradBucket):  # type: ignore[attr-defined]
         raise TypeError(
@@ -260,7 +260,7 @@ def skip_unused_hook(
     engine = None if service is None else service.engine
     if engine is None:
         received = f"one {state._why_detached()}" if isinstance(state, SkipUnusedState) else type(state).__name__
-        # DDP keeps the hook that it has.
+        # DDP cannot replace a hook, so the way out is to wrap the model again.
         return _C.failed_future(  # type: ignore[no-any-return]
             f"skip_unused_hook: expected a SkipUnusedState that serves this module, received {received}; wrap the "
             f"model in DistributedDataParallel again, and {_MAKE_ANOTHER}"
@@ -269,26 +269,26 @@ def skip_unused_hook(
 
 
 def register(ddp: torch.nn.Module, policy: Policy | str = "auto", **settings: Any) -> SkipUnusedState:
-    """Register the hook natively: gradients then travel without Python and its lock. Every rank calls it.
+    """Register the hook natively, so that no Python runs while gradients are reduced. Every rank calls it.
 
-    Calling it again with the same policy returns the state that the module has.
+    Calling it again with the same policy returns the existing state.
 
     Args:
-        ddp: the module, or what ``torch.compile`` returned for it.
+        ddp: the DDP module, or the result of ``torch.compile(ddp)``.
         policy: as for :class:`SkipUnusedState`.
-        settings: as for :class:`SkipUnusedState`, as in ``register(ddp, "auto", rebuild_after=100)``.
+        settings: as for :class:`SkipUnusedState`, for example ``register(ddp, "auto", rebuild_after=100)``.
 
     Returns:
-        The state, for statistics and usage. It does the same as the one registered through Python.
+        The state, for statistics and usage. It sends the same bytes as a state that is registered through Python.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as for :class:`SkipUnusedState`; also when another hook is registered
-            already, or this one with another policy.
+        TypeError, ValueError, RuntimeError: as for :class:`SkipUnusedState`; also if the module already has another
+            hook, or this hook with another policy.
     """
     module = find_ddp(ddp, "register")
     service = service_of(module)
     state = None if service is None else service.state()
-    # From here on problems are collected and raised together, so that no rank is left waiting for the others.
+    # From here on, problems are exchanged before any rank raises, so that no rank waits for one that has raised.
     resolved, mistake = _resolve("register", policy, settings)
     try:
         if service is not None and isinstance(state, SkipUnusedState):
@@ -304,22 +304,22 @@ def register(ddp: torch.nn.Module, policy: Policy | str = "auto", **settings: An
 
 
 def origin_of(state: SkipUnusedState) -> tuple[int, Statistics]:
-    """Return how often the state's counters were set, by a reset or a checkpoint, and to what the last time."""
+    """Return how many times the counters were reset or loaded from a checkpoint, and their values since then."""
     return state._origin
 
 
 def states() -> list[SkipUnusedState]:
-    """Return the states that serve modules of this process now, in the order in which they were tied to them.
+    """Return the states that serve modules of this process now, in the order in which they began to.
 
-    They are those of :func:`register`, of :class:`SkipUnusedState` and of :func:`ddp_hooks.enable`; not those that were
-    closed, or whose modules are gone.
+    These come from :func:`register`, :class:`SkipUnusedState` and :func:`ddp_hooks.enable`. Closed states, and states
+    whose modules are gone, are left out.
     """
     living = [state() for state in _tied]
     return [state for state in living if state is not None and state._service is not None and state._service.ddp]
 
 
 def _read_statistics(state_dict: dict[str, Any]) -> Statistics:
-    """Read what :meth:`SkipUnusedState.state_dict` returned; raise a TypeError or ValueError if it is anything else."""
+    """Read the result of :meth:`SkipUnusedState.state_dict`; raise a TypeError or ValueError for anything else."""
     fields = ("version", "policy", "statistics")
     check_fields("SkipUnusedState.load_state_dict", state_dict, fields, fields)
     version = state_dict["version"]
@@ -334,7 +334,7 @@ def _read_statistics(state_dict: dict[str, Any]) -> Statistics:
 def _resolve(
     function: str, policy: Policy | str, settings: Mapping[str, Any]
 ) -> tuple[Policy, TypeError | ValueError | None]:
-    """Return the policy; or any, and what is wrong with what was asked for: the other ranks have to be told."""
+    """Return the policy; or any policy and the mistake, so that the other ranks can be told of it."""
     try:
         return resolve(policy, settings, function), None
     except (TypeError, ValueError) as mistake:

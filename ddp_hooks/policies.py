@@ -1,4 +1,4 @@
-"""Policies: what counts as unused, and how what is left travels.
+"""Policies decide which gradients are not sent, and how the others travel.
 
 A policy is a value. Every rank must choose the same one; :class:`ddp_hooks.SkipUnusedState` checks that.
 """
@@ -16,7 +16,7 @@ When = Literal["off", "on", "adaptive"]
 Settings = TypeVar("Settings", bound="type[Policy | Tuning]")
 
 
-# What a checkpoint has to hold. Fields that came later are read with their defaults where they are missing.
+# Fields that every checkpoint has. Fields that were added later take their defaults if they are missing.
 _FIRST_FIELDS = ("name", "skip_unused", "skip_zeros", "skip_zero_rows", "rebuild_after", "tuning")
 _FIRST_FIELDS_OF_TUNING = (
     "in_place_bytes",
@@ -35,7 +35,7 @@ def _names(kind: type[Policy] | type[Tuning]) -> list[str]:
 
 
 def _naming_unknown_fields(kind: Settings) -> Settings:
-    """Have a dataclass name the field that may have been meant instead of one that it does not have."""
+    """Let a dataclass suggest a known field when it is given an unknown one."""
     original = kind.__init__
 
     @wraps(original)
@@ -50,7 +50,7 @@ def _naming_unknown_fields(kind: Settings) -> Settings:
 
 
 def _describe_unknown(unknown: Sequence[str], known: Mapping[str, Sequence[str]]) -> str:
-    """Say which of the known fields, by class, may have been meant by each unknown one; list them if none is close."""
+    """Suggest a known field for each unknown one, or list the known fields of each class if none is close."""
     names = [name for names in known.values() for name in names]
     suggestions = [did_you_mean(name, names) for name in unknown]
     kinds = " or ".join(f"ddp_hooks.{kind}" for kind in known)
@@ -76,40 +76,40 @@ def _check_int(settings: Policy | Tuning, name: str, least: int) -> None:
 @_naming_unknown_fields
 @dataclass(frozen=True, slots=True, repr=False)
 class Tuning:
-    """Thresholds of a policy. The defaults were measured; few programs gain from others.
+    """Thresholds of a policy. The defaults were chosen by measurement; few programs gain from other values.
 
     A *unit* is a row of a gradient (a slice along the first dimension), several short rows, or a part of a long one. A
     parameter of less than 64 KiB is one unit, so it is sent whole or not at all.
 
     Args:
-        in_place_bytes: a run of used gradients of at least this many bytes is sent from where it lies, as a message of
-            its own. Shorter runs are gathered. Bytes.
-        pack_bytes: gathered gradients leave when this many bytes have come together. Bytes.
-        direct: what only one rank contributes, it sends straight to the others, which takes half the bytes of an
-            all-reduce (docs/internals/protocol.md, "Who contributes"). It needs ``skip_unused``, a gloo or NCCL
-            group of at most 64 ranks, and a host for each rank or ``calibrate``; without them everything is
+        in_place_bytes: a run of used gradients with at least this many bytes is sent from where it lies, in a message
+            of its own. Shorter runs are gathered. Bytes.
+        pack_bytes: gathered gradients are sent once they reach this many bytes. Bytes.
+        direct: a rank that alone contributes a gradient sends it straight to the others, which takes half the bytes of
+            an all-reduce (docs/internals/protocol.md, "Who contributes"). This requires ``skip_unused``, a gloo or NCCL
+            group of at most 64 ranks, and either one rank per host or ``calibrate``; otherwise everything is
             all-reduced.
-        owners: what some ranks contribute and others do not, one of them sums and sends on, which saves up to half of
-            the bytes. It needs ``direct``.
+        owners: if only some ranks contribute a gradient, one of them sums it and sends the sum to all, which saves up
+            to half of the bytes. Requires ``direct``.
         calibrate: measure for about a second, when a state is made, how long collectives take on its process group.
-            The ranks then decide by those times what leaves the all-reduces, and whether ``narrow="adaptive"`` can
-            pay. By default they decide by bytes if every rank is on a host of its own, and all-reduce everything at
-            full width if ranks share a host (the hostname and the kernel's boot id tell hosts apart, or the variable
-            ``DDP_HOOKS_HOST``). Measured times differ between runs, so on three ranks and more runs are bitwise
-            reproducible only without it; it does nothing if a rank has called
-            ``torch.use_deterministic_algorithms``. With NCCL the measurement opens connections that keep up to
-            gigabytes of GPU memory. It needs what ``direct`` needs.
-        segment_bytes: about how much each rank puts into one message of these. Bytes.
-        min_zero_fraction: what zeros have to save for an adaptive setting to stay on. For ``skip_zeros``: the fraction
-            of a step's bytes in gradients that are zero throughout. For ``skip_zero_rows``: the fraction of a
-            parameter's elements in units that are zero; it starts when a sample of the units has as many zeros, and at
-            least an eighth. With 0 any zero is enough. On a GPU it is at least 0.25, because there the host has to wait
-            for each answer.
-        min_unit_bytes: rows shorter than this are put together into units of at least this size. Bytes.
-        max_unit_bytes: rows longer than this are divided into equal units where they can be. Bytes.
-        report_hang_after: how long a rank waits for others before it names those that are missing on standard error,
-            and where they stand (docs/troubleshooting.md, "My training hangs"); 0 for never. The variable
-            ``DDP_HOOKS_REPORT_HANG_AFTER`` goes before it. Seconds.
+            Those times then decide which gradients are not all-reduced, and whether ``narrow="adaptive"`` can pay. By
+            default, bytes decide if every rank has a host of its own, and everything is all-reduced at full width if
+            ranks share a host (hosts differ in hostname or the kernel's boot id, or in the variable
+            ``DDP_HOOKS_HOST``). Measured times differ between runs, so on three ranks or more, runs are bitwise
+            reproducible only with ``calibrate=False``. It does nothing if a rank has called
+            ``torch.use_deterministic_algorithms``. With NCCL, the measurement opens connections that may keep
+            gigabytes of GPU memory. It has the requirements of ``direct``.
+        segment_bytes: roughly how much each rank puts into one such message. Bytes.
+        min_zero_fraction: how much zeros must save for an adaptive setting to stay on. For ``skip_zeros``, this is the
+            fraction of a step's bytes in gradients that are entirely zero. For ``skip_zero_rows``, it is the fraction
+            of a parameter's elements in zero units; the setting turns on when a sample of the units has that fraction
+            of zeros, and at least an eighth. With 0, any zero is enough. On a GPU the value is at least 0.25, because
+            the host waits for each answer.
+        min_unit_bytes: rows shorter than this are combined into units of at least this size. Bytes.
+        max_unit_bytes: rows longer than this are divided into equal units if possible. Bytes.
+        report_hang_after: how long a rank waits for others before it prints to standard error which ranks are missing
+            and where they are (docs/troubleshooting.md, "My training hangs"); 0 for never. The environment variable
+            ``DDP_HOOKS_REPORT_HANG_AFTER`` overrides it. Seconds.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -137,7 +137,7 @@ class Tuning:
                 raise TypeError(f"Tuning.{name}: expected a number, received {short(value)}")
             if not 0 <= value <= 1:  # false for NaN, too
                 raise ValueError(f"Tuning.{name}: expected a number from 0 to 1, received {short(value)}")
-            # Ranks compare policies as text, in which 1 and 1.0, or 0.0 and -0.0, would differ.
+            # Ranks compare policies as text, and would take 1 and 1.0, or 0.0 and -0.0, for different values.
             object.__setattr__(self, name, float(value) + 0.0)
         seconds = self.report_hang_after
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
@@ -157,7 +157,7 @@ class Tuning:
             _check_int(self, name, least)
 
     def __repr__(self) -> str:
-        """Return an expression that makes these settings again: what differs from the defaults."""
+        """Return an expression that makes these settings: those that differ from the defaults."""
         return _expression(self)
 
 
@@ -167,27 +167,25 @@ class Policy:
     """How a hook decides what to send. Start from a preset, or make one: ``Policy("mine", skip_zeros="on")``.
 
     Args:
-        name: what messages and statistics call it.
-        skip_unused: do not send parameters that no rank used in the step, or that are frozen. It costs one small
-            exchange of masks a step, and reads no gradient.
-        skip_zeros: do not send gradients that are zero on every rank. ``"on"`` costs an exchange of masks for each
-            bucket, and a scan that stops at the first non-zero. ``"adaptive"`` looks now and then, and skips while it
-            pays.
-        skip_zero_rows: of a gradient with rows that are zero on every rank, send only the others. ``"on"`` costs an
-            exchange of compressed masks for each bucket with such a parameter, and a scan that stops at the first
-            non-zero of each row. ``"adaptive"`` takes samples, and does it for the parameters for which it pays. Needs
-            ``skip_unused``.
-        narrow: send a float32 gradient in 16 bits where it holds bfloat16 or float16 numbers exactly, as it does under
-            ``torch.autocast``, and a float64 one in 32. What arrives is the same to the bit: stretches that do not
-            fit on some rank are sent at full width. ``"on"`` reads every gradient once, and costs an exchange of
-            compressed masks for each bucket. ``"adaptive"`` takes samples, and does it for the parameters for which it
-            pays. Sums of several passes need full width, so with gradient accumulation it saves nothing. Needs
-            ``skip_unused``, and does nothing where ``direct`` does nothing; ``print(state.stats())`` says why.
+        name: a name for messages and statistics.
+        skip_unused: do not send parameters that are frozen, or that no rank used in the step. This costs one small mask
+            exchange per step, and reads no gradient.
+        skip_zeros: do not send gradients that are zero on every rank. ``"on"`` costs a mask exchange for each bucket
+            and a scan that stops at the first non-zero. ``"adaptive"`` looks occasionally, and skips while it pays.
+        skip_zero_rows: do not send rows that are zero on every rank. ``"on"`` costs an exchange of compressed masks for
+            each bucket with such a parameter, and a scan that stops at the first non-zero of each row. ``"adaptive"``
+            samples gradients, and skips rows of those parameters for which it pays. Requires ``skip_unused``.
+        narrow: send a float32 gradient in 16 bits where that is lossless, as it usually is under ``torch.autocast``,
+            and a float64 gradient in 32 bits. Every bit arrives: stretches that need more bits on some rank are sent
+            at full width. ``"on"`` reads every gradient once, and costs an exchange of compressed masks for each
+            bucket. ``"adaptive"`` samples gradients, and narrows those for which it pays. With gradient accumulation
+            it saves nothing, because sums of several passes need full width. Requires ``skip_unused``, and does
+            nothing unless ``direct`` is in effect; ``print(state.stats())`` says why.
         rebuild_after: call :func:`ddp_hooks.rebuild` once the same parameters have been unused for this many steps in a
-            row; 0 for never. When that takes nothing out, because some rank has not frozen them, it is tried again
-            after twice as many steps. It does nothing with ``static_graph=True``; without ``skip_unused`` it only
-            brings in parameters that were unfrozen after wrapping. Steps.
-        tuning: thresholds, each with a default that was measured.
+            row; 0 for never. If that removes nothing, because some rank has not frozen them, the next attempt comes
+            after twice as many steps. It does nothing with ``static_graph=True``; without ``skip_unused`` it only adds
+            parameters that were unfrozen after wrapping. Steps.
+        tuning: thresholds, whose defaults were chosen by measurement.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -226,23 +224,23 @@ class Policy:
             raise TypeError(f"Policy.tuning: expected a ddp_hooks.Tuning, received {short(self.tuning)}")
 
     def __repr__(self) -> str:
-        """Return an expression that makes this policy again: its name, and what differs from the defaults."""
+        """Return an expression that makes this policy: its name, and the settings that differ from the defaults."""
         return _expression(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values, for checkpoints; those of ``tuning`` in a dictionary of their own."""
-        # Without what a test may have set besides (engine_settings.py).
+        """Return the settings as plain values, for checkpoints; ``tuning`` is a dictionary of its own."""
+        # Without the constants that a test may have set (serving/engine_settings.py).
         return {**asdict(self), "tuning": {name: getattr(self.tuning, name) for name in _names(Tuning)}}
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Policy:
-        """Make a policy of what :meth:`to_dict` returned; fields that are newer than a checkpoint take their defaults.
+        """Make a policy from the result of :meth:`to_dict`; fields newer than the checkpoint take their defaults.
 
         Args:
             settings: the fields by name.
 
         Raises:
-            TypeError: it is no dictionary, or a setting is of the wrong type.
+            TypeError: it is not a dictionary, or a setting is of the wrong type.
             ValueError: fields are missing or unknown, or a setting is out of range.
         """
         check_fields("Policy", settings, _FIRST_FIELDS, _names(cls))
@@ -253,7 +251,7 @@ class Policy:
 PRESETS: dict[str, Policy] = {
     policy.name: policy
     for policy in (
-        # Everything is sent, by the same engine: the baseline.
+        # The baseline: the same engine sends everything.
         Policy("allreduce", skip_unused=False),
         Policy("skip_unused"),
         Policy("skip_zeros", skip_zeros="on", skip_zero_rows="on"),
@@ -263,15 +261,15 @@ PRESETS: dict[str, Policy] = {
 
 
 def resolve(policy: Policy | str, settings: Mapping[str, Any] | None = None, function: str | None = None) -> Policy:
-    """Return the policy, or the preset of that name; what everything that takes a policy and settings calls.
+    """Return the policy with some settings changed. Every function that takes a policy and settings calls this.
 
     Args:
         policy: a preset's name, or a policy.
         settings: fields of :class:`Policy` or of :class:`Tuning` to set differently.
-        function: what the user called, which errors then begin with.
+        function: the function that the user called, with which errors begin.
 
     Raises:
-        TypeError: neither a policy nor a name; or there is no such field, or a value is of the wrong type.
+        TypeError: ``policy`` is neither a policy nor a name, a field does not exist, or a value is of the wrong type.
         ValueError: no preset has that name, or a value is out of range.
     """
     try:
@@ -293,15 +291,15 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     """Read settings from the command line.
 
     Args:
-        texts: each as ``rebuild_after=100``: a field of :class:`Policy` (but ``tuning``) or of :class:`Tuning`, and its
-            value, as in Python but without quotes.
+        texts: assignments such as ``rebuild_after=100``, each to a field of :class:`Policy` (except ``tuning``) or of
+            :class:`Tuning`. Values are written as in Python, but without quotes.
 
     Returns:
         The values by name, for :func:`resolve`, which checks them.
 
     Raises:
-        TypeError: there is no such field.
-        ValueError: there is no value, or none of the field's type.
+        TypeError: the field does not exist.
+        ValueError: the value is missing or of the wrong type.
     """
     settings: dict[str, Any] = {}
     for text in texts:

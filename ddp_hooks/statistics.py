@@ -1,4 +1,4 @@
-"""What a hook reports: counters of what was sent, and which parameters were used."""
+"""Reports of a hook: counters of the bytes that were sent, and the parameters that were used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from .wording import check_fields, describe_bytes, describe_part, describe_seconds, fill, short
 
-# What a checkpoint has to hold. Counters that came later start at zero where they are missing.
+# Counters that every checkpoint has. Counters that were added later start at zero if they are missing.
 _FIRST_FIELDS = (
     "steps",
     "skip_zeros_steps",
@@ -27,7 +27,7 @@ _FIRST_FIELDS = (
     "hook_seconds",
 )
 
-# What is counted elsewhere.
+# Counted outside the engine.
 NOT_OF_AN_ENGINE = ("rebuilt_bytes", "accumulated_steps")
 
 
@@ -35,46 +35,44 @@ NOT_OF_AN_ENGINE = ("rebuilt_bytes", "accumulated_steps")
 class Statistics:
     """Counters since the state was made or :meth:`SkipUnusedState.reset_stats`.
 
-    With those of the run before, where the state has loaded a checkpoint.
+    If the state has loaded a checkpoint, they include those of the run before.
 
-    All but the seconds, the bytes of sparse gradients, ``sent_bytes``, ``accumulated_steps`` and ``why_full_width`` are
-    the same on every rank. Bytes are those of tensors that are handed to collectives; what crosses a link depends on
-    how they travel, which ``sent_bytes`` counts.
+    They are the same on every rank, except for seconds, the bytes of sparse gradients, ``sent_bytes``,
+    ``accumulated_steps`` and ``why_full_width``. Bytes are those of the tensors that collectives are given;
+    ``sent_bytes`` estimates how many of them a rank sends.
 
     Attributes:
         steps: synchronised backward passes.
         skip_zeros_steps: steps in which ``skip_zeros`` was on.
-        skip_zero_rows_steps: steps in which ``skip_zero_rows`` was, so that ranks agreed on the units (rows, say) of
-            some parameters.
-        units_agreed_on: units that were agreed on, summed over those steps.
-        units_sent: how many of them some rank used.
-        narrow_steps: steps in which ``narrow`` was on, so that ranks agreed on how wide the units of some parameters
-            are.
-        units_narrow: how many of the units that were sent were narrow.
-        accumulated_steps: steps whose gradients are sums of several backward passes on this rank, all but the last of
-            them under ``no_sync()``. Such sums need full width.
+        skip_zero_rows_steps: steps in which ``skip_zero_rows`` was on, and ranks exchanged which units (for example,
+            rows) of some parameters they used.
+        units_agreed_on: the units in those exchanges, summed over steps.
+        units_sent: the units among them that some rank used.
+        narrow_steps: steps in which ``narrow`` was on, and ranks exchanged how wide the units of some parameters are.
+        units_narrow: the units that were sent in fewer bits.
+        accumulated_steps: steps whose gradients are sums of several backward passes on this rank, all but the last
+            under ``no_sync()``. Such sums need full width.
         buckets_whole: buckets sent whole.
         buckets_packed: buckets that were sent in part.
         buckets_skipped: buckets that were not sent.
         messages: collectives that carried gradients.
-        dense_bytes: what plain DDP would have handed to its all-reduces, with the parameters that the module's Reducer
-            has at the time. Bytes.
-        rebuilt_bytes: what it would have handed over besides, had no rebuild taken parameters out of the module's
-            Reducer that were in it before. Bytes.
-        payload_bytes: the gradients that travelled, however they did. Bytes.
-        broadcast_bytes: so many of them each rank that contributed sent to all others. Bytes.
-        owner_bytes: so many of them some ranks contributed and one of these summed. Bytes.
-        narrow_bytes: so many of them hold numbers in half of their width. Bytes.
-        sent_bytes: what this rank sent of gradients: of all-reduces what a ring would send, 2 (n - 1) / n of their
-            bytes, otherwise as it was. Bytes.
-        mask_bytes: what was handed to the control group to agree on usage masks. Bytes.
+        dense_bytes: bytes that plain DDP would have all-reduced, for the parameters in the module's Reducer. Bytes.
+        rebuilt_bytes: bytes that plain DDP would have all-reduced for parameters that a rebuild had removed from the
+            Reducer. Bytes.
+        payload_bytes: gradients given to collectives of any kind. Bytes.
+        broadcast_bytes: the part of the payload that each contributing rank sent to all others. Bytes.
+        owner_bytes: the part of the payload that some ranks contributed and one of them summed. Bytes.
+        narrow_bytes: the part of the payload with numbers in half of their width. Bytes.
+        sent_bytes: gradients that this rank sent. All-reduces count as in a ring, with 2 (n - 1) / n of their bytes.
+            Bytes.
+        mask_bytes: masks given to collectives on the control group. Bytes.
         exchanges: mask exchanges.
-        plan_cache_hits: steps whose reduction plan was known already.
+        plan_cache_hits: steps whose reduction plan was in the cache.
         plan_cache_misses: steps whose reduction plan had to be made.
-        exchange_wait_seconds: how long backward stood still for agreed masks, on this rank.
-        hook_seconds: what the hook costs this rank besides, in time: scanning, scaling, gathering, launching.
+        exchange_wait_seconds: how long backward waited for agreed masks, on this rank.
+        hook_seconds: other time spent in the hook on this rank: scanning, scaling, gathering, launching.
         why_full_width: why gradients travel at full width although the policy's ``narrow`` asks for less, as a clause;
-            empty if there is no reason, or none is known. It is no counter, and not part of a checkpoint.
+            empty if they do not, or if the reason is unknown. It is not a counter, and not part of a checkpoint.
     """
 
     steps: int = 0
@@ -109,13 +107,13 @@ class Statistics:
         """Copy the counters from an engine.
 
         Args:
-            source: an object with the counters that an engine has.
-            reduced_bytes: of the parameters in its Reducer. Bytes.
-            removed_bytes: of those that rebuilds have taken out of it. Bytes.
-            others: fields that an engine does not have, but for ``rebuilt_bytes``, which is worked out here.
+            source: an object with an engine's counters.
+            reduced_bytes: the size of the parameters in its Reducer. Bytes.
+            removed_bytes: the size of the parameters that rebuilds have removed from it. Bytes.
+            others: fields that an engine does not count. ``rebuilt_bytes`` is computed here.
         """
         counters = {f.name: getattr(source, f.name) for f in _counters() if f.name not in NOT_OF_AN_ENGINE}
-        # What was taken out and is unfrozen later counts as dense in those steps in which it has a gradient.
+        # A removed parameter that is unfrozen later counts as dense in those steps in which it has a gradient.
         missing = source.steps * (reduced_bytes + removed_bytes) - source.dense_bytes
         return cls(**counters, rebuilt_bytes=min(max(missing, 0), source.steps * removed_bytes), **others)
 
@@ -127,7 +125,7 @@ class Statistics:
         return Statistics(**counters, why_full_width=other.why_full_width)
 
     def __sub__(self, earlier: Statistics) -> Statistics:
-        """Return the counters of the stretch of a run since ``earlier``."""
+        """Return the counters since ``earlier``."""
         if not isinstance(earlier, Statistics):
             return NotImplemented
         counters = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in _counters()}
@@ -138,10 +136,10 @@ class Statistics:
         return {f.name: getattr(self, f.name) for f in _counters()}
 
     def to_metrics(self, *, everything: bool = False) -> dict[str, float]:
-        """Return what a logger draws as curves.
+        """Return numbers for a logger.
 
         Args:
-            everything: return a mean per step of each counter of bytes, seconds and messages, too.
+            everything: also return the mean per step of each counter of bytes, seconds and messages.
 
         Returns:
             Numbers by name: ``ddp_hooks/saved_fraction`` (:attr:`saved_fraction`), and per step
@@ -161,13 +159,13 @@ class Statistics:
 
     @classmethod
     def from_dict(cls, counters: Mapping[str, Any]) -> Statistics:
-        """Make statistics of what :meth:`to_dict` returned; counters newer than a checkpoint start at zero.
+        """Make statistics from the result of :meth:`to_dict`; counters newer than the checkpoint start at zero.
 
         Args:
             counters: the fields by name.
 
         Raises:
-            TypeError: it is no dictionary, or a counter is of the wrong type.
+            TypeError: it is not a dictionary, or a counter is of the wrong type.
             ValueError: fields are missing or unknown, or a counter is negative or not finite.
         """
         check_fields("Statistics", counters, _FIRST_FIELDS, [counter.name for counter in _counters()])
@@ -186,27 +184,27 @@ class Statistics:
 
     @property
     def _is_alone(self) -> bool:
-        # Ranks that are several have to agree in some step, or send everything.
+        # With several ranks, a step either exchanges masks or sends everything.
         handed_over = self.messages + self.exchanges + self.payload_bytes + self.mask_bytes
         return self.steps > 0 and handed_over == 0
 
     @property
     def wrapped_bytes(self) -> int:
-        """What plain DDP would have handed over for the model as it was wrapped, which it cannot rebuild. Bytes."""
+        """Bytes that plain DDP would have all-reduced for the model as it was wrapped, without any rebuild. Bytes."""
         return self.dense_bytes + self.rebuilt_bytes
 
     @property
     def saved_fraction(self) -> float:
-        """The fraction of :attr:`wrapped_bytes` that was not sent, masks counted against us; 0 before the first step.
+        """The fraction of :attr:`wrapped_bytes` that was saved, less the bytes of masks; 0 before the first step.
 
-        Also 0 where there is one rank only: plain DDP has nobody to send to either.
+        Also 0 on a single rank, where plain DDP sends nothing either.
         """
         if self.wrapped_bytes == 0 or self._is_alone:
             return 0.0
         return 1.0 - (self.payload_bytes + self.mask_bytes) / self.wrapped_bytes
 
     def __str__(self) -> str:
-        """Return a summary of a few lines, none longer than 80 columns."""
+        """Return a summary in a few lines of at most 80 columns."""
         return "\n".join(fill(line, "", "  ") for line in self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -268,13 +266,13 @@ def _counters() -> list[Field[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class UnitUsage:
-    """How many units of a parameter took part in a step. A unit is a row, several short ones, or a part of a long one.
+    """How many units of a parameter were used in a step. A unit is a row, several short rows, or part of a long row.
 
     Attributes:
-        units: how many it has.
-        used_here: how many hold a non-zero in this rank's gradient.
-        used_anywhere: how many do on some rank; those were sent, or all of them if they are nearly all.
-        used_by_rank: how many do on each rank; None where nobody knows.
+        units: how many units the parameter has.
+        used_here: how many have a non-zero in this rank's gradient.
+        used_anywhere: how many have a non-zero on some rank. Those were sent, or all units if nearly all were used.
+        used_by_rank: how many have a non-zero on each rank; None if unknown.
     """
 
     units: int
@@ -291,11 +289,11 @@ class ParameterUsage:
         name: its name in the wrapped module.
         numel: its number of elements.
         used_here: this rank contributed a gradient (a non-zero one, if ``skip_zeros`` was on).
-        used_anywhere: some rank did; if not, nothing of it was sent.
+        used_anywhere: some rank contributed a gradient; if none did, nothing was sent.
         frozen: it does not require a gradient now, on this rank.
-        units: how many of its units were used, if the ranks agreed on them; None where it was sent or left as a whole.
-        ranks: those that used it, as ``skip_unused`` sees it; None where nobody knows: without that setting, and on
-            more than 64 ranks.
+        units: how many of its units were used; None if it was sent or skipped as a whole.
+        ranks: the ranks that used it, according to ``skip_unused``; None if unknown, as it is without that setting and
+            on more than 64 ranks.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Refuses what cannot be meant, and shows what was received: short, because it may be a whole checkpoint."""
+"""Checks arguments, and puts values into sentences: briefly, because a value may be a whole checkpoint."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LONGEST = 160
 _LONGEST_NAME = 60
 _SHOWN = 6
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-# What fits in a terminal.
+# The width of a terminal.
 COLUMNS = 80
 
 
 class _Short(reprlib.Repr):
-    """A repr that opens no tensor and no module, and of a container shows the first elements."""
+    """A repr that shows tensors and modules by type only, and the first few elements of containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ _short = _Short()
 
 
 def short(value: object) -> str:
-    """Return the repr of ``value``, cut to what fits in a sentence; tensors and modules by type and shape only."""
+    """Return a repr of ``value`` that is short enough for a sentence; tensors and modules by type and shape only."""
     try:
         text = _short.repr(value)
     except Exception:
-        # An object whose repr fails is no reason to hide the error that is about it.
+        # A failing repr must not hide the error that is being described.
         text = f"a {type(value).__name__}"
     # On one line.
     text = " ".join(text.split())
@@ -58,27 +58,27 @@ def short(value: object) -> str:
 
 
 def did_you_mean(received: object, known: Iterable[str]) -> str:
-    """Return which known name is close to the one that was received, to be appended to an error; may be empty."""
+    """Return a hint at the known name that is closest to the received one, to append to an error; may be empty."""
     names = {name.lower(): name for name in known}
     close = get_close_matches(received.lower(), list(names), n=1, cutoff=0.7) if isinstance(received, str) else []
     return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is no bool.
+    """Raise if ``value`` is not a bool.
 
     Raises:
-        TypeError: names the argument and what was received.
+        TypeError: names the argument and the value.
     """
     if not isinstance(value, bool):
         raise TypeError(f"expected {name} to be True or False, received {short(value)}")
 
 
 def check_int(name: str, value: object, least: int) -> None:
-    """Refuse what is no int (a bool is none), and an int below ``least``.
+    """Raise if ``value`` is not an int, or is a bool, or is less than ``least``.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what was received.
+        TypeError, ValueError: names the argument, the expected values and the received one.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"expected {name} to be an int of at least {least}, received {short(value)}")
@@ -87,10 +87,10 @@ def check_int(name: str, value: object, least: int) -> None:
 
 
 def check_fields(what: str, received: object, required: Sequence[str], known: Iterable[str]) -> None:
-    """Refuse what is no dictionary with the ``required`` names, or has others than the ``known`` ones.
+    """Raise unless ``received`` is a dictionary with all ``required`` names and no unknown ones.
 
     Raises:
-        TypeError, ValueError: names the fields that are missing or unknown, and shows no value.
+        TypeError, ValueError: names the missing and unknown fields, without their values.
     """
     if not isinstance(received, Mapping):
         raise TypeError(
@@ -113,24 +113,24 @@ def check_fields(what: str, received: object, required: Sequence[str], known: It
 
 
 def read_fields(kind: type[Saved], saved: Mapping[str, Any], required: Sequence[str]) -> Saved:
-    """Make a dataclass of what a checkpoint holds for it; fields newer than the checkpoint take their defaults.
+    """Make a dataclass from a checkpoint; fields that are newer than the checkpoint take their defaults.
 
     Args:
         kind: the dataclass.
         saved: its fields by name.
-        required: the fields that every checkpoint has had.
+        required: fields that every checkpoint has.
 
     Raises:
-        TypeError, ValueError: as :func:`check_fields`, and what the dataclass raises.
+        TypeError, ValueError: as for :func:`check_fields`, or raised by the dataclass.
     """
     check_fields(kind.__name__, saved, required, [field.name for field in fields(kind)])  # type: ignore[arg-type]
     return kind(**saved)
 
 
 def describe_bytes(count: float) -> str:
-    """Return a number of bytes for people: three digits, or all of them of less than a kilobyte."""
+    """Return a number of bytes for people: with three digits, or exactly if it is less than a kilobyte."""
     for unit in _UNITS:
-        # What rounds to 1,000 belongs to the next unit.
+        # A number that rounds to 1,000 is shown in the next unit.
         if abs(count) < 999.5 or unit == _UNITS[-1]:
             break
         count /= 1000
@@ -146,18 +146,18 @@ def describe_seconds(seconds: float) -> str:
 
 
 def describe_part(part: float) -> str:
-    """Return a fraction in per cent, for people: what rounds to nothing has no sign."""
+    """Return a fraction as a percentage, for people; zero never has a sign."""
     text = f"{part:.1%}"
     return "0.0%" if text == "-0.0%" else text
 
 
 def fill(text: str, indent: str = "", further_indent: str | None = None) -> str:
-    """Return text in lines that a terminal shows whole; no word is divided, so that names and paths can be copied.
+    """Wrap text for a terminal without breaking words, so that names and paths can be copied.
 
     Args:
-        text: what to say.
-        indent: what the first line begins with.
-        further_indent: what the others begin with; None for the same.
+        text: the text.
+        indent: the indent of the first line.
+        further_indent: the indent of the other lines; None for the same.
     """
     further = indent if further_indent is None else further_indent
     return textwrap.fill(
@@ -171,12 +171,12 @@ def fill(text: str, indent: str = "", further_indent: str | None = None) -> str:
 
 
 def short_list(names: Sequence[object]) -> str:
-    """Return names in one line, the first few of many."""
+    """Return names in one line; if there are many, only the first few."""
     shown = [name if isinstance(name, str) and len(name) <= _LONGEST_NAME else short(name) for name in names[:_SHOWN]]
     more = len(names) - len(shown)
     return ", ".join(map(str, shown)) + (f" and {more} more" if more else "")
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Return a few ranks by number, as in "rank 1" or "ranks 1, 3"."""
+    """Return ranks by number, such as "rank 1" or "ranks 1, 3"."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {short_list([str(rank) for rank in ranks])}"

@@ -1,1 +1,1 @@
-"""What ``python -m ddp_hooks`` can do: a module for each command, with ``add_to(commands)`` that describes it."""
+"""The commands of ``python -m ddp_hooks``: a module for each, whose ``add_to(commands)`` describes it."""

@@ -1,4 +1,4 @@
-"""``python -m ddp_hooks doctor SCRIPT``: runs a script as it is, with plain DDP, and says what was seen."""
+"""``python -m ddp_hooks doctor SCRIPT`` runs a script unchanged, with plain DDP, and reports what the doctor finds."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from .script import run_script
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line asks for.
+    """The options of the command.
 
     Attributes:
         script: the script or module, and its own arguments.
         as_module: whether it is a module.
-        steps: how many synchronised steps are watched.
-        go_on: let the run go on after them.
-        json: where to write what was found, or None.
-        html: where to draw it, or None.
-        patience_seconds: how long no step may end before the run is taken to hang.
+        steps: how many synchronised steps to watch.
+        go_on: let the run continue after them.
+        json: where to write the findings as JSON, or None.
+        html: where to write them as a page, or None.
+        patience_seconds: how long no step may end before the run counts as hung.
     """
 
     script: tuple[str, ...]
@@ -63,16 +63,16 @@ class Options:
     patience_seconds: float = 300.0
 
 
-# So that one run in a process does not read the words of another.
+# Keeps several runs in one process apart.
 _runs = count()
-# What a process that was followed says if it has made no module.
+# The word of a child process that has made no module.
 _NOTHING = "nothing"
 
 
 class _EnoughSeen(SystemExit):
-    """Ends the script: all steps were watched. On every rank in the same step, from ``backward()``.
+    """Ends the script when all steps were watched. ``backward()`` raises it in the same step on every rank.
 
-    A rank that has joined (``ddp.join()``) raises it from the end of the join block.
+    On a rank that has joined (``ddp.join()``), the end of the join block raises it.
     """
 
 
@@ -115,7 +115,7 @@ def add_to(commands: Any) -> None:
 
 
 def read_options(parsed: argparse.Namespace) -> Options:
-    """Return what was asked for; without a script the parser ends the program."""
+    """Return the options; if there is no script, the parser exits."""
     return Options(
         tuple(script_of(parsed)),
         parsed.as_module,
@@ -128,16 +128,16 @@ def read_options(parsed: argparse.Namespace) -> Options:
 
 
 def run(options: Options) -> int:
-    """Run the script, and print and write what was seen.
+    """Run the script, then print and write the findings.
 
     Args:
-        options: what the command line asks for.
+        options: the options of the command.
 
     Returns:
-        The exit status: 0 when the steps were watched, 2 when there was nothing to watch.
+        The exit status: 0 if steps were watched, 2 if there was nothing to watch.
 
     Raises:
-        BaseException: what the script raised.
+        BaseException: raised by the script.
     """
     session = _Session(options)
     script = ["-m", options.script[0]] if options.as_module else [options.script[0]]
@@ -152,7 +152,7 @@ def run(options: Options) -> int:
 
 
 def _run_in_child(options: Options, call: Callable[[], object]) -> str:
-    """Watch a call in a process that the script has started; return a word on how it has ended."""
+    """Watch a call in a process that the script has started; return a word that says how it ended."""
     session = _Session(options)
     _watch(session, call)
     return session.way.value if session.has_seen() else _NOTHING
@@ -162,7 +162,7 @@ def _watch(session: _Session, call: Callable[[], object]) -> None:
     """Watch the modules that a call makes, and report.
 
     Raises:
-        BaseException: what the call raised.
+        BaseException: raised by the call.
     """
     with watch_construction(session.watch), watch_first_forward(session.watch_sharded):
         try:
@@ -182,13 +182,13 @@ def _watch(session: _Session, call: Callable[[], object]) -> None:
 
 
 def _end_with_children(children: Children) -> None:
-    """Stop the script when the processes that it has started were stopped, and it has waited for all of them."""
+    """Stop the script when the processes that it started were stopped and it has waited for all of them."""
     if children.are_gone() and Way.STOPPED.value in children.said():
         raise _EnoughSeen(0)
 
 
 def _status_of(children: Children) -> int:
-    """Return the exit status if this process has made no module; say why if no other one has either."""
+    """Return the exit status if this process made no module; say why if no other process made one either."""
     words = children.said()
     if any(word != _NOTHING for word in words):
         return 0
@@ -220,7 +220,7 @@ def _uses_fsdp1() -> bool:
 
 
 def _repeat(options: Options) -> list[str]:
-    """Return what Python is given before a script to run it under this command."""
+    """Return the arguments for Python that run a script under this command."""
     repeated = [
         "-m",
         "ddp_hooks",
@@ -239,7 +239,7 @@ def _repeat(options: Options) -> list[str]:
 
 
 class _Session:
-    """The modules that a run has made, each with its diagnosis.
+    """The modules of a run, each with its diagnosis.
 
     Attributes:
         way: how the script ends.
@@ -248,7 +248,7 @@ class _Session:
     def __init__(self, options: Options) -> None:
         self.way = Way.GOES_ON
         self._options = options
-        # By a name that is the same on every rank of the module's group.
+        # By a name that every rank of the module's group has in common.
         self._open: dict[str, Diagnosis | ShardDiagnosis] = {}
         self._concluded: list[Findings] = []
         self._watchdog: Watchdog | None = None
@@ -258,7 +258,7 @@ class _Session:
         self._process = os.getpid()
 
     def watch(self, ddp: DistributedDataParallel) -> None:
-        """Begin to watch a module that was just made; every rank makes it."""
+        """Begin to watch a module that was just made. Every rank makes it."""
         if not self._watches():
             return
         diagnosis = Diagnosis(ddp).__enter__()
@@ -270,7 +270,7 @@ class _Session:
         diagnosis.when_stopped(activity.remark(lambda: _remark(recorder)))
 
     def watch_sharded(self, module: nn.Module) -> None:
-        """Begin to watch a module with fully_shard whose first forward pass begins; every rank runs it."""
+        """Begin to watch a module with fully_shard when its first forward pass begins. Every rank runs that."""
         if not self._watches():
             return
         self._rank = dist.get_rank()
@@ -292,12 +292,12 @@ class _Session:
             self._watchdog = Watchdog(self, Noticeboard(f"run {next(_runs)}", world), self._options.patience_seconds)
 
     def _watches(self) -> bool:
-        # Not when the run goes on by itself, nor in a process that was forked from the one that watches.
+        # Not if the run continues by itself, nor in a process that was forked from the watching one.
         goes_on = self._concluded and not self._open
         return not goes_on and os.getpid() == self._process
 
     def has_seen(self) -> bool:
-        """Say whether there was a module."""
+        """Say whether there was a module to watch."""
         return bool(self._concluded)
 
     def _make_counter(self) -> Callable[[int], None]:
@@ -312,8 +312,8 @@ class _Session:
         return step_ended
 
     def conclude(self) -> None:
-        """Put together what the ranks saw; every rank comes here at the same point."""
-        # While it waits for the others, this rank answers those that do not come.
+        """Combine the observations of all ranks. Every rank calls it at the same point."""
+        # While this rank waits for the others, it answers ranks that will not come.
         for diagnosis in self._open.values():
             self._concluded.append(diagnosis.conclude(End(self.way)))
         self._stop_looking()
@@ -323,7 +323,7 @@ class _Session:
         self._open = {}
 
     def abandon(self, error: BaseException) -> None:
-        """Say what ranks saw before the error: those that end with one now, and those that go on and are asked."""
+        """Report what ranks saw before the error, both those that end with one and those that go on."""
         self._error = error
         if self._watchdog is not None and self._open:
             self._watchdog.explain()
@@ -341,10 +341,10 @@ class _Session:
             self._watchdog.stop()
             self._watchdog = None
 
-    # --- what the watchdog asks for
+    # --- answers for the watchdog
 
     def seconds_stood(self) -> float:
-        """Return for how long no step of any module has ended."""
+        """Return how long ago a step of any module last ended. Seconds."""
         watched = self._watched()
         return time.monotonic() - max(one.last_progress for one in watched) if watched else 0.0
 
@@ -353,11 +353,11 @@ class _Session:
         return any(one.is_unfinished() for one in self._watched())
 
     def make_word(self) -> dict[str, Any]:
-        """Return what this rank has seen until now."""
+        """Return the observations of this rank so far."""
         return dict(write_word(self._describe()))
 
     def tell(self, words: Mapping[int, dict[str, Any]]) -> None:
-        """Print what follows from what some ranks have seen."""
+        """Print the findings from the observations of some ranks."""
         others = [read_word(word) for rank, word in words.items() if rank != self._rank]
         findings = [
             self._open[name].find_with([other[name] for other in others if name in other], own)

@@ -1,4 +1,4 @@
-"""``python -m ddp_hooks info``: what is installed, and whether it works."""
+"""``python -m ddp_hooks info`` prints versions, and why the package does not load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line's parsers have in common: how they refuse, and options of several commands."""
+"""Argument parsing that several commands share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from ddp_hooks.wording import did_you_mean, fill
 
-# Set by torchrun, Slurm, Open MPI and other MPIs for whatever they start.
+# Environment variables that torchrun, Slurm, Open MPI and other MPIs set for the processes that they start.
 _GIVEN_BY_LAUNCHERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# What torchrun tells each process of where it is.
+# Environment variables that torchrun sets.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are as wide as its help, the terminal, and name what may have been meant."""
+    """A parser that wraps its errors to the terminal and suggests options or commands that may have been meant."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and end the process with status 2."""
@@ -52,10 +52,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def parse_positive(text: str) -> int:
-    """Read a number from 1 on.
+    """Read a positive integer.
 
     Raises:
-        argparse.ArgumentTypeError: it is something else.
+        argparse.ArgumentTypeError: the text is something else.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, received {text!r}")
@@ -63,10 +63,10 @@ def parse_positive(text: str) -> int:
 
 
 def parse_new_file(text: str) -> Path:
-    """Read the path of a file that can be written: now, and not after hours of training. It may exist.
+    """Read the path of an output file, and check now, not after hours of training, that it can be written.
 
     Raises:
-        argparse.ArgumentTypeError: it cannot be written; says why.
+        argparse.ArgumentTypeError: it cannot be written; the message says why.
     """
     path = Path(text)
     folder = path.parent
@@ -81,7 +81,7 @@ def parse_new_file(text: str) -> Path:
 
 
 def add_script_to(parser: argparse.ArgumentParser) -> None:
-    """Let a parser take a script and the script's own arguments, after all options of ours; see :func:`script_of`."""
+    """Add a script and its arguments to a parser, after all other options; see :func:`script_of`."""
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is a module name, as for python -m")
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="the script to run and its arguments"
@@ -90,7 +90,7 @@ def add_script_to(parser: argparse.ArgumentParser) -> None:
 
 
 def script_of(parsed: argparse.Namespace) -> list[str]:
-    """Return the script and its arguments; end the process with a sentence if there is none."""
+    """Return the script and its arguments; if there are none, exit with an error."""
     script: list[str] = list(parsed.script)
     if script[:1] == ["--"]:
         del script[0]
@@ -100,14 +100,14 @@ def script_of(parsed: argparse.Namespace) -> list[str]:
 
 
 def explain_missing_launcher(command: str, error: BaseException) -> bool:
-    """Say how to start a script that failed because nothing has started it as one of several ranks.
+    """Explain how to start a script that failed because no launcher started it as one of several ranks.
 
     Args:
-        command: the command that has run it.
-        error: what the script raised.
+        command: the command that ran it.
+        error: the exception that the script raised.
 
     Returns:
-        Whether that is why, and was said.
+        Whether that was the reason, and was printed.
     """
     started = any(name in os.environ for name in _GIVEN_BY_LAUNCHERS) or dist.is_initialized()
     if started or not _misses_a_rank(error):
@@ -128,8 +128,8 @@ def _misses_a_rank(error: BaseException) -> bool:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
-        # os.environ has said it, and no other dictionary.
+        # Only if os.environ raised it, and no other dictionary.
         return trace is not None and trace.tb_frame.f_globals.get("__name__") == "os" and error.args[0] in _LAUNCHED
-    # What init_process_group() says.
+    # The message of init_process_group().
     found = re.search(r"environment variable (\w+) expected, but not set", str(error))
     return isinstance(error, ValueError) and found is not None and found[1] in _LAUNCHED

@@ -1,4 +1,4 @@
-"""``python -m ddp_hooks run``: somebody's script with the hook, without a line in it."""
+"""``python -m ddp_hooks run`` runs a script with the hook, without changing it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _execute(parsed: argparse.Namespace) -> int:
             return 2
         raise
     finally:
-        # Also where the script raised, or left by sys.exit().
+        # Also if the script raises, or leaves by sys.exit().
         report.end(failed=failed, quiet=parsed.quiet, file=parsed.report)
     return 0
 

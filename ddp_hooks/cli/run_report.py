@@ -1,4 +1,4 @@
-"""What the modules of a whole run have sent, also those that are gone when it ends."""
+"""Reports the bytes that all modules of a run sent, including modules that are gone when it ends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _INDENT = "    "
 
 
 class RunReport:
-    """Serves every DDP module that is made from :meth:`start` to :meth:`end`, and keeps what they have sent.
+    """Serves every DDP module that is made between :meth:`start` and :meth:`end`, and keeps their statistics.
 
     Args:
-        policy: what they are served with.
-        script: what runs, for the report.
+        policy: the policy for the modules.
+        script: the script and its arguments, for the report.
     """
 
     def __init__(self, policy: Policy, script: Sequence[str]) -> None:
@@ -45,13 +45,13 @@ class RunReport:
         self._made.append(made)
 
     def end(self, *, failed: bool, quiet: bool, file: Path | None) -> None:
-        """Serve no more, and let rank 0 tell what was sent.
+        """Stop serving new modules, and let rank 0 report.
 
         Args:
-            failed: whether the script ended with an error; then nothing is said of a run without a module, because the
-                error is what has to be read.
+            failed: whether the script ended with an error. If it made no module either, nothing is printed, so that
+                the error stands last.
             quiet: print nothing.
-            file: where to write it as JSON, or None.
+            file: where to write the report as JSON, or None.
         """
         if self._enabling is not None:
             self._enabling.end()
@@ -68,7 +68,7 @@ class RunReport:
                 print(f"ddp_hooks: the report could not be written to {file}: {error.strerror}", file=sys.stderr)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values. Bytes are those of this rank."""
+        """Return the report as plain values. Bytes are those of this rank."""
         modules = [
             {
                 "module": made.name,

@@ -1,7 +1,7 @@
-"""Runs somebody's script in this process as if it had been started itself.
+"""Runs a script in this process as if Python had been started with it.
 
-What that means is what a script can see of how it was started: ``sys.argv``, ``sys.path[0]``, the module ``__main__``
-(in which pickle and multiprocessing look for its classes), the exit status and the traceback of what it raises.
+A script sees no difference in ``sys.argv``, ``sys.path[0]``, the module ``__main__`` (in which pickle and
+multiprocessing look for its classes), its exit status and the tracebacks of its exceptions.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 def run_script(arguments: Sequence[str], *, as_module: bool) -> None:
     """Run a script as ``python SCRIPT ARGUMENTS`` would, or a module as ``python -m MODULE ARGUMENTS`` would.
 
-    It is the last thing that a process does: ``sys.argv``, ``sys.path`` and ``__main__`` remain the script's, because
-    what it leaves behind, threads and exit handlers for instance, belongs to it.
+    Call it last in a process: ``sys.argv``, ``sys.path`` and ``__main__`` remain the script's, because its threads and
+    exit handlers may still use them.
 
     Args:
         arguments: the script (a file, or a folder or archive with a ``__main__.py``) or the module's name, and then the
             script's own arguments.
-        as_module: whether a module is named.
+        as_module: whether the first argument is a module's name.
 
     Raises:
-        ValueError: nothing is named.
-        SystemExit: the script asked for it, or cannot be opened or found, which is told as Python tells it.
-        BaseException: what the script raised. If nobody catches it, ``sys.excepthook`` shows it without the frames that
+        ValueError: there is no argument.
+        SystemExit: the script raised it, or cannot be found or opened, which is reported as Python does.
+        BaseException: raised by the script. If nobody catches it, ``sys.excepthook`` shows it without the frames that
             led to the script.
     """
     if not arguments:
@@ -61,7 +61,7 @@ def run_script(arguments: Sequence[str], *, as_module: bool) -> None:
 
 
 def _run_main_module(name: str, *, alter_argv: bool) -> None:
-    # What `python -m` itself calls.
+    # `python -m` calls the same function.
     runpy._run_module_as_main(name, alter_argv=alter_argv)  # type: ignore[attr-defined]
 
 
@@ -80,7 +80,7 @@ def _run_file(named: str, main: ModuleType) -> None:
 
 
 def _put_first_in_path(folder: str) -> None:
-    # Python has put there what it found this package's command with: the current folder.
+    # Python has put the current folder there, to find this package's command.
     if sys.flags.safe_path:
         return
     if sys.path and sys.path[0] in ("", os.getcwd()):
@@ -95,12 +95,12 @@ def _show(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """Show an error from the script's first frame on."""
+    """Show an error, beginning with the script's first frame."""
     first = traceback
     while first is not None and first.tb_frame.f_globals is not namespace:
         first = first.tb_next
     if first is None and not isinstance(error, SyntaxError):
         first = traceback
-    # The default hook shows what hangs on the error, whatever it is handed.
+    # The default hook shows the traceback of the error itself, not the one that it is given.
     error.__traceback__ = first
     show(kind, error, first)
