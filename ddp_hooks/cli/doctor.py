@@ -6,10 +6,13 @@ import argparse
 import gc
 import json
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -27,7 +30,7 @@ from ..doctor.page import draw_page
 from ..doctor.recorder import Recorder
 from ..doctor.records import read_word, write_word
 from ..doctor.shards import ShardDiagnosis
-from ..doctor.standing import End, Way, read_end
+from ..doctor.standing import End, Way, read_end, read_place
 from ..doctor.text import describe_all
 from ..doctor.watchdog import Watchdog
 from ..errors import RefusedError
@@ -148,6 +151,10 @@ def run(options: Options) -> int:
     except BaseException as error:
         if explain_missing_launcher("doctor", error):
             return 2
+        if isinstance(error, Exception) and not session.has_seen() and launched_rank() == 0:
+            said = read_end(error).error
+            text = f"ddp_hooks doctor: the script ended with an error before it had a module to watch: {said}"
+            print(fill(text), file=sys.stderr, flush=True)
         raise
 
 
@@ -198,13 +205,23 @@ def _status_of(children: Children) -> int:
 
 
 def _explain_nothing(children: Children) -> str:
-    if _uses_fsdp1():
+    if _exists("torch.distributed.fsdp", "FullyShardedDataParallel"):
         return (
             "the script uses FullyShardedDataParallel (FSDP1), which is not watched. The doctor watches "
             "DistributedDataParallel and fully_shard (FSDP2)."
         )
     text = "the script made no DistributedDataParallel module, and ran none with fully_shard"
     others = sorted(set(children.commands))
+    if not others and _exists("torch.nn.parallel", "DataParallel"):
+        return (
+            f"{text}. It uses torch.nn.DataParallel, which averages nothing between processes: wrap the model in "
+            "torch.nn.parallel.DistributedDataParallel instead."
+        )
+    if not others and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return (
+            f"{text}. If its ranks are to train one model, wrap it: ddp = "
+            "torch.nn.parallel.DistributedDataParallel(model), and call ddp(...) in training."
+        )
     if not others:
         return f"{text}."
     return (
@@ -214,9 +231,10 @@ def _explain_nothing(children: Children) -> str:
     )
 
 
-def _uses_fsdp1() -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in gc.get_objects())
+def _exists(module: str, kind: str) -> bool:
+    """Say whether there is an object of a class, of a module that need not be imported."""
+    found = getattr(sys.modules.get(module), kind, None)
+    return found is not None and any(isinstance(one, found) for one in gc.get_objects())
 
 
 def _repeat(options: Options) -> list[str]:
@@ -236,6 +254,24 @@ def _repeat(options: Options) -> list[str]:
         if path is not None:
             repeated += [name, str(path)]
     return repeated
+
+
+@contextmanager
+def _hold_off_termination() -> Iterator[None]:
+    """Let SIGTERM wait until the block has ended: a launcher sends it to the others as soon as a rank is gone."""
+    original = signal.getsignal(signal.SIGTERM)
+    # What was not put there by Python cannot be put back by it.
+    if original is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, original)
+        if came:
+            signal.raise_signal(signal.SIGTERM)
 
 
 class _Session:
@@ -326,7 +362,8 @@ class _Session:
         """Report what ranks saw before the error, both those that end with one and those that go on."""
         self._error = error
         if self._watchdog is not None and self._open:
-            self._watchdog.explain()
+            with _hold_off_termination():
+                self._watchdog.explain()
         self._stop_looking()
         for diagnosis in self._open.values():
             self._concluded.append(diagnosis.abandon(error, ends_process=True))
@@ -361,7 +398,7 @@ class _Session:
         others = [read_word(word) for rank, word in words.items() if rank != self._rank]
         findings = [
             self._open[name].find_with([other[name] for other in others if name in other], own)
-            for name, own in self._describe().items()
+            for name, own in self._describe(has_asked=True).items()
         ]
         self._report(findings, sys.stderr)
 
@@ -373,8 +410,12 @@ class _Session:
             if (watched := one if isinstance(one, ShardDiagnosis) else one.recorder) is not None
         ]
 
-    def _describe(self) -> dict[str, Any]:
-        end = End(self.way) if self._error is None else read_end(self._error)
+    def _describe(self, *, has_asked: bool = False) -> dict[str, Any]:
+        if self._error is not None:
+            end = read_end(self._error)
+        else:
+            end = read_place(activity.thread) if self.way is Way.GOES_ON else End(self.way)
+        end = replace(end, has_asked=has_asked)
         return {name: diagnosis.describe(end) for name, diagnosis in list(self._open.items())}
 
     # --- telling

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
+from ..hangs.stack import BACKWARD
 from ..wording import describe_ranks, short_list
 from .gradient_watch import CHECKPOINT
 from .problem import Kind, Problem
@@ -161,12 +162,34 @@ def find_changed_graph(facts: Facts) -> Iterator[Problem]:
         )
 
 
+WHY_SEVERED = (
+    "it runs within checkpoints with use_reentrant=True, and those compute no gradients if none of their inputs "
+    "requires one"
+)
+MEND_SEVERED = (
+    "Pass use_reentrant=False to torch.utils.checkpoint.checkpoint (in transformers: "
+    'gradient_checkpointing_kwargs={"use_reentrant": False}), or let an input require a gradient (in transformers: '
+    "model.enable_input_require_grads())."
+)
+
+
 def find_missing_gradients(facts: Facts) -> Iterator[Problem]:
     """Find what a backward pass left out that DDP waits for."""
     found = _select(facts.records, lambda one: not one.static_graph and one.standing.unfinished is Unfinished.SHORT)
     if not found:
         return
     first = found[0].standing
+    left_out = {name for record in found for name in record.standing.missing}
+    if moved := [one for one in found[0].moved if one[0] in left_out]:
+        yield Problem(
+            Kind.GRADIENTS_MISSING,
+            f"{_everywhere([[name for name, _ in moved]], facts)} was cast or moved after wrapping ({moved[0][1]}), "
+            f"which cuts a parameter off from DDP, so DDP waits for its gradients after {count_steps(first.finished)}.",
+            "Cast and move the model before wrapping; for less precision use torch.autocast.",
+            details=_standings(facts),
+        )
+        return
+    severed = bool(left_out) and left_out <= {name for record in found for name in record.standing.severed}
     sets = {record.standing.missing for record in found}
     names = _everywhere([record.standing.missing for record in found], facts)
     differ = len(sets) > 1 or (len(found) < len(facts.records) and not facts.absent)
@@ -180,7 +203,10 @@ def find_missing_gradients(facts: Facts) -> Iterator[Problem]:
             f"waits for its gradients after {count_steps(first.finished)}.",
             "Freeze before wrapping, or call ddp_hooks.rebuild(ddp) on every rank after freezing; or register the "
             "hook, ddp_hooks.register(ddp), and freeze with ddp_hooks.freeze(ddp, ...).",
-            details=_standings(facts),
+            details=(
+                "Or wrap with find_unused_parameters=True, if it is frozen in some steps only.",
+                *_standings(facts),
+            ),
         )
         return
     when = f"after {count_steps(first.finished)}" if first.finished else "in its first step"
@@ -191,7 +217,10 @@ def find_missing_gradients(facts: Facts) -> Iterator[Problem]:
         else f"{when[0].upper()}{when[1:]}, backward left out {names}, and DDP waits for the gradients."
     )
     if flag:
-        change = "Let backward() reach all that forward returned: it was cut short, as by backward(inputs=...)."
+        change = (
+            "Let the loss depend on it (add 0 * output.sum()), or freeze it before wrapping: what forward returned "
+            "depends on it, but backward did not come to it, as with backward(inputs=...) or a loss of gradients only."
+        )
     elif differ or sometimes:
         change = "Wrap with find_unused_parameters=True, so that every rank takes part for every parameter."
     else:
@@ -199,6 +228,9 @@ def find_missing_gradients(facts: Facts) -> Iterator[Problem]:
             "Use it in the loss; or freeze or remove it before wrapping; or wrap with find_unused_parameters=True if "
             "it is used in other steps."
         )
+    if severed:
+        fact = f"{fact[:-1]}: {WHY_SEVERED}."
+        change, differ, sometimes = MEND_SEVERED, False, False
     gain = "" if flag else "ddp_hooks.register(ddp) then sends only what some rank used."
     yield Problem(
         Kind.GRADIENTS_MISSING,
@@ -222,7 +254,8 @@ def find_broken_backward(facts: Seen) -> Iterator[Problem]:
     found = _select(
         facts.records,
         lambda one: (
-            one.standing.unfinished is Unfinished.RAISED and not (one.standing.twice or one.standing.unexpected)
+            one.standing.unfinished is Unfinished.RAISED
+            and not (one.standing.twice or one.standing.unexpected or one.end.lost)
         ),
     )
     if not found:
@@ -230,10 +263,21 @@ def find_broken_backward(facts: Seen) -> Iterator[Problem]:
     first = found[0]
     is_caught = first.end.left != "backward"
     names = _everywhere([first.standing.missing], facts)
+    if not is_caught and "Encountered gradient which is undefined" in first.end.error:
+        yield Problem(
+            Kind.BACKWARD_RAISED,
+            f"A backward pass raised on {_ranks(found)} after {count_steps(first.standing.finished)}, because a "
+            "parameter got a gradient under no_sync(), and has none any more in the synchronised pass, which does not "
+            "use it.",
+            "Call zero_grad() only after the synchronised pass, before the first one under no_sync().",
+            details=(f"DDP's own error is {first.end.error}.", *_standings(facts)),
+        )
+        return
     if is_caught:
         change = (
-            "Do not go on with this module after an error in backward(): mend what raises, or wrap the model again, on "
-            "every rank."
+            "Do not go on with this module after an error in backward(): mend what raises"
+            + (f" ({first.standing.raised_with})" if first.standing.raised_with else "")
+            + ", or wrap the model again, on every rank."
         )
     else:
         change = f"Mend what raised: {first.end.error}."
@@ -253,9 +297,9 @@ def find_broken_backward(facts: Seen) -> Iterator[Problem]:
 
 def find_uneven(facts: Seen) -> Iterator[Problem]:
     """Find ranks that wait in a step which others do not run."""
-    if any(record.standing.unfinished in (Unfinished.SHORT, Unfinished.RAISED) for record in facts.records):
+    if any(map(_is_broken, facts.records)):
         return
-    waits = _select(facts.records, lambda one: _is_in_step(one.standing))
+    waits = _select(facts.records, _is_in_step)
     others = [record for record in facts.records if record not in waits]
     if not waits or not others:
         return
@@ -270,37 +314,93 @@ def find_uneven(facts: Seen) -> Iterator[Problem]:
             details=_standings(facts),
         )
         return
+    if all(record.end.way is Way.GOES_ON for record in others):
+        first = others[0]
+        name = first.end.waits_in
+        where = f"waits in {name}" if name else "is not in a step"
+        place = f" ({first.end.place})" if first.end.place else ""
+        yield Problem(
+            Kind.UNEVEN,
+            f"{_capital(_ranks(waits))} {_do(waits, 'wait')} in the step after {steps} for {_ranks(others)}, which "
+            f"{where}{place}.",
+            f"Call {name} on every rank or on none: look for a condition on the rank, or on its data, around it."
+            if name
+            else f"Look at what {_ranks(others)} {_do(others, 'do')} there: no rank goes on before each of them runs "
+            "this step.",
+            details=_standings(facts),
+        )
+        return
     ended = all(record.end.way is not Way.GOES_ON for record in others)
     where = "has come to the end of its script" if ended else "runs no step"
     how = ""
-    if failed := [one for one in others if one.standing.failed_forwards > waits[0].standing.failed_forwards]:
+    if early := [one for one in others if one.standing.early_breaks > waits[0].standing.early_breaks]:
+        how = f" (on {_ranks(early)} backward raised {early[0].standing.raised_with}, and the script caught it)"
+    elif failed := [one for one in others if one.standing.failed_forwards > waits[0].standing.failed_forwards]:
         how = f" ({_ranks(failed)} caught an error that a forward pass raised)"
     elif idle := [one for one in others if _idle(one.standing) > _idle(waits[0].standing)]:
-        how = f" (on {_ranks(idle)} no backward pass followed some forward pass, or it raised and was caught)"
+        how = f" (on {_ranks(idle)} no backward pass followed some forward pass)"
     join = ", or train within `with ddp.join():`" if facts.can_join else ""
     yield Problem(
         Kind.UNEVEN,
-        f"The ranks ran different numbers of backward passes: {_ranks(waits)} waits in the step after {steps} "
+        f"The ranks ran different numbers of backward passes: {_ranks(waits)} {_do(waits, 'wait')} in the step after "
+        f"{steps} "
         f"for {_ranks(others)}, which {where}{how}.",
-        f"Give every rank the same number of batches{join}; skip a batch on every rank or on none.",
+        f"Give every rank the same number of batches{join}; skip a batch, or stop early, on every rank or on none.",
         details=_standings(facts),
     )
 
 
 def find_standstill(facts: Seen) -> Iterator[Problem]:
     """Say what is known of a run that has ended within a step, or stood still, for none of the reasons above."""
-    found = _select(facts.records, lambda one: one.standing.unfinished in (Unfinished.RUNS, Unfinished.WAITS))
-    stood = [record for record in facts.records if record.end.way is Way.GOES_ON]
-    if len(found) < len(facts.records) or not found:
+    stood = _select(facts.records, lambda one: one.end.way is Way.GOES_ON)
+    in_step = _select(facts.records, _is_in_step)
+    if not stood or facts.absent or any(map(_is_broken, facts.records)):
         return
-    if stood and len({record.standing.finished for record in found}) == 1:
-        yield Problem(
-            Kind.STOOD_STILL,
-            f"No step has ended for a long time: every rank is within the backward pass after "
-            f"{count_steps(found[0].standing.finished)}.",
-            "Look at where each rank stands: a rank may wait in a collective of its own that others do not call.",
-            details=_standings(facts),
-        )
+    if len(in_step) == len(facts.records):
+        if len({record.standing.finished for record in in_step}) > 1:
+            return
+        where = f"every rank is within the step after {count_steps(in_step[0].standing.finished)}"
+        change = "Look at where each rank stands: a rank may wait in a collective of its own that others do not call."
+    elif not in_step and not any(record.end.way is Way.RAISED for record in facts.records):
+        by_place: dict[str, list[Rank]] = {}
+        for record in stood:
+            by_place.setdefault(_stand(record), []).append(record)
+        where = " and ".join(f"{_ranks(some)} {_do(some, place)}" for place, some in by_place.items())
+        change = "Let every rank call the same collectives in the same order: look for a condition on the rank."
+        if any(record.end.waits_in == "forward" for record in stood):
+            change = (
+                "Call ddp(...) on every rank or on none, also in an evaluation, because its forward pass broadcasts "
+                "buffers; on one rank evaluate with ddp.module(...)."
+            )
+    else:
+        return
+    yield Problem(Kind.STOOD_STILL, f"No step has ended for a long time: {where}.", change, details=_standings(facts))
+
+
+def find_silent_rank(facts: Facts) -> Iterator[Problem]:
+    """Find ranks that left no word although they were asked, and nothing else that breaks the run."""
+    asked = any(record.end.has_asked for record in facts.records)
+    raised = _select(facts.records, lambda one: one.end.way is Way.RAISED and not one.end.lost)
+    if not asked or not facts.absent or raised or any(map(_is_broken, facts.records)):
+        return
+    waits = _select(facts.records, lambda one: one.end.lost or _is_in_step(one) or bool(one.end.waits_in))
+    if not waits:
+        return
+    absent = describe_ranks(facts.absent)
+    one = len(facts.absent) == 1
+    yield Problem(
+        Kind.UNEVEN,
+        f"{_capital(absent)} left no word while {_ranks(waits)} waited for {'it' if one else 'them'} after "
+        f"{count_steps(waits[0].standing.finished)}: {'it was' if one else 'they were'} killed, crashed, or "
+        f"{'is' if one else 'are'} in a call that does not return.",
+        "Look at the last lines that "
+        f"{'it' if one else 'they'} printed, and at the exit code: -9 often means that the host ran out of memory.",
+        details=(
+            *_standings(facts),
+            'If it printed "Received data size doesn\'t match expected size" (gloo), the ranks were in different '
+            "collectives: look for one that is called on some ranks only, or in another order.",
+        ),
+    )
 
 
 def count_steps(steps: int) -> str:
@@ -314,8 +414,32 @@ def _idle(standing: Standing) -> int:
     return standing.idle_forwards + max(standing.forwards - begun, 0)
 
 
-def _is_in_step(standing: Standing) -> bool:
-    return standing.in_forward or standing.unfinished in (Unfinished.RUNS, Unfinished.WAITS)
+def _is_in_step(record: Rank) -> bool:
+    standing = record.standing
+    # What has lost the connection was in its step until then.
+    is_lost = record.end.lost and standing.unfinished is Unfinished.RAISED
+    return standing.in_forward or standing.unfinished in (Unfinished.RUNS, Unfinished.WAITS) or is_lost
+
+
+def _is_broken(record: Rank) -> bool:
+    """Say whether a backward pass has gone wrong on a rank by itself."""
+    unfinished = record.standing.unfinished
+    return unfinished is Unfinished.SHORT or (unfinished is Unfinished.RAISED and not record.end.lost)
+
+
+def _do(some: Sequence[Rank], verb: str) -> str:
+    """Return a verb as it follows some ranks; its first word has no ending."""
+    if len(some) > 1:
+        return verb
+    first, _, rest = verb.partition(" ")
+    first = {"are": "is", "do": "does"}.get(first, f"{first}s")
+    return f"{first} {rest}".rstrip()
+
+
+def _stand(record: Rank) -> str:
+    """Say where a rank stands that is not in a step, to follow several ranks."""
+    place = f" ({record.end.place})" if record.end.place else ""
+    return (f"wait in {record.end.waits_in}" if record.end.waits_in else "are between two steps") + place
 
 
 def _select(records: Sequence[_Rank], condition: Callable[[_Rank], bool]) -> list[_Rank]:
@@ -366,8 +490,11 @@ def _describe(record: Rank) -> str:
         return f"ended after {steps} with {record.end.error}"
     if record.end.way is not Way.GOES_ON:
         return f"ended after {steps}"
+    place = f" ({record.end.place})" if record.end.place else ""
     if standing.unfinished in (Unfinished.RUNS, Unfinished.WAITS):
-        return f"in backward after {steps}"
+        return f"in backward after {steps}{place}"
     if standing.in_forward:
-        return f"in forward after {steps}"
-    return f"not in a step, after {steps}"
+        return f"in forward after {steps}{place}"
+    waits_in = record.end.waits_in
+    where = f"waits in {waits_in}" if waits_in and waits_in != BACKWARD else "not in a step"
+    return f"{where}, after {steps}{place}"

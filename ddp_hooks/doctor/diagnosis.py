@@ -196,6 +196,12 @@ class Diagnosis:
             other_hook=read_other_hook(ddp),
             model=class_name(ddp.module),
             called=tuple(dict.fromkeys([*(recorder.called or ()), *find_names(ddp)])),
+            moved=tuple(watch.find_moved()),
+            wrapped_parts=tuple(
+                name
+                for name, part in ddp.module.named_modules()
+                if isinstance(part, DistributedDataParallel) and any(id(one) in held for one in part.parameters())
+            ),
         )
 
     def _describe_world(self, ddp: DistributedDataParallel) -> World:

@@ -25,6 +25,21 @@ def find_drifting(facts: Facts) -> Iterator[Problem]:
         fact, change = cause
         differ = "" if drift is None else f"; {describe_drift(drift)}"
         yield Problem(Kind.APART, f"{fact}{differ}.", change, details=list_drifted(drift))
+    elif drift is not None and not facts.finished and not drift.is_rounding:
+        called = min(record.standing.forwards for record in facts.records)
+        how = (
+            f"its forward pass ran {_times(called)}, and no backward() followed that reached a parameter"
+            if called
+            else "it was never called in training"
+        )
+        yield Problem(
+            Kind.APART,
+            f"DDP averages nothing: {how}; {describe_drift(drift)}.",
+            "Call loss.backward(): torch.autograd.grad() and torch.func.grad() do not tell DDP of gradients."
+            if called
+            else "Call the DistributedDataParallel module itself, ddp(...), in training, and then backward().",
+            details=list_drifted(drift),
+        )
     elif drift is not None and drift.since is not None and not drift.is_rounding and facts.finished:
         hook = facts.records[0].other_hook
         if hook is not None and not hook.averages:
@@ -39,7 +54,7 @@ def find_drifting(facts: Facts) -> Iterator[Problem]:
             "Load weights before wrapping, or on every rank, and do not pass init_sync=False."
             if at_first
             else "Look for what changes weights on some ranks only: a step of the optimizer that one rank skips, "
-            "another learning rate, weights that are loaded or reset.",
+            "another learning rate, gradients that are changed after backward(), weights that are loaded or reset.",
             details=list_drifted(drift),
         )
 
@@ -59,6 +74,13 @@ def _find_cause(facts: Facts) -> tuple[str, str] | None:
     calls = max(record.standing.inner_calls for record in facts.records)
     past, late = unreduced.get(Unreduced.PAST_DDP.value, 0), unreduced.get(Unreduced.AFTERWARDS.value, 0)
     kept = unreduced.get(Unreduced.NO_SYNC.value, 0)
+    moved = facts.records[0].moved
+    if moved and unreduced.get(Unreduced.UNKNOWN.value, 0):
+        return (
+            f"DDP averages nothing for {short_list([one for one, _ in moved])}, cast or moved after wrapping "
+            f"({moved[0][1]}), which cuts a parameter off from DDP",
+            "Cast and move the model before wrapping; for less precision use torch.autocast.",
+        )
     if past or (late and calls):
         how = (
             "the wrapped module was called itself (ddp.module(...))"
@@ -87,10 +109,13 @@ def _find_cause(facts: Facts) -> tuple[str, str] | None:
         )
     behind = max(record.standing.left_behind for record in facts.records)
     if kept and behind:
-        where = "every backward pass" if facts.finished == 0 else f"the passes before {behind} steps of the optimizer"
         return (
-            f"DDP averages nothing in {where}, because all of them ran under no_sync()",
-            "Leave the last pass before each optimizer.step() outside of no_sync(), that of an epoch's end included.",
+            "DDP averages nothing, because the forward pass before every backward pass ran under no_sync()"
+            if facts.finished == 0
+            else f"DDP averages nothing in the passes before {behind} steps of the optimizer, because all of them ran "
+            "under no_sync()",
+            "Leave the last forward and backward pass before each optimizer.step() outside of no_sync(), those of an "
+            "epoch's end included.",
         )
     return None
 
@@ -106,6 +131,10 @@ def _unreduced(facts: Facts) -> dict[str, int]:
 
 def _is_late(record: RankRecord) -> bool:
     return {why for why, _ in record.standing.unreduced} == {Unreduced.AFTERWARDS.value}
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _passes(count: int) -> str:

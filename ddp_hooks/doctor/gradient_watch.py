@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import partial
 from types import FrameType
@@ -73,7 +73,7 @@ class Silence:
         """All gradients of a pass are there."""
 
     def pass_left(self, why: Unreduced) -> None:
-        """A pass has ended that DDP does not reduce."""
+        """A pass has ended that DDP does not reduce. May raise: ``backward()`` then does."""
 
     def pass_broke(self) -> None:
         """A pass has begun and not ended, and what comes after it begins: it has raised."""
@@ -129,6 +129,7 @@ class GradientWatch:
         self.reduced_count: int = len(reduced)
         self.used = bytearray(len(parameters))
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._kinds = [(parameter.dtype, parameter.device.type) for parameter in parameters]
         self._ddp = weakref.ref(ddp)
         self._listener = listener
         self.held: dict[int, tuple[int, int]] = {}
@@ -172,6 +173,20 @@ class GradientWatch:
     def some_parameters(self, indices: Iterable[int]) -> list[torch.Tensor]:
         """Return a few of the parameters, without a look at the others."""
         return [parameter for i in indices if (parameter := self._parameters[i]()) is not None]
+
+    def find_moved(self) -> Iterator[tuple[str, str]]:
+        """Yield the names of parameters of another type or device than when watching began, and both."""
+        for name, before, reference in zip(self.names, self._kinds, self._parameters, strict=True):
+            parameter = reference()
+            if parameter is not None and (now := (parameter.dtype, parameter.device.type)) != before:
+                yield (
+                    name,
+                    ", ".join(
+                        f"from {str(old).removeprefix('torch.')} to {str(new).removeprefix('torch.')}"
+                        for old, new in zip(before, now, strict=True)
+                        if old != new
+                    ),
+                )
 
     def close(self) -> None:
         """Take every hook off; may be called again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def read_other_hook(ddp: DistributedDataParallel) -> OtherHook | None:
     return None
 
 
-def _read(hook: Callable[..., Any], state: object, ddp: DistributedDataParallel) -> OtherHook:
+def _read(hook: Callable[..., Any], state: Any, ddp: DistributedDataParallel) -> OtherHook:
     name = getattr(hook, "__qualname__", type(hook).__qualname__).rsplit("<locals>.", 1)[-1]
     if not str(getattr(hook, "__module__", "")).startswith(_TORCHS):
         return OtherHook(name, "", None)
@@ -75,7 +76,12 @@ def _read(hook: Callable[..., Any], state: object, ddp: DistributedDataParallel)
         size = sum(parameter.numel() for parameter in _C.reducer_parameters(ddp.reducer))
         return OtherHook(name, "rounds gradients to 8 bits and gathers those of all ranks", size)
     if name == "powerSGD_hook":
-        return _approximate(name, state, ddp)
+        return _approximate(name, "gradients by matrices", state, sum(_matrix_sizes(ddp, state)))
+    if name == "batched_powerSGD_hook":
+        # Whatever the buckets' shapes, each is taken for a square.
+        squares = [(math.ceil(math.sqrt(one.numel)), one) for one in _C.reducer_layout(ddp.reducer).buckets]
+        size = sum(2 * side * state.matrix_approximation_rank * one.element_bytes for side, one in squares)
+        return _approximate(name, "each bucket by a square matrix", state, size)
     if name == "post_localSGD_hook":
         start = getattr(state, "start_localSGD_iter", 0)
         return OtherHook(name, f"averages over all ranks only up to step {start}", None, averages=False)
@@ -101,12 +107,11 @@ def _send_all(name: str, ddp: DistributedDataParallel) -> OtherHook:
     return OtherHook(name, "sends every gradient in full, as DDP does by itself", size)
 
 
-def _approximate(name: str, state: Any, ddp: DistributedDataParallel) -> OtherHook:
-    rank = state.matrix_approximation_rank
-    effect = f"approximates gradients by matrices of rank {rank}"
+def _approximate(name: str, what: str, state: Any, step_bytes: int) -> OtherHook:
+    effect = f"approximates {what} of rank {state.matrix_approximation_rank}"
     if state.start_powerSGD_iter:
         effect += f" from step {state.start_powerSGD_iter + 1} on"
-    return OtherHook(name, effect, sum(_matrix_sizes(ddp, state)))
+    return OtherHook(name, effect, step_bytes)
 
 
 def _matrix_sizes(ddp: DistributedDataParallel, state: Any) -> Iterator[int]:

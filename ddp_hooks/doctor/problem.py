@@ -18,6 +18,7 @@ class Kind(IntEnum):
     UNEVEN = auto()  # ranks ran different numbers of steps
     STOOD_STILL = auto()  # no step ended, for a reason that is not seen
     SCRIPT_RAISED = auto()  # an error has left the script, and DDP is not the reason as far as seen
+    WRAPPED_TWICE = auto()  # a part of the model is a DDP module, too
     FROZEN_LATE = auto()  # a part of the model was frozen halfway, and is sent as zeros
     FORGOTTEN = auto()  # a part of the model gets no gradient, and the run goes on
 
@@ -29,7 +30,7 @@ class Kind(IntEnum):
     @property
     def forbids_advice(self) -> bool:
         """Whether it has to go before it is worth talking about policies."""
-        return self < Kind.SCRIPT_RAISED
+        return self < Kind.SCRIPT_RAISED or self is Kind.WRAPPED_TWICE
 
 
 @dataclass(frozen=True, slots=True)

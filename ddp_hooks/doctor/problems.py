@@ -17,13 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import fmean
 
-from ..wording import describe_part, describe_ranks
+from ..wording import describe_part, describe_ranks, short_list
 from .breakdowns import (
+    MEND_SEVERED,
+    WHY_SEVERED,
     count_steps,
     find_broken_backward,
     find_changed_graph,
     find_marked_twice,
     find_missing_gradients,
+    find_silent_rank,
     find_standstill,
     find_uneven,
 )
@@ -46,9 +49,30 @@ def find_problems(facts: Facts) -> list[Problem]:
 
 
 def _find_forgotten(facts: Facts) -> Iterator[Problem]:
-    whole = [one for one in facts.modules if one.verdict == NEVER and one.is_module]
-    left_out = [one for one in whole if any(is_inside(name, one.name) for name in facts.left_out)]
-    uncalled = [one for one in whole if one not in left_out]
+    never = [one for one in facts.modules if one.verdict == NEVER]
+    reached = [one for one in never if any(is_inside(name, one.name) for name in facts.left_out)]
+    whole = [one for one in never if one.is_module]
+    # Without the flag, backward does not come to an output that the loss leaves out.
+    left_out = [one for one in reached if one.is_module and facts.find_unused_parameters]
+    without = [one for one in reached if one not in left_out]
+    if without:
+        yield Problem(
+            Kind.FORGOTTEN,
+            f"Backward reaches {short_names(without)} and computes no gradient for it: a custom autograd function "
+            f"returns None for it{', or the loss leaves out an output' if facts.find_unused_parameters else ''}.",
+            "Let that function's backward() return the gradient, or freeze the parameter before wrapping.",
+        )
+    severed = {name for record in facts.records for name in record.standing.severed}
+    cut = [
+        one for one in whole if all(each.name in severed for each in facts.parameters if is_inside(each.name, one.name))
+    ]
+    if cut:
+        yield Problem(
+            Kind.FORGOTTEN,
+            f"No parameter of {short_names(cut)} got a gradient in any step: {WHY_SEVERED}.",
+            MEND_SEVERED,
+        )
+    uncalled = [one for one in whole if one not in reached and one not in cut]
     if left_out:
         yield Problem(
             Kind.FORGOTTEN,
@@ -83,6 +107,17 @@ def _find_frozen_late(facts: Facts) -> Iterator[Problem]:
     )
 
 
+def _find_wrapped_twice(facts: Facts) -> Iterator[Problem]:
+    parts = facts.records[0].wrapped_parts
+    if parts:
+        yield Problem(
+            Kind.WRAPPED_TWICE,
+            f"The wrapped model contains other DistributedDataParallel modules ({short_list(parts)}), so their "
+            "gradients are averaged and sent twice.",
+            "Wrap the whole model once, and none of its parts; ddp_hooks.register(ddp) refuses it as it is.",
+        )
+
+
 def _find_error(facts: Facts) -> Iterator[Problem]:
     raised = [record for record in facts.records if record.end.way is Way.RAISED]
     if raised:
@@ -105,11 +140,13 @@ _FINDERS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     find_missing_gradients,
     find_broken_backward,
     find_uneven,
+    find_silent_rank,
     find_standstill,
     find_unfrozen,
     find_strangers,
     find_silent_hook,
     _find_frozen_late,
+    _find_wrapped_twice,
     _find_error,
     _find_forgotten,
 )

@@ -20,6 +20,7 @@ from .verdicts import (
     SOMETIMES,
     ModuleVerdict,
     ParameterVerdict,
+    is_inside,
     unite_names,
     without_numbers,
 )
@@ -128,7 +129,7 @@ def answer_all(facts: Facts) -> list[Answer]:
 
 def _is_the_search_needed(facts: Facts) -> Answer:
     question = "Is find_unused_parameters needed?"
-    unused = [one for one in facts.modules if one.verdict in _UNUSED]
+    unused = [one for one in facts.modules if one.verdict in _UNUSED and not _is_reached(one, facts)]
     seen = f"in {_count(facts.steps, 'step')} on {_count(facts.ranks, 'rank')}"
     gone = [one for one in facts.modules if one.verdict in (REPLACED, REMOVED)]
     if gone:
@@ -139,6 +140,8 @@ def _is_the_search_needed(facts: Facts) -> Answer:
             "gradients",
         )
     if not unused:
+        if any(one.verdict in _UNUSED for one in facts.modules):
+            return Answer(question, "no", f"it is not set, and {seen} DDP did not wait for what got no gradient")
         if facts.find_unused_parameters:
             return Answer(question, "no", f"it is set, and {seen} every parameter was used; leave it out")
         return Answer(question, "no", f"it is not set, and {seen} every parameter was used")
@@ -161,11 +164,19 @@ def _is_the_search_needed(facts: Facts) -> Answer:
     return Answer(question, "yes", f"unused in some steps or on some ranks: {short_names(unused)}")
 
 
+def _is_reached(module: ModuleVerdict, facts: Facts) -> bool:
+    """Say whether backward reaches a part without a gradient, and would do so without the flag."""
+    if facts.find_unused_parameters or module.verdict != NEVER:
+        return False
+    names = [one.name for one in facts.parameters if is_inside(one.name, module.name)]
+    return facts.left_out.issuperset(names)
+
+
 def _is_a_static_graph_legal(facts: Facts) -> Answer:
     question = "Is static_graph=True legal?"
     if facts.steps < 2:
         return Answer(question, "unknown", "that takes two steps at least")
-    if facts.left_out:
+    if facts.left_out and facts.find_unused_parameters:
         return Answer(
             question,
             "no",
@@ -227,7 +238,10 @@ def _what_does_the_search_cost(facts: Facts, division: Division) -> Answer:
         if not searches:
             return Answer(question, "nothing", "DDP does not search here")
         return Answer(
-            question, "not timed", "its beginning is the end of the model's own call, which is within what is compiled"
+            question,
+            "not timed",
+            "its beginning is the end of the model's own call, which is not seen where the call is compiled or "
+            "backward runs within it",
         )
     cost = f"{division.search_seconds * 1e3:.2f} ms a step"
     part = division.search_seconds / division.step_seconds if division.step_seconds else 0.0

@@ -26,8 +26,9 @@ from ..serving.engine_settings import unit_settings
 from ..serving.service import registered_service
 from .gradient_watch import GradientWatch, Silence, Unreduced
 from .naming import find_names_in_frames
-from .standing import Standing, Unfinished, runs_backward
+from .standing import Standing, Unfinished, read_end, runs_backward
 from .strangers import StrangerWatch
+from .torch_calls import follow_broken_backward, follow_severed_checkpoints, modules_of
 
 _C = _extension.load()
 
@@ -178,6 +179,7 @@ class Recorder(Silence):
         called: what the module is called by its first caller, the most telling name first; None before that.
         strangers: looks for parameters that have come since the module was wrapped.
         on_step: called with the number of steps when one has ended, or None; what it raises, ``backward()`` raises.
+            Where DDP averages nothing, called with the number of backward passes, or within a forward pass.
     """
 
     def __init__(self, ddp: DistributedDataParallel, most_mask_bytes: int = MOST_MASK_BYTES) -> None:
@@ -213,7 +215,14 @@ class Recorder(Silence):
         self.find_unused_parameters = bool(ddp.find_unused_parameters)
         self._searches = self.find_unused_parameters and not ddp.static_graph
         self._reducer = weakref.ref(ddp.reducer)  # a strong one would keep its buckets
+        self._early_breaks = 0
+        self._raised_with = ""
+        self._severed: set[int] = set()
         self.watch = GradientWatch(ddp, self)
+        self._ends = (
+            follow_broken_backward(self.backward_raised),
+            follow_severed_checkpoints(self.checkpoint_severed),
+        )
         self.unreduced_used = bytearray(len(self.watch.used))
         self.sizes = tuple(parameter.numel() * parameter.element_size() for parameter in self.watch.parameters)
         self._pass = self._new_pass()
@@ -223,6 +232,8 @@ class Recorder(Silence):
         """Stop listening; what was written down stays."""
         self.watch.close()
         self.strangers.close()
+        for stop in self._ends:
+            stop()
 
     def _new_pass(self) -> _Pass:
         looked = self._scans and self._mask_bytes <= self.most_mask_bytes and not self.is_cut_short
@@ -238,6 +249,9 @@ class Recorder(Silence):
         if self.called is None:
             self.called = find_names_in_frames(ddp)
         self.strangers.call_begins(ddp)
+        # What DDP does not hear of ends no step.
+        if self.strangers.trained and not self._pass.times:
+            self._notice_progress(self.finished + self.watch.forwards)
 
     def forward_begins(self) -> None:
         """Note when the first step begins; the others begin where the one before ended."""
@@ -309,11 +323,26 @@ class Recorder(Silence):
             self._pass = self._new_pass()
             # They belong to no step. Those of no_sync() do, to the next one.
             self.watch.used[:] = bytes(len(self.watch.used))
+        if not self.finished:
+            # Where accumulating is over now and then, steps end.
+            kept = self.unreduced[Unreduced.NO_SYNC]
+            self._notice_progress(max(self.unreduced.total() - kept, self.left_behind))
 
     def pass_broke(self) -> None:
         """Note that a pass has raised."""
         self._pass.has_raised = True
         self.broken.append(self.finished)
+
+    def backward_raised(self, error: Exception) -> None:
+        """Note that a call of backward() has raised, of whichever module it was."""
+        if self._pass.times or self.watch.forwards:
+            self._early_breaks += not self._pass.times
+            self._raised_with = read_end(error).error
+
+    def checkpoint_severed(self, function: Any) -> None:
+        """Note which parameters a checkpoint keeps from their gradients; of whichever module it is."""
+        if self.watch.runs_forward and self.finished < _STEPS_CHECKED:
+            self._severed.update(id(one) for module in modules_of(function) for one in module.parameters())
 
     def step_reduced(self) -> None:
         """Note the time."""
@@ -347,9 +376,12 @@ class Recorder(Silence):
 
     def _count_step(self) -> None:
         self.finished += 1
+        self._notice_progress(self.finished)
+
+    def _notice_progress(self, steps: int) -> None:
         self.last_progress = time.monotonic()
         if self.on_step is not None:
-            self.on_step(self.finished)
+            self.on_step(steps)
 
     def _notice_another_reducer(self) -> None:
         ddp = self.watch.ddp
@@ -436,6 +468,9 @@ class Recorder(Silence):
             self.left_behind,
             watch.runs_forward,
             tuple(names[i] for i in sorted(self.stepped_early)),
+            self._early_breaks,
+            self._raised_with,
+            tuple(name for name, one in zip(names, watch.parameters, strict=False) if id(one) in self._severed),
         )
 
     def missing(self, frozen: bool = False) -> list[str]:
@@ -444,7 +479,10 @@ class Recorder(Silence):
         Args:
             frozen: name what is frozen, and else what is not.
         """
-        ddp, came = self.watch.ddp, self._pass.times
+        ddp = self.watch.ddp
+        # DDP does not hear of what was cast or moved.
+        moved = {name for name, _ in self.watch.find_moved()}
+        came = {index for index in self._pass.times if self.watch.names[index] not in moved}
         parameters = self.watch.parameters
         known = list(range(self.watch.reduced_count))
         searches = self._searches

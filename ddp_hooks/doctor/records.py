@@ -48,6 +48,8 @@ class RankRecord:
         other_hook: the communication hook that is registered, if it is not this package's.
         model: the class of what is wrapped.
         called: what the script calls the module, as far as that was found; the most telling name first.
+        moved: the parameters whose type or device is not what it was when watching began, and how it has changed.
+        wrapped_parts: the parts of the model that are DDP modules with parameters of this one.
     """
 
     names: tuple[str, ...]
@@ -72,6 +74,8 @@ class RankRecord:
     other_hook: OtherHook | None = None
     model: str = ""
     called: tuple[str, ...] = ()
+    moved: tuple[tuple[str, str], ...] = ()
+    wrapped_parts: tuple[str, ...] = ()
 
 
 def pack(record: object) -> bytes:

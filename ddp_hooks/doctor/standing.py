@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+from ..hangs.stack import read_position, read_stand, shorten
+from ..hangs.watcher import waited_in_vain
+
+# Another one may be in its place later, which calls it.
+_RUN_BACKWARD = torch.autograd.backward.__code__
 
 
 class Unfinished(Enum):
@@ -46,6 +53,9 @@ class Standing:
         broken: after how many finished passes others have raised, each that was noticed.
         left_behind: how often parameters changed after passes under no_sync() and before DDP had averaged anything.
         in_forward: whether DDP's forward pass runs.
+        early_breaks: how many backward passes have raised before they reached a parameter, after a forward pass.
+        raised_with: what the last one that raised said, with its type, in a line; or nothing.
+        severed: those that are within reentrant checkpoints no input of which requires a gradient, as far as seen.
         stepped_early: the parameters that changed while backward ran, before DDP had averaged their gradients.
     """
 
@@ -68,6 +78,9 @@ class Standing:
     left_behind: int = 0
     in_forward: bool = False
     stepped_early: tuple[str, ...] = ()
+    early_breaks: int = 0
+    raised_with: str = ""
+    severed: tuple[str, ...] = ()
 
 
 class Way(Enum):
@@ -87,11 +100,20 @@ class End:
         way: how.
         error: its type and what it says, in a line; for ``sys.exit()``, that and the code.
         left: what of torch's the error has come out of: "backward", "forward" or nothing.
+        lost: the error is that of a rank that waited for others in vain, or lost the connection to them.
+        waits_in: while the script goes on: the function in which it waits for other ranks, as the script calls it; or
+            nothing.
+        place: the line of the script at which that was.
+        has_asked: this rank has asked every other one for word.
     """
 
     way: Way = Way.FINISHED
     error: str = ""
     left: str = ""
+    lost: bool = False
+    waits_in: str = ""
+    place: str = ""
+    has_asked: bool = False
 
 
 def runs_backward() -> bool:
@@ -99,14 +121,21 @@ def runs_backward() -> bool:
     for frame in sys._current_frames().values():
         here: FrameType | None = frame
         while here is not None:
-            if here.f_code is torch.autograd.backward.__code__:
+            if here.f_code is _RUN_BACKWARD:
                 return True
             here = here.f_back
     return False
 
 
 _LONGEST_ERROR = 100
-_CODES = {torch.autograd.backward.__code__: "backward", DistributedDataParallel.forward.__code__: "forward"}
+_CODES = {_RUN_BACKWARD: "backward", DistributedDataParallel.forward.__code__: "forward"}
+
+
+def read_place(thread: int) -> End:
+    """Return where the script is while it goes on, in a thread of this process."""
+    stand, position = read_stand(thread), read_position(thread)
+    place = "" if position is None else next(iter(position.frames), "")
+    return End(Way.GOES_ON, waits_in="" if stand is None else stand.waits_in or "", place=place)
 
 
 def read_end(error: BaseException) -> End:
@@ -116,10 +145,10 @@ def read_end(error: BaseException) -> End:
         if isinstance(error.__context__, Exception):
             # torch.multiprocessing.spawn, and many a script, catches an error, prints it and leaves.
             caught = read_end(error.__context__)
-            return End(Way.RAISED, f"{caught.error}, and then {exits}", caught.left)
+            return End(Way.RAISED, f"{caught.error}, and then {exits}", caught.left, caught.lost)
         return End(Way.RAISED, exits)
     said = [line.split(". ")[0] for line in str(error).strip().splitlines()[:1]]
-    text = ": ".join([type(error).__name__, *said])
+    text = ": ".join([type(error).__name__, *said]) if said else f"{type(error).__name__}{_raised_at(error)}"
     if len(text) > _LONGEST_ERROR:
         text = f"{text[: _LONGEST_ERROR - 3]}..."
     left = ""
@@ -128,4 +157,10 @@ def read_end(error: BaseException) -> End:
         # The innermost one, as where a backward pass runs within a forward pass.
         left = _CODES.get(trace.tb_frame.f_code, left)
         trace = trace.tb_next
-    return End(Way.RAISED, text, left)
+    return End(Way.RAISED, text, left, waited_in_vain(error))
+
+
+def _raised_at(error: BaseException) -> str:
+    """Say where an error was raised that says nothing itself."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return f" at {shorten(frames[-1][0].f_code.co_filename)}:{frames[-1][1]}" if frames else ""

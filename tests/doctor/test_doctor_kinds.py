@@ -84,9 +84,66 @@ REPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("Nothing is wrong", "ddp.module"),
     ),
     "second_backward_with_the_flag": (("DDP does not average the gradients of", "Add the losses up"), ()),
-    "never_synchronised": (("all of them ran under no_sync()", "the replicas differ"), ("ddp.module",)),
+    "never_synchronised": (("every backward pass ran under no_sync()", "the replicas differ"), ("ddp.module",)),
     "rest_not_synchronised": (("the passes before 3 steps", "ran under no_sync()", "the replicas differ"), ()),
     "stepped_in_hooks": (("before DDP has averaged their gradients", "the replicas differ"), ()),
+    "gradients_by_hand": (
+        ("its forward pass ran 6 times, and no backward() followed", "the replicas differ", "Call loss.backward()"),
+        ("Nothing can be said",),
+    ),
+    "cast_afterwards": (
+        (
+            "cast or moved after wrapping (from float32 to float64)",
+            "the replicas differ",
+            "Cast and move the model before",
+        ),
+        ("Nothing can be said",),
+    ),
+    "cast_in_part": (
+        ("right was cast or moved after wrapping (from float32 to float64)", "DDP waits for its gradients"),
+        ("find_unused_parameters", "left out"),
+    ),
+    "forward_under_no_sync": (
+        ("the forward pass before every backward pass ran under no_sync()", "the replicas differ"),
+        ("ddp.module",),
+    ),
+    "inner_module_for_long": (("for 30 backward passes", "Stopped your script after 30 steps"), ("came to its end",)),
+    "all_replaced": (
+        ("The whole model was replaced after wrapping", "Stopped your script after 30 steps"),
+        ("came to its end",),
+    ),
+    "wrapped_twice": (
+        ("contains other DistributedDataParallel modules (left)", "sent twice", "Wrap the whole model once"),
+        ("Add after wrapping",),
+    ),
+    "severed_checkpoint": (
+        ("backward left out trunk", "compute no gradients if none of their inputs requires one", "use_reentrant=False"),
+        ("wrap with find_unused_parameters",),
+    ),
+    "severed_checkpoint_with_the_flag": (
+        ("No parameter of trunk got a gradient", "if none of their inputs requires one", "use_reentrant=False"),
+        ("Use it in the loss",),
+    ),
+    "forgotten_in_backward": (
+        (
+            "Backward reaches scale and computes no gradient for it: a custom autograd function returns None",
+            "needed? No:",
+            "legal? As far as seen",
+        ),
+        ("Nothing is wrong", "leaves out an output"),
+    ),
+    "forgotten_in_backward_with_the_flag": (
+        ("Backward reaches scale and computes no gradient for it", "returns None", "or the loss leaves out an output"),
+        ("Nothing is wrong",),
+    ),
+    "reset_while_accumulating": (
+        ("A backward pass raised on ranks 0, 1 after 0 finished steps", "Call zero_grad() only after"),
+        ("DDP waits",),
+    ),
+    "loss_of_gradients": (
+        ("backward left out 2.bias", "Let the loss depend on it", "or a loss of gradients only"),
+        ("it was cut short", "Wrap with find_unused"),
+    ),
     "weights_of_one_rank": (("The replicas differ in 6 of 6 parameters", "Load weights before wrapping"), ()),
     "step_left_out": (
         ("The replicas differ in 6 of 6 parameters", "first seen after 4 finished steps", "a step of the optimizer"),
@@ -108,6 +165,26 @@ ON_ONE_RANK: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("find_unused_parameters", "before its first step"),
     ),
     "unused_on_one": (("backward left out right on rank 1", "Wrap with find_unused_parameters=True"), ("no word",)),
+    "raised_early_on_one": (
+        ("on rank 1 backward raised RuntimeError: out of memory, it says, and the script caught it",),
+        ("no backward pass followed", "find_unused_parameters"),
+    ),
+    "barrier_on_one": (
+        ("Rank 1 waits in the step after 4 finished steps for rank 0, which waits in barrier (", "kinds.py:"),
+        ("number of batches", "Nothing is wrong"),
+    ),
+    "evaluated_on_one": (
+        ("No step has ended for a long time: rank 0 waits in", "rank 1 waits in barrier (", "kinds.py:"),
+        ("Nothing is wrong",),
+    ),
+    "stuck_on_one": (
+        ("Rank 0 waits in the step after 3 finished steps for rank 1, which is not in a step (", "in step)"),
+        ("number of batches", "Nothing is wrong"),
+    ),
+    "killed_on_one": (
+        ("Rank 1 left no word while rank 0 waited for it after 3 finished steps", "-9 often means"),
+        ("Mend what raised", "Nothing is wrong"),
+    ),
     "raised_while_the_other_had_ended": (
         ("The script ended with an error on rank 1, after 6 finished steps: OSError: disk full",),
         ("no word", "on 1 rank"),

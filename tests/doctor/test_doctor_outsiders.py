@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -254,6 +255,13 @@ def check_hooks(rank: int) -> None:
     assert found.other_hook is not None
     assert found.other_hook.step_bytes == (sum(sizes) - 2 * size) // (STEPS - 2)
     assert "approximates gradients by matrices of rank 2 from step 3 on" in found.advice
+    # torch's own refuses the shape that it passes here, so batched_powerSGD_hook raises; what it sends is the same.
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=2)
+    with counted() as sizes, mock.patch.object(powerSGD_hook, "_orthogonalize"):
+        found, text = hooked(rank, 20_000, powerSGD_hook.batched_powerSGD_hook, state)
+    assert found.other_hook is not None
+    assert found.other_hook.step_bytes == (sum(sizes) - 2 * size) // (STEPS - 2)
+    assert "approximates each bucket by a square matrix of rank 3 from step 3 on" in found.advice
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     found, _ = hooked(rank, 20_000, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), state)
     assert found.other_hook is not None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -258,6 +261,85 @@ def static_and_left_out() -> None:
     train(ddp, lambda i: ddp(batch())[0].mean().backward())
 
 
+class Severed(Heads):
+    """The inputs are no parameter's, so nothing within the checkpoint gets a gradient."""
+
+    def forward(self, x: torch.Tensor, which: str = "both") -> tuple[torch.Tensor, ...]:
+        x = checkpoint(self.trunk, x, use_reentrant=True)
+        return self.left(x), self.right(x)
+
+
+@kind
+def severed_checkpoint() -> None:
+    ddp = make(Severed())
+    train(ddp, lambda i: total(ddp(batch())).backward())
+
+
+@kind
+def severed_checkpoint_with_the_flag() -> None:
+    ddp = make(Severed(), find_unused_parameters=True)
+    train(ddp, lambda i: total(ddp(batch())).backward())
+
+
+class Forgetful(torch.autograd.Function):
+    """Scales, and returns no gradient for the scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * 2, None
+
+
+class Scaled(Heads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, which: str = "both") -> tuple[torch.Tensor, ...]:
+        return tuple(Forgetful.apply(head, self.scale) for head in super().forward(x))
+
+
+@kind
+def forgotten_in_backward() -> None:
+    ddp = make(Scaled())
+    train(ddp, lambda i: total(ddp(batch())).backward())
+
+
+@kind
+def forgotten_in_backward_with_the_flag() -> None:
+    ddp = make(Scaled(), find_unused_parameters=True)
+    train(ddp, lambda i: total(ddp(batch())).backward())
+
+
+@kind
+def reset_while_accumulating() -> None:
+    ddp = make(find_unused_parameters=True)
+
+    def step(i: int) -> None:
+        with ddp.no_sync():
+            total(ddp(batch())).backward()
+        ddp.zero_grad()
+        total(ddp(batch(), "left")).backward()
+
+    train(ddp, step)
+
+
+@kind
+def loss_of_gradients() -> None:
+    """The outputs depend on the last bias, and the loss does not."""
+    ddp = make(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), find_unused_parameters=True)
+
+    def step(i: int) -> None:
+        x = batch().requires_grad_()
+        (gradient,) = torch.autograd.grad(ddp(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+
+    train(ddp, step)
+
+
 # --- backward passes that raise
 
 
@@ -450,6 +532,73 @@ def skip(ddp: DistributedDataParallel) -> bool:
     return False
 
 
+@kind
+def gradients_by_hand() -> None:
+    ddp = make()
+
+    def step(i: int) -> None:
+        gradients = torch.autograd.grad(total(ddp(batch())), list(ddp.parameters()))
+        for parameter, gradient in zip(ddp.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+    train(ddp, step)
+
+
+@kind
+def cast_afterwards() -> None:
+    ddp = make()
+    ddp.to(torch.float64)
+    train(ddp, lambda i: total(ddp(batch().double())).backward())
+
+
+@kind
+def cast_in_part() -> None:
+    class Wide(Heads):
+        def forward(self, x: torch.Tensor, which: str = "both") -> tuple[torch.Tensor, ...]:
+            x = self.trunk(x)
+            return self.left(x), self.right(x.double()).float()
+
+    ddp = make(Wide())
+    ddp.module.right.double()
+    train(ddp, lambda i: total(ddp(batch())).backward())
+
+
+@kind
+def forward_under_no_sync() -> None:
+    ddp = make()
+
+    def step(i: int) -> None:
+        with ddp.no_sync():
+            loss = total(ddp(batch()))
+        loss.backward()
+
+    train(ddp, step)
+
+
+@kind
+def inner_module_for_long() -> None:
+    ddp = make()
+    train(ddp, lambda i: total(ddp.module(batch())).backward(), 100)
+    print("came to its end")
+
+
+@kind
+def all_replaced() -> None:
+    ddp = make(find_unused_parameters=True)
+    ddp.module.load_state_dict(Heads().state_dict(), assign=True)
+    ddp.requires_grad_()
+    train(ddp, lambda i: total(ddp(batch())).backward(), 100)
+    print("came to its end")
+
+
+@kind
+def wrapped_twice() -> None:
+    model = Heads()
+    model.left = make(model.left)  # type: ignore[assignment]
+    ddp = make(model)
+    train(ddp, lambda i: total(ddp(batch())).backward())
+
+
 # --- ranks that run other steps than others
 
 
@@ -489,6 +638,76 @@ def raised_on_one() -> None:
 def unused_on_one() -> None:
     ddp = make()
     train(ddp, lambda i: total(ddp(batch(), "left" if i == 3 and dist.get_rank() else "both")).backward())
+
+
+@kind
+def raised_early_on_one() -> None:
+    ddp = make()
+
+    def step(i: int) -> object:
+        loss = total(ddp(batch()))
+        if i == 3 and dist.get_rank() == 1:
+            loss = Failing.apply(loss)
+        try:
+            loss.backward()
+        except RuntimeError:
+            return False
+        return None
+
+    train(ddp, step)
+
+
+@kind
+def barrier_on_one() -> None:
+    ddp = make()
+
+    def step(i: int) -> None:
+        total(ddp(batch())).backward()
+        if i == 3 and dist.get_rank() == 0:
+            dist.barrier()
+
+    train(ddp, step)
+
+
+@kind
+def evaluated_on_one() -> None:
+    """The forward pass broadcasts buffers, also where nothing is trained."""
+    model = Heads()
+    model.register_buffer("scale", torch.ones(1000))
+    ddp = make(model)
+
+    def step(i: int) -> None:
+        total(ddp(batch())).backward()
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                ddp(batch())
+        dist.barrier()
+
+    train(ddp, step)
+
+
+@kind
+def stuck_on_one() -> None:
+    ddp = make()
+
+    def step(i: int) -> None:
+        if i == 3 and dist.get_rank() == 1:
+            time.sleep(1000)
+        total(ddp(batch())).backward()
+
+    train(ddp, step)
+
+
+@kind
+def killed_on_one() -> None:
+    ddp = make()
+
+    def step(i: int) -> None:
+        if i == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        total(ddp(batch())).backward()
+
+    train(ddp, step)
 
 
 @kind

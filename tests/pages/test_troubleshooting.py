@@ -30,7 +30,8 @@ def squeeze(text: str) -> str:
 
 @pytest.mark.thorough
 def test_quoted_texts_are_those_of_torch_and_lightning() -> None:
-    sources = [FOLDER / "nn/parallel/distributed.py", FOLDER / "multiprocessing/spawn.py"]
+    names = ("nn/parallel/distributed", "multiprocessing/spawn", "utils/checkpoint", "distributed/distributed_c10d")
+    sources = [FOLDER / f"{name}.py" for name in names]
     sources += (FOLDER / "distributed/fsdp/_fully_shard").glob("*.py")
     lightning = importlib.util.find_spec("lightning")
     if lightning is not None and lightning.origin is not None:
