@@ -1,12 +1,8 @@
-"""The demo: trains a real model with plain DDP and with ddp_hooks, one step of each in turn, to the same weights.
+"""The demo trains a real model with plain DDP and with ddp_hooks, in turns, to the same weights.
 
-It starts its ranks itself, prints a table, and draws which parameters were used in which step, above the bytes that
-were sent. `make demo` builds and runs it. Its parts are in the folder demo/, next to this file. Run it with
-
-    python examples/demo.py
+It starts its ranks itself, prints a table, and draws which parameters each step used, above the bytes that were sent.
+Run `make demo`, or `python examples/demo.py` in an environment that has ddp_hooks. The parts are in demo/.
 """
-
-from __future__ import annotations
 
 import sys
 

@@ -6,24 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from .report import MEGABYTE, format_size, mean, saved_fraction
+from ddp_hooks.wording import describe_bytes
 
-Numbers = dict[str, Any]
+from .report import MEGABYTE, Numbers, mean, saved_fraction
 
 # From the palette of Okabe and Ito, which people with any colour vision can tell apart; lightness differs too.
-EVERY_RANK = "#0072B2"
-ONE_RANK = ("#E69F00", "#CC79A7")
-SEVERAL_RANKS = "#56B4E9"
-NOBODY = "#F4F4F4"
-FROZEN = "#C9C9C9"
-HATCH = "#909090"
-SAVED = "#E2E2E2"
-SENT = "#2B4C5E"
-INK = "#222222"
+EVERY_RANK, ONE_RANK, SEVERAL_RANKS = "#0072B2", ("#E69F00", "#CC79A7"), "#56B4E9"
+NOBODY, FROZEN, HATCH = "#F4F4F4", "#C9C9C9", "#909090"
+SAVED, SENT, INK = "#E2E2E2", "#2B4C5E", "#222222"
 # With more steps, a cell is too narrow for the number of its rank, and for a line around it.
 MOST_STEPS_WITH_TEXT = 60
 LEGEND = {"frameon": False, "fontsize": 12.5, "handlelength": 1.6, "columnspacing": 1.6}
@@ -33,32 +26,29 @@ def draw(numbers: Numbers, path: Path) -> None:
     """Draw the run described by ``numbers`` (see :func:`demo.training.train`) and write it to ``path`` as a PNG.
 
     Top: a row for each parameter group, as high as the group is large, and a column for each step, coloured as far down
-    as the group was used. The coloured area is therefore what has to be sent. Bottom: the megabytes that each rank
-    handed to collectives in each step.
+    as the group was used, so that the coloured area has to be sent. Bottom: the megabytes that each rank sent.
     """
     figure = Figure(figsize=(15, 11.5), dpi=110, facecolor="white")
-    FigureCanvasAgg(figure)
     grid, bars = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (2.3, 1.0), "hspace": 0.17})
     figure.subplots_adjust(left=0.175, right=0.985, top=0.825, bottom=0.065)
     figure.text(0.015, 0.965, "Which gradients does anybody need, and which bytes leave?", fontsize=22, weight="bold")
-    figure.text(
-        0.015,
-        0.925,
+    subtitle = (
         f"One model, trained twice on {numbers['ranks']} ranks: with plain DDP(find_unused_parameters=True) and with "
-        f"ddp_hooks. Largest difference of the weights: {numbers['weights_difference']:.2g}.",
-        fontsize=13.5,
-        color=INK,
+        f"ddp_hooks. Largest difference of the weights: {numbers['weights_difference']:.2g}."
     )
+    figure.text(0.015, 0.925, subtitle, fontsize=13.5, color=INK)
     figure.legend(handles=legend(numbers["ranks"]), loc="upper left", bbox_to_anchor=(0.008, 0.915), ncols=5, **LEGEND)
     draw_usage(grid, numbers)
     draw_bytes(bars, numbers)
     start = 0.5
+    above = {"ha": "center", "va": "bottom", "fontsize": 13.5, "weight": "bold"}
     for number, phase in enumerate(numbers["phases"], 1):
         end = start + len(phase["steps"])
-        write(grid, (start + end) / 2, -0.012 * grid.get_ylim()[0], f"{number}. {wrap(phase['title'])}", INK)
+        middle = (start + end) / 2
+        grid.text(middle, -0.012 * grid.get_ylim()[0], f"{number}. {wrap(phase['title'])}", color=INK, **above)
         saved = round(100 * saved_fraction(phase))
         text = f"{saved} % fewer bytes" if saved else "nothing to skip"
-        write(bars, (start + end) / 2, bars.get_ylim()[1] / 1.2 * 1.04, text, SENT)
+        bars.text(middle, bars.get_ylim()[1] / 1.2 * 1.04, text, color=SENT, **above)
         if number > 1:
             for axes in (grid, bars):
                 axes.axvline(start, color=INK, linewidth=1.6, zorder=5)
@@ -93,7 +83,7 @@ def draw_usage(axes: Any, numbers: Numbers) -> None:
             write_rows(axes, numbers, top + height / 2)
     axes.hlines(edges[1:-1], 0.5, len(steps) + 0.5, color="white", linewidth=1.2)
     axes.set_ylim(edges[-1], 0)
-    labels = [f"{group['label']}  {format_size(group['bytes'])}" for group in groups]
+    labels = [f"{group['label']}  {describe_bytes(group['bytes'])}" for group in groups]
     axes.set_yticks((edges[:-1] + edges[1:]) / 2, labels, fontsize=12)
     axes.set_ylabel("parameters (row height = size)", fontsize=13)
     axes.yaxis.set_label_coords(-0.19, 0.5)
@@ -132,11 +122,6 @@ def draw_bytes(axes: Any, numbers: Numbers) -> None:
     labels = ["plain DDP sends", "ddp_hooks sends (gradients and usage masks)", "saved"]
     axes.legend([line, sent, saved], labels, loc="lower left", bbox_to_anchor=(-0.008, 0.985), ncols=3, **LEGEND)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def write(axes: Any, x: float, y: float, text: str, colour: str) -> None:
-    """Write above a phase."""
-    axes.text(x, y, text, ha="center", va="bottom", fontsize=13.5, weight="bold", color=colour)
 
 
 def colour_of(used_by: list[int], ranks: int) -> str:

@@ -6,12 +6,12 @@ import statistics
 import textwrap
 from typing import Any
 
-# A sum of two numbers has one order. From three ranks on, another order rounds differently: 2e-7 is what is seen on
-# three ranks after 400 steps.
+from ddp_hooks.wording import describe_bytes
+
+# Three ranks and more may add in another order, which rounds differently: by 2e-7 after 400 steps.
 TOLERANCE_ON_MORE_RANKS = 1e-5
 GIGABIT_LINK_BYTES_PER_SECOND = 1e9 / 8
-MEGABYTE = 1e6
-COLUMNS = 80
+MEGABYTE, COLUMNS = 1e6, 80
 Numbers = dict[str, Any]
 
 
@@ -76,48 +76,36 @@ def describe_outcome(numbers: Numbers) -> str:
     """Return what the table means, and what it does not show."""
     phases = numbers["phases"]
     steps = [step for phase in phases for step in phase["steps"]]
-    plain, hook, plain_loopback, hook_loopback = (
-        sum(step[key] for step in steps)
-        for key in ("plain_bytes", "hook_bytes", "plain_loopback_bytes", "hook_loopback_bytes")
-    )
+    plain, hook = (sum(step[key] for step in steps) for key in ("plain_bytes", "hook_bytes"))
     if not weights_agree(numbers):
         result = f"FAILED: the weights of the two runs differ by up to {numbers['weights_difference']:.3g}."
     elif numbers["weights_difference"] == 0:
         result = "Both runs reached exactly the same weights."
     else:
         result = "Both runs reached the same weights up to rounding."
-    result += (
-        f" With ddp_hooks each rank handed {format_size(hook)} instead of {format_size(plain)} to collectives in "
-        f"{len(steps)} steps, {1 - hook / plain:.0%} less."
-    )
-    low, middle, high = map(describe_change, quartiles(time_ratios(*phases)))
+    sizes = f"{describe_bytes(hook)} instead of {describe_bytes(plain)}"
+    result += f" With ddp_hooks, each rank sent {sizes} in {len(steps)} steps, {1 - hook / plain:.0%} less."
+    quartiles = statistics.quantiles(time_ratios(*phases), n=4, method="inclusive")
+    low, middle, high = map(describe_change, quartiles)
     # A ring all-reduce sends every byte 2 (n - 1) / n times.
     seconds_per_byte = 2 * (numbers["ranks"] - 1) / numbers["ranks"] / GIGABIT_LINK_BYTES_PER_SECOND
     seconds = (plain - hook) / len(steps) * seconds_per_byte
     items = {
-        "Time, measured:": f"a step took {middle} with ddp_hooks (middle half of the steps: {low} to {high}). The "
-        "ranks communicate over loopback, which is as fast as memory. Here the bytes count; on a real network they "
-        "take time.",
+        "Time, measured:": f"a step took {middle} with ddp_hooks (middle half of the steps: {low} to {high}), over "
+        "loopback, which is as fast as memory. On a real network, bytes take time.",
         "Time, computed:": f"at 1 Gbit/s the saved bytes would take {seconds:.2g} s per step (ring all-reduce, no "
         "overlap with backward). This was not measured.",
     }
     last = phases[-1]
     if any(step["rows"] is not None for step in last["steps"]):
         rows, table_rows, table_bytes = mean(last, "rows"), numbers["table_rows"], numbers["table_bytes"]
+        sizes = f"{describe_bytes(table_bytes * rows / table_rows)} instead of {describe_bytes(table_bytes)}"
         items["Rows:"] = (
-            f"in phase {len(phases)}, {rows:,.0f} of the table's {table_rows:,} rows were sent per step, "
-            f"{format_size(table_bytes * rows / table_rows)} instead of {format_size(table_bytes)}. With all that this "
-            f"phase skips, a step took {describe_change(statistics.median(time_ratios(last)))} (measured)."
+            f"in phase {len(phases)}, {rows:,.0f} of the table's {table_rows:,} rows were sent per step, {sizes}. A "
+            f"step of this phase took {describe_change(statistics.median(time_ratios(last)))} (measured)."
         )
-    if plain_loopback:
-        items["Cross-check:"] = (
-            f"the kernel counted {format_size(plain_loopback / len(steps))} per step on the loopback interface with "
-            f"plain DDP and {format_size(hook_loopback / len(steps))} with ddp_hooks, for all ranks together and any "
-            "other program that used it."
-        )
-    indent = " " * 17
     texts = [
-        textwrap.fill(text, COLUMNS, initial_indent=f"{label:<17}", subsequent_indent=indent)
+        textwrap.fill(text, COLUMNS, initial_indent=f"{label:<17}", subsequent_indent=" " * 17)
         for label, text in items.items()
     ]
     return "\n".join([textwrap.fill(result, COLUMNS), "", *texts])
@@ -127,16 +115,3 @@ def describe_change(ratio: float) -> str:
     """Say how much more or less time a ratio of times means."""
     percent = round(100 * abs(ratio - 1))
     return f"{percent}% {'more' if ratio > 1 else 'less'} time" if percent else "the same time"
-
-
-def quartiles(values: list[float]) -> list[float]:
-    """Return the lower quartile, the median and the upper quartile."""
-    return statistics.quantiles(values, n=4, method="inclusive")
-
-
-def format_size(size: float) -> str:
-    """Return ``size``, in bytes, with a unit that suits it."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= 0.995 * scale:
-            return f"{size / scale:.{2 if unit == 'GB' else 1}f} {unit}"
-    return f"{size:.0f} B"

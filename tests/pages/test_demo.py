@@ -43,7 +43,7 @@ def run_command(*arguments: str, cwd: Path, **variables: str) -> subprocess.Comp
 @pytest.fixture(scope="module")
 def finished_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     directory = tmp_path_factory.mktemp("demo")
-    completed = run_command("--size", "128", "--steps", "5", "--batch-size", "8", cwd=directory)
+    completed = run_command("--width", "128", "--steps", "5", "--batch-size", "8", cwd=directory)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed, directory / "demo-output"
 
@@ -75,14 +75,6 @@ def test_only_used_parameters_are_sent(numbers: dict[str, Any]) -> None:
             assert sum(expected) <= step["payload_bytes"] <= 1.01 * sum(expected)
             assert step["plain_bytes"] == sum(sizes)
             assert step["mask_bytes"] > 0
-
-
-def test_the_kernel_sees_these_bytes(numbers: dict[str, Any]) -> None:
-    for phase in numbers["phases"]:
-        for step in phase["steps"]:
-            # Both ranks send half of it twice. Other programs may add to what the kernel counts.
-            assert step["plain_loopback_bytes"] > 2 * step["plain_bytes"]
-            assert step["hook_loopback_bytes"] > step["payload_bytes"]
 
 
 def test_rows_that_are_sent_are_the_words_of_the_batch(
@@ -182,7 +174,7 @@ def test_missing_extra_is_named(
     [
         (["--ranks", "1"], "expected an integer of at least 2, received '1'"),
         (["--steps", "0"], "expected an integer of at least 1, received '0'"),
-        (["--size", "huge"], "expected small, medium, large or an integer of at least 8, received 'huge'"),
+        (["--width", "huge"], "expected an integer of at least 8, received 'huge'"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,12 +191,12 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(
     assert command.main(["--output", str(tmp_path / place)]) == 2
     complaint = capsys.readouterr().err
     assert complaint.startswith(f"Cannot write to {tmp_path / place}: ")
-    assert complaint.endswith("Choose another folder with --output.\n")
+    assert complaint.endswith("Use another --output folder.\n")
 
 
 @pytest.mark.thorough
 def test_a_rank_that_fails_is_told_with_its_traceback(tmp_path: Path) -> None:
-    completed = run_command("--size", "64", cwd=tmp_path, GLOO_SOCKET_IFNAME="no_such_interface")
+    completed = run_command("--width", "64", cwd=tmp_path, GLOO_SOCKET_IFNAME="no_such_interface")
     assert completed.returncode == 1
     assert "The demo failed." in completed.stderr
     assert "in run_rank" in completed.stderr
@@ -225,7 +217,7 @@ def interrupt(process: subprocess.Popen[str]) -> str:
 @pytest.mark.thorough
 def test_an_interrupt_is_a_sentence(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, DEMO, "--steps", "50", "--size", "64"],
+        [sys.executable, DEMO, "--steps", "50", "--width", "64"],
         cwd=tmp_path,
         env=ENVIRONMENT,
         stderr=subprocess.PIPE,
