@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
-from ..wording import describe_part
+from ..wording import describe_bytes, describe_part
 from .findings import Findings
 from .problem import open_report
-from .text import describe, megabytes
+from .text import describe
 from .verdicts import (
     FROZEN_AFTER,
     FROZEN_SINCE,
@@ -68,7 +68,7 @@ def _draw_one(findings: Findings) -> str:
     parts = [
         "<h1>ddp_hooks doctor</h1>",
         f"<p>Steps: {findings.steps}, ranks: {findings.ranks}, parameters: {len(findings.parameters)}, "
-        f"{megabytes(findings.dense_bytes / max(findings.steps, 1))} of gradients a step.</p>",
+        f"{describe_bytes(findings.dense_bytes / max(findings.steps, 1))} of gradients a step.</p>",
         f'<p class="advice">{escape(open_report(findings.steps, findings.problems, findings.advice))}</p>',
     ]
     if findings.policies:
@@ -111,8 +111,8 @@ def _draw_policies(findings: Findings) -> Iterator[str]:
     for name, size, saved, seconds in rows:
         width = 200 * size / max(findings.dense_bytes, 1)
         yield (
-            f'<tr><td>{escape(name)}</td><td class="number">{megabytes(size / steps)}</td>'
-            f'<td><svg width="210" height="12" role="img" aria-label="{megabytes(size / steps)}">'
+            f'<tr><td>{escape(name)}</td><td class="number">{describe_bytes(size / steps)}</td>'
+            f'<td><svg width="210" height="12" role="img" aria-label="{describe_bytes(size / steps)}">'
             f'<rect class="used" width="{width:.1f}" height="12"/></svg></td>'
             f'<td class="number">{saved}</td><td class="number">{seconds}</td></tr>'
         )
@@ -131,7 +131,7 @@ def _draw_parameters(findings: Findings) -> Iterator[str]:
         zero = "" if not first.zero_rows else f", {first.zero_rows:.0%} of its rows zero"
         yield (
             f'<tr><td class="name">{_name(row)}</td>'
-            f'<td class="number">{megabytes(sum(one.dense_bytes for one in row))}</td>'
+            f'<td class="number">{describe_bytes(sum(one.dense_bytes for one in row))}</td>'
             f'<td class="verdict" title="{escape(MEANING.get(first.verdict, ""))}">{escape(first.verdict)}{zero}</td>'
             f"<td>{_draw_strip(first)}</td></tr>"
         )

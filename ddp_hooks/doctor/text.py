@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..wording import describe_part, describe_ranks, fill
+from ..wording import describe_bytes, describe_part, describe_ranks, fill
 from .naming import choose_names
 from .problem import open_report
 from .verdicts import (
@@ -37,7 +37,7 @@ def describe(findings: Findings) -> str:
         f"ddp_hooks doctor: {_count(findings.steps, 'step')} on {_describe_heard(findings)}"
         + (
             f", {_count(len(findings.parameters), 'parameter')}, "
-            f"{megabytes(findings.dense_bytes // findings.steps)} of gradients a step"
+            f"{describe_bytes(findings.dense_bytes // findings.steps)} of gradients a step"
             if findings.steps
             else ""
         ),
@@ -98,14 +98,6 @@ def _describe_heard(findings: Findings) -> str:
     return _count(findings.ranks, "rank")
 
 
-def megabytes(size: float) -> str:
-    """Return bytes in a unit that suits them."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:,.2f} {unit}"
-    return f"{size:.0f} bytes"
-
-
 def _parameter_lines(findings: Findings) -> Iterator[str]:
     # Layers that differ in their numbers only are one line, if the same is said of them.
     alike: dict[tuple[str, str], list[ModuleVerdict]] = {}
@@ -116,14 +108,14 @@ def _parameter_lines(findings: Findings) -> Iterator[str]:
         (
             unite_names([one.name for one in some]) or "(the whole model)",
             f"{verdict}{_count_parts(some)}",
-            megabytes(sum(one.dense_bytes for one in some)),
+            describe_bytes(sum(one.dense_bytes for one in some)),
         )
         for (verdict, _), some in alike.items()
     ]
     used = [one for one in findings.parameters if one.verdict == USED]
     if used:
         size = sum(one.dense_bytes for one in used)
-        rows.append((f"({len(used)} of {len(findings.parameters)})", MEANING[USED], megabytes(size)))
+        rows.append((f"({len(used)} of {len(findings.parameters)})", MEANING[USED], describe_bytes(size)))
     shown = rows[: _LINES_SHOWN - 1] + rows[-1:] if len(rows) > _LINES_SHOWN else rows
     # A longer name stands on a line of its own.
     lengths = [len(row[0]) for row in shown]
@@ -184,7 +176,7 @@ def _step_lines(division: Division) -> Iterator[str]:
     yield f"  {division.compute_seconds * 1e3:.1f} ms of computing, until the slowest rank has its gradients"
     yield f"  {division.exposed_seconds * 1e3:.1f} ms ({part:.0%}) of sending that no computing hides"
     if division.bytes_per_second is not None:
-        yield f"  the link carries {megabytes(division.bytes_per_second)} of gradients a second"
+        yield f"  the link carries {describe_bytes(division.bytes_per_second)} of gradients a second"
 
 
 def _policy_lines(findings: Findings) -> Iterator[str]:
@@ -194,15 +186,15 @@ def _policy_lines(findings: Findings) -> Iterator[str]:
     watched = "" if division is None else f"{division.step_seconds * 1e3:.1f} ms"
     # With a hook the steps were not plain DDP's, and nothing is estimated.
     plain = watched if any(one.step_seconds is not None for one in findings.policies) else ""
-    yield f"  {'plain DDP':<12} {megabytes(findings.dense_bytes // steps):>12} {'':>7} {plain:>13}"
+    yield f"  {'plain DDP':<12} {describe_bytes(findings.dense_bytes // steps):>12} {'':>7} {plain:>13}"
     hook = findings.other_hook
     if hook is not None and hook.step_bytes is not None:
         saved = describe_part(1 - hook.step_bytes * steps / max(findings.dense_bytes, 1))
-        yield f"  {'your hook':<12} {megabytes(hook.step_bytes):>12} {saved:>7} {watched:>13}"
+        yield f"  {'your hook':<12} {describe_bytes(hook.step_bytes):>12} {saved:>7} {watched:>13}"
     for one in findings.policies:
         seconds = "" if one.step_seconds is None else f"~{one.step_seconds * 1e3:.1f} ms"
         settled = "" if one.exact else "  once it has settled"
-        size = megabytes(one.payload_bytes // steps)
+        size = describe_bytes(one.payload_bytes // steps)
         yield f"  {one.policy:<12} {size:>12} {describe_part(one.saved_fraction):>7} {seconds:>13}{settled}"
     estimated = (
         " Times are estimated for a link that sends one bucket after the other, without what the hook itself takes."
