@@ -2,7 +2,7 @@
 
     python benchmarks/micro.py all
     python benchmarks/micro.py exchange --hosts 2 3 4 --links loopback 1gbit
-    python benchmarks/micro.py exchange --hosts 8 16 --links loopback --name micro_exchange_many
+    python benchmarks/micro.py exchange --hosts 8 16 --links loopback
 
 | Part | Measures | Baseline in the same run |
 |---|---|---|

@@ -22,9 +22,8 @@ from .groups import store_of
 
 _C = _extension.load()
 
-# A gather's hops come one after the other, and each axis takes a group of its own. With axes of 4 an exchange that
-# nothing hides took about 0.8 of one gather's time on 8 ranks and 0.6 on 16; axes of 2 took a tenth less for twice the
-# groups (benchmarks/results/micro_exchange_many.json).
+# A gather's hops come one after the other, and each axis takes a group of its own. With axes of 4, an
+# exchange that nothing hides is faster than one gather; axes of 2 would be a little faster still, for twice the groups.
 LARGEST_AXIS = 4
 # How often the ranks try to open groups. gloo gives a group up when it loses one connection while it makes the others,
 # and does not try again.
