@@ -37,7 +37,7 @@ CODE = (
     "csrc/**/*.cpp",
     "ddp_hooks/**/*.py",
 )
-A_FILE = re.compile(r"\bbenchmarks/[\w/]*\w\.(?:py|sh|cpp|json|md|svg)\b")
+A_FILE = re.compile(r"(?<![\w/])benchmarks/[\w/]*\w\.(?:py|sh|cpp|json|md|svg)\b")
 
 
 def room(path: str) -> str:
