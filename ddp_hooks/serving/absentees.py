@@ -1,17 +1,16 @@
-"""Who did not come: which ranks a collective function is missing, asked before it waits and after it has failed.
+"""Finds the ranks that do not call a collective function, before it waits for them and after it has failed.
 
-Before: a rank that never comes says nothing, and a collective without it lasts until the group's timeout, or mixes with
-whatever that rank sends next. So where some ranks may not know of a place, they meet in the store of their process
-group first (:class:`Visit`): each leaves word that it is there, and one of them, the last to come or the first to lose
-patience, writes down how it ended. That is read by all, so they agree, those that come later included. Nobody has to
-lose patience where the ranks pass something together on their way, as the construction of a DDP module, which waits for
-all of them. Each leaves word before it that it will come. What lies between makes sure that the word has been left, so
-whoever has not left it by then will not come, and those that have will.
+Before: a collective lasts until the group's timeout if some rank never calls it, or matches whatever that rank sends
+next. So ranks meet in the store of their process group (:class:`Visit`) if some of them may not come. Each rank writes
+that it is there, and one rank, the last to come or the first to lose patience, writes down the outcome. All ranks read
+it, including late ones, so they agree. Nobody has to lose patience if the ranks first do something that waits for all
+of them, such as constructing a DDP module: each rank announces its visit before that, so afterwards every rank knows
+which ranks will come.
 
-While it waits, and after: a rank that waits for another knows only that nothing arrived: gloo reports a timeout or a
-closed connection, a store that a key is missing. The reason is nearly always that a rank did not call the function,
-called another one, or came after the timeout. So around the first collective of each function
-(:func:`naming_absent_ranks`) stands for what this rank waits, and :mod:`ddp_hooks.hangs` tells who is missing.
+While waiting and afterwards: a rank that waits for another sees only that nothing arrives. gloo reports a timeout or a
+closed connection, and a store a missing key. Nearly always, some rank did not call the function, called another one, or
+came after the timeout. So :func:`naming_absent_ranks` records what this rank waits for around the first collective of
+each function, and :mod:`ddp_hooks.hangs` names the missing ranks.
 """
 
 from __future__ import annotations
@@ -31,37 +30,37 @@ from ..hangs.report import Report
 from ..wording import describe_ranks, short_list
 from .groups import check_in_use, store_of
 
-# --- before anybody waits
+# --- before a collective
 
-# The place where ranks meet that make a module under `enable`.
+# The meeting place of ranks that make a module under `enable`.
 ENABLE = "enable"
-# What to call a place where it is waited for.
+# The names of places in reports.
 _WORDS = {ENABLE: "the construction of a DDP module under enable()"}
-# How long `register` waits for ranks that took another way to their module, and may have gone on with it.
+# How long `register` waits for ranks that may be training already on a module that `enable` did not serve.
 REGISTERING_SECONDS = 10.0
 
-# How often the store is asked: soon at first, since the others are nearly there, then seldom.
+# How often to ask the store: soon at first, because the others are usually close, then rarely.
 _FIRST_POLL_SECONDS = 0.002
 _LONGEST_POLL_SECONDS = 0.2
-# For ranks that are on their way for sure: they may have a large model to receive first.
+# For ranks that are certain to come: they may have to receive a large model first.
 SURE_SECONDS = 900.0
-# For ranks that have left word elsewhere in the program, as it seems.
+# For ranks that seem to be elsewhere in the program.
 UNSURE_SECONDS = 5.0
-# For all ranks, if this one has failed.
+# For all ranks, if this one is failing.
 FAILED_SECONDS = 5.0
 
 
 class Visit:
-    """A visit of this rank to a place, from the moment from which others may know of it.
+    """Announces that this rank will come to a place, so that other ranks can count on it.
 
-    Ranks meet on their first visits to a place, on their second ones, and so on.
+    The n-th visits of all ranks to a place belong together.
 
     Args:
         group: the process group.
-        place: what the ranks come to; a part of names in the store.
+        place: the name of the place; part of keys in the store.
 
     Attributes:
-        group: the same.
+        group: the process group.
     """
 
     def __init__(self, group: dist.ProcessGroup, place: str) -> None:
@@ -72,7 +71,7 @@ class Visit:
         if self._ranks == 1:
             return
         self._places = _places(group, place)
-        # Counted in the store, because another group may have had this one's name before.
+        # Counted in the store, because an earlier group may have had the same name.
         number = self._number = self._places.add(f"visits/{self._rank}", 1)
         self._places.add(f"ranks with {number} visits", 1)
         self._store = dist.PrefixStore(str(number), self._places)  # type: ignore[attr-defined]
@@ -81,7 +80,7 @@ class Visit:
         self._store.add(f"coming at {self._where}", 1)
 
     def take_back(self) -> None:
-        """Undo it: this rank does not come, because the others cannot come either."""
+        """Withdraw the announcement: this rank does not come, because the others cannot come either."""
         if self._ranks == 1 or self._taken_back:
             return
         self._taken_back = True
@@ -97,13 +96,13 @@ class Visit:
 
         Args:
             patience_seconds: how long to wait for them.
-            passed_together: since this visit began, this rank has waited for every rank, somewhere where those that
-                come here had begun theirs. Then it is known who comes, and nobody else is waited for.
-            problem: what :meth:`problems` is to say of this rank.
+            passed_together: since the announcement, this rank has waited for every rank, after each had announced
+                its own visit, if any. Then the announcements are complete, and no other rank is waited for.
+            problem: the problem of this rank for :meth:`problems`, or None.
 
         Returns:
-            The ranks (of the group) that did not come in time; the same on every rank that comes, also on one that
-            comes too late. Empty if all have come.
+            The ranks of the group that did not come in time. It is the same on every rank that comes, even too late.
+            Empty if all ranks came.
         """
         if self._ranks == 1:
             return ()
@@ -113,7 +112,7 @@ class Visit:
             return self._meet(patience_seconds, passed_together, problem)
 
     def problems(self) -> list[str]:
-        """Return, once every rank has come, the problem of each that has one, with its rank."""
+        """Return the problems of all ranks by rank, once every rank has come."""
         if self._ranks == 1 or self._store.add("problems", 0) == 0:
             return []
         having = [rank for rank in range(self._ranks) if self._store.check([f"problem/{rank}"])]
@@ -139,7 +138,7 @@ class Visit:
         return tuple(int(other) for other in store.get("absent").decode().split())
 
     def _ask_who_comes(self) -> float:
-        """End it if somebody will not come for sure; otherwise return how long to wait."""
+        """Write down the outcome if some rank will certainly not come; otherwise return how long to wait."""
         store = self._store
         if store.add(f"coming at {self._where}", 0) == self._ranks:
             return SURE_SECONDS
@@ -150,18 +149,18 @@ class Visit:
 
 
 def meet_to_register(group: dist.ProcessGroup, function: str) -> None:
-    """Make sure that every rank registers, where some have made modules under `enable` and others have not.
+    """Make sure that every rank registers, even if only some ranks called :func:`ddp_hooks.enable`.
 
-    Those that have may train already, on a module that was refused there. Otherwise this costs three requests to
-    the store.
+    A rank whose module ``enable`` did not serve may be training already. Usually this costs three requests to the
+    store.
 
     Args:
-        group: the module's process group, whose ranks have waited for each other when it was made.
-        function: what every rank should have called.
+        group: the module's process group, whose ranks waited for each other when the module was made.
+        function: the function that every rank should call.
 
     Raises:
         ValueError: the group was destroyed.
-        RanksAbsentError: ranks did not come; on every rank that did.
+        RanksAbsentError: on every rank that came, if other ranks did not.
     """
     check_in_use(group)
     ranks = dist.get_world_size(group)
@@ -169,8 +168,8 @@ def meet_to_register(group: dist.ProcessGroup, function: str) -> None:
         return
     places = _places(group, ENABLE)
     visits = int(places.add(f"visits/{dist.get_rank(group)}", 0))
-    # Of so many visits at least, each rank is counted once. A sum of all ranks' would not do: it may be that of ranks
-    # that have made one more, and one less.
+    # Each rank is counted once for each number of visits. A plain sum of visits would not do: one rank may have made
+    # one visit more, and another one less.
     reached, beyond = (int(places.add(f"ranks with {number} visits", 0)) for number in (visits, visits + 1))
     if beyond == 0 and reached == (ranks if visits > 0 else 0):
         return
@@ -184,22 +183,21 @@ def meet_to_register(group: dist.ProcessGroup, function: str) -> None:
 
 
 def meet_to_close(group: dist.ProcessGroup, name: str, problem: str | None, timeout_seconds: float) -> None:
-    """Make sure that every rank closes its state, before any of them does.
+    """Make sure that every rank closes its state before any rank does.
 
-    Not by a collective: where one has failed, the next one on the same group may fail, too, and a rank that does not
-    come would take it for something else.
+    This uses no collective: after one has failed, the next on the same group may fail as well, and a rank that is
+    elsewhere would match it with another collective.
 
     Args:
-        group: the process group, which is in use.
-        name: of what is closed; the same on every rank.
-        problem: what keeps this rank from it, or None.
-        timeout_seconds: how long to wait for the others. If this rank is about to end with an error, the others may
-            wait for it elsewhere; then they have :data:`FAILED_SECONDS`, and nothing is raised about those that do not
-            come.
+        group: the process group, which must be in use.
+        name: the name of the state, the same on every rank.
+        problem: why this rank cannot close, or None.
+        timeout_seconds: how long to wait for the others. If this rank is failing, they may be waiting for it elsewhere;
+            then it waits for :data:`FAILED_SECONDS` only, and raises nothing about absent ranks.
 
     Raises:
-        RefusedError: some rank has a problem; on every rank.
-        RanksAbsentError: ranks did not come; on every rank that did.
+        RefusedError: on every rank, if some rank has a problem.
+        RanksAbsentError: on every rank that came, if other ranks did not.
     """
     has_failed = sys.exc_info()[1] is not None
     activity.failed = None
@@ -210,7 +208,7 @@ def meet_to_close(group: dist.ProcessGroup, name: str, problem: str | None, time
         absent = visit.meet(min(timeout_seconds, FAILED_SECONDS) if has_failed else timeout_seconds, problem=problem)
         problems = [] if absent else visit.problems()
     except RuntimeError as error:
-        # Whoever held the store has gone.
+        # The process that holds the store has gone.
         absent, problems, said = tuple(range(dist.get_world_size(group))), [], str(error)
     if problems:
         raise RefusedError(f"close: refused on every rank. {'; '.join(problems)}")
@@ -232,7 +230,7 @@ def _places(group: dist.ProcessGroup, place: str) -> Any:
 
 
 def _collectives_so_far(group: dist.ProcessGroup) -> int:
-    # The same on every rank at the same place of a program, and another one later. Not every backend counts.
+    # Equal on all ranks at the same place of a program, and different later. Not every backend counts.
     try:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except RuntimeError:
@@ -245,28 +243,27 @@ def _is_coming(store: Any, rank: int) -> bool:
 
 
 def _end(store: Any, absent: list[int]) -> None:
-    # Two may find so at the same time; the others wait for what the first one writes.
+    # Two ranks may get here at the same time; only the outcome that is written first counts.
     if store.add("ended", 1) == 1:
         store.set("absent", " ".join(map(str, absent)))
 
 
-# --- while and after somebody waits
+# --- during and after a collective
 
 
 @contextmanager
 def naming_absent_ranks(group: dist.ProcessGroup, function: str) -> Iterator[None]:
-    """Put it around the first collective of a function that every rank has to call.
+    """Name missing ranks if the collective in this block waits for long, or fails.
 
-    While this rank waits in it for long, the ranks that are missing are named on standard error, and when it fails, in
-    the error.
+    Put it around the first collective of a function that every rank must call. The ranks are named on standard error
+    during a long wait, and in the exception if the collective fails.
 
     Args:
-        group: the process group whose ranks have to call the function. What is inside may use another one, as long as
-            it has the same ranks.
-        function: what the user called.
+        group: the process group whose ranks must call the function. The block may use another group of the same ranks.
+        function: the function that the user called.
 
     Raises:
-        RanksAbsentError: what is inside failed with a timeout or a lost connection, which is the error's cause. Other
+        RanksAbsentError: the block failed with a timeout or a lost connection, which is the cause of this error. Other
             errors pass unchanged.
     """
     ranks = _ranks_of(group)
@@ -279,7 +276,7 @@ def naming_absent_ranks(group: dist.ProcessGroup, function: str) -> Iterator[Non
     except RanksAbsentError:
         raise
     except RuntimeError as error:
-        # A rank that is not in the group any more can say nothing of it.
+        # A rank that has left the group knows nothing about it.
         if not ranks or not watcher.waited_in_vain(error):
             raise
         seconds = time.monotonic() - started
@@ -295,15 +292,15 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def describe(function: str, seconds: float, ranks: Sequence[int], own: int, report: Report | None, error: str) -> str:
-    """Say in words who did not come.
+    """Describe which ranks did not come.
 
     Args:
-        function: what this rank waited in.
-        seconds: for how long.
-        ranks: the ranks of the group, as ranks of the world.
+        function: the function in which this rank waited.
+        seconds: how long it waited.
+        ranks: the ranks of the group, numbered as in the default group.
         own: this rank.
-        report: what is known of the others; ``None`` if the store did not answer.
-        error: what the process group said; empty if it was not asked.
+        report: the known status of the other ranks; ``None`` if the store did not answer.
+        error: the error of the process group; empty if there is none.
     """
     everyone = f"Every rank of the group ({short_list(ranks)}) must call it, in the same order."
     cause = f"The process group's error was: {' '.join(error.split())[:300]}" if error else ""

@@ -1,16 +1,16 @@
-"""Agrees across ranks on what is about to be done, before anything of it is.
+"""Makes sure that all ranks are about to do the same, before any rank does it.
 
-Each rank comes with a *proposal*: which function it calls, what has to be alike on every rank, why it cannot take part
-if it cannot, and what the others need to know besides. A proposal travels in two forms:
+Each rank brings a *proposal*: the function it calls, everything that must be equal on all ranks, its problem if it
+cannot take part, and whatever else the others need to know. A proposal travels in two forms:
 
-1. as a *record* of fixed size, with which every function begins that all ranks have to call. It holds digests, whether
-   this rank refuses, and a few words of the caller's own. When the digests agree, the collectives that follow match on
-   all ranks by construction, and for tensors that is all there is to say.
-2. in *words*, after the records: because they differ, to say how; or because a function needs more from every rank than
-   a record holds, as those of the hook do.
+1. Every collective function begins by exchanging *records* of fixed size. A record holds digests, whether this rank
+   refuses, and a few words of the caller. If the digests are equal, the collectives that follow match on all ranks by
+   construction. For functions on tensors that is usually enough.
+2. The proposals follow *in words* if the records differ, to say how, or if a function needs more from every rank than a
+   record can hold, as the functions of the hook do.
 
-When something differs, or one rank refuses, every rank knows and every rank raises: nobody waits for a collective that
-somebody else never starts.
+If something differs, or if one rank refuses, every rank learns of it and raises. So no rank waits for a collective that
+another rank never starts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .groups import gather_objects, gather_tensor
 
 T = TypeVar("T")
 
-# A record: digest of the call (1 word), digest of the layout (2), whether this rank refuses (1), the caller's own (4).
+# A record: digests of the call (1 word) and of the layout (2), whether this rank refuses (1), the caller's words (4).
 _OWN_WORDS = 4
 RECORD_BYTES = (4 + _OWN_WORDS) * 8
 _DIFFERENCES_SHOWN = 10
@@ -45,10 +45,10 @@ class Proposal:
     """What one rank is about to do, in words.
 
     Attributes:
-        call: the function, and each of its arguments that has to be alike on all ranks.
-        description: what else every rank has to have in common, by a name for it.
+        call: the function, and each of its arguments that must be equal on all ranks.
+        description: everything else that must be equal on all ranks, by name.
         problem: why this rank cannot take part, or None.
-        own: what else the others need to know, of the function's own.
+        own: other information for the function on all ranks.
     """
 
     call: tuple[str, ...]
@@ -57,16 +57,16 @@ class Proposal:
     own: Any = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, which other versions of this package can read, too."""
+        """Return it as plain values, which other versions of this package can also read."""
         description = dict(self.description)
         return {"call": list(self.call), "description": description, "problem": self.problem, "own": self.own}
 
     @classmethod
     def read(cls, function: str, rank: int, received: object) -> Proposal:
-        """Read what a rank sent.
+        """Read the proposal that a rank sent.
 
         Raises:
-            RanksDisagreeError: it is something else.
+            RanksDisagreeError: the rank sent something else.
         """
         if isinstance(received, dict) and set(received) == {"call", "description", "problem", "own"}:
             call, described, problem = received["call"], received["description"], received["problem"]
@@ -87,11 +87,11 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What every rank knows after :func:`exchange_records`.
+    """The result of :func:`exchange_records` on every rank.
 
     Attributes:
-        words: the caller's own words, by rank.
-        layouts: what each rank calls its tensors and how it describes them, by rank; ``None`` if all are alike.
+        words: the caller's words, by rank.
+        layouts: the names and descriptions of each rank's tensors, by rank; ``None`` if all are equal.
     """
 
     words: tuple[tuple[int, ...], ...]
@@ -115,15 +115,15 @@ def exchange_records(
     words: Sequence[int] = (),
     refusal: Exception | None = None,
 ) -> Agreement:
-    """Gather every rank's record; a collective that every public function calls before any other.
+    """Gather every rank's record. Every collective public function calls this before any other collective.
 
     Args:
         group: the process group.
         function: the public function that was called.
-        arguments: the arguments that have to be alike on all ranks, by name.
-        layout: what this rank is going to exchange, in this order: a label and a description of each tensor.
-        words: up to four 64-bit integers of the caller's own.
-        refusal: why this rank cannot take part; the others learn of it instead of waiting.
+        arguments: the arguments that must be equal on all ranks, by name.
+        layout: a label and a description of each tensor that this rank is going to exchange, in order.
+        words: up to four 64-bit integers of the caller.
+        refusal: why this rank cannot take part, or None. The other ranks learn of it instead of waiting.
 
     Returns:
         The words of all ranks, and the layouts if they differ.
@@ -147,7 +147,7 @@ def exchange_records(
     if not any(record[3] for record in records) and all(record[:3] == records[0][:3] for record in records):
         return Agreement(own_words, None)
 
-    # From here on every rank knows that something is wrong, so a larger exchange is safe.
+    # Every rank knows now that something is wrong, so a larger exchange is safe.
     problem = None if refusal is None else f"{type(refusal).__name__}: {refusal}"[:_LONGEST_REASON]
     proposals = _gather_proposals(group, function, Proposal(call, layout, problem))
     if refusal is not None:
@@ -172,13 +172,13 @@ def agree(
     *,
     words: Sequence[int] = (),
 ) -> tuple[tuple[int, ...], ...]:
-    """Make sure that all ranks are about to do the same; takes the same arguments as :func:`exchange_records`.
+    """Make sure that all ranks are about to do the same. Takes the arguments of :func:`exchange_records`.
 
     Returns:
         The words of all ranks.
 
     Raises:
-        RanksDisagreeError: functions, arguments or tensors differ, or another rank refuses. On all ranks.
+        RanksDisagreeError: on all ranks, if functions, arguments or tensors differ, or another rank refuses.
     """
     agreement = exchange_records(group, function, arguments, layout, words=words)
     if agreement.layouts is not None:
@@ -187,7 +187,7 @@ def agree(
 
 
 def refuse(group: dist.ProcessGroup, function: str, reason: Exception) -> NoReturn:
-    """Tell the other ranks, which are waiting in :func:`agree`, that this rank cannot take part; then raise."""
+    """Tell the other ranks, which wait in :func:`agree`, that this rank cannot take part; then raise."""
     exchange_records(group, function, {}, {}, refusal=reason)
     raise AssertionError("unreachable: exchange_records raises the refusal")
 
@@ -202,40 +202,40 @@ def exchange_proposals(
     problem: str | None = None,
     own: object = None,
 ) -> list[Proposal]:
-    """Gather every rank's proposal, after a record that says which function this is; settle it afterwards.
+    """Gather every rank's proposal, after a record with the function's name. Call :func:`settle` with the result.
 
     Args:
         group: the process group.
         function: the public function that was called.
-        description: what every rank has to have in common, by a name for it.
+        description: everything that must be equal on all ranks, by name.
         problem: why this rank cannot take part, or None.
-        own: what else the others need to know; picklable.
+        own: other information for all ranks; must be picklable.
 
     Returns:
         The proposals, by rank.
 
     Raises:
-        RanksDisagreeError: another rank calls another function of this package, or runs another version of it.
-        RanksAbsentError: another rank calls none.
+        RanksDisagreeError: a rank calls another function of this package, or runs another version of it.
+        RanksAbsentError: a rank calls no function of this package.
     """
     agree(group, function, {}, {})
     return _gather_proposals(group, function, Proposal((function,), description, problem, own))
 
 
 class Distributed(Protocol):
-    """What runs on the ranks of a process group: a DDP module, or anything else that has these."""
+    """A DDP module, or anything else with a process group and a device."""
 
     @property
     def process_group(self) -> Any:
-        """The group."""
+        """The process group."""
 
     @property
     def device(self) -> torch.device:
-        """Where its gradients lie."""
+        """The device of its gradients."""
 
     @property
     def device_type(self) -> str:
-        """The type of that."""
+        """The type of that device."""
 
 
 def propose(
@@ -245,31 +245,31 @@ def propose(
     problem: str | None = None,
     own: object = None,
 ) -> list[Proposal]:
-    """Exchange proposals with every rank of a module; as :func:`exchange_proposals` otherwise."""
-    # Objects travel through the current device, which need not be the module's; two ranks may share it.
+    """Exchange proposals with every rank of a module; see :func:`exchange_proposals`."""
+    # Objects travel through the current device, which may be one that two ranks share, and not the module's.
     with torch.accelerator.device_index(ddp.device.index) if ddp.device_type != "cpu" else nullcontext():
         return exchange_proposals(ddp.process_group, function, description, problem, own)
 
 
 def settle(function: str, proposals: Sequence[Proposal], error: Exception | None = None) -> list[Any]:
-    """Raise if any rank has a problem or describes itself differently; the same on every rank.
+    """Raise on every rank if any rank has a problem, or if descriptions differ.
 
     Args:
-        function: what every rank calls.
-        proposals: each rank's.
-        error: what to raise here if the problem is this rank's own.
+        function: the function that every rank calls.
+        proposals: the proposals of all ranks.
+        error: the exception to raise on this rank if it has the problem, or None.
 
     Returns:
-        What each rank brought of its own, by rank.
+        The ``own`` of each rank's proposal, by rank.
 
     Raises:
-        RefusedError: with every rank's problem, or every difference.
+        RefusedError: lists every rank's problem, or every difference.
         Exception: ``error``, on the rank that has it.
     """
     problems = [each.problem for each in proposals]
     if any(problem is not None for problem in problems):
         if error is not None:
-            raise error.with_traceback(None)  # where it was noticed does not matter to whoever reads it
+            raise error.with_traceback(None)  # the reader does not care where it was noticed
         refused = [f"{ranks}: {problem}" for problem, ranks in _by_value(problems) if problem is not None]
         raise RefusedError(f"{function}: refused on every rank. {'; '.join(refused)}")
     differences = []
@@ -294,7 +294,7 @@ def _gather_proposals(group: dist.ProcessGroup, function: str, own: Proposal) ->
 
 
 def describe_differences(layouts: Sequence[Mapping[str, str]]) -> list[str]:
-    """Say, one line for each tensor, how the ranks' names, dtypes and shapes differ."""
+    """Describe how names, dtypes and shapes differ between ranks, in one line for each tensor."""
     labels = dict.fromkeys(label for layout in layouts for label in layout)
     lines = []
     for label in labels:
@@ -329,7 +329,7 @@ def _by_value(values: Sequence[T]) -> list[tuple[T, str]]:
 
 
 def _readable(call: Sequence[str]) -> str:
-    # A weight for each of a thousand ranks says nothing in a sentence.
+    # A sentence cannot hold a weight for each of a thousand ranks.
     shown = [text if len(text) <= _LONGEST_ARGUMENT else f"{text[:_LONGEST_ARGUMENT]}..." for text in call[1:]]
     return f"{call[0]}({', '.join(shown)})"
 

@@ -1,7 +1,7 @@
-"""What collectives take on a module's process group, measured when its ranks make a state.
+"""Measures how long collectives take on a module's process group, when its ranks make a state.
 
-By these times the ranks decide what leaves the all-reduces (docs/internals/protocol.md, "By which transport"), so they
-have to hold the same: each time is that of the rank that took longest.
+These times decide which gradients are not all-reduced (docs/internals/protocol.md, "By which transport"). All ranks
+therefore use the same times, those of the slowest rank.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from .. import _extension
 
 _C = _extension.load()
 
-# How many are under way at once; a gloo group works on two at a time. Of few bytes as many as segments of a bucket, so
-# that a message takes what it keeps the others waiting. Of many bytes, all-reduces that are as long as packed messages
-# are, and all-to-alls in which a rank has a segment for each of the others.
+# How many collectives are under way at once; a gloo group works on two at a time. There are as many small ones as a
+# bucket has segments, so that each is charged the time for which it delays the others. Large all-reduces are as long as
+# packed messages, and large all-to-alls have a segment for each other rank.
 MESSAGES = 4
 SMALL_MESSAGES = 16
 SEGMENT_BYTES = 256 << 10
-# What a rank sends in a round. At 1 Gbit/s the last takes 134 ms.
+# Bytes that a rank sends in a round. The last takes 134 ms at 1 Gbit/s.
 SMALL_BYTES = 16 << 10
 LARGE_BYTES = (1 << 20, 4 << 20, 16 << 20)
-# A round is long enough if it takes so long: several times what a link carries at once after a pause. And if bytes make
-# most of it: many ranks on few cores wait for each other's turns, whatever they send.
+# A round is long enough if it takes this long, several times the burst that a link carries after a pause, and if bytes
+# make up this share of it. Many ranks on few cores wait for each other's turns, whatever they send.
 ENOUGH_SECONDS = 0.03
 LEAST_OF_BYTES = 0.5
-# Rounds come in pairs, because what comes first has the link after a pause. Of pairs medians are taken; there are so
-# many more while they have taken less than the budget.
+# Rounds come in pairs, because the first one has the link after a pause. The median of the pairs counts. More pairs are
+# measured while the budget lasts.
 LEAST_PAIRS = 2
 MOST_PAIRS = 5
 BUDGET_SECONDS = 0.1
-# Bytes of all-reduces and of all-to-alls that take so nearly the same are taken to take the same: a measurement is not
-# better than that, and links do not tell them apart.
+# If the times per byte of all-reduces and all-to-alls are this close, they count as equal: measurements are no more
+# precise, and links treat both alike.
 SAME_WITHIN = 1.5
-# Of a gradient that is made narrow: more than caches hold, as gradients are.
+# The size of a gradient that is made narrow: more than fits in caches, like most gradients.
 NARROWED_BYTES = 16 << 20
-# And one that is summed in parts as long as rows are.
+# The size of a gradient that is summed in parts as long as rows.
 SUMMED_BYTES = 8 << 20
 PART_LENGTH = 256
 _TIMES = 3
@@ -58,7 +58,7 @@ _FIELDS = (
 
 
 def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Measure what all-reduces and all-to-alls take, and narrow gradients; every rank calls it, and gets the same.
+    """Measure the times of all-reduces, all-to-alls and narrowing. Every rank calls it and gets the same times.
 
     At 1 Gbit/s it takes about 0.7 s. A slow link gets fewer bytes and rounds.
 
@@ -72,14 +72,14 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
     Raises:
         RuntimeError: from the collectives, if a rank has gone.
     """
-    _pair(group, device, SMALL_BYTES)  # makes memory, and meets the others
+    _pair(group, device, SMALL_BYTES)  # allocates memory and waits for the other ranks
     quarters = _pair(group, device, LARGE_BYTES[0] // 4)
     for sent in LARGE_BYTES:
         times = _pair(group, device, sent)
         if min(times) >= ENOUGH_SECONDS and min(map(_of_bytes, quarters, times)) >= LEAST_OF_BYTES:
             break
         quarters = times
-    # Counted in times that are the same on every rank, so that all of them stop together.
+    # These times are the same on every rank, so that all ranks stop together.
     pairs: list[list[Sequence[float]]] = []
     spent = 0.0
     while len(pairs) < LEAST_PAIRS or (len(pairs) < MOST_PAIRS and spent < BUDGET_SECONDS):
@@ -104,23 +104,23 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def costs_as_numbers(costs: Any) -> tuple[float, ...] | None:
-    """Return the fields of a ``_C.CollectiveCosts``, which ranks can compare; None for None."""
+    """Return the fields of a ``_C.CollectiveCosts`` as numbers, which ranks can compare; None for None."""
     return None if costs is None else tuple(getattr(costs, name) for name in _FIELDS)
 
 
 def _of_bytes(quarter: float, large: float) -> float:
-    """Return which part of a round's seconds is its bytes', from those of a round with a quarter of them."""
+    """Return the share of a round's time that bytes take, given the time of a round with a quarter of the bytes."""
     return (1 - quarter / large) / 0.75
 
 
 def _pair(group: dist.ProcessGroup, device: torch.device, sent_bytes: int) -> Sequence[float]:
-    """Return the mean of two rounds, in which either comes first."""
+    """Return the mean of two rounds, each of which begins with another kind of collective."""
     rounds = [_round(group, device, sent_bytes, first) for first in (0, 1)]
     return [statistics.fmean(times) for times in zip(*rounds, strict=True)]
 
 
 def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int, first: int) -> Sequence[float]:
-    """Return the seconds of all-reduces and of all-to-alls in which each rank sends so much; of the slowest rank."""
+    """Return the seconds that all-reduces and all-to-alls of a given size take on the slowest rank."""
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
     is_small = sent_bytes <= SMALL_BYTES
     reduced_messages = SMALL_MESSAGES if is_small else MESSAGES
@@ -148,7 +148,7 @@ def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int, firs
 
 
 def _working_seconds(device: torch.device) -> tuple[float, float, float]:
-    """Return what narrowing takes this rank's processor at least, and by the clock; and a part of a sum, by the clock.
+    """Return the CPU and wall-clock seconds of narrowing on this rank, and the wall-clock seconds of a sum's part.
 
     All 0 on a device.
     """
@@ -166,15 +166,15 @@ def _working_seconds(device: torch.device) -> tuple[float, float, float]:
         start = time.thread_time()
         _C.sum_parts_once(summed, contributions, PART_LENGTH)
         summing.append(time.thread_time() - start)
-    # Of what cores take by turns, a mean says more than a median.
+    # If ranks take turns on cores, a mean is more meaningful than a median.
     clock, busy = statistics.fmean(by_clock), statistics.fmean(narrowing)
-    # A thread's clock may be too coarse to see any of it.
+    # A thread's clock may be too coarse to measure it.
     sharing = max(1.0, clock / busy) if busy > 0 else 1.0
     return min(narrowing), clock, sharing * min(summing) / (SUMMED_BYTES // 4 // PART_LENGTH)
 
 
 def _slowest(group: dist.ProcessGroup, device: torch.device, times: Sequence[float]) -> Sequence[float]:
-    """Return of each time that of the rank that took longest."""
+    """Return each time of the slowest rank."""
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return [float(seconds) for seconds in slowest.tolist()]

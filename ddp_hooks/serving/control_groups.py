@@ -1,4 +1,4 @@
-"""The gloo groups over which the ranks of a module agree on what was used."""
+"""Opens the gloo groups over which the ranks of a module exchange masks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ from .groups import store_of
 
 _C = _extension.load()
 
-# A gather's hops come one after the other, and each axis takes a group of its own. With axes of 4, an
-# exchange that nothing hides is faster than one gather; axes of 2 would be a little faster still, for twice the groups.
+# A gather takes one hop after the other, and each axis of the grid needs a group of its own. With axes of 4, an exchange
+# that nothing hides is faster than one gather. Axes of 2 would be slightly faster still, for twice as many groups.
 LARGEST_AXIS = 4
-# How often the ranks try to open groups. gloo gives a group up when it loses one connection while it makes the others,
-# and does not try again.
+# How often the ranks try to open groups. gloo gives up if one connection is lost while it makes the others.
 ATTEMPTS = 3
 # gloo waits for a connection five times as long as for a message.
 _WAITS_FOR_A_CONNECTION = 5
-# All ranks begin to connect at the same moment, so half of the data group's timeout is enough, unless that is so short
-# that a busy machine may need more of it. A rank that lost a connection waits for the others on the data group.
+# All ranks begin to connect at the same time, so half of the data group's timeout is enough, unless it is so short that
+# a busy machine may need more. A rank that lost a connection waits for the others on the data group.
 _ENOUGH_TO_CONNECT, _MOST_TO_CONNECT = timedelta(seconds=10), timedelta(seconds=60)
-# How long the interpreter's exit waits for workers of gloo groups that are late.
+# How long the interpreter's exit waits for late workers of gloo groups.
 _LATE_WORKERS_SECONDS = 0.05
 
 _has_opened_groups = False
@@ -41,23 +40,23 @@ _has_opened_groups = False
 
 @atexit.register
 def _end_groups() -> None:
-    # Groups that close while the interpreter is being taken down would wait for threads that cannot end any more.
+    # Groups that close during interpreter shutdown would wait for threads that can no longer end.
     _C.keep_groups_from_now_on()
     _C.wait_until_groups_are_gone(2.0)
     if _has_opened_groups or dist.is_initialized():
-        # A worker first wakes up whoever waits for a collective, then lets go of its tensors, for which it needs the
-        # GIL. If that was the program's last collective, the interpreter may be on its way out by then, and Python (up
-        # to 3.13) unwinds a thread that comes for the GIL, which ends the process with SIGABRT. A group cannot be
-        # asked whether its workers are done.
+        # A worker first wakes the thread that waits for a collective, then drops its tensors, for which it needs the
+        # GIL. After the program's last collective, the interpreter may be shutting down by then. Python up to 3.13
+        # unwinds a thread that takes the GIL during shutdown, which ends the process with SIGABRT. There is no way to
+        # ask a group whether its workers are done.
         time.sleep(_LATE_WORKERS_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class ControlGroups:
-    """The small gloo groups that masks are exchanged over, beside whatever group gradients travel on.
+    """The small gloo groups for masks, beside the group on which gradients travel.
 
-    They are nobody else's: torch.distributed does not list them, so the names of other groups do not depend on them,
-    nor theirs on how many groups a rank is in. They close when the last service over them lets go.
+    torch.distributed does not list them, so the names of its groups do not depend on them, and their names do not
+    depend on how many groups a rank is in. They close when the last service that uses them is closed.
     """
 
     name: str
@@ -72,7 +71,7 @@ class ControlGroups:
 
 @dataclass(frozen=True, slots=True)
 class SmallGroup:
-    """One gloo group of a module's ranks, for small messages on the host; like the control groups nobody else's."""
+    """One gloo group of a module's ranks for small host messages, private like the control groups."""
 
     backend: Any
     """Its collectives; None with one rank only."""
@@ -83,15 +82,15 @@ class SmallGroup:
 
 
 def open_small_group(ddp: Distributed, function: str, problem: str | None = None) -> SmallGroup:
-    """Open a group for messages that are no masks; collective over the module's process group.
+    """Open a group for messages other than masks. Collective over the module's process group.
 
     Args:
         ddp: the module, or anything else with a process group and a device.
-        function: what every rank calls.
-        problem: what keeps this rank from it, or None.
+        function: the function that every rank calls.
+        problem: why this rank cannot take part, or None.
 
     Raises:
-        RuntimeError: some rank has a problem, or could not open it; the same on every rank.
+        RuntimeError: on every rank, if some rank has a problem or could not open the group.
     """
     own = (new_name(), tuple(find_endpoint(ddp.process_group)))
     offers = settle(function, propose(ddp, function, {}, problem, own))
@@ -110,21 +109,21 @@ def open_small_group(ddp: Distributed, function: str, problem: str | None = None
 
 
 def new_name() -> str:
-    """Make a name for control groups; the ranks use rank 0's."""
+    """Make a name for control groups. All ranks use the one that rank 0 made."""
     return f"ddp_hooks/{uuid.uuid4().hex}"
 
 
 def open_control_groups(ddp: Distributed, function: str, name: str, endpoints: Sequence[Endpoint]) -> ControlGroups:
-    """Open the groups for the mask exchange; collective over the module's process group.
+    """Open the groups for the mask exchange. Collective over the module's process group.
 
     Args:
         ddp: the module.
-        function: what every rank calls.
-        name: the same on every rank, and new. The ranks find each other under it, in the store of the module's group.
-        endpoints: every rank's.
+        function: the function that every rank calls.
+        name: a new name, the same on every rank, under which they find each other in the store of the module's group.
+        endpoints: the endpoints of all ranks.
 
     Raises:
-        RuntimeError: some rank could not open them; the same on every rank.
+        RuntimeError: on every rank, if some rank could not open them.
     """
 
     def open_all(attempt: int, listener: Listener) -> Any:
@@ -142,26 +141,26 @@ def _open_on_every_rank(
     endpoints: Sequence[Endpoint],
     open_groups: Callable[[int, Listener], Any],
 ) -> Any:
-    """Open groups, on all ranks again if some rank lost a connection; collective over the module's group.
+    """Open groups, and try again on all ranks if some rank lost a connection. Collective over the module's group.
 
     Args:
         ddp: the module.
-        function: what every rank calls.
-        what: what is opened, in words.
-        endpoints: every rank's.
-        open_groups: given the number of the attempt and where to listen, opens groups under a name of that attempt.
+        function: the function that every rank calls.
+        what: the groups, in words.
+        endpoints: the endpoints of all ranks.
+        open_groups: opens groups, given the number of the attempt, which must be part of their names, and a listener.
 
     Returns:
-        What ``open_groups`` returned.
+        The result of ``open_groups``.
 
     Raises:
-        RefusedError: some rank could not open them; the same on every rank.
+        RefusedError: on every rank, if some rank could not open them.
     """
     listener = choose_listener(ddp.process_group, endpoints)
     attempt = 0
     while True:
         attempt += 1
-        # What this rank has opened in vain is closed before the next attempt.
+        # Groups of a failed attempt close before the next one.
         opened, error = None, None
         try:
             opened = open_groups(attempt, listener)
@@ -169,22 +168,22 @@ def _open_on_every_rank(
             error = caught
         tries = "" if attempt == 1 else f" after {attempt} attempts"
         problem = None if error is None else f"could not open {what}{tries}: {error}. {advise(listener)}"
-        # Also so that nobody leaves, or closes them, before the last rank has connected. A rank that has gone does not
-        # answer, which ends this on the others.
+        # This also keeps every rank here until the last one has connected. If a rank is gone, the exchange fails on the
+        # others.
         proposals = propose(ddp, function, {}, problem, _outcome(error))
         outcomes = {each.own for each in proposals}
-        # A connection that was lost may last the next time. One that could not be made cannot be made then either.
+        # A lost connection may last the next time. A connection that could not be made would fail again.
         if _LOST in outcomes and outcomes <= {_OPENED, _LOST, _NOT_MADE} and attempt < ATTEMPTS:
             continue
         try:
             settle(function, proposals)
         except RefusedError as refusal:
-            # Not the rank's own error: who goes on as plain DDP after a refusal does so on every rank.
+            # Not the rank's own error: every rank must see a refusal, after which `enable` continues with plain DDP.
             raise refusal from error
         return opened
 
 
-# How an attempt to open groups ended on a rank.
+# Outcomes of an attempt to open groups on a rank.
 _OPENED, _LOST, _NOT_MADE, _FAILED = "opened", "connection lost", "connection not made", "failed"
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 
@@ -209,23 +208,23 @@ def _open_groups(ddp: Distributed, name: str, listener: Listener) -> Any:
     stride = 1
     for number, length in enumerate(lengths if len(lengths) > 1 else []):
         position = here // stride % length
-        # Those that differ from this rank along the axis only; the first of them names their group.
+        # The ranks that differ from this one along this axis only; the first of them names their group.
         first = here - position * stride
         axes.append(_open_group(ddp, f"{name}/axis{number}/{first}", position, length, devices))
         stride *= length
     sums = None
     if _C.needs_group_for_sums(group, ddp.device):
-        # Gradients travel there, which masks must not wait for.
+        # Gradients travel on this group, and masks must not wait for them.
         sums = _open_group(ddp, f"{name}/sums", here, ranks, listener.make_devices())
     return _C.ControlGroups(world_size=ranks, all=everyone, axes=axes, sums=sums)
 
 
 def grid(ranks: int, largest_axis: int) -> list[int]:
-    """Arrange ranks in a grid, for gathers along its axes in place of one over all ranks.
+    """Arrange ranks in a grid, so that gathers along its axes replace one over all ranks.
 
     Args:
-        ranks: how many, at least 1.
-        largest_axis: how long an axis may be, where the number of ranks has a divisor that allows it. Otherwise an axis
+        ranks: the number of ranks, at least 1.
+        largest_axis: the greatest length of an axis, if the number of ranks has a suitable divisor. Otherwise an axis
             is as long as the smallest divisor.
 
     Returns:
@@ -247,7 +246,7 @@ def _open_group(ddp: Distributed, name: str, rank: int, ranks: int, devices: lis
     options._devices, options._threads = devices, 2 * len(devices)  # as many as torch takes
     to_connect = min(max(timeout / 2, min(0.9 * timeout, _ENOUGH_TO_CONNECT)), _MOST_TO_CONNECT)
     options._timeout = to_connect / _WAITS_FOR_A_CONNECTION
-    # What torch's own groups are told, for its flight recorder.
+    # For torch's flight recorder.
     options.group_name = name
     group = dist.ProcessGroupGloo(store, rank, ranks, options)
     group._set_default_timeout(timeout)
@@ -255,7 +254,7 @@ def _open_group(ddp: Distributed, name: str, rank: int, ranks: int, devices: lis
 
 
 def timeout_of(ddp: Distributed) -> timedelta:
-    """Return the data group's timeout, so that a lost rank is noticed as soon here as there."""
+    """Return the data group's timeout, so that control groups notice a lost rank as soon as it does."""
     try:
         options = getattr(ddp.process_group._get_backend(ddp.device), "options", None)
     except RuntimeError:

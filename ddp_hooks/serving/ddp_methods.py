@@ -1,8 +1,8 @@
-"""Wraps methods of DistributedDataParallel itself, to tell when a module is made and when it is given a hook.
+"""Wraps methods of DistributedDataParallel, to notice when a module is made and when another hook is registered.
 
-Whoever makes the module: a trainer, a library, the user. A method is wrapped while somebody asks for it, and is then
-what it was before. Others may do the same with the same methods, before or after this: what somebody has put over ours
-stays, calls ours, and finds that it does nothing any more.
+This works whether a trainer, a library or the user makes the module. A method is wrapped only as long as needed, and
+then restored. Other code may wrap the same methods before or after us: a wrapper around ours stays in place and calls
+ours, which then does nothing.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ..hangs.forks import LockOfProcess
 from .service import registered_service
 
 Callback = Callable[[DistributedDataParallel], object]
-# What is called with the module when it is made, or with None if it could not be made.
+# Called with the module when it is made, or with None if its construction failed.
 Ending = Callable[[DistributedDataParallel | None], object]
-# What is called with the arguments by name when one begins to be made.
+# Called with the arguments by name before the construction.
 Beginning = Callable[[Mapping[str, Any]], Ending | None]
 
 _lock = LockOfProcess()
 
 
 class _WrappedMethod:
-    """A method of DDP's class, with another in its place from time to time; the caller locks.
+    """A method of DDP's class that can be replaced and restored. The caller holds the lock.
 
     Args:
-        name: of the method.
-        wrap: makes of the method what takes its place.
+        name: the name of the method.
+        wrap: given the method, returns its replacement.
     """
 
     def __init__(self, name: str, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
@@ -48,7 +48,7 @@ class _WrappedMethod:
         current = getattr(DistributedDataParallel, self._name)
         if current is self._wrapper:
             return
-        # Also where somebody else has replaced what we had put there.
+        # Also if somebody else has replaced our wrapper.
         self._original, self._wrapper = current, self._wrap(current)
         setattr(DistributedDataParallel, self._name, self._wrapper)
 
@@ -62,13 +62,13 @@ class _WrappedMethod:
 
 
 class _Watcher:
-    """What was asked to be called; of its own identity, because the same may be added twice."""
+    """A callback; compared by identity, because the same one may be added twice."""
 
     def __init__(self, begin: Beginning) -> None:
         self.begin = begin
 
 
-# What somebody puts in its place need not say what it takes.
+# A replacement of `__init__` may have another signature.
 _SIGNATURE = inspect.signature(DistributedDataParallel.__init__)
 
 _watchers: list[_Watcher] = []
@@ -79,14 +79,14 @@ _under_construction = threading.local()
 def watch_construction(callback: Callback) -> Iterator[None]:
     """Call ``callback(ddp)`` for each DDP module that is made while this block is open, in any thread.
 
-    It is called when DDP's own ``__init__`` is done, by the thread that called it; what a subclass does after
-    ``super().__init__()`` comes later. Blocks may nest and overlap: callbacks are called in the order in which their
-    blocks began. When the last block ends, ``DistributedDataParallel.__init__`` is what it was before the first.
+    The callback runs when DDP's own ``__init__`` is done, on the same thread; a subclass may do more after its
+    ``super().__init__()``. Blocks may nest and overlap: callbacks run in the order in which their blocks began. When
+    the last block ends, ``DistributedDataParallel.__init__`` is restored.
 
-    A module that is copied or unpickled is not made anew, and not reported.
+    Copying or unpickling a module does not call it.
 
     Args:
-        callback: what it raises is raised by the module's construction.
+        callback: the callback. The module's construction raises its exceptions.
     """
 
     def end(ddp: DistributedDataParallel | None) -> None:
@@ -99,11 +99,11 @@ def watch_construction(callback: Callback) -> Iterator[None]:
 
 @contextmanager
 def watch_construction_from_its_beginning(begin: Beginning) -> Iterator[None]:
-    """As :func:`watch_construction`, for who has something to do before DDP's ``__init__``, too.
+    """Like :func:`watch_construction`, but also call a function before DDP's ``__init__``.
 
     Args:
-        begin: called with the arguments of ``__init__`` by name, as far as they were given and can be told apart. What
-            it returns is called with the module when that is made, and with None when making it failed.
+        begin: called with the given arguments of ``__init__`` by name, or with none if they cannot be bound. The
+            function that it returns is called with the module after the construction, or with None if that failed.
     """
     watcher = _Watcher(begin)
     with _lock:
@@ -119,12 +119,12 @@ def watch_construction_from_its_beginning(begin: Beginning) -> Iterator[None]:
 
 
 def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
-    # Signatures are read by libraries, which find the original's.
+    # Libraries read signatures; they see the original's.
     @functools.wraps(original)
     def __init__(self: DistributedDataParallel, *args: Any, **options: Any) -> None:
         modules: set[int] = _under_construction.__dict__.setdefault("modules", set())
         if id(self) in modules:
-            # Ours lies twice over DDP's, with somebody else's between.
+            # Our wrapper is there twice, with another one in between.
             original(self, *args, **options)
             return
         modules.add(id(self))
@@ -154,23 +154,24 @@ def _name_arguments(ddp: DistributedDataParallel, args: tuple[Any, ...], options
     try:
         return _SIGNATURE.bind(ddp, *args, **options).arguments
     except TypeError:
-        return {}  # somebody's `__init__` takes others
+        return {}  # another `__init__` takes other arguments
 
 
 _init = _WrappedMethod("__init__", _wrap_init)
 
 
-# --- when it is given a hook
+# --- when another hook is registered
 
-# The modules whose hook gives way, by identity.
+# Modules whose hook gives way to another one, by identity.
 _giving_way: dict[int, weakref.ref[DistributedDataParallel]] = {}
 
 
 def give_way_to_other_hooks(ddp: DistributedDataParallel) -> None:
-    """Take this package's hook off the module as soon as another one is registered with it.
+    """Remove this package's hook from the module when another one is registered.
 
-    DDP takes one hook. Where ours was asked for by name (:func:`ddp_hooks.register`), a second one is a mistake and DDP
-    says so. Where it came with every module (:func:`ddp_hooks.enable`), whoever registers a hook means that one.
+    DDP takes one hook. After :func:`ddp_hooks.register`, a second hook is a mistake, and DDP raises. But
+    :func:`ddp_hooks.enable` registers the hook with every module, so a hook that is registered explicitly takes
+    precedence.
 
     Args:
         ddp: a module with a hook of this package.
@@ -191,7 +192,7 @@ def keep_place(ddp: DistributedDataParallel) -> None:
 
 def _forget(key: int, reference: weakref.ref[DistributedDataParallel]) -> None:
     with _lock:
-        # The key may be another module's by now.
+        # The key may belong to another module by now.
         if _giving_way.get(key) is not reference:
             return
         del _giving_way[key]
@@ -209,7 +210,7 @@ def _wrap_registration(original: Callable[..., None]) -> Callable[..., None]:
         if service is not None and reference is not None:
             hook = _hook_of(args, options)
             if original.__name__ == "register_comm_hook":
-                # Raises what DDP is about to raise, while this one is still in its place.
+                # Raises the error that DDP would raise, while our hook is still registered.
                 self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
             service.close("whose module was given another hook")
             _forget(id(self), reference)
@@ -224,7 +225,7 @@ def _wrap_registration(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _hook_of(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    # `register_comm_hook(state, hook)`, or the type of a built-in one alone.
+    # The arguments are `(state, hook)`, or the type of a built-in hook.
     named = [options[name] for name in ("hook", "comm_hook_type") if name in options]
     return [*args, *named][-1] if args or named else None
 

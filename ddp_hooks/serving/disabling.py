@@ -1,4 +1,4 @@
-"""The environment variable that turns the hook off: registrations leave plain DDP, and scripts run on as they are."""
+"""The environment variable that disables the hook: scripts run unchanged, with plain DDP."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _has_warned = False
 
 
 def is_disabled() -> bool:
-    """Say whether the variable is set, to anything but 0."""
+    """Say whether the variable is set to anything but 0."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
 def warn_of_it() -> None:
-    """Say that the hook is off, once in a process."""
+    """Warn that the hook is disabled, once per process."""
     global _has_warned
     if not _has_warned:
         _has_warned = True
@@ -40,14 +40,14 @@ def warn_of_it() -> None:
 
 
 def check_alike(function: str, disabled: Sequence[bool]) -> None:
-    """Refuse that the variable is set on some ranks only; the same on every rank.
+    """Raise on every rank if the variable is set on some ranks only.
 
     Args:
-        function: what every rank called.
-        disabled: whether it is set, by rank.
+        function: the function that every rank called.
+        disabled: whether the variable is set, by rank.
 
     Raises:
-        RefusedError: it is on some and not on others.
+        RefusedError: it is set on some ranks only.
     """
     if any(disabled) and not all(disabled):
         on = describe_ranks([rank for rank, value in enumerate(disabled) if value])
@@ -59,11 +59,11 @@ def check_alike(function: str, disabled: Sequence[bool]) -> None:
 
 
 class DisabledService:
-    """Stands where a :class:`ddp_hooks.serving.service.Service` would, and leaves the module alone.
+    """Takes the place of a :class:`ddp_hooks.serving.service.Service`, and leaves the module alone.
 
     Args:
         ddp: the module.
-        state: its state, which the module keeps, as DDP keeps that of a hook.
+        state: its state. It lives as long as the module, as it would if DDP had the hook.
     """
 
     ended = f"whose module no longer exists, and which {VARIABLE} had turned off"
@@ -75,12 +75,12 @@ class DisabledService:
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The module; None if it has gone."""
+        """The module; None if it is gone."""
         return self._ddp()
 
     @property
     def engine(self) -> DisabledService:
-        """What runs if the hook is registered with DDP all the same."""
+        """The object that averages buckets, in case the hook is registered with DDP in spite of the variable."""
         return self
 
     def run(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -89,7 +89,7 @@ class DisabledService:
         return allreduce_hook(None if ddp is None else ddp.process_group, bucket)  # type: ignore[arg-type]
 
     def agree_to_close(self) -> None:
-        """Ask no other rank: nothing is closed that sends anything."""
+        """Do nothing; there is nothing to close."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -124,6 +124,6 @@ _states: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.We
 
 
 def disabled_service(ddp: DistributedDataParallel) -> DisabledService | None:
-    """Return what stands where the module's service would; None if it was not registered under the variable."""
+    """Return what takes the place of the module's service; None if it was registered without the variable."""
     service = getattr(_states.get(ddp), "_service", None)
     return service if isinstance(service, DisabledService) else None

@@ -1,13 +1,13 @@
-"""Where ranks are: which of them share a host, and at which address a rank's own gloo groups listen.
+"""Finds out which ranks share a host, and chooses the address at which this package's gloo groups listen.
 
-torch lets a gloo group listen at the address that the host's name resolves to, unless ``GLOO_SOCKET_IFNAME`` names an
-interface. On many systems that is 127.0.1.1, which no other host reaches, and with NCCL nobody has a reason to set the
-variable. So every rank looks for a better address first, tells the others, and then settles on one, in this order:
+By default, a gloo group of torch listens at the address of the hostname, unless ``GLOO_SOCKET_IFNAME`` names an
+interface. On many systems that address is 127.0.1.1, which other hosts cannot reach, and programs with NCCL have no
+reason to set the variable. So every rank looks for a better address, tells the others, and uses the first of these:
 
 1. ``GLOO_SOCKET_IFNAME``, as torch does.
-2. Whatever the module's own gloo backend listens at, if its process group has one.
-3. The local address of the route to the host of the process group's store, or to ``MASTER_ADDR``. The host that this
-   names may know itself as 127.0.1.1, too; there it is the route to a rank on another host.
+2. The address at which the gloo backend of the module's process group listens, if there is one.
+3. The local address of the route to the host of the process group's store, or to ``MASTER_ADDR``. On that host itself,
+   which may also resolve its name to 127.0.1.1, the route to a rank on another host.
 4. torch's choice.
 """
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from .groups import store_of
 
-# Names the host of this rank; otherwise the system does.
+# Overrides the name of this rank's host.
 HOST_VARIABLE = "DDP_HOOKS_HOST"
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
@@ -37,7 +37,7 @@ _ANY_PORT = 9  # nothing is sent there
 
 
 class Endpoint(NamedTuple):
-    """What a rank tells the others of its place; plain values, which every version of this package can read."""
+    """The place of a rank, in plain values that every version of this package can read."""
 
     host: str
     """Equal on ranks that share a host."""
@@ -46,19 +46,19 @@ class Endpoint(NamedTuple):
 
 
 def find_endpoint(group: dist.ProcessGroup) -> Endpoint:
-    """Return where this rank is, and at which address the others might reach it."""
-    with suppress(RuntimeError, ValueError):  # the store has gone, or cannot be asked
+    """Return the host of this rank, and the address at which others may reach it."""
+    with suppress(RuntimeError, ValueError):  # the store is gone or does not answer
         return Endpoint(host_of_this_rank(), _address_towards_store(group))
     return Endpoint(host_of_this_rank(), None)
 
 
 def host_of_this_rank() -> str:
-    """Return what the ranks of this host have in common, and those of no other host."""
+    """Return a string that only ranks on this host have in common."""
     named = os.environ.get(HOST_VARIABLE)
     if named:
         return named
     parts = [socket.gethostname()]
-    # Machines may have been given the same name, and containers of one machine may have a network each.
+    # Machines may share a name, and containers on one machine may have separate networks.
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with suppress(OSError):
@@ -70,7 +70,7 @@ def group_by_host(hosts: Sequence[object]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each host, in the order of their first ranks.
 
     Args:
-        hosts: by rank, what ranks of one host have in common.
+        hosts: the host of each rank, as a value that ranks on one host have in common.
     """
     ranks_of: dict[object, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -80,11 +80,11 @@ def group_by_host(hosts: Sequence[object]) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Where gloo groups of this rank listen.
+    """The address at which gloo groups of this rank listen.
 
     Attributes:
-        make_devices: makes what a gloo group listens with, or returns what listens already.
-        description: the address, its interface, and why that one.
+        make_devices: makes the devices of a gloo group, or returns existing ones.
+        description: the address, its interface, and the reason for the choice.
     """
 
     make_devices: Callable[[], list[Any]]
@@ -92,15 +92,15 @@ class Listener:
 
 
 def choose_listener(group: dist.ProcessGroup, endpoints: Sequence[Endpoint]) -> Listener:
-    """Settle where this rank's gloo groups listen.
+    """Choose the address at which gloo groups of this rank listen.
 
     Args:
-        group: the process group, of which they are for all ranks or for some.
+        group: the process group whose ranks, or some of them, will form the gloo groups.
         endpoints: every rank's, by rank.
     """
     interfaces = os.environ.get(_INTERFACE_VARIABLE)
     if interfaces:
-        # Several are separated by commas, each for a part of the connections.
+        # Several interfaces are separated by commas; each gets a part of the connections.
         names = interfaces.split(",")
         described = " and ".join(f"{address_of(name) or 'no address'} (interface {name})" for name in names)
         return Listener(
@@ -122,10 +122,10 @@ def choose_listener(group: dist.ProcessGroup, endpoints: Sequence[Endpoint]) -> 
 
 @contextmanager
 def torch_listens_for(group: dist.ProcessGroup, endpoints: Sequence[Endpoint]) -> Iterator[None]:
-    """Let gloo groups that torch itself makes in this block listen where ours would, as far as a variable can say so.
+    """Let gloo groups that torch makes in this block listen where ours would, as far as a variable can express it.
 
     Args:
-        group: the process group of the ranks that make them.
+        group: the process group of the ranks that make the groups.
         endpoints: every rank's, by rank.
     """
     address, _ = _choose_address(endpoints, dist.get_rank(group))
@@ -141,10 +141,10 @@ def torch_listens_for(group: dist.ProcessGroup, endpoints: Sequence[Endpoint]) -
 
 
 def _choose_address(endpoints: Sequence[Endpoint], rank: int) -> tuple[str | None, str]:
-    """Return the address at which others reach a rank, or None, and why that one."""
+    """Return the address at which others reach this rank, or None, and the reason for the choice."""
     own = endpoints[rank]
     if own.address is None or ipaddress.ip_address(own.address).is_loopback:
-        # The store may be on this host, and be known here by a name that means nothing elsewhere.
+        # The store may be on this host, under a name that only this host knows.
         for other in endpoints:
             if other.host != own.host and other.address and not ipaddress.ip_address(other.address).is_loopback:
                 return _address_towards(other.address) or own.address, "on the route to another host"
@@ -152,7 +152,7 @@ def _choose_address(endpoints: Sequence[Endpoint], rank: int) -> tuple[str | Non
 
 
 def advise(listener: Listener) -> str:
-    """Say where this rank listens, and what to do if the others do not reach it."""
+    """Say where this rank listens, and what to do if other ranks cannot reach it."""
     return (
         f"This rank listened at {listener.description}; if other hosts cannot reach it, set {_INTERFACE_VARIABLE} "
         "on each host to an interface that they can reach"
@@ -160,7 +160,7 @@ def advise(listener: Listener) -> str:
 
 
 def _devices_of(group: dist.ProcessGroup) -> list[Any]:
-    """Return what the group's own gloo backend listens with; nothing if it has none."""
+    """Return the devices of the group's gloo backend; none if it has no such backend."""
     try:
         options = group._get_backend(torch.device("cpu")).options
     except (RuntimeError, AttributeError):
@@ -183,7 +183,7 @@ def _address_towards_store(group: dist.ProcessGroup) -> str | None:
 
 
 def _address_towards(host: str) -> str | None:
-    """Return this host's own address on the way to another one; None if there is no way."""
+    """Return this host's address on the route to another host; None if there is no route."""
     try:
         found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     except OSError:
@@ -192,7 +192,7 @@ def _address_towards(host: str) -> str | None:
         with suppress(OSError, ValueError), socket.socket(family, kind, protocol) as probe:
             probe.connect(there)  # chooses a route, and sends nothing
             address = str(probe.getsockname()[0])
-            # A link-local address says nothing without its interface.
+            # A link-local address is useless without its interface.
             if not ipaddress.ip_address(address.partition("%")[0]).is_link_local:
                 return address
     return None
@@ -206,7 +206,7 @@ def _address_of_name() -> str | None:
 
 
 def address_of(interface: str) -> str | None:
-    """Return the first address of a network interface; None if it has none, or there is no such interface."""
+    """Return the first address of a network interface; None if it has no address or does not exist."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         request = struct.pack("256s", interface.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(asked.fileno(), _GET_ADDRESS, request)[20:24])
@@ -214,7 +214,7 @@ def address_of(interface: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an address; None if none is known to."""
+    """Return the network interface with an address; None if no interface is known to have it."""
     for _, name in socket.if_nameindex():
         if address_of(name) == address:
             return name

@@ -1,4 +1,4 @@
-"""What a policy is to the engine of a module."""
+"""Translates a policy into the settings of an engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..wording import describe_bytes
 _C = _extension.load()
 
 _WHEN = {"off": _C.When.OFF, "on": _C.When.ON, "adaptive": _C.When.ADAPTIVE}
-# A guess until it is measured on a GPU: a quarter of the bytes for a host that no longer runs ahead.
+# A guess, not measured on a GPU yet: a quarter of the bytes makes up for a host that no longer runs ahead.
 _MIN_ZERO_FRACTION_ON_DEVICE = 0.25
-# What a set of ranks in a message has room for (csrc/layout/contributors.h).
+# The largest set of ranks that a message can describe (csrc/layout/contributors.h).
 _MOST_RANKS = 64
-# Why adaptive policies send nothing narrow.
+# Reasons why adaptive policies send nothing narrow.
 SHARED_HOSTS = "several ranks share a host"
 FAST_LINKS = "calibrate=True measured that sending full width is faster than making gradients narrow"
 
@@ -33,10 +33,10 @@ def engine_settings(
 
     Args:
         policy: the policy.
-        description: what the module's ranks have in common; the engine's messages carry a hash of it.
+        description: what all ranks of the module have in common. The engine's messages carry a hash of it.
         hosts: the ranks of each host.
-        costs: what collectives take on the module's process group, a ``_C.CollectiveCosts``; None without a
-            measurement.
+        costs: measured times of collectives on the module's process group, a ``_C.CollectiveCosts``; None if there are
+            none.
 
     Returns:
         A ``_C.EngineSettings``.
@@ -50,7 +50,7 @@ def engine_settings(
         skip_zero_rows=_WHEN[policy.skip_zero_rows],
         narrow=_WHEN[policy.narrow],
         units=unit_settings(policy),
-        # The engine asks the module's group how many ranks there are.
+        # The engine takes the number of ranks from the module's group.
         plan=plan_settings(policy, may_send_directly(hosts, costs), 1, costs),
         adaptive=adaptive_settings(policy, is_on_device=description.get("device", "cpu") != "cpu"),
         rebuild_after=policy.rebuild_after,
@@ -59,13 +59,14 @@ def engine_settings(
 
 
 def may_send_directly(hosts: Sequence[Sequence[int]], costs: Any = None) -> bool:
-    """Say whether anything may leave the all-reduces, which is decided by bytes where nothing was measured.
+    """Say whether gradients may be sent directly instead of being all-reduced.
 
-    Transports count what ranks send, so bytes only decide where each rank has a host, and thereby a link, of its own.
+    Without measured times, bytes decide. They count what each rank sends, so they are meaningful only if every rank has
+    a host, and therefore a link, of its own.
 
     Args:
         hosts: the ranks of each host.
-        costs: what collectives take, or None.
+        costs: measured times of collectives, or None.
     """
     return costs is not None or all(len(ranks) == 1 for ranks in hosts)
 
@@ -78,18 +79,18 @@ def why_nothing_is_narrow(
     device: torch.device,
     parameters: Sequence[torch.Tensor],
 ) -> str:
-    """Say what keeps gradients at full width, whatever they hold: what the engine decides when it gets its settings.
+    """Say why gradients travel at full width whatever their values, which the engine decides from its settings.
 
     Args:
         policy: the policy.
         hosts: the ranks of each host.
-        costs: what collectives take, or None.
+        costs: measured times of collectives, or None.
         group: the module's process group.
-        device: the module's.
-        parameters: those in its Reducer.
+        device: the module's device.
+        parameters: the parameters in its Reducer.
 
     Returns:
-        A clause; empty where nothing does, or where the policy does not ask for narrow gradients.
+        A clause; empty if there is no such reason, or if the policy does not ask for narrow gradients.
     """
     ranks = group.size()
     if policy.narrow == "off" or ranks == 1:
@@ -122,16 +123,16 @@ def _is_one_unit(parameter: torch.Tensor, settings: Any) -> bool:
 
 
 def why_little_is_narrow(policy: Policy, counted: Statistics) -> str:
-    """Say what gradients have to do with it that they travel at full width, where nothing keeps them from less.
+    """Say why gradients travelled at full width because of their values.
 
     Args:
         policy: the policy.
-        counted: under this policy.
+        counted: the counters since this policy is in force.
 
     Returns:
-        A clause; empty where nobody knows, or where the policy does not ask for narrow gradients.
+        A clause; empty if the reason is unknown, or if the policy does not ask for narrow gradients.
     """
-    # A sample of the first step decides about the second one.
+    # The sample of the first step decides for the second step.
     if policy.narrow == "off" or counted.steps < 2:
         return ""
     if counted.accumulated_steps:
@@ -149,18 +150,18 @@ def why_little_is_narrow(policy: Policy, counted: Statistics) -> str:
 
 
 def _constants(policy: Policy, *names: str) -> dict[str, Any]:
-    """Return those of the engine's constants that a test has set to something else; users have no way to."""
+    """Return the constants of the engine that a test has changed. Users cannot change them."""
     return {name: getattr(policy.tuning, name) for name in names if hasattr(policy.tuning, name)}
 
 
 def plan_settings(policy: Policy, may_be_direct: bool, world_size: int, costs: Any = None) -> Any:
-    """Return how what is used travels under a policy: a ``_C.PlanSettings``.
+    """Return a ``_C.PlanSettings``, which says how used gradients travel.
 
     Args:
         policy: the policy.
-        may_be_direct: whether anything may leave the all-reduces, if the policy has nothing against it.
-        world_size: how many ranks there are.
-        costs: what collectives take, or None.
+        may_be_direct: whether gradients may be sent directly, if the policy allows it.
+        world_size: the number of ranks.
+        costs: measured times of collectives, or None.
     """
     return _C.PlanSettings(
         in_place_bytes=policy.tuning.in_place_bytes,
@@ -178,7 +179,7 @@ def plan_settings(policy: Policy, may_be_direct: bool, world_size: int, costs: A
 
 
 def unit_settings(policy: Policy) -> Any:
-    """Return into what units gradients fall under a policy: a ``_C.UnitSettings``."""
+    """Return a ``_C.UnitSettings``, which says how gradients are divided into units."""
     return _C.UnitSettings(
         min_unit_bytes=policy.tuning.min_unit_bytes,
         max_unit_bytes=policy.tuning.max_unit_bytes,
@@ -187,8 +188,8 @@ def unit_settings(policy: Policy) -> Any:
 
 
 def adaptive_settings(policy: Policy, *, is_on_device: bool) -> Any:
-    """Return when adaptive settings look at values: a ``_C.AdaptiveSettings``."""
-    # On a GPU the answer of a scan holds the host back to one bucket behind the device, so more has to be gained.
+    """Return a ``_C.AdaptiveSettings``, which says when adaptive settings look at values."""
+    # On a GPU, the host stays at most one bucket ahead of a scan's answer, so zeros must save more.
     least_zeros = _MIN_ZERO_FRACTION_ON_DEVICE if is_on_device else 0.0
     return _C.AdaptiveSettings(
         min_zero_fraction=max(policy.tuning.min_zero_fraction, least_zeros),

@@ -1,4 +1,4 @@
-"""Process groups: which one is meant, and how small messages get from each of its ranks to every other."""
+"""Resolves process groups, and gathers small messages from their ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..wording import short
 
 
 def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the process group to use, ``None`` being the default group.
+    """Return the process group that an argument means; ``None`` means the default group.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
@@ -46,7 +46,7 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def launched_rank() -> int:
-    """Return the rank that a launcher gave this process; 0 where it gave none, or something else than a number."""
+    """Return the rank that a launcher gave this process; 0 if it gave none, or no number."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() else 0
 
@@ -70,19 +70,19 @@ def check_in_use(group: dist.ProcessGroup) -> None:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """Return the store of a process group, or the default group's if it has none of its own."""
+    """Return the store of a process group, or the default group's store if it has none."""
     try:
         store = group.get_group_store()
     except RuntimeError:
         store = None
-    # A group that was written in Python may have no store of its own.
+    # A group that is written in Python may have no store.
     return distributed_c10d._get_default_store() if store is None else store
 
 
 def control_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device for small messages: the host where the group can, else the current accelerator.
+    """Return the device for small messages: the CPU if the group supports it, otherwise the current accelerator.
 
-    As for torch's own object collectives, each rank has to have made a device of its own the current one
+    As for torch's object collectives, the current device must be a different one on each rank
     (``torch.cuda.set_device``).
 
     Raises:
@@ -102,10 +102,10 @@ def gather_tensor(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
 
     Args:
         group: the process group.
-        own: this rank's tensor, of any dtype the backend knows, on the host.
+        own: this rank's tensor on the host, of any dtype that the backend supports.
 
     Returns:
-        A host tensor with one more dimension in front: the rank.
+        A host tensor whose first dimension is the rank.
     """
     device = control_device(group)
     flat = own.contiguous().reshape(-1).to(device)
@@ -115,7 +115,7 @@ def gather_tensor(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
 
 
 def gather_objects(group: dist.ProcessGroup, own: object) -> list[object]:
-    """Gather a picklable object from every rank, with the collectives of torch's function for it, but without numpy."""
+    """Gather a picklable object from every rank, like torch's function, but without numpy."""
     data = pickle.dumps(own)
     sizes = [int(size) for size in gather_tensor(group, torch.tensor([len(data)], device="cpu"))]
     padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A DDP module from Python: how it is found, whether it can be served, and its Reducer, which can be made anew."""
+"""Looks at a DDP module from Python: finds it, checks whether it can be served, and rebuilds its Reducer."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _C = _extension.load()
 
 T = TypeVar("T")
 
-# In which the engine scans, scales and packs gradients.
+# The real dtypes of gradients that the engine can scan, scale and pack.
 _REAL_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-# --- finding it
+# --- finding the module
 
 
 def uncompiled(module: T) -> T | nn.Module:
-    """Return the module in what ``torch.compile(module)`` returns; any other, and what is no module, as it is."""
+    """Return the module inside a result of ``torch.compile(module)``; anything else is returned unchanged."""
     inner = getattr(module, "_orig_mod", None) if isinstance(module, nn.Module) else None
     return inner if isinstance(inner, nn.Module) else module
 
 
 def find_ddp(module: nn.Module, function: str) -> DistributedDataParallel:
-    """Return the DDP module, also out of the wrapper that ``torch.compile(ddp)`` returns.
+    """Return a DDP module, which may be inside a result of ``torch.compile(ddp)``.
 
     Raises:
-        TypeError: there is none; says what ``function`` received.
+        TypeError: it is something else. The message begins with ``function``.
     """
     inner = uncompiled(module)
     if isinstance(inner, DistributedDataParallel):
@@ -57,9 +57,9 @@ def find_ddp(module: nn.Module, function: str) -> DistributedDataParallel:
 
 
 def _other_wrapper(module: object) -> str | None:
-    """Say what else of torch synchronises the module or a part of it, and how; None if nothing is known to."""
+    """Say which other wrapper of torch synchronises the module or a part of it; None if none is known."""
     parts = module.modules() if isinstance(module, nn.Module) else ()
-    # These packages put classes of their own among the base classes of what they are called with.
+    # These packages add a base class to the modules that they wrap.
     owners = {kind.__module__ for part in parts for kind in type(part).__mro__}
     if any(name.startswith("torch.distributed._composable.replicate") for name in owners):
         return "replicate(), which averages gradients itself"
@@ -68,11 +68,11 @@ def _other_wrapper(module: object) -> str | None:
     return None
 
 
-# --- whether it can be served, and what its ranks compare
+# --- checks before it is served, and what ranks compare
 
 
 def why_unsupported(ddp: DistributedDataParallel) -> str | None:
-    """Say what about the module cannot be supported, and the way out; None if all is well."""
+    """Say why the module cannot be supported, and what to do; None if it can."""
     if getattr(ddp, "_delay_all_reduce_all_params", False):
         return "delay_all_reduce_named_params delays every parameter, which leaves nothing for a hook; do not set it"
     if getattr(ddp, "_use_python_reducer", False):
@@ -90,7 +90,7 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
         registered = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
         way_out = ""
         if registered == "skip_unused_hook":
-            # It may have come with ddp_hooks.enable, so that its state is in nobody's hands; or with a detached state.
+            # Nobody may hold its state: ddp_hooks.enable may have registered it, or the state was detached.
             way_out = "; close() its state, which ddp_hooks.states() returns; if it is not there, wrap the model again"
         return f"a communication hook is already registered ({registered}), and DDP takes only one{way_out}"
     device = next((parameter.device for parameter in ddp.module.parameters()), torch.device(ddp.device_type))
@@ -107,7 +107,7 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
 
 
 def _why_reduced_twice(ddp: DistributedDataParallel) -> str | None:
-    """Say which DDP module within the module all-reduces some of its gradients, too."""
+    """Say which DDP module inside the module also all-reduces some of its gradients."""
     reduced, unmanaged = parameters_of(ddp)
     own = {id(parameter) for parameter in (*reduced, *unmanaged)}
     for place, inner in ddp.module.named_modules():
@@ -118,7 +118,7 @@ def _why_reduced_twice(ddp: DistributedDataParallel) -> str | None:
         shared = {id(parameter) for parameter in _C.reducer_parameters(inner.reducer)} & own
         names = [name for name, parameter in ddp.module.named_parameters() if id(parameter) in shared]
         if not names:
-            continue  # left to the inner one
+            continue  # the inner module alone reduces its parameters
         within = f"its submodule {place!r}" if place else "the model in it"
         return (
             f"expected a model that was wrapped once, but {within} is also a DistributedDataParallel module, which "
@@ -130,7 +130,7 @@ def _why_reduced_twice(ddp: DistributedDataParallel) -> str | None:
 
 
 def _why_no_gradients(ddp: DistributedDataParallel) -> str | None:
-    """Say which parameters have gradients that cannot be reduced."""
+    """Say which parameters have gradients of unsupported dtypes."""
     trained = {id(parameter) for parameter in _C.reducer_parameters(ddp.reducer)}
     odd = {
         name: parameter.dtype
@@ -149,18 +149,18 @@ def _why_no_gradients(ddp: DistributedDataParallel) -> str | None:
 def describe(
     policy: Policy, ddp: DistributedDataParallel, reduced: list[torch.Tensor], unmanaged: list[torch.Tensor]
 ) -> dict[str, str]:
-    """Describe what all ranks must have in common: `reduced` are the Reducer's parameters, `unmanaged` the others."""
+    """Describe everything that must be equal on all ranks, given the Reducer's parameters and the unmanaged ones."""
     return {
         "ddp_hooks": __version__,
         "torch": torch.__version__,
         "policy": repr(policy),
         "world size": str(dist.get_world_size(ddp.process_group)),
         "parameters": f"{_summary(reduced)} (digest of shapes and dtypes: {_digest(reduced)})",
-        # DDP does not compare these, and does not send them while they are frozen.
+        # DDP neither compares nor sends them while they are frozen.
         "parameters frozen when wrapped": _summary(unmanaged),
         "find_unused_parameters": str(ddp.find_unused_parameters),
         "static_graph": str(ddp.static_graph),
-        # Some policies are refused with it, in the first forward pass: on every rank, if all have it.
+        # Some policies are refused with it in the first forward pass, and every rank must refuse.
         "require_manual_backward_finalization": str(finalizes_manually(ddp)),
         "device": ddp.device_type,
         "devices": describe_devices([*reduced, *unmanaged]),
@@ -168,7 +168,7 @@ def describe(
 
 
 def describe_devices(parameters: Sequence[torch.Tensor]) -> str:
-    """Say how parameters lie on devices, whatever numbers these have: what shares one may share a message."""
+    """Describe which parameters share a device, and so may share a message, whatever the devices' numbers."""
     places: dict[torch.device, int] = {}
     place_of = [places.setdefault(parameter.device, len(places)) for parameter in parameters]
     if len(places) <= 1:
@@ -183,48 +183,48 @@ def _summary(parameters: list[torch.Tensor]) -> str:
 
 
 def _digest(parameters: list[torch.Tensor]) -> str:
-    # Tells modules of as many elements apart, where ranks register several in different orders.
+    # Tells modules of equal size apart if ranks register several modules in different orders.
     shapes = hashlib.blake2b(digest_size=4)
     for parameter in parameters:
         shapes.update(f"{tuple(parameter.shape)} {parameter.dtype}\n".encode())
     return shapes.hexdigest()
 
 
-# --- its Reducer
+# --- the Reducer
 
 
 def reducible_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """Return the parameters that a Reducer of this module may have, by name, frozen or not."""
+    """Return the parameters that a Reducer of this module may have, by name, including frozen ones."""
     return {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
 
 
 def parameters_of(ddp: DistributedDataParallel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return what the module's Reducer reduces, and what it does not know."""
+    """Return the parameters that the module's Reducer reduces, and those that it does not know."""
     reduced = _C.reducer_parameters(ddp.reducer)
     known = {id(parameter) for parameter in reduced}
     return reduced, [parameter for parameter in reducible_parameters(ddp).values() if id(parameter) not in known]
 
 
 def finalizes_manually(ddp: DistributedDataParallel) -> bool:
-    """Return DDP's ``require_manual_backward_finalization``; False where torch does not have it."""
+    """Return DDP's ``require_manual_backward_finalization``; False if this torch does not have it."""
     return bool(getattr(ddp, "require_manual_backward_finalization", False))
 
 
-# What is made under torch.inference_mode() could not be written to by a training step.
+# A training step cannot write to tensors that are made under torch.inference_mode().
 @torch.inference_mode(False)
 def rebuild_reducer(ddp: DistributedDataParallel, trainable: Set[str], find_unused_parameters: bool) -> bool:
-    """Make the module's Reducer anew, in place, for some of its parameters, if that changes anything.
+    """Rebuild the module's Reducer in place for some of its parameters, if that changes anything.
 
     Args:
         ddp: the module.
         trainable: the names of the parameters; the same on every rank.
-        find_unused_parameters: DDP's setting from now on.
+        find_unused_parameters: the new value of DDP's setting.
 
     Returns:
-        Whether there is a new Reducer. It has no hook.
+        Whether there is a new Reducer, which has no hook yet.
 
     Source:
-        DDP makes its Reducer in the same way when it is unpickled (``DistributedDataParallel.__setstate__``).
+        ``DistributedDataParallel.__setstate__`` builds a Reducer in the same way after unpickling.
     """
     named = reducible_parameters(ddp)
     reduced = {id(parameter) for parameter in _C.reducer_parameters(ddp.reducer)}
@@ -233,9 +233,9 @@ def rebuild_reducer(ddp: DistributedDataParallel, trainable: Set[str], find_unus
     trainable_here = {name for name, parameter in named.items() if parameter.requires_grad}
     for name, parameter in named.items():
         if name not in trainable and parameter.grad is not None:
-            # It may be a view of a bucket, and would keep the bucket alive.
+            # A view of a bucket would keep the bucket alive.
             parameter.grad = parameter.grad.clone()
-        # DDP takes what requires a gradient here; what is trainable elsewhere belongs to it on every rank.
+        # DDP takes the parameters that require a gradient; those of other ranks must be among them.
         parameter.requires_grad_(name in trainable)
     ddp.find_unused_parameters = find_unused_parameters
     _make_reducer(ddp)
@@ -245,16 +245,16 @@ def rebuild_reducer(ddp: DistributedDataParallel, trainable: Set[str], find_unus
 
 
 def initialize_used_map(ddp: DistributedDataParallel) -> None:
-    """See to it that a rank that joins before its first step says that it has used nothing.
+    """Make sure that a rank that joins before its first step reports that it has used nothing.
 
-    The Reducer leaves the map that such a rank sends as it finds that memory, until it has finished a pass.
+    Until its first pass is finished, the Reducer sends a used map of uninitialised memory.
     """
     _C.initialize_reducer_used_map(ddp.reducer)
 
 
 def _make_reducer(ddp: DistributedDataParallel) -> None:
     last_used = _last_used(ddp)
-    # The old one goes first, so that its buckets are gone before the new ones come.
+    # The old Reducer goes first, so that its buckets are freed before new ones are allocated.
     del ddp.reducer, ddp.logger
     parameters, expect_sparse_gradient = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     names = ddp._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
@@ -268,13 +268,13 @@ def _make_reducer(ddp: DistributedDataParallel) -> None:
         ddp.require_manual_backward_finalization = True  # type: ignore[assignment]  # torch before 2.15 has none
     used = _used_map(ddp)
     if used is not None:
-        # Memory that nobody has written to. A rank that joins sends it as what it has used in its last step.
+        # It is uninitialised, and a rank that joins sends it as the used map of its last step.
         counts = [last_used.get(id(parameter), 0) for parameter in _C.reducer_parameters(ddp.reducer)]
         used.copy_(used.new_tensor(counts))
 
 
 def _last_used(ddp: DistributedDataParallel) -> dict[int, int]:
-    """Return how many ranks used each parameter in the last step, by identity; empty where DDP does not search."""
+    """Return how many ranks used each parameter in the last step, by identity; empty if DDP does not search."""
     used = _used_map(ddp)
     if used is None:
         return {}
@@ -282,5 +282,5 @@ def _last_used(ddp: DistributedDataParallel) -> dict[int, int]:
 
 
 def _used_map(ddp: DistributedDataParallel) -> torch.Tensor | None:
-    # Undefined, which is None in Python, where the Reducer does not search the graph.
+    # Undefined, which is None in Python, if the Reducer does not search the graph.
     return ddp.reducer._get_local_used_map()

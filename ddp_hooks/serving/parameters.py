@@ -1,4 +1,4 @@
-"""Naming some of a module's parameters: by pattern, by module, or one by one."""
+"""Selects parameters of a module by pattern, by module or one by one."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ Selector: TypeAlias = "str | nn.Module | torch.Tensor"
 
 
 def select(function: str, module: nn.Module, *what: Selector) -> dict[str, nn.Parameter]:
-    """Return the named parameters of ``module`` that are meant, in the module's order.
+    """Return the selected parameters of ``module`` by name, in the module's order.
 
     Args:
-        function: what the user called, for errors.
-        module: whose parameters; not the DDP wrapper, so that names have no ``module.`` in front.
+        function: the function that the user called, for errors.
+        module: the module, without its DDP wrapper, so that names do not begin with ``module.``.
         what: patterns of parameter names as in a shell (``"encoder.*"``; ``"encoder"`` alone means everything in it,
-            also what it shares with other modules), modules within ``module``, or parameters of it.
+            including parameters that it shares with other modules), modules within ``module``, or its parameters.
 
     Raises:
-        TypeError: something else.
-        ValueError: a pattern, module or parameter that matches nothing in ``module``; says which.
+        TypeError: a selector is something else.
+        ValueError: a selector matches nothing in ``module``; the message names it.
     """
     return ParameterIndex(module).select(function, *what)
 
 
 class ParameterIndex:
-    """The named parameters of a module, to be asked more than once: walking a large module takes most of the time.
+    """The named parameters of a module, for repeated lookups, because walking a large module is slow.
 
     Args:
-        module: as for :func:`select`; what is added to it later is not seen.
+        module: as for :func:`select`. Parameters that are added to it later are not found.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._named = dict(module.named_parameters())
         self._name_of = {id(parameter): name for name, parameter in self._named.items()}
-        # Of parameters that modules share, all names; they stand for the first one.
+        # All names of parameters, including those that modules share, with the first name of each.
         self._first_names = {
             name: self._name_of[id(parameter)]
             for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -53,9 +53,8 @@ class ParameterIndex:
         self._ordered = sorted(self._first_names)
 
     def select(self, function: str, *what: Selector) -> dict[str, nn.Parameter]:
-        """Return the parameters that are meant; arguments and errors as for :func:`select`."""
-        # Each selector is looked up; only patterns with wildcards walk over all names, so that thousands of selectors
-        # do not take quadratic time.
+        """Return the selected parameters; arguments and errors as for :func:`select`."""
+        # Only patterns with wildcards walk over all names, so that thousands of selectors do not take quadratic time.
         chosen: set[str] = set()
         for selector in what:
             if isinstance(selector, str):
@@ -82,7 +81,7 @@ class ParameterIndex:
         return {name: parameter for name, parameter in self._named.items() if name in chosen}
 
     def _advise(self, selector: Selector) -> str:
-        """Say what may have been meant by something that matches no parameter."""
+        """Suggest what a selector that matches no parameter may have meant."""
         named = self._named
         if not named:
             return "the module has no parameters"
@@ -95,7 +94,7 @@ class ParameterIndex:
             return f"names do not start with 'module.': pass {short(plain)}"
         if any(name == plain for name, _ in self._module.named_buffers()):
             return f"{plain} is a buffer, which has no gradient"
-        # Parts of names, too: "encodr" is close to "encoder", and far from "encoder.layers.0.weight".
+        # Parts of names as well: "encodr" is close to "encoder", but far from "encoder.layers.0.weight".
         parts = {".".join(name.split(".")[:depth]): None for name in named for depth in range(1, name.count(".") + 2)}
         close = get_close_matches(plain, list(parts), n=1)
         did_you_mean = f"did you mean {close[0]!r}? " if close else ""
@@ -103,16 +102,16 @@ class ParameterIndex:
 
 
 class ParameterPlaces:
-    """Where a module's parameters and submodules stand, to notice in microseconds that one was replaced or added.
+    """A record of a module's parameters and submodules, which shows in microseconds whether one was replaced or added.
 
     Args:
-        module: the module; what it holds is held here, too.
+        module: the module. Its parameters and submodules are kept alive.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._owners: list[dict[str, Any]] = []
         for part in module.modules():
-            # As torch keeps them; its own names are those of private attributes.
+            # Read from torch's private dictionaries.
             self._owners += [vars(part)[kind] for kind in ("_parameters", "_modules")]
         self._lengths = [len(owner) for owner in self._owners]
         places = [(owner, name, held) for owner in self._owners for name, held in owner.items()]
@@ -121,15 +120,15 @@ class ParameterPlaces:
         self._held = [held for _, _, held in places]
 
     def are_unchanged(self) -> bool:
-        """Say whether everything stands where it stood."""
-        # Without a loop in Python: it is asked while somebody trains.
+        """Say whether nothing was replaced or added."""
+        # Without a loop in Python, because this runs during training.
         if list(map(len, self._owners)) != self._lengths:
             return False
         return all(map(is_, map(dict.get, self._owner_of_each, self._names), self._held))
 
 
 def _matching(pattern: str, ordered: list[str]) -> set[str]:
-    """Return the names that match, or that lie in something that matches; `ordered` are all names, sorted."""
+    """Return the names that match a pattern or are inside a match, given all names in order."""
     if any(character in pattern for character in "*?["):
         matches = re.compile(f"(?:{translate(pattern)})|(?:{translate(pattern + '.*')})").match
         return {name for name in ordered if matches(name)}

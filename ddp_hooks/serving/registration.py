@@ -1,4 +1,4 @@
-"""The way to a service: the ranks of a module meet, agree on what they need, open groups, and each begins to serve."""
+"""Begins to serve a module: its ranks meet, agree, open control groups, and each makes a service."""
 
 from __future__ import annotations
 
@@ -65,27 +65,26 @@ def serve(
 
 
 def service_of(ddp: DistributedDataParallel) -> Service | DisabledService | None:
-    """Return what serves a module whose hook is registered with DDP, or stands in for it."""
+    """Return the service of a module whose hook is registered with DDP, or what takes its place; otherwise None."""
     return disabled_service(ddp) if is_disabled() else registered_service(ddp)
 
 
 def _agree(ddp: DistributedDataParallel, function: str, policy: Policy, problem: str | None) -> ControlGroups | None:
-    """Make sure that every rank can serve its module, and in the same way; open the groups for it, or share them.
+    """Make sure that all ranks can serve the module in the same way, and open control groups, or share existing ones.
 
-    Where the policy asks for it, measure what collectives take, unless that was done for the groups that are shared.
+    If the policy asks for it, also measure how long collectives take, unless that was done for the shared groups.
 
     Args:
         ddp: the module.
-        function: what every rank calls.
-        policy: what every rank has to have chosen.
-        problem: what keeps this rank from it already, or None.
+        function: the function that every rank calls.
+        policy: the policy, which every rank must have chosen.
+        problem: why this rank cannot take part, or None.
 
     Returns:
-        The groups; None if the module is to be left alone, because the hook is disabled on every rank.
+        The groups; None if the hook is disabled on every rank.
 
     Raises:
-        RefusedError: a rank has a problem, its module has a setting that cannot be supported, or ranks differ. On every
-            rank.
+        RefusedError: on every rank, if some rank has a problem or an unsupported module, or if ranks differ.
     """
     if is_disabled():
         proposals = propose(ddp, function, {}, problem)
@@ -93,13 +92,13 @@ def _agree(ddp: DistributedDataParallel, function: str, policy: Policy, problem:
         settle(function, proposals)
         return None
     problem = problem or why_unsupported(ddp)
-    # A module that is refused may lack what is described.
+    # An unsupported module may lack some of what is described.
     description = {} if problem else {REGISTERED: "no", **describe(policy, ddp, *parameters_of(ddp))}
     sharable = groups_to_share(ddp)
-    # Two runs have the same bits only where times decide nothing.
+    # Runs are bitwise reproducible only if measured times decide nothing.
     may_measure = policy.tuning.calibrate and not torch.are_deterministic_algorithms_enabled()
-    # Of services that share groups some may have been told what collectives take and others not, and which of them are
-    # left differs by rank.
+    # Services that share groups may differ in whether they have measured times, and ranks differ in which of those
+    # services still exist.
     costs = {name: costs_as_numbers(groups.costs) for name, groups in sharable.items()}
     own = (new_name(), tuple(find_endpoint(ddp.process_group)), costs, may_measure)
     proposals = propose(ddp, function, description, problem, own)

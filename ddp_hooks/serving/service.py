@@ -1,4 +1,4 @@
-"""What serves one DDP module: an engine, the groups that its ranks agree over, and hooks on its forward pass."""
+"""Serves one DDP module with an engine, control groups, and hooks on its forward pass."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ from .parameters import ParameterIndex, ParameterPlaces, Selector
 
 _C = _extension.load()
 
-# What serves each module, or served it last.
+# The current or last service of each module.
 _services: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Service]] = weakref.WeakKeyDictionary()
-# Of each module whose hook was taken off: how many forward passes its Reducer had seen then, and which parameters, by
-# identity, had accumulated a gradient that no step had taken up. For who serves it next, if no step comes before.
+# For each module whose hook was removed: the number of forward passes of its Reducer at that time, and the parameters,
+# by identity, with an accumulated gradient that no step had reduced. The next service needs them if it serves the next
+# step.
 _left_over: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
-# In a forked child: engines, groups and parts of DDP that are its parent's, so that they never go.
+# In a forked child: the parent's engines, groups and parts of DDP, which must never be destroyed here.
 _of_the_parent: list[object] = []
-# What else the ranks have to have in common when they register.
+# A name in the description that ranks compare when they register.
 REGISTERED = "hook of this package registered before"
-# In how many steps a replaced parameter is noticed at the latest.
+# A replaced parameter is noticed after at most this many steps.
 _STEPS_BETWEEN_LOOKS = 16
-# How long whoever closes a service waits for its groups' threads and files to be gone. Longer only where an exchange is
-# under way, which then ends in the background.
+# How long closing a service waits for its groups' threads and files to go. If an exchange is under way, they go later,
+# in the background.
 _CLOSING_SECONDS = 0.5
 
 
 class _HookActivity:
-    """Asks the engine that a service has now, for another thread, which does not keep either."""
+    """Lets another thread ask the current engine of a service, without keeping either alive."""
 
     def __init__(self, service: Service) -> None:
         self._service = weakref.ref(service)
@@ -74,26 +75,26 @@ class _HookActivity:
 
 
 class Service:
-    """Serves one DDP module until it is closed, the module goes, or another one takes the module over.
+    """Serves one DDP module until it is closed, the module goes, or another service takes the module over.
 
-    The module's hooks hold it, and so does the state; it holds neither.
+    The module's hooks and the state hold the service; it holds neither.
 
     Args:
-        ddp: the module. What served it before is closed.
-        policy: as every rank has it.
+        ddp: the module. Its previous service is closed.
+        policy: the policy, the same on every rank.
         groups: the module's control groups.
-        hook: what DDP calls, or would call, with ``state``.
-        state: what the hook is registered with, or will be.
+        hook: the function that DDP calls, or would call, with ``state``.
+        state: the state that the hook is registered with.
         native: let the Reducer call the engine itself, and note the hook as DDP would.
 
     Attributes:
-        engine: a ``_C.Engine``; None when nothing is served any more.
-        state: the state, weakly.
+        engine: a ``_C.Engine``; None once the service has ended.
+        state: a weak reference to the state.
     """
 
-    # Copying or unpickling a module copies the hooks on its forward pass. The copies serve nothing.
+    # Copying or unpickling a module copies the hooks on its forward pass, but the copies serve nothing.
     engine: Any = None
-    # Why nothing is served any more, as a clause on the state.
+    # Why the service has ended, as a clause about the state.
     ended = "whose module no longer exists"
 
     def __init__(
@@ -112,31 +113,31 @@ class Service:
         self.state = weakref.ref(state)
         self._hook = hook
         self._control_groups: ControlGroups | None = groups
-        # For closing, which may come when the module has gone on some of the ranks.
+        # For closing, when the module may be gone on some ranks.
         self._group, self._name = weakref.ref(ddp.process_group), groups.name
         self._timeout_seconds = timeout_of(ddp).total_seconds()
         self._is_closed = False
         self._policy = policy
-        self._why_full_width = ""  # whatever gradients hold
+        self._why_full_width = ""  # whatever the gradients' values
         self._native = native
         self._ddp: weakref.ref[DistributedDataParallel] | None = weakref.ref(ddp)
-        self._earlier = Statistics()  # of the engines before, whose Reducers are gone, and of policies before
+        self._earlier = Statistics()  # of earlier engines and earlier policies
         self._accumulated_steps = 0  # since then; see `Statistics`
-        self._unsynchronised = False  # a forward pass under `no_sync` has come after the last one without
-        self._last_usage: dict[str, ParameterUsage] = {}  # of the engine before, until this one has had a step
-        # The module's parameters as the engine counts them: those of DDP's Reducer, then those it does not know.
+        self._unsynchronised = False  # whether the last forward pass was under `no_sync`
+        self._last_usage: dict[str, ParameterUsage] = {}  # of the earlier engine, until this one has had a step
+        # The module's parameters in the engine's order: those of DDP's Reducer, then those that it does not know.
         self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
-        self._places: dict[str, int] = {}  # of the names
+        self._places: dict[str, int] = {}  # by name
         self._index: ParameterIndex | None = None
         self._parameter_places: ParameterPlaces | None = None
-        self._replaced: set[str] = set()  # what was warned of
-        # Of every parameter that the module's Reducers have had since it is served, by name. Bytes.
+        self._replaced: set[str] = set()  # those that a warning has named
+        # Of every parameter that the module's Reducers had while it was served, by name. Bytes.
         self._reduced_bytes: dict[str, int] = {}
-        self._bytes_now = 0  # of those that its Reducer has now
-        self._declared: list[set[str]] = []  # one set for each `unused` block that is open
+        self._bytes_now = 0  # of the parameters in the current Reducer
+        self._declared: list[set[str]] = []  # one set for each open `unused` block
         self._declared_once: set[str] = set()  # for the next forward pass
-        self._declared_now: set[str] = set()  # for the one that has begun
+        self._declared_now: set[str] = set()  # for the forward pass that has begun
         self._finalizer: Any = None  # closes when the module goes
         self._activity = ModuleActivity(
             type(ddp.module).__name__, dist.get_process_group_ranks(ddp.process_group), _HookActivity(self)
@@ -152,26 +153,26 @@ class Service:
         activity.add(self._activity)
         watcher.begin(policy.tuning.report_hang_after)
         if native:
-            # What DDP notes of a hook that is registered through it.
+            # As DDP does for a hook that is registered through it.
             ddp._comm_hooks.append((hook, state))
             if ddp.logger is not None:
                 ddp.logger._set_comm_hook_name(hook.__qualname__)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave everything behind; see `engine`."""
+        """Copy nothing; see `engine`."""
         return {}
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The module that is served; None if it has gone, or nothing is served any more."""
+        """The module; None if it is gone or the service has ended."""
         return None if self._ddp is None else self._ddp()
 
     def is_registered(self) -> bool:
-        """Say whether DDP has the hook itself, and no other one around it, with this service's state."""
+        """Say whether the hook itself, not one that wraps it, is registered with DDP and this service's state."""
         return any(hook is self._hook for hook, _ in self._entries())
 
     def _entries(self) -> list[tuple[Callable[..., Any], object]]:
-        """Return what DDP has noted with this service's state."""
+        """Return the hooks that DDP has noted with this service's state."""
         ddp, own = self.ddp, self.state()
         if ddp is None or own is None:
             return []
@@ -180,24 +181,24 @@ class Service:
     def agree_to_close(self) -> None:
         """Make sure that every rank closes; errors as for :func:`absentees.meet_to_close`.
 
-        Not once it is closed, and not when its group has been destroyed: then there is nobody to agree with.
+        Does nothing if it is closed, or if its process group was destroyed and no rank can be asked.
         """
         group, ddp = self._group(), self.ddp
         if self._is_closed or group is None or not is_in_use(group):
             return
         problem = None
-        # Asked without a lock: within a hook around this one DDP holds the lock that everything else asks for.
+        # Reads without a lock, because DDP holds its lock while it calls a hook that wraps this one.
         if ddp is not None and self.engine is not None and _C.reducer_is_in_backward(ddp.reducer):
             problem = "a backward pass is under way; call close between two steps"
         meet_to_close(group, self._name, problem, self._timeout_seconds)
 
     def close(self, why: str = "that was closed") -> None:
-        """Take the hook off the module, which trains on as plain DDP, and close the groups; may be called again.
+        """Remove the hook from the module, which then trains as plain DDP, and close the groups. May be called again.
 
         Asks no other rank.
 
         Args:
-            why: what its state says of itself from then on.
+            why: why the service has ended, as a clause about the state.
 
         Raises:
             RuntimeError: a backward pass is under way.
@@ -222,10 +223,10 @@ class Service:
         _C.wait_until_groups_are_gone(_CLOSING_SECONDS)
 
     def leave_to_parent(self) -> None:
-        """Serve nothing in a forked child.
+        """End the service in a forked child.
 
-        Locks of the engine may be held, and those that DDP takes when the module goes; what they wait for is done by
-        threads that are not here. So nobody asks or destroys them from now on.
+        Locks of the engine and of DDP may be held, by threads that do not exist in the child. So the engine is never
+        called or destroyed from now on.
         """
         ddp = self.ddp
         parts = () if ddp is None else (ddp.reducer, ddp.logger)
@@ -234,7 +235,7 @@ class Service:
             self._earlier = self.statistics()
         self._finalizer.detach()
         self.engine = self._control_groups = self._ddp = None
-        self._is_closed = True  # to agree is the parent's
+        self._is_closed = True  # only the parent may agree with other ranks
         self.ended = "of the process that this one was forked from"
 
     def _leave_module(self) -> None:
@@ -246,7 +247,7 @@ class Service:
         self._finalizer.detach()
         self.engine = None
         self._control_groups = None
-        # The state may live on, for its statistics, and must not keep the parameters.
+        # The state may live on for its statistics, and must not keep the parameters alive.
         self._parameters, self._index, self._parameter_places = [], None, None
         self._names, self._places, self._reduced_bytes = [], {}, {}
         self._ddp = None
@@ -254,7 +255,7 @@ class Service:
     # --- engines
 
     def _pending(self) -> frozenset[int]:
-        """Return the parameters, by identity, that have accumulated a gradient that no step has taken up."""
+        """Return the parameters, by identity, with an accumulated gradient that no step has reduced."""
         return frozenset(id(self._parameters[i]) for i in self.engine.pending())
 
     def _start_engine(self, ddp: DistributedDataParallel, pending: Set[int]) -> None:
@@ -292,7 +293,7 @@ class Service:
             names=self._names,
             pending=[i for i, parameter in enumerate(self._parameters) if id(parameter) in pending],
         )
-        # Through a weak reference: Python's collector does not see cycles that lead through the engine.
+        # A weak reference, because Python's collector does not see cycles through the engine.
         service = weakref.ref(self)
 
         def rebuild_module() -> None:
@@ -306,7 +307,7 @@ class Service:
         return engine
 
     def rebuild(self, find_unused_parameters: bool | None) -> bool:
-        """Make the module's Reducer anew; arguments and errors as for :func:`ddp_hooks.rebuild`."""
+        """Rebuild the module's Reducer; arguments and errors as for :func:`ddp_hooks.rebuild`."""
         ddp = self._served()
         trainable_here = sorted(
             name for name, parameter in reducible_parameters(ddp).items() if parameter.requires_grad
@@ -334,33 +335,33 @@ class Service:
         pending = self._pending()
         if not rebuild_reducer(ddp, trainable, search):
             return False
-        # The new Reducer gets an engine of its own, with the groups and the statistics so far.
+        # The new Reducer gets a new engine, with the same groups and the statistics so far.
         self._last_usage = self.usage()
         self._restart_counters(self.statistics())
         self.engine.close(remove_hook=False, dying=True)
         self._start_engine(ddp, pending)
         if not self._native:
-            # What DDP has noted, which may be a hook around this one, with a state of its own.
+            # The hook that DDP has noted, which may wrap this one and have a state of its own.
             hook, state = (self._entries() or ddp._comm_hooks or [(self._hook, self.state())])[0]
             dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
         self._declare()
         return True
 
-    # --- what ranks agree on between steps
+    # --- agreement between steps
 
     def register_again(self, policy: Policy, problem: str | None) -> None:
-        """Make sure that every rank registers what it has registered already, with the policy in force.
+        """Make sure that every rank registers its hook again, with the policy in force.
 
         Args:
-            policy: what was asked for now.
-            problem: what was wrong with it, or None.
+            policy: the policy that was asked for now.
+            problem: why this rank cannot take part, or None.
 
         Raises:
-            RefusedError: on every rank, when another policy is asked for, or a rank has registered nothing yet.
+            RefusedError: on every rank, if some rank asks for another policy, or had no hook registered.
         """
         ddp = self._served()
         if problem is None and policy != self._policy:
-            # By name, where that says how they differ.
+            # By name, if the names differ.
             there, asked = self._policy, policy
             shown = (there.name, asked.name) if there.name != asked.name else (there, asked)
             problem = (
@@ -372,14 +373,14 @@ class Service:
         settle("register", propose(ddp, "register", description, problem, ("", ())))
 
     def change_policy(self, policy: Policy, problem: str | None) -> None:
-        """Go on with another policy; every rank calls it.
+        """Change the policy. Every rank calls it.
 
         Args:
-            policy: the new one.
-            problem: what was wrong with what was asked for, or None.
+            policy: the new policy.
+            problem: why this rank cannot take part, or None.
 
         Raises:
-            RefusedError: on every rank, when ranks differ or a backward pass is under way.
+            RefusedError: on every rank, if ranks differ or a backward pass is under way.
         """
         ddp = self._served()
         if problem is None and _C.reducer_is_in_backward(ddp.reducer):
@@ -388,7 +389,7 @@ class Service:
         self._agree_between_steps("set_policy", description, problem)
         assert self._control_groups is not None
         groups = self._control_groups
-        self._restart_counters(self.statistics())  # some are the policy's
+        self._restart_counters(self.statistics())  # some of them count per policy
         self.engine.configure(engine_settings(policy, description, groups.hosts, groups.costs))
         self._policy = policy
         self._note_width(ddp)
@@ -402,7 +403,7 @@ class Service:
         own: object = None,
         error: Exception | None = None,
     ) -> list[Any]:
-        """Agree, and bring the control groups to the same point: a failed pass may have used them here."""
+        """Agree, and finish an exchange that a failed pass may have left on the control groups of some ranks."""
         pending = self.engine.has_early_exchange()
         proposals = propose(self._served(), function, description, problem, (pending, own))
         if any(each.own[0] for each in proposals):
@@ -411,14 +412,14 @@ class Service:
 
     def _served(self) -> DistributedDataParallel:
         ddp = self.ddp
-        assert ddp is not None  # what the callers have made sure of
+        assert ddp is not None  # the callers make sure of it
         return ddp
 
     # --- forward passes
 
     def _is_watched(self, module: torch.nn.Module) -> bool:
-        # Inside a compiled graph there are no hooks to set; the exchange then starts with the first bucket. Before a
-        # hook is registered nobody would take up what is exchanged.
+        # A compiled graph has no hooks on outputs, so the exchange starts with the first bucket. Without a registered
+        # hook, nothing would finish the exchange.
         if self.engine is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return False
         return bool(module._comm_hooks)
@@ -434,12 +435,12 @@ class Service:
             return
         if self._unsynchronised:
             self._unsynchronised = False
-            # A pass to evaluate, for example, has left nothing to add up.
+            # A pass for evaluation, for example, leaves no gradient.
             self._accumulated_steps += bool(self.engine.pending())
         if self._activity.steps % _STEPS_BETWEEN_LOOKS == 0:
             self._look_for_replaced_parameters()
         self._activity.steps += 1
-        # What was declared for a forward pass that raised is not this one's.
+        # Drops declarations for an earlier forward pass that raised.
         if self._declared_now or self._declared_once:
             self._declared_now, self._declared_once = self._declared_once, set()
             self._declare()
@@ -453,7 +454,7 @@ class Service:
         new = {
             name
             for name, parameter in reducible_parameters(ddp).items()
-            # Not what torch.func.functional_call() puts there for one pass.
+            # Not tensors that torch.func.functional_call() puts there for one pass.
             if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad and id(parameter) not in known
         }
         if new - self._replaced:
@@ -490,7 +491,7 @@ class Service:
             self._declare()
 
     def declare_unused(self, *what: Selector) -> None:
-        """Declare that the next synchronising forward pass does not use some parameters."""
+        """Declare that the next synchronised forward pass does not use some parameters."""
         self._declared_once |= self._names_of("declare_unused", what)
 
     def _names_of(self, function: str, what: tuple[Selector, ...]) -> set[str]:
@@ -499,14 +500,14 @@ class Service:
 
     def _declare(self) -> None:
         if self.engine is None:
-            return  # closed within a block
+            return  # closed within the block
         declared = self._declared_now.union(*self._declared)
         self.engine.declare_unused([self._places[name] for name in declared if name in self._places])
 
-    # --- what was done
+    # --- statistics
 
     def statistics(self) -> Statistics:
-        """Return the counters since this module is served; those of a service that was closed stay."""
+        """Return the counters since the module is served. They stay when the service ends."""
         if self.engine is None:
             return self._earlier
         removed = sum(self._reduced_bytes.values()) - self._bytes_now
@@ -534,7 +535,7 @@ class Service:
         )
 
     def usage(self) -> dict[str, ParameterUsage]:
-        """Return by parameter name who used it in the last step, in DDP's order; empty before the first step."""
+        """Return how each parameter was used in the last step, by name, in DDP's order; empty before the first step."""
         here, anywhere, units, who = self.engine.usage()
         if len(here) == 0:
             return dict(self._last_usage)
@@ -558,7 +559,7 @@ class Service:
 
 
 def _warn_of_a_missing_hook() -> None:
-    # From the caller of `backward`, behind three functions of torch.
+    # The level of the caller of `backward`, above three functions of torch.
     warnings.warn(
         "ddp_hooks: a SkipUnusedState was made for this module, but its gradients were reduced without a communication "
         "hook, as in plain DistributedDataParallel; call ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook), "
@@ -568,7 +569,7 @@ def _warn_of_a_missing_hook() -> None:
 
 
 def _explain(activity: ModuleActivity, error: str) -> str:
-    """Say what an error of the mask exchange does not: who was missing."""
+    """Name the missing ranks, which an error of the mask exchange does not."""
     return watcher.explain_backward(activity, error) if watcher.waited_in_vain(RuntimeError(error)) else ""
 
 
@@ -578,7 +579,7 @@ def _ranks_of(count: int, ranks: int) -> tuple[int, ...] | None:
 
 
 def registered_service(ddp: DistributedDataParallel) -> Service | None:
-    """Return what serves the module, if its hook is registered with DDP."""
+    """Return the service of a module whose hook is registered with DDP; otherwise None."""
     service = _service_of(ddp)
     return service if service is not None and service.is_registered() else None
 
@@ -589,15 +590,15 @@ def _service_of(ddp: DistributedDataParallel) -> Service | None:
 
 
 def is_served(ddp: DistributedDataParallel) -> bool:
-    """Say whether the module has a state whose hook is registered or is going to be."""
+    """Say whether a state serves the module, even if its hook is not registered yet."""
     service = _service_of(ddp)
     return service is not None and service.engine is not None
 
 
 def rebuild(ddp: DistributedDataParallel, find_unused_parameters: bool | None = None) -> bool:
-    """Make the Reducer of a module with a hook anew; arguments and errors as for :func:`ddp_hooks.rebuild`."""
+    """Rebuild the Reducer of a module with a hook; arguments and errors as for :func:`ddp_hooks.rebuild`."""
     service = _service_of(ddp)
-    # Of a hook around ours, with a state of its own, DDP notes nothing that leads to ours.
+    # If a hook wraps ours and has a state of its own, DDP knows only that state.
     if service is None or not ddp._comm_hooks:
         raise RuntimeError(
             "rebuild: expected a module with a hook of this package, received one without; call "
@@ -609,7 +610,7 @@ def rebuild(ddp: DistributedDataParallel, find_unused_parameters: bool | None = 
 def _module_is_gone(engine: Any, service: weakref.ref[Service], module: ModuleActivity) -> None:
     living = service()
     if living is None:
-        # It has gone with the module, in one cycle, and cannot take its word back any more.
+        # The service went with the module, in one cycle, and could not remove its entry.
         activity.remove(module)
     elif living.engine is engine:
         living._leave_module()
@@ -619,13 +620,13 @@ def _module_is_gone(engine: Any, service: weakref.ref[Service], module: ModuleAc
 
 
 def groups_to_share(ddp: DistributedDataParallel) -> dict[str, ControlGroups]:
-    """Find the groups of services of the same model, wrapped before, over the same ranks."""
+    """Find groups of services for earlier wrappers of the same model, over the same ranks."""
     found = {}
     for other, reference in list(_services.items()):
         service = reference()
         if service is None or service._control_groups is None or other is ddp:
             continue
-        # Not after a move to another device, for which costs were not measured, and which may need other groups.
+        # Not after a move to another device, which may need other groups and has no measured times.
         alike = other.module is ddp.module and other.process_group is ddp.process_group and other.device == ddp.device
         groups = service._control_groups
         if alike and not service.engine.has_early_exchange() and not groups.groups.have_failed():
