@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +27,7 @@ from ..doctor.children import Children, follow
 from ..doctor.diagnosis import Diagnosis
 from ..doctor.findings import Findings, leave_error_to_its_module
 from ..doctor.noticeboard import Noticeboard
+from ..doctor.optimizers import OptimizerWatch
 from ..doctor.page import draw_page
 from ..doctor.recorder import Recorder
 from ..doctor.records import read_word, write_word
@@ -288,6 +290,7 @@ class _Session:
         self._open: dict[str, Diagnosis | ShardDiagnosis] = {}
         self._concluded: list[Findings] = []
         self._watchdog: Watchdog | None = None
+        self._optimizers: OptimizerWatch | None = None
         self._error: BaseException | None = None
         self._has_reported = False
         self._rank = launched_rank()
@@ -303,6 +306,8 @@ class _Session:
         assert recorder is not None  # it was entered
         self._add(",".join(map(str, dist.get_process_group_ranks(ddp.process_group))), diagnosis)
         recorder.on_step = self._make_counter()
+        if self._optimizers is None:
+            self._optimizers = OptimizerWatch(self._find_parameters)
         diagnosis.when_stopped(activity.remark(lambda: _remark(recorder)))
 
     def watch_sharded(self, module: nn.Module) -> None:
@@ -351,7 +356,12 @@ class _Session:
         """Combine the observations of all ranks. Every rank calls it at the same point."""
         # While this rank waits for the others, it answers ranks that will not come.
         for diagnosis in self._open.values():
-            self._concluded.append(diagnosis.conclude(End(self.way)))
+            if isinstance(diagnosis, ShardDiagnosis) or self._optimizers is None:
+                self._concluded.append(diagnosis.conclude(End(self.way)))
+            else:
+                # They are told with one of the modules.
+                outsiders = self._optimizers.read() if not self._concluded else None
+                self._concluded.append(diagnosis.conclude(End(self.way), outsiders))
         self._stop_looking()
         if self._concluded and self._rank == 0 and not self._has_reported:
             self._has_reported = True
@@ -373,7 +383,14 @@ class _Session:
         """Return the exit status: 0 if there was a module."""
         return 0 if self._concluded else 2
 
+    def _find_parameters(self) -> Iterator[torch.Tensor]:
+        for diagnosis in list(self._open.values()):
+            if isinstance(diagnosis, Diagnosis):
+                yield from diagnosis.parameters()
+
     def _stop_looking(self) -> None:
+        if self._optimizers is not None:
+            self._optimizers.close()
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None

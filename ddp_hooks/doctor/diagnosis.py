@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -20,6 +20,7 @@ from ..wording import describe_ranks, fill
 from . import timing
 from .findings import Findings, find
 from .naming import class_name, find_names
+from .optimizers import Outsiders
 from .other_hooks import read_other_hook
 from .recorder import Recorder
 from .records import RankRecord, pack, unpack
@@ -66,6 +67,12 @@ class Diagnosis:
             self._ends.append(watcher.watch_module(ddp))
         return self
 
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters of the model, and those that DDP has of it, while it is watched."""
+        if self._ddp is not None and self.recorder is not None:
+            yield from self._ddp.module.parameters()
+            yield from self.recorder.watch.parameters
+
     def when_stopped(self, end: Callable[[], None]) -> None:
         """Call a function when watching ends."""
         self._ends.append(end)
@@ -80,11 +87,12 @@ class Diagnosis:
         else:
             self.abandon(error)
 
-    def conclude(self, end: End | None = None) -> Findings:
+    def conclude(self, end: End | None = None, outsiders: Outsiders | None = None) -> Findings:
         """Stop watching, and put together what the ranks saw; every rank calls it.
 
         Args:
             end: how what was watched has ended.
+            outsiders: what optimizers step beside DDP modules.
 
         Raises:
             RuntimeError: the block was not entered, or the ranks watched different modules.
@@ -92,7 +100,8 @@ class Diagnosis:
         if self._findings is None:
             recorder, channel = self._stop()
             own = self.describe(end or End())
-            own = replace(own, replica=read_replica(recorder.watch.parameters, recorder.samples))
+            replica = read_replica(recorder.watch.parameters, recorder.samples)
+            own = replace(own, replica=replica, outsiders=outsiders or Outsiders())
             records: list[RankRecord] = [unpack(each) for each in channel.collect(pack(own))]
             channel.close()
             _check(records)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..wording import short_list
 from .drift import compare_replicas, describe_drift, list_drifted
 from .gradient_watch import Unreduced
 from .problem import Kind, Problem
 from .questions import Facts, short_names
+from .replicas import find_drift
 from .standing import Unfinished
 from .verdicts import ADDED, REMOVED, REPLACED, UNFROZEN, ModuleVerdict
 
@@ -98,6 +100,25 @@ def _waits(facts: Facts) -> bool:
         record.standing.unfinished is Unfinished.SHORT
         and {*record.strangers.replaced, *record.strangers.removed} & set(record.standing.missing)
         for record in facts.records
+    )
+
+
+def find_unwrapped(facts: Facts) -> Iterator[Problem]:
+    """Find what optimizers step beside the DDP modules, where ranks train it apart."""
+    found = [record.outsiders for record in facts.records]
+    if facts.absent or len(found) < 2 or len({one.names for one in found}) > 1:
+        return
+    drift = find_drift(found[0].names, [one.replica for one in found])
+    # A rank that has joined is behind.
+    if drift is None or drift.is_rounding or any(record.missed for record in facts.records):
+        return
+    one = len(drift.names) == 1
+    yield Problem(
+        Kind.APART,
+        f"An optimizer steps {short_list(drift.names)}, which {'is' if one else 'are'} in no DistributedDataParallel "
+        f"module, so DDP does not average {'it' if one else 'them'}; the ranks' values differ by up to "
+        f"{drift.largest:.2g}.",
+        "If every rank should have the same values, make what holds them a part of the wrapped model, or wrap it, too.",
     )
 
 

@@ -31,7 +31,7 @@ from .breakdowns import (
     find_uneven,
 )
 from .drift import find_drifting
-from .outsiders import explains_missing, find_silent_hook, find_strangers, find_unfrozen
+from .outsiders import explains_missing, find_silent_hook, find_strangers, find_unfrozen, find_unwrapped
 from .problem import Kind, Problem
 from .questions import Facts, short_names
 from .standing import Way
@@ -143,6 +143,7 @@ _FINDERS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     find_silent_rank,
     find_standstill,
     find_unfrozen,
+    find_unwrapped,
     find_strangers,
     find_silent_hook,
     _find_frozen_late,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .optimizers import Outsiders
 from .other_hooks import OtherHook
 from .recorder import Step
 from .replicas import Replica
@@ -50,6 +51,7 @@ class RankRecord:
         called: what the script calls the module, as far as that was found; the most telling name first.
         moved: the parameters whose type or device is not what it was when watching began, and how it has changed.
         wrapped_parts: the parts of the model that are DDP modules with parameters of this one.
+        outsiders: what optimizers step beside DDP modules, told with one module of a run.
     """
 
     names: tuple[str, ...]
@@ -76,6 +78,7 @@ class RankRecord:
     called: tuple[str, ...] = ()
     moved: tuple[tuple[str, str], ...] = ()
     wrapped_parts: tuple[str, ...] = ()
+    outsiders: Outsiders = field(default_factory=Outsiders)
 
 
 def pack(record: object) -> bytes:

@@ -24,6 +24,7 @@ HEALTHY = (
     "checkpointed",
     "penalised",
     "in_two_parts",
+    "loss_with_wrapped_weights",
 )
 # By kind, what the report says and what it does not, wherever lines end. What breaks on every rank alike.
 REPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -111,6 +112,13 @@ REPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "all_replaced": (
         ("The whole model was replaced after wrapping", "Stopped your script after 30 steps"),
         ("came to its end",),
+    ),
+    "loss_with_weights": (
+        (
+            "An optimizer steps Margins.weight, which is in no DistributedDataParallel module",
+            "part of the wrapped model",
+        ),
+        ("Nothing is wrong", "Add after wrapping"),
     ),
     "wrapped_twice": (
         ("contains other DistributedDataParallel modules (left)", "sent twice", "Wrap the whole model once"),

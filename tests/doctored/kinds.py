@@ -591,6 +591,34 @@ def all_replaced() -> None:
     print("came to its end")
 
 
+class Margins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return total(tuple(one * self.weight for one in outputs))
+
+
+def train_with(criterion: nn.Module) -> None:
+    ddp = make()
+    optimizer = torch.optim.SGD([*ddp.parameters(), *criterion.parameters()], lr=0.1)
+    for _ in range(6):
+        optimizer.zero_grad()
+        criterion(ddp(batch())).backward()
+        optimizer.step()
+
+
+@kind
+def loss_with_weights() -> None:
+    train_with(Margins())
+
+
+@kind
+def loss_with_wrapped_weights() -> None:
+    train_with(make(Margins()))
+
+
 @kind
 def wrapped_twice() -> None:
     model = Heads()
