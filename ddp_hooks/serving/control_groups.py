@@ -22,8 +22,8 @@ from .groups import store_of
 
 _C = _extension.load()
 
-# A gather takes one hop after the other, and each axis of the grid needs its own group. With axes of 4, an exchange that
-# nothing hides is faster than one gather. Axes of 2 would be slightly faster still, for twice as many groups.
+# A gather takes one hop after the other, and each axis of the grid needs its own group. With axes of 4, an exchange
+# that nothing hides is faster than one gather. Axes of 2 would be slightly faster still, for twice as many groups.
 LARGEST_AXIS = 4
 # How often the ranks try to open groups. gloo gives up if one connection is lost while it makes the others.
 ATTEMPTS = 3
