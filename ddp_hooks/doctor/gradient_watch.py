@@ -114,6 +114,7 @@ class GradientWatch:
         idle_forwards: how many of those before these no backward pass of their own has followed.
         failed_forwards: how many forward passes of DDP's, in grad mode, have raised.
         inner_calls: how often the wrapped model was called in grad mode, but not by DDP.
+        resent: how many synchronised passes have added to gradients that DDP had averaged and nobody had used since.
         nested_in: the custom functions of autograd whose own backward passes have reached parameters, by name.
     """
 
@@ -134,7 +135,9 @@ class GradientWatch:
         self._listener = listener
         self.held: dict[int, tuple[int, int]] = {}
         self.forwards = self.idle_forwards = self.failed_forwards = 0
-        self.inner_calls = 0
+        self.inner_calls = self.resent = 0
+        # Of a parameter, what tells whether it or its gradient has changed since DDP averaged that.
+        self._averaged: tuple[int, tuple[int, int], int] | None = None
         self.nested_in: set[str] = set()
         self._task: int | None = None  # which graph task the last gradient came in
         self._tasks: set[int] = set()  # those of the pass, one for each call of the engine within another
@@ -298,6 +301,9 @@ class GradientWatch:
         if not begins:
             return
         self._is_finished = self._is_late = self._is_left = False
+        if self._averaged is not None and self._expects and self._averaged[0] != first:
+            self.resent += self._averaged == self._read_averaged(self._averaged[0])
+        self._averaged = None
         self.held = {
             index: _identify(parameter.grad)
             for index, reference in enumerate(self._parameters)
@@ -345,10 +351,18 @@ class GradientWatch:
         listener = self._listener
         if listener is None:
             return
+        index = self.used.find(1, 0, self.reduced_count)
+        self._averaged = self._read_averaged(index) if index >= 0 else None
         try:
             listener.step_done()
         finally:
             self.used[:] = bytes(len(self.used))
+
+    def _read_averaged(self, index: int) -> tuple[int, tuple[int, int], int] | None:
+        parameter = self._parameters[index]()
+        if parameter is None or parameter.grad is None:
+            return None
+        return index, _identify(parameter.grad), parameter._version
 
     def _notice_break(self) -> None:
         if self._running:

@@ -122,6 +122,7 @@ def answer_all(facts: Facts) -> list[Answer]:
         return []
     answers = [_is_the_search_needed(facts), _is_a_static_graph_legal(facts), is_something_forgotten(facts.modules)]
     answers += _are_gradients_too_wide(facts)
+    answers += _is_every_pass_to_be_sent(facts)
     if facts.division is not None:
         answers.append(_what_does_the_search_cost(facts, facts.division))
     return answers
@@ -228,6 +229,18 @@ def _are_gradients_too_wide(facts: Facts) -> Iterator[Answer]:
             f"{single:.0%} of the bytes of a single backward pass are exactly numbers of half as many bits, but "
             f"{narrow:.0%} of what several passes add up to: with fewer passes a step, "
             'of larger batches, policy "auto" could send these in half the bytes',
+        )
+
+
+def _is_every_pass_to_be_sent(facts: Facts) -> Iterator[Answer]:
+    resent = min(record.standing.resent for record in facts.records)
+    if resent and facts.finished:
+        yield Answer(
+            "Does every backward pass have to be sent?",
+            "no",
+            f"{resent} of {facts.finished} only added to gradients that no optimizer had used yet: run forward and "
+            "backward of all but the last pass before each step of the optimizer under ddp.no_sync(), which has no "
+            f"effect around backward() alone, and DDP sends {resent / facts.finished:.0%} less",
         )
 
 

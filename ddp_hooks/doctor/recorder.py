@@ -471,6 +471,7 @@ class Recorder(Silence):
             self._early_breaks,
             self._raised_with,
             tuple(name for name, one in zip(names, watch.parameters, strict=False) if id(one) in self._severed),
+            watch.resent,
         )
 
     def missing(self, frozen: bool = False) -> list[str]:

@@ -55,6 +55,7 @@ class Standing:
         in_forward: whether DDP's forward pass runs.
         early_breaks: how many backward passes have raised before they reached a parameter, after a forward pass.
         raised_with: what the last one that raised said, with its type, in a line; or nothing.
+        resent: how many passes have added to gradients that DDP had averaged and nobody had used since.
         severed: those that are within reentrant checkpoints no input of which requires a gradient, as far as seen.
         stepped_early: the parameters that changed while backward ran, before DDP had averaged their gradients.
     """
@@ -81,6 +82,7 @@ class Standing:
     early_breaks: int = 0
     raised_with: str = ""
     severed: tuple[str, ...] = ()
+    resent: int = 0
 
 
 class Way(Enum):

@@ -109,6 +109,20 @@ def accumulated() -> None:
 
 
 @kind
+def accumulated_and_sent() -> None:
+    ddp = make()
+
+    def step(i: int) -> None:
+        for part in range(3):
+            loss = total(ddp(batch()))
+            # Too late: the forward pass decides.
+            with nullcontext() if part == 2 else ddp.no_sync():
+                loss.backward()
+
+    train(ddp, step, 4)
+
+
+@kind
 def evaluated_past_ddp() -> None:
     """And at its end one rank does what it likes with the weights."""
     ddp = make()
