@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.utils import checkpoint
 
 # What makes of a function the one that takes its place, and tells a listener.
@@ -60,8 +59,8 @@ class _Followed:
 
 
 def _wrap_backward(original: Callable[..., Any], tell: Callable[[Any], None]) -> Callable[..., Any]:
+    # A compiler comes to this only where it would come to torch's own, and stops at that.
     @functools.wraps(original)
-    @_disable_dynamo
     def backward(*args: Any, **options: Any) -> None:
         try:
             original(*args, **options)
