@@ -221,10 +221,14 @@ void Engine::send_bucket(uint32_t bucket, const BucketPlan& plan) {
 
 std::vector<SentElements> Engine::send_units(const SettledUnits& settled) {
   std::vector<Units> units;
-  for (const DividedGradient& gradient : settled.gradients) units.push_back(gradient.units);
+  Places places;
+  for (const auto& [parameter, gradient, of_gradient] : settled.gradients) {
+    units.push_back(of_gradient);
+    places.push_back({gradient.flat, gradient.offset, step_->divisor, views_.is_divided(parameter)});
+  }
   const int64_t element_bytes = layout_->buckets[settled.bucket].element_bytes;
   const UnitPlan plan = make_unit_plan(units, settled.used, settled.contributors, element_bytes, settings_.plan);
-  sender_.send_units(step_, settled.bucket, settled.gradients, plan);
+  sender_.send_units(step_, settled.bucket, places, plan);
   return plan.sent;
 }
 

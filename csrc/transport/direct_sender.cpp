@@ -17,10 +17,10 @@ class Packer {
   // Room for parts of some groups, so that the list does not move with each.
   void reserve(size_t parts) { parts_.reserve(parts); }
   // What the rank contributes to a group. `places` have to stay.
-  void add_contributions(const DirectGroup& group, const DirectPlaces& places, int rank) {
+  void add_contributions(const DirectGroup& group, const Places& places, int rank) {
     for (const DirectPart& part : group.parts) {
       if (!contains(part.contributors, rank)) continue;
-      const DirectPlace& place = places[part.place];
+      const Place& place = places[part.place];
       if (part.width != Width::kFull) {
         parts_.push_back({place.slice(part), part.width});
       } else {
@@ -41,9 +41,8 @@ class Packer {
 };
 
 // All places of a message are of one type, on one device.
-const at::Tensor& one_of(const DirectPlaces& places) {
-  return std::find_if(places.begin(), places.end(), [](const DirectPlace& place) { return place.flat.defined(); })
-      ->flat;
+const at::Tensor& one_of(const Places& places) {
+  return std::find_if(places.begin(), places.end(), [](const Place& place) { return place.flat.defined(); })->flat;
 }
 
 size_t count_parts(const std::vector<DirectGroup>& groups) {
@@ -52,14 +51,14 @@ size_t count_parts(const std::vector<DirectGroup>& groups) {
   return count;
 }
 
-int64_t element_bytes_of(const DirectPlaces& places) {
+int64_t element_bytes_of(const Places& places) {
   return one_of(places).element_size();
 }
 
 // Of each part of a group the sum of contributions, which lie in `positions` by rank, and which are moved past them; it
 // is to be `to(part)`. `here`: this rank, whose narrow contributions lie there; -1 where all have been copied.
 template <typename To>
-void add_sums(const DirectGroup& group, const DirectPlaces& places, const To& to, int here, int world_size,
+void add_sums(const DirectGroup& group, const Places& places, const To& to, int here, int world_size,
               std::vector<int64_t>& positions, std::vector<SliceSum>& sums) {
   const int64_t element_bytes = element_bytes_of(places);
   for (const DirectPart& part : group.parts) {
@@ -99,8 +98,8 @@ c10::intrusive_ptr<c10d::Work> start_all_gather(Group& group, at::Tensor& receiv
   }
 }
 
-void keep(const DirectPlaces& places) {
-  for (const DirectPlace& place : places) keep_for_stream(place.flat);
+void keep(const Places& places) {
+  for (const Place& place : places) keep_for_stream(place.flat);
 }
 
 template <typename Group>
@@ -136,7 +135,7 @@ c10::intrusive_ptr<c10d::Work> send_to_all(Group& group, const DirectMessage& me
 struct DirectSender::OwnedMessage {
   Launch launch;
   DirectMessage message;
-  DirectPlaces places;
+  Places places;
   at::Tensor sent;    // to owners, by owner
   FromAll received;   // contributions to what this rank owns
   FromAll with_sums;  // of all owners
@@ -206,7 +205,7 @@ void DirectSender::count(int64_t sent_bytes) {
   statistics_.sent_bytes += sent_bytes;
 }
 
-void DirectSender::send(const Launch& launch, const DirectMessage& message, DirectPlaces places) {
+void DirectSender::send(const Launch& launch, const DirectMessage& message, Places places) {
   const MessageBytes bytes = bytes_of(message, element_bytes_of(places));
   statistics_.payload_bytes += bytes.payload;
   statistics_.narrow_bytes += bytes.narrow;
@@ -239,7 +238,7 @@ DirectSender::FromAll DirectSender::take_room(const Launch& launch, const Direct
   return room;
 }
 
-void DirectSender::broadcast(const Launch& launch, const DirectMessage& message, DirectPlaces places) {
+void DirectSender::broadcast(const Launch& launch, const DirectMessage& message, Places places) {
   const at::TensorOptions options = one_of(places).options();
   FromAll received = take_room(launch, message, options);
   const auto own = static_cast<size_t>(rank());
@@ -265,7 +264,7 @@ void DirectSender::broadcast(const Launch& launch, const DirectMessage& message,
             });
 }
 
-void DirectSender::collect(const Launch& launch, const DirectMessage& message, DirectPlaces places) {
+void DirectSender::collect(const Launch& launch, const DirectMessage& message, Places places) {
   const at::TensorOptions options = one_of(places).options();
   const int64_t element_bytes = static_cast<int64_t>(options.dtype().itemsize());
   const std::vector<int64_t> nothing(static_cast<size_t>(world_size()), 0);

@@ -27,18 +27,21 @@
 
 namespace ddp_hooks {
 
-// Where the parts of one place lie, and what contributions to them are divided by before they are summed.
-struct DirectPlace {
-  at::Tensor flat;     // undefined where the message has none
-  int64_t offset = 0;  // where the first part would begin at offset 0
+// Where the stretches of one place lie, and what contributions to them are divided by before they are summed.
+struct Place {
+  at::Tensor flat;     // undefined where a message has none
+  int64_t offset = 0;  // where a stretch would begin at offset 0
   double divisor = 1;
   bool divides = false;  // as plain DDP does, see BucketViews::is_divided
 
-  BorrowedSlice slice(const DirectPart& part) const { return {&flat, offset + part.offset, part.length}; }
+  template <typename Stretch>
+  BorrowedSlice slice(const Stretch& stretch) const {
+    return {&flat, offset + stretch.offset, stretch.length};
+  }
 };
 
-// By the number that parts call it by.
-using DirectPlaces = std::vector<DirectPlace>;
+// By the number that stretches call it by.
+using Places = std::vector<Place>;
 
 class DirectSender {
  public:
@@ -59,7 +62,7 @@ class DirectSender {
   // And whether these need a group of their own.
   static bool needs_group_for_sums(c10d::ProcessGroup& group, c10::Device device);
 
-  void send(const Launch& launch, const DirectMessage& message, DirectPlaces places);
+  void send(const Launch& launch, const DirectMessage& message, Places places);
 
  private:
   // What comes from all ranks, and where each rank's part of it begins; this rank's own is there, too.
@@ -70,8 +73,8 @@ class DirectSender {
   // Of a message: what goes to owners, and what comes back.
   struct OwnedMessage;
 
-  void broadcast(const Launch& launch, const DirectMessage& message, DirectPlaces places);
-  void collect(const Launch& launch, const DirectMessage& message, DirectPlaces places);
+  void broadcast(const Launch& launch, const DirectMessage& message, Places places);
+  void collect(const Launch& launch, const DirectMessage& message, Places places);
   void sum_when_back(const c10::intrusive_ptr<c10d::Work>& contributions, std::shared_ptr<OwnedMessage> owned);
   // Memory for what each rank has for all others.
   FromAll take_room(const Launch& launch, const DirectMessage& message, const at::TensorOptions& options);

@@ -31,11 +31,6 @@ void append(std::vector<SliceOfTensor>& slices, const SliceOfTensor& slice) {
   slices.push_back(slice);
 }
 
-BorrowedSlice place_of(const UnitRun& run, const std::vector<SliceOfTensor>& gradients) {
-  const SliceOfTensor& gradient = gradients[run.gradient];
-  return {&gradient.flat, gradient.offset + run.offset, run.length};
-}
-
 // Neighbouring parameters of a bucket that get ready to be sent in one go.
 struct BucketRun {
   enum class Treatment : uint8_t {
@@ -107,7 +102,7 @@ void MessageSender::prepare_direct(const StepInFlight& step, const BucketLayout&
 }
 
 void MessageSender::send_direct(const std::shared_ptr<StepInFlight>& step, const DirectMessage& message) {
-  DirectPlaces places(step->buckets.size());
+  Places places(step->buckets.size());
   std::vector<BucketInFlight*> buckets;
   for (const uint32_t bucket : buckets_of(message)) {
     buckets.push_back(&step->buckets[bucket]);
@@ -116,20 +111,16 @@ void MessageSender::send_direct(const std::shared_ptr<StepInFlight>& step, const
   direct_.send({step, std::move(buckets)}, message, std::move(places));
 }
 
-void MessageSender::send_units(const std::shared_ptr<StepInFlight>& step, uint32_t index,
-                               const std::vector<DividedGradient>& gradients, const UnitPlan& plan) {
+void MessageSender::send_units(const std::shared_ptr<StepInFlight>& step, uint32_t index, const Places& gradients,
+                               const UnitPlan& plan) {
   BucketInFlight& bucket = step->buckets[index];
   bucket.expect_messages(static_cast<int32_t>(plan.reduced.size() + plan.direct.size()));
   statistics_.buckets_packed += 1;
   for (const UnitMessage& message : plan.reduced) send_unit_message(step, bucket, gradients, message);
   for (const DirectMessage& message : plan.direct) {
-    DirectPlaces places(gradients.size());
+    Places places(gradients.size());  // those that the message has parts of
     for (const DirectGroup& group : message.groups) {
-      for (const DirectPart& part : group.parts) {
-        if (places[part.place].flat.defined()) continue;
-        const auto& [parameter, gradient, units] = gradients[part.place];
-        places[part.place] = {gradient.flat, gradient.offset, step->divisor, views_.is_divided(parameter)};
-      }
+      for (const DirectPart& part : group.parts) places[part.place] = gradients[part.place];
     }
     direct_.send({step, {&bucket}}, message, std::move(places));
   }
@@ -137,43 +128,41 @@ void MessageSender::send_units(const std::shared_ptr<StepInFlight>& step, uint32
 }
 
 void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket,
-                                      const std::vector<DividedGradient>& gradients, const UnitMessage& message) {
+                                      const Places& gradients, const UnitMessage& message) {
   if (message.in_place) {
     const UnitRun& run = message.runs.front();
-    const SliceOfTensor& gradient = gradients[run.gradient].gradient;
-    const at::Tensor view = gradient.flat.narrow(0, gradient.offset + run.offset, run.length);
+    const Place& place = gradients[run.gradient];
+    const at::Tensor view = place.flat.narrow(0, place.offset + run.offset, run.length);
     const bool averages = group_averages(*step, view);
-    const size_t parameter = gradients[run.gradient].parameter;
-    if (!averages) scale(view, step->divisor, views_.is_divided(parameter));
+    if (!averages) scale(view, place.divisor, place.divides);
     all_reduce(view, averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM, {step, {&bucket}},
                [](c10::ivalue::Future&) {});
     return;
   }
-  std::vector<SliceOfTensor> wholes(gradients.size());  // of those that the message has runs of
-  const at::Tensor packed = staging_.take(*step, message.numel, gradients.front().gradient.flat.options());
+  Places places(gradients.size());  // those that the message has runs of
+  const at::Tensor packed = staging_.take(*step, message.numel, gradients.front().flat.options());
   // Runs of one gradient after the other; each gradient is scaled in its own way.
   int64_t position = 0;
   for (size_t first = 0; first < message.runs.size();) {
     const size_t gradient = message.runs[first].gradient;
-    wholes[gradient] = gradients[gradient].gradient;
+    const Place& place = places[gradient] = gradients[gradient];
     const int64_t begin = position;
     std::vector<BorrowedSlice> from;
     for (; first < message.runs.size() && message.runs[first].gradient == gradient; ++first) {
-      from.push_back(place_of(message.runs[first], wholes));
+      from.push_back(place.slice(message.runs[first]));
       position += from.back().length;
     }
-    gather(packed.narrow(0, begin, position - begin), from, step->divisor,
-           views_.is_divided(gradients[gradient].parameter));
+    gather(packed.narrow(0, begin, position - begin), from, place.divisor, place.divides);
   }
   all_reduce(packed, c10d::ReduceOp::SUM, {step, {&bucket}},
-             [packed, runs = message.runs, wholes = std::move(wholes)](c10::ivalue::Future&) {
+             [packed, runs = message.runs, places = std::move(places)](c10::ivalue::Future&) {
                RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
                std::vector<BorrowedSlice> to;
                to.reserve(runs.size());
-               for (const UnitRun& run : runs) to.push_back(place_of(run, wholes));
+               for (const UnitRun& run : runs) to.push_back(places[run.gradient].slice(run));
                scatter(packed, to);
                keep_for_stream(packed);
-               for (const SliceOfTensor& whole : wholes) keep_for_stream(whole.flat);
+               for (const Place& place : places) keep_for_stream(place.flat);
              });
 }
 

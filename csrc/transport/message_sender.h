@@ -12,7 +12,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "detectors/units_of_step.h"
 #include "kernels/slice_copy.h"
 #include "reducer/bucket_views.h"
 #include "transport/direct_sender.h"
@@ -43,9 +42,9 @@ class MessageSender {
   void send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t bucket,
             const BucketPlan& plan, bool divided);
 
-  // The used units of a bucket's gradients, from where they lie and back there. The bucket has to be held until then.
-  void send_units(const std::shared_ptr<StepInFlight>& step, uint32_t bucket,
-                  const std::vector<DividedGradient>& gradients, const UnitPlan& plan);
+  // The used units of a bucket's gradients, from their places and back there. The bucket has to be held until then.
+  void send_units(const std::shared_ptr<StepInFlight>& step, uint32_t bucket, const Places& gradients,
+                  const UnitPlan& plan);
 
   // To be called when a parameter's gradient is final, which may be long before its bucket is ready: copies it to where
   // it will be sent from while it is still in the processor's cache.
@@ -63,8 +62,8 @@ class MessageSender {
   void copy_into_bucket(const StepInFlight& step, const BucketLayout& layout, const Slice& sent, bool scales);
   at::Tensor take_gradient(const StepInFlight& step, size_t parameter);
   bool group_averages(const StepInFlight& step, const at::Tensor& tensor) const;
-  void send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket,
-                         const std::vector<DividedGradient>& gradients, const UnitMessage& message);
+  void send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, const Places& gradients,
+                         const UnitMessage& message);
   void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
 
   c10d::ProcessGroup& group_;

@@ -185,13 +185,13 @@ DELETIONS = (
     Deletion(
         "gradients are kept until units are scattered into them",
         "transport/message_sender.cpp",
-        "for (const SliceOfTensor& whole : wholes) keep_for_stream(whole.flat);",
+        "for (const Place& place : places) keep_for_stream(place.flat);",
         test="engine/test_pretend.py -k dropped_within_backward",
     ),
     Deletion(
         "gradients are kept until contributions are added up in them",
         "transport/direct_sender.cpp",
-        "for (const DirectPlace& place : places) keep_for_stream(place.flat);",
+        "for (const Place& place : places) keep_for_stream(place.flat);",
         test="engine/test_pretend.py -k dropped_within_backward",
     ),
     Deletion(
