@@ -93,9 +93,9 @@ class LayoutOfBuckets:
     def hash(self) -> int: ...
     def buckets_on_idle_link(self) -> int: ...
 
-class Slice:
+class Stretch:
     @property
-    def bucket(self) -> int: ...
+    def place(self) -> int: ...  # a bucket, or which of the gradients
     @property
     def offset(self) -> int: ...
     @property
@@ -103,7 +103,7 @@ class Slice:
 
 class Message:
     @property
-    def slices(self) -> list[Slice]: ...
+    def stretches(self) -> list[Stretch]: ...
     @property
     def numel(self) -> int: ...
     @property
@@ -111,7 +111,7 @@ class Message:
     @property
     def in_place(self) -> bool: ...
     @property
-    def gaps(self) -> list[Slice]: ...
+    def gaps(self) -> list[Stretch]: ...
 
 class Disposition:
     SKIPPED: ClassVar[Disposition]
@@ -174,13 +174,7 @@ class DirectSettings:
         min_owner_saving: float = ...,
     ) -> None: ...
 
-class DirectPart:
-    @property
-    def place(self) -> int: ...  # a bucket, or which of the gradients
-    @property
-    def offset(self) -> int: ...
-    @property
-    def length(self) -> int: ...
+class DirectPart(Stretch):
     @property
     def contributors(self) -> int: ...  # a set of ranks, a bit each
     @property
@@ -227,17 +221,16 @@ def plan_bucket_by_bucket(
     layout: LayoutOfBuckets, agreed: UsageMask, settings: PlanSettings, divided: UsageMask | None = None
 ) -> list[BucketPlan]: ...
 
-# `used` is the mask of all units of all gradients, and `by_rank` what of it each rank uses. Returns for each message
-# that is all-reduced whether it travels in place, and its runs (gradient, offset, length); the other messages; and by
-# gradient how many elements are sent, counted at what their transports take of a ring's transfers, and how many these
-# would be if none could travel narrow.
+# `used` is the mask of all units of all gradients, and `by_rank` what of it each rank uses. Returns the messages that
+# are all-reduced and the others; and by gradient how many elements are sent, counted at what their transports take of a
+# ring's transfers, and how many these would be if none could travel narrow.
 def make_unit_plan(
     gradients: Sequence[Units],
     used: UsageMask,
     element_bytes: int,
     settings: PlanSettings,
     by_rank: Sequence[UsageMask] = [],
-) -> tuple[list[tuple[bool, list[tuple[int, int, int]]]], list[DirectMessage], list[tuple[float, float]]]: ...
+) -> tuple[list[Message], list[DirectMessage], list[tuple[float, float]]]: ...
 
 class AdaptiveSettings:
     def __init__(

@@ -216,8 +216,8 @@ bool covers(const ReductionPlan& plan, const LayoutOfBuckets& layout, const Usag
   int64_t sent = 0, gaps = 0;
   for (const BucketPlan& bucket : plan.buckets) {
     for (const Message& message : bucket.launches) {
-      for (const Slice& slice : message.slices) sent += slice.length;
-      for (const Slice& gap : message.gaps) gaps += gap.length;
+      for (const Stretch& stretch : message.stretches) sent += stretch.length;
+      for (const Stretch& gap : message.gaps) gaps += gap.length;
     }
   }
   const int64_t used = used_elements(layout, agreed);

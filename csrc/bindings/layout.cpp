@@ -105,10 +105,10 @@ void bind_layout(py::module_& m) {
       .def("hash", &LayoutOfBuckets::hash)
       .def("buckets_on_idle_link", &LayoutOfBuckets::buckets_on_idle_link);
 
-  py::class_<Slice>(m, "Slice")
-      .def_readonly("bucket", &Slice::bucket)
-      .def_readonly("offset", &Slice::offset)
-      .def_readonly("length", &Slice::length);
+  py::class_<Stretch>(m, "Stretch")
+      .def_readonly("place", &Stretch::place)
+      .def_readonly("offset", &Stretch::offset)
+      .def_readonly("length", &Stretch::length);
 }
 
 }  // namespace ddp_hooks

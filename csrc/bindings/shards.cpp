@@ -126,8 +126,8 @@ void bind_shards(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> unlocked;
   py::class_<ShardUnits>(m, "ShardUnits")
       .def(py::init([](const std::vector<std::pair<int64_t, int64_t>>& stretches) {
-             std::vector<ShardStretch> converted;
-             for (const auto& [length, unit_length] : stretches) converted.push_back({length, unit_length});
+             std::vector<Units> converted;
+             for (const auto& [length, unit_length] : stretches) converted.push_back({unit_length, length});
              return ShardUnits(std::move(converted));
            }),
            py::arg("stretches"))

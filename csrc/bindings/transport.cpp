@@ -34,7 +34,7 @@ void sum_parts_once(const at::Tensor& gradient, const at::Tensor& packed, int64_
   sums.reserve(count);
   for (int64_t begin = 0; begin < gradient.numel(); begin += part_length) {
     const bool is_even = parts.size() % 2 == 0;
-    parts.push_back({0, begin, part_length, is_even ? RankSet{0b011} : RankSet{0b110}});
+    parts.push_back({{0, begin, part_length}, is_even ? RankSet{0b011} : RankSet{0b110}});
     const BorrowedSlice place{&gradient, begin, part_length};
     places.push_back(place);
     slices.push_back({place});
@@ -87,10 +87,7 @@ void bind_transport(py::module_& m) {
            py::kw_only(), py::arg("direct"), py::arg("world_size"), py::arg("owners"), py::arg("segment_bytes"),
            py::arg("costs") = CollectiveCosts(), py::arg("min_direct_bytes") = DirectSettings().min_direct_bytes,
            py::arg("min_owner_saving") = DirectSettings().min_owner_saving);
-  py::class_<DirectPart>(m, "DirectPart")
-      .def_readonly("place", &DirectPart::place)
-      .def_readonly("offset", &DirectPart::offset)
-      .def_readonly("length", &DirectPart::length)
+  py::class_<DirectPart, Stretch>(m, "DirectPart")
       .def_readonly("contributors", &DirectPart::contributors)
       .def_readonly("width", &DirectPart::width);
   py::class_<DirectGroup>(m, "DirectGroup")
@@ -122,7 +119,7 @@ void bind_transport(py::module_& m) {
            py::arg("gap_fraction") = PlanSettings().gap_fraction, py::arg("direct") = DirectSettings());
 
   py::class_<Message>(m, "Message")
-      .def_readonly("slices", &Message::slices)
+      .def_readonly("stretches", &Message::stretches)
       .def_readonly("numel", &Message::numel)
       .def_readonly("kind", &Message::kind)
       .def_readonly("in_place", &Message::in_place)
@@ -159,22 +156,16 @@ void bind_transport(py::module_& m) {
       },
       py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("divided") = py::none());
 
-  // Of the all-reduced messages: whether each travels in place, and its runs (gradient, offset, length), in elements.
-  // And the others; and by gradient how many elements are sent, counted at their transports' costs, and how many these
-  // would be if none could travel narrow.
+  // The all-reduced messages and the others; and by gradient how many elements are sent, counted at their transports'
+  // costs, and how many these would be if none could travel narrow.
   m.def(
       "make_unit_plan",
       [](const std::vector<Units>& gradients, const UsageMask& used, int64_t element_bytes,
          const PlanSettings& settings, const std::vector<UsageMask>& by_rank) {
         const UnitPlan plan = make_unit_plan(gradients, used, Contributors(by_rank), element_bytes, settings);
-        std::vector<std::pair<bool, std::vector<std::tuple<size_t, int64_t, int64_t>>>> reduced;
-        for (const UnitMessage& message : plan.reduced) {
-          auto& runs = reduced.emplace_back(message.in_place, 0).second;
-          for (const UnitRun& run : message.runs) runs.emplace_back(run.gradient, run.offset, run.length);
-        }
         std::vector<std::pair<double, double>> sent;
         for (const SentElements& one : plan.sent) sent.emplace_back(one.elements, one.at_full_width);
-        return std::make_tuple(std::move(reduced), plan.direct, std::move(sent));
+        return std::make_tuple(plan.reduced, plan.direct, std::move(sent));
       },
       py::arg("gradients"), py::arg("used"), py::arg("element_bytes"), py::arg("settings"),
       py::arg("by_rank") = std::vector<UsageMask>());

@@ -19,6 +19,11 @@ struct SliceOfTensor {
   at::Tensor flat;  // one-dimensional, contiguous
   int64_t offset = 0;
   int64_t length = 0;
+
+  // Whether `next` begins where this ends.
+  bool continues_in(const SliceOfTensor& next) const {
+    return flat.is_same(next.flat) && offset + length == next.offset;
+  }
 };
 
 // The same of a tensor that somebody else holds meanwhile: of many rows each would count a reference.

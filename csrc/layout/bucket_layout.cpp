@@ -27,7 +27,7 @@ uint32_t LayoutOfBuckets::buckets_on_idle_link() const {
   return count;
 }
 
-std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Slice& stretch) {
+std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Stretch& stretch) {
   auto slice =
       std::lower_bound(layout.slices.begin(), layout.slices.end(), stretch.offset,
                        [](const ParameterSlice& candidate, int64_t offset) { return candidate.offset < offset; });

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/width.h"
+#include "layout/stretch.h"
 
 namespace ddp_hooks {
 
@@ -50,14 +51,7 @@ struct LayoutOfBuckets {
   uint32_t buckets_on_idle_link() const;
 };
 
-// A stretch of a bucket.
-struct Slice {
-  uint32_t bucket = 0;
-  int64_t offset = 0;  // elements
-  int64_t length = 0;  // elements, > 0
-};
-
 // The parameters that lie within a stretch of a bucket, empty ones left out; a stretch ends where parameters do.
-std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Slice& stretch);
+std::vector<ParameterSlice> parameters_in(const BucketLayout& layout, const Stretch& stretch);
 
 }  // namespace ddp_hooks

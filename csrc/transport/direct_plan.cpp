@@ -179,11 +179,7 @@ class Ownership {
     DirectGroup& group = message.groups.back();
     message.numel += part.length;
     group.numel += part.length;
-    if (!group.parts.empty() && group.parts.back().continues_in(part)) {
-      group.parts.back().length += part.length;
-    } else {
-      group.parts.push_back(part);
-    }
+    ddp_hooks::append(group.parts, part);
   }
 
   const Transports transports_;

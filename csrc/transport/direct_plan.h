@@ -19,30 +19,28 @@
 
 #include "kernels/width.h"
 #include "layout/contributors.h"
+#include "layout/stretch.h"
 #include "layout/transports.h"
 
 namespace ddp_hooks {
 
 struct DirectSettings {
-  Transports transports;      // what may leave the all-reduces
-  int64_t segment_bytes = 1;  // what one rank owns of one message
+  Transports transports;                 // what may leave the all-reduces
+  int64_t segment_bytes = 1;             // what one rank owns of one message
   int64_t min_direct_bytes = 256 << 10;  // with less to send than this, nothing leaves the all-reduces
   // What sums have to save of the time, and twice as much where all-reduces copy nothing.
   double min_owner_saving = 0.13;
   CollectiveCosts costs = {};
 };
 
-struct DirectPart {
-  size_t place = 0;    // which bucket, or whatever else the caller counts in
-  int64_t offset = 0;  // elements
-  int64_t length = 0;  // elements, > 0
+// A stretch by how it travels.
+struct DirectPart : Stretch {
   RankSet contributors = 0;
   Width width = Width::kFull;  // of each contribution
 
   // Whether what follows in the same place may travel with it as one.
   bool continues_in(const DirectPart& next) const {
-    return place == next.place && offset + length == next.offset && contributors == next.contributors &&
-           width == next.width;
+    return Stretch::continues_in(next) && contributors == next.contributors && width == next.width;
   }
 };
 

@@ -34,10 +34,7 @@ struct Place {
   double divisor = 1;
   bool divides = false;  // as plain DDP does, see BucketViews::is_divided
 
-  template <typename Stretch>
-  BorrowedSlice slice(const Stretch& stretch) const {
-    return {&flat, offset + stretch.offset, stretch.length};
-  }
+  BorrowedSlice slice(const Stretch& stretch) const { return {&flat, offset + stretch.offset, stretch.length}; }
 };
 
 // By the number that stretches call it by.

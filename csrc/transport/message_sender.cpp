@@ -19,18 +19,6 @@ void scale(at::Tensor run, double divisor, bool divides) {
   divides ? run.div_(divisor) : at::mul_out(run, run, at::native::wrapped_scalar_tensor(1 / divisor));
 }
 
-// Joins what lies next to each other, so that a copy is as long as can be.
-void append(std::vector<SliceOfTensor>& slices, const SliceOfTensor& slice) {
-  if (!slices.empty()) {
-    SliceOfTensor& last = slices.back();
-    if (last.flat.is_same(slice.flat) && last.offset + last.length == slice.offset) {
-      last.length += slice.length;
-      return;
-    }
-  }
-  slices.push_back(slice);
-}
-
 // Neighbouring parameters of a bucket that get ready to be sent in one go.
 struct BucketRun {
   enum class Treatment : uint8_t {
@@ -79,7 +67,7 @@ void MessageSender::send(const std::shared_ptr<StepInFlight>& step, const Layout
   if (sparse) send_sparse(step, bucket);
   for (const Message& message : plan.launches) {
     if (message.in_place) {
-      send_in_place(step, layout.buckets[message.slices.front().bucket], message);
+      send_in_place(step, layout.buckets[message.stretches.front().place], message);
     } else {
       send_packed(step, layout, message);
     }
@@ -116,7 +104,7 @@ void MessageSender::send_units(const std::shared_ptr<StepInFlight>& step, uint32
   BucketInFlight& bucket = step->buckets[index];
   bucket.expect_messages(static_cast<int32_t>(plan.reduced.size() + plan.direct.size()));
   statistics_.buckets_packed += 1;
-  for (const UnitMessage& message : plan.reduced) send_unit_message(step, bucket, gradients, message);
+  for (const Message& message : plan.reduced) send_unit_message(step, bucket, gradients, message);
   for (const DirectMessage& message : plan.direct) {
     Places places(gradients.size());  // those that the message has parts of
     for (const DirectGroup& group : message.groups) {
@@ -128,10 +116,10 @@ void MessageSender::send_units(const std::shared_ptr<StepInFlight>& step, uint32
 }
 
 void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket,
-                                      const Places& gradients, const UnitMessage& message) {
+                                      const Places& gradients, const Message& message) {
   if (message.in_place) {
-    const UnitRun& run = message.runs.front();
-    const Place& place = gradients[run.gradient];
+    const Stretch& run = message.stretches.front();
+    const Place& place = gradients[run.place];
     const at::Tensor view = place.flat.narrow(0, place.offset + run.offset, run.length);
     const bool averages = group_averages(*step, view);
     if (!averages) scale(view, place.divisor, place.divides);
@@ -143,23 +131,23 @@ void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step,
   const at::Tensor packed = staging_.take(*step, message.numel, gradients.front().flat.options());
   // Runs of one gradient after the other; each gradient is scaled in its own way.
   int64_t position = 0;
-  for (size_t first = 0; first < message.runs.size();) {
-    const size_t gradient = message.runs[first].gradient;
+  for (size_t first = 0; first < message.stretches.size();) {
+    const size_t gradient = message.stretches[first].place;
     const Place& place = places[gradient] = gradients[gradient];
     const int64_t begin = position;
     std::vector<BorrowedSlice> from;
-    for (; first < message.runs.size() && message.runs[first].gradient == gradient; ++first) {
-      from.push_back(place.slice(message.runs[first]));
+    for (; first < message.stretches.size() && message.stretches[first].place == gradient; ++first) {
+      from.push_back(place.slice(message.stretches[first]));
       position += from.back().length;
     }
     gather(packed.narrow(0, begin, position - begin), from, place.divisor, place.divides);
   }
   all_reduce(packed, c10d::ReduceOp::SUM, {step, {&bucket}},
-             [packed, runs = message.runs, places = std::move(places)](c10::ivalue::Future&) {
+             [packed, runs = message.stretches, places = std::move(places)](c10::ivalue::Future&) {
                RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
                std::vector<BorrowedSlice> to;
                to.reserve(runs.size());
-               for (const UnitRun& run : runs) to.push_back(places[run.gradient].slice(run));
+               for (const Stretch& run : runs) to.push_back(places[run.place].slice(run));
                scatter(packed, to);
                keep_for_stream(packed);
                for (const Place& place : places) keep_for_stream(place.flat);
@@ -175,10 +163,10 @@ void MessageSender::send_sparse(const std::shared_ptr<StepInFlight>& step, Bucke
 
 void MessageSender::send_in_place(const std::shared_ptr<StepInFlight>& step, const BucketLayout& layout,
                                   const Message& message) {
-  const Slice& slice = message.slices.front();
-  BucketInFlight& bucket = step->buckets[slice.bucket];
+  const Stretch& slice = message.stretches.front();
+  BucketInFlight& bucket = step->buckets[slice.place];
   std::vector<std::pair<at::Tensor, at::Tensor>> gaps;
-  for (const Slice& gap : message.gaps) {
+  for (const Stretch& gap : message.gaps) {
     const at::Tensor unused = bucket.flat().narrow(0, gap.offset, gap.length);
     gaps.emplace_back(unused, unused.clone());
     // What lies here may be anything, such as NaN in memory that nobody has written to; plain DDP sends zeros.
@@ -198,10 +186,10 @@ void MessageSender::send_in_place(const std::shared_ptr<StepInFlight>& step, con
 
 // Copies the gradients of a slice of a bucket into it, scaled unless the group does that: neighbours that lie elsewhere
 // in one copy, those that lie in the bucket already where they are.
-void MessageSender::copy_into_bucket(const StepInFlight& step, const BucketLayout& layout, const Slice& sent,
+void MessageSender::copy_into_bucket(const StepInFlight& step, const BucketLayout& layout, const Stretch& sent,
                                      bool scales) {
   using Treatment = BucketRun::Treatment;
-  const at::Tensor flat = step.buckets[sent.bucket].flat();
+  const at::Tensor flat = step.buckets[sent.place].flat();
   const double divisor = scales ? step.divisor : 1;
   BucketRun run;
   run.begin = run.end = sent.offset;
@@ -259,12 +247,12 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
   std::vector<Sources> sources;
   std::vector<SliceOfTensor> to;
   std::vector<BucketInFlight*> buckets;
-  for (const Slice& slice : message.slices) {
-    BucketInFlight* bucket = &step->buckets[slice.bucket];
+  for (const Stretch& slice : message.stretches) {
+    BucketInFlight* bucket = &step->buckets[slice.place];
     if (buckets.empty() || buckets.back() != bucket) buckets.push_back(bucket);
     const at::Tensor flat = bucket->flat();
     to.push_back({flat, slice.offset, slice.length});
-    for (const ParameterSlice& part : parameters_in(layout.buckets[slice.bucket], slice)) {
+    for (const ParameterSlice& part : parameters_in(layout.buckets[slice.place], slice)) {
       const bool divides = views_.is_divided(part.parameter);
       if (sources.empty() || sources.back().divides != divides) sources.push_back({{}, 0, divides});
       Sources& from = sources.back();
@@ -273,7 +261,7 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
       if (gradient.defined()) {
         from.slices.push_back({gradient, 0, part.length});
       } else {
-        append(from.slices, {flat, part.offset, part.length});
+        append(from.slices, SliceOfTensor{flat, part.offset, part.length});
       }
     }
   }

@@ -59,11 +59,11 @@ class MessageSender {
   void send_packed(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, const Message& message);
   void send_direct(const std::shared_ptr<StepInFlight>& step, const DirectMessage& message);
   void prepare_direct(const StepInFlight& step, const BucketLayout& layout, uint32_t bucket, const ReductionPlan& plan);
-  void copy_into_bucket(const StepInFlight& step, const BucketLayout& layout, const Slice& sent, bool scales);
+  void copy_into_bucket(const StepInFlight& step, const BucketLayout& layout, const Stretch& sent, bool scales);
   at::Tensor take_gradient(const StepInFlight& step, size_t parameter);
   bool group_averages(const StepInFlight& step, const at::Tensor& tensor) const;
   void send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, const Places& gradients,
-                         const UnitMessage& message);
+                         const Message& message);
   void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
 
   c10d::ProcessGroup& group_;

@@ -7,22 +7,18 @@ namespace ddp_hooks {
 namespace {
 
 // The bucket's used slices, adjacent ones joined; empty parameters have nothing to send.
-std::vector<Slice> used_runs(uint32_t bucket, const BucketLayout& layout, const UsageMask& agreed) {
-  std::vector<Slice> runs;
+std::vector<Stretch> used_runs(uint32_t bucket, const BucketLayout& layout, const UsageMask& agreed) {
+  std::vector<Stretch> runs;
   for (const ParameterSlice& slice : layout.slices) {
     if (slice.length == 0 || !agreed.test(slice.parameter)) continue;
-    if (!runs.empty() && runs.back().offset + runs.back().length == slice.offset) {
-      runs.back().length += slice.length;
-    } else {
-      runs.push_back({bucket, slice.offset, slice.length});
-    }
+    append(runs, {bucket, slice.offset, slice.length});
   }
   return runs;
 }
 
-int64_t total_length(const std::vector<Slice>& runs) {
+int64_t total_length(const std::vector<Stretch>& runs) {
   int64_t total = 0;
-  for (const Slice& run : runs) total += run.length;
+  for (const Stretch& run : runs) total += run.length;
   return total;
 }
 
@@ -30,13 +26,13 @@ int64_t total_length(const std::vector<Slice>& runs) {
 struct JoinedRuns {
   size_t first = 0;  // of the bucket's runs
   size_t count = 0;
-  Slice span;
+  Stretch span;
 };
 
 // The mean of both neighbours bounds the sum of the gaps sent: each run is counted half for the gap on either side.
-std::vector<JoinedRuns> join_runs(const BucketLayout& layout, const std::vector<Slice>& runs, const UsageMask& divided,
-                                  double gap_fraction) {
-  const auto holds_divided = [&](const Slice& gap) {
+std::vector<JoinedRuns> join_runs(const BucketLayout& layout, const std::vector<Stretch>& runs,
+                                  const UsageMask& divided, double gap_fraction) {
+  const auto holds_divided = [&](const Stretch& gap) {
     const std::vector<ParameterSlice> slices = parameters_in(layout, gap);
     return std::any_of(slices.begin(), slices.end(),
                        [&](const ParameterSlice& slice) { return divided.test(slice.parameter); });
@@ -45,10 +41,10 @@ std::vector<JoinedRuns> join_runs(const BucketLayout& layout, const std::vector<
   std::vector<JoinedRuns> joined;
   for (size_t i = 0; i < runs.size(); ++i) {
     if (i > 0) {
-      const int64_t end = runs[i - 1].offset + runs[i - 1].length;
+      const int64_t end = runs[i - 1].end();
       const int64_t gap = runs[i].offset - end;
       const double mean_length = static_cast<double>(runs[i - 1].length + runs[i].length) / 2;
-      if (static_cast<double>(gap) <= gap_fraction * mean_length && !holds_divided({runs[i].bucket, end, gap})) {
+      if (static_cast<double>(gap) <= gap_fraction * mean_length && !holds_divided({runs[i].place, end, gap})) {
         joined.back().count += 1;
         joined.back().span.length += gap + runs[i].length;
         continue;
@@ -59,11 +55,10 @@ std::vector<JoinedRuns> join_runs(const BucketLayout& layout, const std::vector<
   return joined;
 }
 
-Message in_place_message(const BucketLayout& layout, const std::vector<Slice>& runs, const JoinedRuns& joined) {
+Message in_place_message(const BucketLayout& layout, const std::vector<Stretch>& runs, const JoinedRuns& joined) {
   Message message{{joined.span}, joined.span.length, layout.element_bytes, layout.kind, true, {}};
   for (size_t i = joined.first; i + 1 < joined.first + joined.count; ++i) {
-    const int64_t end = runs[i].offset + runs[i].length;
-    message.gaps.push_back({runs[i].bucket, end, runs[i + 1].offset - end});
+    message.gaps.push_back({runs[i].place, runs[i].end(), runs[i + 1].offset - runs[i].end()});
   }
   return message;
 }
@@ -76,12 +71,7 @@ std::vector<DirectPart> direct_stretches(const LayoutOfBuckets& layout, uint64_t
     if (layout.buckets[b].kind != kind) continue;
     for (const ParameterSlice& slice : layout.buckets[b].slices) {
       if (!direct.test(slice.parameter)) continue;
-      const DirectPart part{b, slice.offset, slice.length, contributors.ranks(slice.parameter)};
-      if (!stretches.empty() && stretches.back().continues_in(part)) {
-        stretches.back().length += part.length;
-      } else {
-        stretches.push_back(part);
-      }
+      append(stretches, {{b, slice.offset, slice.length}, contributors.ranks(slice.parameter)});
     }
   }
   return stretches;
@@ -159,8 +149,8 @@ Message& ReductionPlanner::open_message(const BucketLayout& layout) {
 BucketPlan ReductionPlanner::add_bucket(uint32_t bucket, const UsageMask& agreed) {
   const BucketLayout& layout = layout_.buckets[bucket];
   BucketPlan plan;
-  const std::vector<Slice> runs = used_runs(bucket, layout, agreed);
-  std::vector<Slice> leftovers;
+  const std::vector<Stretch> runs = used_runs(bucket, layout, agreed);
+  std::vector<Stretch> leftovers;
   int64_t sent = 0;
   for (const JoinedRuns& joined : join_runs(layout, runs, divided_, settings_.gap_fraction)) {
     if (joined.span.length * layout.element_bytes >= settings_.in_place_bytes) {
@@ -176,7 +166,7 @@ BucketPlan ReductionPlanner::add_bucket(uint32_t bucket, const UsageMask& agreed
   if (!runs.empty()) plan.disposition = sent == layout.numel ? Disposition::kWhole : Disposition::kPacked;
   if (!leftovers.empty()) {
     Message& message = open_message(layout);
-    message.slices.insert(message.slices.end(), leftovers.begin(), leftovers.end());
+    message.stretches.insert(message.stretches.end(), leftovers.begin(), leftovers.end());
     message.numel += total_length(leftovers);
     ++plan.messages_touching;
   }
@@ -184,7 +174,7 @@ BucketPlan ReductionPlanner::add_bucket(uint32_t bucket, const UsageMask& agreed
   std::vector<Message> still_open;
   for (Message& message : open_) {
     if (last || message.numel * message.element_bytes >= settings_.pack_bytes) {
-      message.in_place = message.slices.size() == 1;
+      message.in_place = message.stretches.size() == 1;
       plan.launches.push_back(std::move(message));
     } else {
       still_open.push_back(std::move(message));
@@ -210,8 +200,8 @@ ReductionPlan make_reduction_plan(const LayoutOfBuckets& layout, const UsageMask
     plan.buckets.push_back(planner.add_bucket(b, reduced));
     for (const Message& message : plan.buckets.back().launches) {
       if (!message.in_place) continue;
-      const Slice& stretch = message.slices.front();
-      for (const ParameterSlice& slice : parameters_in(layout.buckets[stretch.bucket], stretch)) {
+      const Stretch& stretch = message.stretches.front();
+      for (const ParameterSlice& slice : parameters_in(layout.buckets[stretch.place], stretch)) {
         if (agreed.test(slice.parameter)) plan.in_place.set(slice.parameter);
       }
     }
@@ -222,7 +212,7 @@ ReductionPlan make_reduction_plan(const LayoutOfBuckets& layout, const UsageMask
   std::vector<Message> closed_last = std::move(plan.buckets.back().launches);
   plan.buckets.back().launches.clear();
   for (Message& message : closed_last) {
-    plan.buckets[message.slices.back().bucket].launches.push_back(std::move(message));
+    plan.buckets[message.stretches.back().place].launches.push_back(std::move(message));
   }
   return plan;
 }

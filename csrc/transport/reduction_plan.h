@@ -34,15 +34,16 @@ struct PlanSettings {
   DirectSettings direct;
 };
 
+// An all-reduce.
 struct Message {
-  std::vector<Slice> slices;
+  std::vector<Stretch> stretches;
   int64_t numel = 0;
   int64_t element_bytes = 0;
   uint64_t kind = 0;
-  // One slice, sent from and received into the bucket itself.
+  // One stretch, sent from where it lies and received there.
   bool in_place = false;
   // Stretches of it that nobody used and that travel only to keep it in one piece; they come back as they were.
-  std::vector<Slice> gaps;
+  std::vector<Stretch> gaps;
 };
 
 enum class Disposition : uint8_t { kSkipped, kPacked, kWhole };

@@ -84,16 +84,13 @@ class Cursor {
 
 }  // namespace
 
-ShardUnits::ShardUnits(std::vector<ShardStretch> stretches) : stretches_(std::move(stretches)) {
-  for (const ShardStretch& stretch : stretches_) {
-    TORCH_CHECK(stretch.length > 0 && stretch.unit_length > 0,
-                "ddp_hooks: expected stretches and units of at least one element, received ", stretch.length, " and ",
-                stretch.unit_length);
-    for (int64_t end = 0; end < stretch.length;) {
-      end = std::min(stretch.length, end + stretch.unit_length);
-      ends_.push_back(numel_ + end);
-    }
-    numel_ += stretch.length;
+ShardUnits::ShardUnits(std::vector<Units> stretches) : stretches_(std::move(stretches)) {
+  for (const Units& units : stretches_) {
+    TORCH_CHECK(units.slice_length > 0 && units.length > 0,
+                "ddp_hooks: expected stretches and units of at least one element, received ", units.slice_length,
+                " and ", units.length);
+    for (int64_t unit = 0; unit < units.count(); ++unit) ends_.push_back(numel_ + units.end(unit));
+    numel_ += units.slice_length;
   }
 }
 
@@ -109,14 +106,13 @@ ShardFindings ShardUnits::choose(const at::Tensor& flat, int64_t offset, const S
   ShardFindings findings;
   int64_t unit = 0;
   for (size_t i = 0; i < stretches_.size(); ++i) {
-    const auto [length, unit_length] = stretches_[i];
-    const int64_t units = (length + unit_length - 1) / unit_length;
+    const int64_t length = stretches_[i].slice_length, units = stretches_[i].count();
     if (!question.known_zero.empty() && question.known_zero[i] != 0) {
       // Left at kNothing.
     } else if (!question.zeros && !widths) {
       for (int64_t u = 0; u < units; ++u) set_code(codes, unit + u, UnitCode::kFull);
     } else {
-      PendingUnitScan scan = start_unit_scan({flat, offset, length}, unit_length, widths);
+      PendingUnitScan scan = start_unit_scan({flat, offset, length}, stretches_[i].length, widths);
       const UnitScanResult& result = scan.wait();
       const std::vector<uint32_t>& signed_zeros = result.negative_zeros;
       for (int64_t u = 0; u < units; ++u) {

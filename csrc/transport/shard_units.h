@@ -22,16 +22,11 @@
 #include "kernels/packing.h"
 #include "kernels/slice_copy.h"
 #include "kernels/width.h"
+#include "layout/units.h"
 
 namespace ddp_hooks {
 
 enum class UnitCode : uint8_t { kNothing = 0, kFirstNarrow = 1, kSecondNarrow = 2, kFull = 3 };
-
-// A parameter's stretch of a part.
-struct ShardStretch {
-  int64_t length = 0;       // elements, from 1 on
-  int64_t unit_length = 0;  // elements, from 1 on; the last unit may be shorter
-};
 
 // What a sender reads to choose codes. Stretches that nobody reads are sent in full.
 struct ShardQuestion {
@@ -51,7 +46,8 @@ struct ShardFindings {
 
 class ShardUnits {
  public:
-  explicit ShardUnits(std::vector<ShardStretch> stretches);
+  // The units of each parameter's stretch of a part.
+  explicit ShardUnits(std::vector<Units> stretches);
 
   int64_t numel() const { return numel_; }
   int64_t count() const { return static_cast<int64_t>(ends_.size()); }
@@ -76,7 +72,7 @@ class ShardUnits {
   void sum(const at::Tensor& to, const at::Tensor& packed, const std::vector<Received>& received) const;
 
  private:
-  std::vector<ShardStretch> stretches_;
+  std::vector<Units> stretches_;
   std::vector<int64_t> ends_;  // of each unit, in elements from the part's beginning
   int64_t numel_ = 0;
 };

@@ -7,41 +7,22 @@ namespace {
 
 // The used units of a gradient, as runs that travel alike.
 struct Runs {
-  std::vector<UnitRun> reduced;
+  std::vector<Stretch> reduced;
   std::vector<DirectPart> direct;
 };
-
-void add_reduced(Runs& runs, const UnitRun& run) {
-  if (!runs.reduced.empty()) {
-    UnitRun& last = runs.reduced.back();
-    if (last.offset + last.length == run.offset) {
-      last.length += run.length;
-      return;
-    }
-  }
-  runs.reduced.push_back(run);
-}
-
-void add_direct(Runs& runs, const DirectPart& part) {
-  if (!runs.direct.empty() && runs.direct.back().continues_in(part)) {
-    runs.direct.back().length += part.length;
-  } else {
-    runs.direct.push_back(part);
-  }
-}
 
 Runs runs_of(size_t index, const Units& units, const UsageMask& used, const Contributors& contributors,
              const Transports& transports) {
   Runs runs;
   const bool asks = contributors.are_known() && transports.direct;
   for_each_used(units, used, [&](int64_t unit, size_t bit) {
-    const UnitRun run{index, units.begin(unit), units.end(unit) - units.begin(unit)};
+    const Stretch run{index, units.begin(unit), units.end(unit) - units.begin(unit)};
     const RankSet ranks = asks ? contributors.ranks(bit) : 0;
     const Width width = width_of(units, unit, used);
     if (transport_for(ranks, width, transports) == Transport::kAllReduce) {
-      add_reduced(runs, run);
+      append(runs.reduced, run);
     } else {
-      add_direct(runs, {index, run.offset, run.length, ranks, width});
+      append(runs.direct, {run, ranks, width});
     }
   });
   return runs;
@@ -60,20 +41,20 @@ Transports transports_of_units(const std::vector<Units>& gradients, const UsageM
   return choose_transports(candidates, element_bytes, settings, while_reduced);
 }
 
-std::vector<UnitMessage> pack(const std::vector<UnitRun>& runs, int64_t element_bytes, const PlanSettings& settings) {
-  std::vector<UnitMessage> messages;
-  UnitMessage open;
+std::vector<Message> pack(const std::vector<Stretch>& runs, int64_t element_bytes, const PlanSettings& settings) {
+  std::vector<Message> messages;
+  Message open;
   const auto close = [&] {
-    if (open.runs.empty()) return;
-    open.in_place = open.runs.size() == 1;
+    if (open.stretches.empty()) return;
+    open.in_place = open.stretches.size() == 1;
     messages.push_back(std::exchange(open, {}));
   };
-  for (const UnitRun& run : runs) {
+  for (const Stretch& run : runs) {
     if (run.length * element_bytes >= settings.in_place_bytes) {
-      messages.push_back({{run}, run.length, true});
+      messages.push_back({{run}, run.length, element_bytes, 0, true, {}});
       continue;
     }
-    open.runs.push_back(run);
+    open.stretches.push_back(run);
     open.numel += run.length;
     if (open.numel * element_bytes >= settings.pack_bytes) close();
   }
@@ -100,7 +81,7 @@ UnitPlan make_unit_plan(const std::vector<Units>& gradients, const UsageMask& us
     if (chosen != std::exchange(transports, chosen)) runs = find_runs();
   }
   UnitPlan plan;
-  std::vector<UnitRun> reduced;
+  std::vector<Stretch> reduced;
   std::vector<DirectPart> direct;
   for (size_t i = 0; i < gradients.size(); ++i) {
     const Units& units = gradients[i];

@@ -22,22 +22,11 @@
 
 namespace ddp_hooks {
 
-struct UnitRun {
-  size_t gradient = 0;  // which of them
-  int64_t offset = 0;   // elements
-  int64_t length = 0;   // elements, > 0
-};
-
-struct UnitMessage {
-  std::vector<UnitRun> runs;  // one, if it travels in place
-  int64_t numel = 0;
-  bool in_place = false;
-};
-
+// Places are gradients.
 struct UnitPlan {
-  std::vector<UnitMessage> reduced;
-  std::vector<DirectMessage> direct;  // their places are gradients
-  std::vector<SentElements> sent;     // by gradient
+  std::vector<Message> reduced;
+  std::vector<DirectMessage> direct;
+  std::vector<SentElements> sent;  // by gradient
 };
 
 // The bits that `used` has of the gradients' units are those that `Units` says.

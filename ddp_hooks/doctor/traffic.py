@@ -219,8 +219,8 @@ def units_traffic(
     everyone = [_C.UsageMask(64 * len(words), words) for words in by_rank]
     anyone = _C.UsageMask(64 * len(used), used)
     reduced, direct, sent = _C.make_unit_plan(gradients, anyone, element_bytes, settings, everyone)
-    sizes = [sum(length for _, _, length in runs) * element_bytes for _, runs in reduced]
-    traffic = [*(_all_reduce(size, world) for size in sizes), *(_direct(one, element_bytes, world) for one in direct)]
+    traffic = [_all_reduce(one.numel * element_bytes, world) for one in reduced]
+    traffic += [_direct(one, element_bytes, world) for one in direct]
     return _sum(traffic), dict(zip(chosen, sent, strict=True))
 
 
@@ -284,7 +284,8 @@ def _planned_by_bucket(step: UnionStep, chosen: frozenset[int], divided: frozens
 def _traffic_of(step: UnionStep, plan: Any, world: World) -> Traffic:
     buckets = step.layout.buckets
     found = [
-        _all_reduce(message.numel * buckets[message.slices[0].bucket].element_bytes, world) for message in plan.launches
+        _all_reduce(message.numel * buckets[message.stretches[0].place].element_bytes, world)
+        for message in plan.launches
     ]
     for message in plan.direct:
         found.append(_direct(message, buckets[message.groups[0].parts[0].place].element_bytes, world))

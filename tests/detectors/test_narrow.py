@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import random
 import time
 from collections import Counter
@@ -102,9 +103,8 @@ def test_every_used_element_travels_once_in_its_width(seed: int) -> None:
     case = Case(seed)
     reduced, direct, sent = case.plan()
     elements: Counter[tuple[int, int]] = Counter()
-    for _, runs in reduced:
-        for gradient, offset, length in runs:
-            elements.update((gradient, offset + i) for i in range(length))
+    for run in itertools.chain.from_iterable(message.stretches for message in reduced):
+        elements.update((run.place, run.offset + i) for i in range(run.length))
     for message in direct:
         for group in message.groups:
             for part in group.parts:

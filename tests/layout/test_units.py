@@ -120,12 +120,13 @@ def test_every_used_unit_is_sent_once(seed: int) -> None:
     element_bytes = 4
     messages = _C.make_unit_plan(units, used, element_bytes, plan)[0]
     sent: dict[int, list[tuple[int, int]]] = {i: [] for i in range(len(units))}
-    for in_place, runs in messages:
-        assert len(runs) == 1 if in_place else len(runs) > 1
-        assert in_place or all(length * element_bytes < 1 << 20 for _, _, length in runs)
-        for gradient, offset, length in runs:
-            assert length > 0
-            sent[gradient].append((offset, offset + length))
+    for message in messages:
+        runs = message.stretches
+        assert message.in_place == (len(runs) == 1)
+        assert message.in_place or all(run.length * element_bytes < 1 << 20 for run in runs)
+        for run in runs:
+            assert run.length > 0
+            sent[run.place].append((run.offset, run.offset + run.length))
     for index, one in enumerate(units):
         first = first_bit(units, one)
         elements = {e for u in range(len(one)) if used.test(first + u) for e in range(one.begin(u), one.end(u))}

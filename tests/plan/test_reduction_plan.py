@@ -147,7 +147,7 @@ def oracle(case: Case, whole_plan: bool) -> list[Counter[Packet]]:
 
 
 def packet(message: _C.Message) -> Packet:
-    return message.kind, message.in_place, tuple((s.bucket, s.offset, s.length) for s in message.slices)
+    return message.kind, message.in_place, tuple((s.place, s.offset, s.length) for s in message.stretches)
 
 
 def packets(plans: list[_C.BucketPlan]) -> list[list[Packet]]:
@@ -167,12 +167,12 @@ def check_coverage(case: Case, plans: list[_C.BucketPlan]) -> None:
     gaps = [Counter[int]() for _ in case.buckets]
     for plan in plans:
         for message in plan.launches:
-            for s in message.slices:
+            for s in message.stretches:
                 assert s.length > 0
-                covered[s.bucket].update(range(s.offset, s.offset + s.length))
+                covered[s.place].update(range(s.offset, s.offset + s.length))
             for s in message.gaps:
                 assert message.in_place
-                gaps[s.bucket].update(range(s.offset, s.offset + s.length))
+                gaps[s.place].update(range(s.offset, s.offset + s.length))
     for b, counts in enumerate(covered):
         used = case.used_elements(b)
         assert all(0 <= element < len(used) for element in counts)
@@ -194,11 +194,11 @@ def check_messages(case: Case, plans: list[_C.BucketPlan], whole_plan: bool) -> 
     touching = Counter[int]()
     for b, plan in enumerate(plans):
         for message in plan.launches:
-            buckets = [s.bucket for s in message.slices]
+            buckets = [s.place for s in message.stretches]
             assert {case.buckets[source].kind for source in buckets} == {message.kind}
-            assert message.numel == sum(s.length for s in message.slices)
-            assert message.in_place == (len(message.slices) == 1)
-            places = [(s.bucket, s.offset) for s in message.slices]
+            assert message.numel == sum(s.length for s in message.stretches)
+            assert message.in_place == (len(message.stretches) == 1)
+            places = [(s.place, s.offset) for s in message.stretches]
             assert places == sorted(places)
             assert b >= max(buckets), "left before its last bucket was ready"
             if whole_plan:

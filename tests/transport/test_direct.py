@@ -116,9 +116,9 @@ def test_every_used_element_travels_once(seed: int) -> None:
     touching: Counter[int] = Counter()
     for ready, plan in enumerate(case.plan()):
         for message in plan.launches:
-            touching.update({piece.bucket for piece in message.slices})
-            for piece in message.slices:
-                elements.update((piece.bucket, piece.offset + i) for i in range(piece.length))
+            touching.update({piece.place for piece in message.stretches})
+            for piece in message.stretches:
+                elements.update((piece.place, piece.offset + i) for i in range(piece.length))
         for message in plan.direct:
             places = {part.place for group in message.groups for part in group.parts}
             assert max(places) == ready  # when the last of its gradients is there, and no later
