@@ -18,10 +18,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/packing_tables.h"
-#include "kernels/cuda/samples.h"
-#include "kernels/cuda/slice_table.h"
 #include "kernels/element_type.h"
+#include "kernels/slices_of_memory.h"
 
 namespace ddp_hooks {
 
@@ -31,20 +29,19 @@ using StreamHandle = void*;
 struct DeviceKernels {
   // What process groups call their backends for it, whose collectives are put on its streams and can average.
   std::vector<std::string> backends;
-  const char* (*gather_scaled)(void* message, const cuda::SliceOfMemory* slices, size_t count, ElementType type,
+  const char* (*gather_scaled)(void* message, const SliceOfMemory* slices, size_t count, ElementType type,
                                double factor, StreamHandle stream) = nullptr;
-  const char* (*scatter)(const void* message, const cuda::SliceOfMemory* slices, size_t count,
-                         StreamHandle stream) = nullptr;
-  const char* (*nonzero_scan)(const cuda::SliceOfMemory* slices, size_t count, ElementType type, uint32_t* device_flags,
+  const char* (*scatter)(const void* message, const SliceOfMemory* slices, size_t count, StreamHandle stream) = nullptr;
+  const char* (*nonzero_scan)(const SliceOfMemory* slices, size_t count, ElementType type, uint32_t* device_flags,
                               uint32_t* host_flags, StreamHandle stream) = nullptr;
-  const char* (*unit_scan)(const cuda::SliceOfMemory& slice, int64_t unit_bytes, ElementType type, bool widths,
+  const char* (*unit_scan)(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type, bool widths,
                            uint32_t* device_bitmaps, uint32_t* host_bitmaps, StreamHandle stream) = nullptr;
-  const char* (*unit_sample)(const cuda::UnitsOfMemory* slices, size_t count, ElementType type, bool widths,
+  const char* (*unit_sample)(const UnitsOfMemory* slices, size_t count, ElementType type, bool widths,
                              uint32_t* device_words, uint32_t* host_words, StreamHandle stream) = nullptr;
-  const char* (*pack)(char* to, const cuda::SliceToPack* slices, size_t count, ElementType type,
+  const char* (*pack)(char* to, const SliceToPack* slices, size_t count, ElementType type,
                       StreamHandle stream) = nullptr;
-  const char* (*sum_terms)(const char* packed, const cuda::SliceToSum* slices, size_t count, ElementType type,
-                           double factor, bool adds_zero, StreamHandle stream) = nullptr;
+  const char* (*sum_terms)(const char* packed, const SliceToSum* slices, size_t count, ElementType type, double factor,
+                           bool adds_zero, StreamHandle stream) = nullptr;
   // Asked before anything else, by each thread: null, or a sentence that says why the device cannot be used and what to
   // do. With an index below 0 only what all devices of the type need is looked at. Null if nothing can be wrong.
   const char* (*enter)(int device_index) = nullptr;

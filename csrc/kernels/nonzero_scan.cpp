@@ -58,7 +58,7 @@ PendingScan start_scan(const std::vector<SliceOfTensor>& slices) {
   if (!device.is_cpu()) {
     const c10::DeviceGuard guard(device);
     const c10::Stream stream = current_stream(device);
-    std::vector<cuda::SliceOfMemory> memory;
+    std::vector<SliceOfMemory> memory;
     memory.reserve(slices.size());
     for (const SliceOfTensor& slice : slices) {
       check_aligned(slice.flat);

@@ -78,7 +78,7 @@ void pack_on_device(const at::Tensor& to, const std::vector<PackedSlice>& from) 
   char* const buffer = static_cast<char*>(to.data_ptr());
   check_place(buffer, element_bytes(type));
   SliceReader reader(to.device());
-  std::vector<cuda::SliceToPack> slices;
+  std::vector<SliceToPack> slices;
   slices.reserve(from.size());
   for (const auto& [slice, width, divisor, divides] : from) {
     TORCH_CHECK(element_type_of(*slice.flat) == type, "ddp_hooks: expected slices of one type, received one of ",
@@ -102,23 +102,18 @@ struct KindOfSum {
 
 void sum_alike_on_device(const char* packed, const std::vector<const SliceSum*>& sums, const KindOfSum& kind,
                          c10::Device device) {
-  size_t count = 0;
-  for (const SliceSum* sum : sums) count += sum->contributions.size();
-  std::vector<cuda::TermToAdd> terms;
-  terms.reserve(count);  // what points into them stays
-  std::vector<cuda::SliceToSum> slices;
+  std::vector<SliceToSum> slices;
   slices.reserve(sums.size());
   const int64_t element_size = element_bytes(kind.type);
   SliceReader reader(device);
   for (const SliceSum* sum : sums) {
     check_aligned(*sum->to.flat);
     reader.look_at(sum->to);
-    slices.push_back(
-        {reader.address(), sum->to.length * element_size, terms.data() + terms.size(), sum->contributions.size()});
     for (const Contribution& each : sum->contributions) {
       if (!each.own) check_place(packed + each.offset, bytes_of_number(each.width, element_size));
-      terms.push_back({each.offset, each.width, each.own});
     }
+    slices.push_back(
+        {reader.address(), sum->to.length * element_size, sum->contributions.data(), sum->contributions.size()});
   }
   const char* error = kernels_of(device).sum_terms(packed, slices.data(), slices.size(), kind.type, 1 / kind.divisor,
                                                    kind.adds_zero, current_stream_handle(device));

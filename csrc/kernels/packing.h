@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernels/slice_copy.h"
+#include "kernels/slices_of_memory.h"
 #include "kernels/width.h"
 
 namespace ddp_hooks {
@@ -30,12 +31,6 @@ struct PackedSlice {
 // bit unless it is scaled; padding bytes are zeroed, and what lies behind is left alone. On CUDA the slices are of one
 // type.
 void pack(const at::Tensor& to, const std::vector<PackedSlice>& from);
-
-struct Contribution {
-  int64_t offset = 0;  // bytes into what was received
-  Width width = Width::kFull;
-  bool own = false;  // what lies in `to` itself instead, in full
-};
 
 // Where slices are rows there are many, with one contribution or two.
 using Contributions = c10::SmallVector<Contribution, 2>;

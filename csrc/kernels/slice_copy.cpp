@@ -63,8 +63,8 @@ void add_on_cpu(const at::Tensor& message, const at::Tensor& to, const std::vect
   }
 }
 
-std::vector<cuda::SliceOfMemory> addresses(const std::vector<BorrowedSlice>& slices) {
-  std::vector<cuda::SliceOfMemory> memory;
+std::vector<SliceOfMemory> addresses(const std::vector<BorrowedSlice>& slices) {
+  std::vector<SliceOfMemory> memory;
   memory.reserve(slices.size());
   for (const BorrowedSlice& slice : slices) {
     check_aligned(*slice.flat);
@@ -133,7 +133,7 @@ void gather_scaled(const at::Tensor& message, const std::vector<BorrowedSlice>& 
   if (!message.is_cpu()) {
     const c10::DeviceGuard guard(message.device());
     check_aligned(message);
-    const std::vector<cuda::SliceOfMemory> memory = addresses(slices);
+    const std::vector<SliceOfMemory> memory = addresses(slices);
     const char* error = kernels_of(message.device())
                             .gather_scaled(message.data_ptr(), memory.data(), memory.size(), type, factor,
                                            current_stream_handle(message.device()));
@@ -159,7 +159,7 @@ void scatter(const at::Tensor& message, const std::vector<BorrowedSlice>& slices
   if (!message.is_cpu()) {
     const c10::DeviceGuard guard(message.device());
     check_aligned(message);
-    const std::vector<cuda::SliceOfMemory> memory = addresses(slices);
+    const std::vector<SliceOfMemory> memory = addresses(slices);
     const char* error =
         kernels_of(message.device())
             .scatter(message.data_ptr(), memory.data(), memory.size(), current_stream_handle(message.device()));

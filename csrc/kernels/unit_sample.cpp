@@ -109,7 +109,7 @@ PendingUnitSample start_unit_sample(const std::vector<UnitsOfSlice>& slices, boo
   if (!device.is_cpu()) {
     const c10::DeviceGuard guard(device);
     const c10::Stream stream = current_stream(device);
-    std::vector<cuda::UnitsOfMemory> memory;
+    std::vector<UnitsOfMemory> memory;
     std::vector<int64_t> units;
     for (const auto& [slice, unit_length] : slices) {
       check_aligned(slice.flat);

@@ -24,7 +24,7 @@ namespace ddp_hooks {
 void bind_emulation(py::module_& m) {
   using Ranges = std::vector<std::pair<int64_t, int64_t>>;
   const auto to_memory = [](const at::Tensor& flat, const Ranges& ranges) {
-    std::vector<cuda::SliceOfMemory> slices;
+    std::vector<SliceOfMemory> slices;
     for (const auto& [offset, length] : ranges) {
       check_range(flat, offset, length);
       slices.push_back(
@@ -74,7 +74,7 @@ void bind_emulation(py::module_& m) {
   m.def(
       "emulate_unit_sample",
       [](const at::Tensor& flat, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& slices, bool widths) {
-        std::vector<cuda::UnitsOfMemory> memory;
+        std::vector<UnitsOfMemory> memory;
         const int64_t element_size = flat.element_size();
         for (const auto& [offset, length, unit_length] : slices) {
           check_range(flat, offset, length);
@@ -102,7 +102,7 @@ void bind_emulation(py::module_& m) {
       "emulate_pack",
       [summary](const at::Tensor& to, const at::Tensor& flat, const WidthOfSlices& slices,
                 const std::vector<double>& divisors) {
-        std::vector<cuda::SliceToPack> memory;
+        std::vector<SliceToPack> memory;
         for (const auto& [slice, width, divisor, divides] : slices_to_pack(flat, slices, divisors, false)) {
           check_range(flat, slice.offset, slice.length);
           memory.push_back({address_of({flat, slice.offset, slice.length}), slice.length, width, 1 / divisor});
@@ -113,8 +113,8 @@ void bind_emulation(py::module_& m) {
   // Of sums of one type, divisor and way to end.
   m.def("emulate_sum_contributions", [summary](const at::Tensor& packed, const std::vector<HeldSum>& held) {
     const std::vector<SliceSum> sums = borrow(held);
-    std::vector<std::vector<cuda::TermToAdd>> terms(sums.size());
-    std::vector<cuda::SliceToSum> memory;
+    std::vector<std::vector<Contribution>> terms(sums.size());
+    std::vector<SliceToSum> memory;
     for (size_t i = 0; i < sums.size(); ++i) {
       const SliceOfTensor to{held[i].flat, sums[i].to.offset, sums[i].to.length};
       check_range(to.flat, to.offset, to.length);

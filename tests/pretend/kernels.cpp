@@ -125,7 +125,7 @@ const char* play_sum_terms(const char* packed, const SliceToSum* slices, size_t 
   // With its terms, which the caller may let go of.
   struct Sum {
     SliceToSum slice;
-    std::vector<TermToAdd> terms;
+    std::vector<Contribution> terms;
   };
   std::vector<Sum> sums;
   std::vector<Use> uses;
@@ -135,7 +135,7 @@ const char* play_sum_terms(const char* packed, const SliceToSum* slices, size_t 
     sums.push_back({slice, {slice.terms, slice.terms + slice.count}});
     uses.push_back({slice.address, slice.bytes, true});
     const int64_t numel = slice.bytes / element_bytes(type);
-    for (const TermToAdd& term : sums.back().terms) {
+    for (const Contribution& term : sums.back().terms) {
       if (term.own) continue;
       packed_bytes = std::max(packed_bytes, term.offset + numel * bytes_of_number(term.width, element_bytes(type)));
     }

@@ -17,14 +17,6 @@
 
 namespace ddp_hooks::cuda {
 
-// A slice that is to be packed.
-struct SliceToPack {
-  const char* address = nullptr;
-  int64_t numel = 0;
-  Width width = Width::kFull;
-  double factor = 1;  // at full width
-};
-
 constexpr int kSmallPackTable = 156;
 constexpr int kLargePackTable = 1300;
 
@@ -73,21 +65,6 @@ void fill_table(PackTable<kCapacity>& table, const SliceToPack* slices, size_t c
   table.chunk_bytes = choose_chunk_bytes(position, static_cast<int64_t>(count));
   table.count = static_cast<int32_t>(count);
 }
-
-// One contribution: where it lies in what was received, and its width; or what lies in the slice itself.
-struct TermToAdd {
-  int64_t offset = 0;  // bytes
-  Width width = Width::kFull;
-  bool own = false;
-};
-
-// A slice that is to be filled with the sum of some terms, one at least.
-struct SliceToSum {
-  char* address = nullptr;
-  int64_t bytes = 0;
-  const TermToAdd* terms = nullptr;
-  size_t count = 0;
-};
 
 template <int kMostSlices, int kMostTerms>
 struct SumTable {
@@ -138,7 +115,7 @@ void fill_table(SumTable<kSlices, kTerms>& table, const SliceToSum* slices, size
     table.address[i] = slices[i].address;
     table.first_term[i] = terms;
     for (size_t j = 0; j < slices[i].count; ++j) {
-      const TermToAdd& term = slices[i].terms[j];
+      const Contribution& term = slices[i].terms[j];
       table.terms[terms++] =
           term.own ? kOwnTerm : static_cast<uint64_t>(term.offset) | static_cast<uint64_t>(term.width) << kOffsetBits;
     }

@@ -24,13 +24,6 @@ constexpr int kSampledUnits = 64;
 constexpr int64_t kWidthElements = 1024;
 constexpr int kWordsPerSample = kSampledUnits / kUnitsPerWord;
 
-// A slice of more than 0 bytes, in units; the last one may be shorter. All are multiples of the element's size.
-struct UnitsOfMemory {
-  const char* address = nullptr;
-  int64_t bytes = 0;
-  int64_t unit_bytes = 0;
-};
-
 constexpr int kSmallSamples = 160;
 constexpr int kLargeSamples = 1300;
 

@@ -19,14 +19,9 @@
 #include <cstdint>
 
 #include "kernels/host_device.h"
+#include "kernels/slices_of_memory.h"
 
 namespace ddp_hooks::cuda {
-
-// A stretch of device memory; both numbers are multiples of the element's size.
-struct SliceOfMemory {
-  char* address = nullptr;
-  int64_t bytes = 0;
-};
 
 constexpr int kSmallTable = 248;
 constexpr int kLargeTable = 2000;
