@@ -60,9 +60,8 @@ WITHOUT_TORCH = [
     "kernels/cuda/*.cpp",
     "kernels/tensor_hash.cpp",
     "layout/*.cpp",
+    "plan/*.cpp",
     "system/*.cpp",
-    *(f"transport/{name}_plan.cpp" for name in ("direct", "reduction", "unit")),
-    "transport/plan_cache.cpp",
 ]
 # What stands in one of the two extensions only; they link the rest both, and it is compiled once.
 BINDINGS = {"ddp_hooks": ("bindings_of_kernels", "bindings_of_engine"), "ddp_hooks_testing": ("testing",)}

@@ -42,9 +42,9 @@ def run_compiled(part: str, rounds: int) -> list[dict[str, Any]]:
                 "layout/transports",
                 "layout/units",
                 "layout/usage_mask",
-                "transport/direct_plan",
-                "transport/reduction_plan",
-                "transport/plan_cache",
+                "plan/direct_plan",
+                "plan/reduction_plan",
+                "plan/plan_cache",
             )
         ),
     ]

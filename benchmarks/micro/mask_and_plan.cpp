@@ -15,8 +15,8 @@
 #include "agreement/mask_codec.h"
 #include "layout/hash.h"
 #include "layout/usage_mask.h"
-#include "transport/plan_cache.h"
-#include "transport/reduction_plan.h"
+#include "plan/plan_cache.h"
+#include "plan/reduction_plan.h"
 
 using namespace ddp_hooks;
 

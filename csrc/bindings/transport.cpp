@@ -10,10 +10,10 @@
 #include "layout/bucket_layout.h"
 #include "layout/units.h"
 #include "layout/usage_mask.h"
-#include "transport/direct_plan.h"
+#include "plan/direct_plan.h"
+#include "plan/reduction_plan.h"
+#include "plan/unit_plan.h"
 #include "transport/direct_sender.h"
-#include "transport/reduction_plan.h"
-#include "transport/unit_plan.h"
 
 namespace py = pybind11;
 

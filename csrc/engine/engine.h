@@ -66,12 +66,12 @@
 #include "engine/engine_settings.h"
 #include "engine/rebuild_timer.h"
 #include "engine/statistics.h"
+#include "plan/plan_cache.h"
 #include "reducer/bucket_views.h"
 #include "reducer/current_layout.h"
 #include "reducer/gradient_report.h"
 #include "reducer/reducer_view.h"
 #include "transport/message_sender.h"
-#include "transport/plan_cache.h"
 
 namespace ddp_hooks {
 

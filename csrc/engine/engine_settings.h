@@ -6,7 +6,7 @@
 #include "agreement/usage_agreement.h"
 #include "detectors/adaptive_rule.h"
 #include "detectors/units_detector.h"
-#include "transport/reduction_plan.h"
+#include "plan/reduction_plan.h"
 
 namespace ddp_hooks {
 

@@ -12,7 +12,7 @@
 #include "detectors/units_of_step.h"
 #include "detectors/values_of_step.h"
 #include "layout/usage_mask.h"
-#include "transport/reduction_plan.h"
+#include "plan/reduction_plan.h"
 #include "transport/step_in_flight.h"
 
 namespace ddp_hooks {

@@ -19,8 +19,8 @@
 
 #include "agreement/ordered_group.h"
 #include "layout/units.h"
+#include "plan/direct_plan.h"
 #include "testing/parts.h"
-#include "transport/direct_plan.h"
 #include "transport/launch.h"
 #include "transport/unmanaged_gradients.h"
 

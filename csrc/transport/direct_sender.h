@@ -21,7 +21,7 @@
 
 #include "agreement/control_groups.h"
 #include "kernels/packing.h"
-#include "transport/direct_plan.h"
+#include "plan/direct_plan.h"
 #include "transport/launch.h"
 #include "transport/staging.h"
 

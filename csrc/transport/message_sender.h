@@ -13,13 +13,13 @@
 #include <vector>
 
 #include "kernels/slice_copy.h"
+#include "plan/reduction_plan.h"
+#include "plan/unit_plan.h"
 #include "reducer/bucket_views.h"
 #include "transport/direct_sender.h"
 #include "transport/launch.h"
-#include "transport/reduction_plan.h"
 #include "transport/staging.h"
 #include "transport/step_in_flight.h"
-#include "transport/unit_plan.h"
 
 namespace ddp_hooks {
 

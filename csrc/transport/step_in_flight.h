@@ -20,7 +20,7 @@
 
 #include "layout/contributors.h"
 #include "layout/usage_mask.h"
-#include "transport/reduction_plan.h"
+#include "plan/reduction_plan.h"
 
 namespace ddp_hooks {
 

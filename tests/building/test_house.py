@@ -264,6 +264,7 @@ CXX_LEVELS = tuple(
         "layout",
         "reducer",
         "agreement",
+        "plan",
         "transport",
         "detectors",
         "engine",
@@ -274,7 +275,7 @@ CXX_LEVELS = tuple(
 
 
 def cxx_problems(sources: Mapping[str, str], levels: Sequence[Sequence[str]] = CXX_LEVELS) -> list[str]:
-    """Read the includes of files by their paths in csrc/, as `transport/reduction_plan.cpp`."""
+    """Read the includes of files by their paths in csrc/, as `plan/reduction_plan.cpp`."""
     graph = {path: set(re.findall(r'^#include "([^"]+)"', text, re.MULTILINE)) for path, text in sources.items()}
     problems = [
         f"{path} includes {other}, which is not there: paths begin with the room"

@@ -1,4 +1,4 @@
-#include "transport/unit_plan.h"
+#include "plan/unit_plan.h"
 
 #include <utility>
 

@@ -19,7 +19,7 @@
 #include "layout/bucket_layout.h"
 #include "layout/contributors.h"
 #include "layout/usage_mask.h"
-#include "transport/direct_plan.h"
+#include "plan/direct_plan.h"
 
 namespace ddp_hooks {
 

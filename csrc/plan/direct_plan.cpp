@@ -1,4 +1,4 @@
-#include "transport/direct_plan.h"
+#include "plan/direct_plan.h"
 
 #include <algorithm>
 #include <bit>

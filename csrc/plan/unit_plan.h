@@ -17,8 +17,8 @@
 #include "layout/contributors.h"
 #include "layout/units.h"
 #include "layout/usage_mask.h"
-#include "transport/direct_plan.h"
-#include "transport/reduction_plan.h"
+#include "plan/direct_plan.h"
+#include "plan/reduction_plan.h"
 
 namespace ddp_hooks {
 

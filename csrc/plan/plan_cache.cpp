@@ -1,4 +1,4 @@
-#include "transport/plan_cache.h"
+#include "plan/plan_cache.h"
 
 #include <utility>
 

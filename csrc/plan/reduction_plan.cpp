@@ -1,4 +1,4 @@
-#include "transport/reduction_plan.h"
+#include "plan/reduction_plan.h"
 
 #include <algorithm>
 #include <utility>
