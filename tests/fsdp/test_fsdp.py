@@ -462,11 +462,13 @@ def use_state(rank: int, folder: str) -> None:
     steps = state.stats().steps
     list(train(case, model, rank, range(3, 4), optimizer))
     assert state.stats().steps == steps
-    again = fsdp.register(model, "skip_unused", min_unit_bytes=3)
+    assert (state.stats().skip_zeros_steps, state.stats().skip_zero_rows_steps) == (steps, steps)
+    again = fsdp.register(model, "skip_unused", skip_zero_rows="on", min_unit_bytes=3)
     assert again is not state
     assert again.policy.tuning.min_unit_bytes == 3
     list(train(case, model, rank, range(4, 5), optimizer))
     assert again.stats().steps == 1
+    assert (again.stats().skip_zeros_steps, again.stats().skip_zero_rows_steps) == (0, 1)
 
 
 def test_state_and_checkpoint(tmp_path: Path) -> None:
