@@ -38,7 +38,7 @@ PLANTED = {
 # Beside all tests without processes, for CI. Completions run in threads of the process groups: that is where races are.
 QUICK = {
     "asan": [
-        "transport/test_direct.py::test_same_as_plain_ddp[3]",
+        "transport/test_direct.py::test_same_as_plain_ddp[3-False]",
         "engine/test_equivalence.py::test_every_way_to_pack",
         "serving/test_freezing.py::test_unfrozen_under_any_policy",
         "serving/test_freezing.py::test_unfrozen_after_rebuild",
@@ -51,7 +51,7 @@ QUICK = {
         "engine/test_unusual_passes.py",
     ],
     "tsan": [
-        "transport/test_direct.py::test_same_as_plain_ddp[2]",
+        "transport/test_direct.py::test_same_as_plain_ddp[2-True]",
         "engine/test_equivalence.py::test_every_way_to_pack",
         "serving/test_freezing.py::test_unfrozen_under_any_policy",
         "serving/test_freezing.py::test_rebuilds_by_itself",

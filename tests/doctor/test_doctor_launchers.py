@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import thorough
 
 from ddp_hooks.doctor.children import follow
 
@@ -25,7 +26,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("how", ["spawn", "fork", "again"])
+@pytest.mark.parametrize("how", ["spawn", *thorough("fork", "again")])
 def test_ranks_are_followed(how: str, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     run = diagnose(how, 5, "--json", str(file))
@@ -37,13 +38,14 @@ def test_ranks_are_followed(how: str, tmp_path: Path) -> None:
 
 
 def test_all_are_stopped_when_enough_was_seen() -> None:
-    run = diagnose("spawn", 10_000, "--steps", "3")
+    run = diagnose("fork", 10_000, "--steps", "3")
     assert run.returncode == 0, run.stderr
     assert "3 steps on 2 ranks" in run.stdout
     assert "Stopped your script after 3 steps" in run.stdout
     assert "came to its end" not in run.stdout
 
 
+@pytest.mark.thorough
 def test_an_error_of_a_rank_stays_one() -> None:
     run = diagnose("raises", 5)
     assert run.returncode == 1

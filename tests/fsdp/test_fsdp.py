@@ -273,8 +273,8 @@ def compare_all(rank: int, names: list[str], policies: list[str], steps: int) ->
 @pytest.mark.parametrize(
     ("world_size", "policies"),
     [
-        (2, ["on", "restless"]),
-        pytest.param(2, ["on", "auto"], marks=pytest.mark.thorough),
+        (2, ["on"]),
+        pytest.param(2, ["restless", "auto", "on"], marks=pytest.mark.thorough),
         pytest.param(3, ["on", "restless"], marks=pytest.mark.thorough),
     ],
 )
@@ -553,7 +553,7 @@ def average_over_hosts(rank: int, shape: tuple[int, int], replicates: bool, name
     for name in names:
         case = CASES[name]
         plain = list(train(case, shard_over_hosts(case, mesh, False, replicates), rank, range(3)))
-        for policy in ("on", "restless", "allreduce"):
+        for policy in ("on", "restless", "allreduce") if name == "dense" else ("on", "restless"):
             model = shard_over_hosts(case, mesh, True, replicates)
             state = fsdp.register(model, POLICIES[policy], mesh=mesh)
             assert fsdp.register(model, POLICIES[policy], mesh=mesh) is state

@@ -920,7 +920,7 @@ dist.barrier()
 """
 
 
-@pytest.mark.parametrize("forgotten", ["register", "steps"])
+@pytest.mark.parametrize("forgotten", ["register", pytest.param("steps", marks=pytest.mark.thorough)])
 def test_a_rank_that_forgets_is_named_and_told(tmp_path: Path, forgotten: str) -> None:
     """In its own output, too; and every sentence has an end."""
     (tmp_path / "train.py").write_text(FORGETS)

@@ -110,7 +110,7 @@ def measured(rank: int) -> list[float]:
     return [getattr(costs, name) for name in COSTS]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *thorough(3)])
 def test_every_rank_measures_the_same(world_size: int) -> None:
     by_rank = run_ranks(world_size, measured)
     assert len(by_rank[0]) == len(COSTS) == 7

@@ -144,7 +144,7 @@ COMBINATIONS = list(itertools.product([False, True], [False, True], ["sgd", "ada
 @pytest.mark.parametrize(("find_unused", "bucket_view", "optimizer"), COMBINATIONS)
 @pytest.mark.parametrize(("policy", "native"), [("skip_unused", True), ("skip_unused", False), ("skip_zeros", True)])
 def test_random_freezing(find_unused: bool, bucket_view: bool, optimizer: str, policy: str, native: bool) -> None:
-    run_ranks(2, random_freezing, find_unused, bucket_view, optimizer, policy, native, 30)
+    run_ranks(2, random_freezing, find_unused, bucket_view, optimizer, policy, native, 15)
 
 
 @pytest.mark.thorough

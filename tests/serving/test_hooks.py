@@ -257,7 +257,7 @@ def random_steps(rank: int, native: bool) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "native"),
-    [(2, False), (2, True), (3, True), pytest.param(3, False, marks=pytest.mark.thorough)],
+    [(2, False), (3, True), *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((2, True), (3, False)))],
 )
 def test_random_steps(world_size: int, native: bool) -> None:
     run_ranks(world_size, random_steps, native)
