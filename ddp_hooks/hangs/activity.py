@@ -1,6 +1,6 @@
-"""What this process is known to do without a look at its stack: plain fields, which training writes.
+"""What this process does, as far as that is known without reading its stack: plain fields that training writes.
 
-Writing one is a store of a field. Nobody locks: what the watcher reads may be of a moment ago.
+Writing a field takes no lock, so the watcher may read a value that is a moment old.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from .status import Wait
 
 
 class HookActivity(Protocol):
-    """What a hook knows without a lock."""
+    """What a hook can tell without a lock."""
 
     def seconds_in_hook(self) -> float:
-        """Return for how long it has been waiting for masks; 0 if it is not."""
+        """Return for how many seconds the hook has been waiting for masks; 0 if it is not waiting."""
 
     def agreed_steps(self) -> int:
-        """Return in how many steps every rank of its group has been heard of."""
+        """Return the number of steps in which every rank of the group has taken part."""
 
 
 class ModuleActivity:
     """One module.
 
     Args:
-        name: its model's class.
-        ranks: of its process group, as ranks of the world.
-        hook: what the hook knows; None without one.
+        name: the class of its model.
+        ranks: the ranks of its process group, as ranks of the world.
+        hook: the hook's counters; None without a hook.
 
     Attributes:
-        steps: how many forward passes of synchronised steps have begun.
-        passes: how many forward passes of any kind have begun, under ``no_sync`` and in an evaluation included.
+        steps: the number of forward passes of synchronised steps that have begun.
+        passes: the number of forward passes that have begun, including those under ``no_sync`` and in evaluations.
     """
 
     steps = 0
@@ -51,15 +51,15 @@ class ModuleActivity:
         self.hook = hook
 
     def seconds_in_hook(self) -> float:
-        """Return for how long the hook has been waiting for masks; 0 if it is not, or not there."""
+        """Return for how many seconds the hook, if there is one, has been waiting for masks; 0 if it is not waiting."""
         return 0.0 if self.hook is None else self.hook.seconds_in_hook()
 
     def agreed_steps(self) -> int | None:
-        """Return in how many steps this rank has heard of every other; None if nobody counts that."""
+        """Return the number of steps in which every rank has taken part; None if nothing counts them."""
         return None if self.hook is None else self.hook.agreed_steps()
 
     def forward_begins(self, module: torch.nn.Module, args: Any) -> None:
-        """Count; a forward pre-hook of a module without a hook of this package, wrapped by DDP or with fully_shard."""
+        """Count a forward pass: the forward pre-hook of a DDP or fully_shard module without a hook of this package."""
         if torch.compiler.is_compiling():
             return
         self.passes += 1
@@ -67,7 +67,7 @@ class ModuleActivity:
             self.steps += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave everything behind: a module is copied with its hooks, and what counts there counts for nobody."""
+        """Drop everything: a copied module keeps its hooks, but its counts belong to no training."""
         return {}
 
 
@@ -84,13 +84,13 @@ class Activity:
     """What a process does.
 
     Attributes:
-        modules: those that train.
-        failed: the last wait of this rank that failed; None after the next call.
-        forked_by_trainer: in a forked child: the thread that trains forked it, and not one beside it.
-        ended_at: if an error ends the program: the user's lines that it came through, the innermost first; else None.
-        remarks: each says what else there is to say of this rank, in lines.
-        thread: the one that trains.
-        clock: of that thread's processor time; None where nobody counts that.
+        modules: the modules that train.
+        failed: this rank's last wait that failed; None after the next call.
+        forked_by_trainer: in a forked child, whether the thread that trains forked it.
+        ended_at: if an error ends the program, the user's lines that it came through, innermost first; else None.
+        remarks: functions that return more lines about this rank.
+        thread: the thread that trains.
+        clock: that thread's clock of processor time; None if the system has none.
     """
 
     modules: list[ModuleActivity] = field(default_factory=list)

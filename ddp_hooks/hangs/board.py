@@ -1,8 +1,8 @@
-"""Where ranks leave word for each other when a collective does not end: the store of the default process group.
+"""Lets ranks leave messages for each other when a collective does not end, in the store of the default process group.
 
-The store may have gone with the process that held it, or stand with it: a request then raises, or never comes back. So
-requests are made by a thread of their own, over a connection of their own, because the group's may be in use: another
-thread may wait for a key over it. Who asks waits for an answer so long and no longer.
+The process that holds the store may have ended or be stopped. A request then raises, or never returns. Requests
+therefore run in a separate thread, and callers wait for an answer only for a limited time. They use a separate
+connection, because another thread may be waiting for a key over the group's connection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .forks import apart_from_forks
 
 T = TypeVar("T")
 
-# A store that has not answered by then is taken for dead.
+# After this time without an answer, the store counts as dead.
 STORE_SECONDS = 3.0
 
 
@@ -32,7 +32,7 @@ class _Request:
 
 
 class Board:
-    """A part of a store that nobody else uses. May be used by several threads.
+    """A separate part of a store. Several threads may use it.
 
     Args:
         store: the store; whoever reads and writes the same words has the same one.
@@ -54,7 +54,7 @@ class Board:
         self._thread = thread
 
     def ask_before(self, is_lost: Callable[[], bool]) -> None:
-        """Ask a function, before each request, whether the store has gone: torch writes much about one that has."""
+        """Ask a function before each request whether the store is lost, because torch logs a lot about a lost store."""
         self._is_lost = is_lost
 
     def ask(self, function: Callable[[Any], T], seconds: float = STORE_SECONDS) -> T | None:
@@ -85,12 +85,12 @@ class Board:
         return self.ask(lambda store: int(store.add(key, more)))
 
     def leave(self, key: str, word: Any, *, unless: Callable[[], bool] = lambda: False) -> bool:
-        """Leave a word under a key, as JSON, unless something has come to be so by then; return whether it is there."""
+        """Write a message as JSON, unless a condition has become true by then; return whether it was written."""
         text = json.dumps(word)
         return self.ask(lambda store: not unless() and store.set(key, text) is None) is True
 
     def read(self, keys: list[str]) -> dict[str, Any] | None:
-        """Return the words that are there, by key; None if the store does not answer."""
+        """Return the messages that exist, by key; None if the store does not answer."""
 
         def read(store: Any) -> dict[str, bytes]:
             return {key: store.get(key) for key in keys if store.check([key])}
@@ -99,7 +99,7 @@ class Board:
         return None if found is None else {key: json.loads(text) for key, text in found.items()}
 
     def close(self, seconds: float = 0.0) -> None:
-        """Let the thread and the connection go, and wait for that so long; may be called again."""
+        """End the thread and the connection, and wait for that for a limited time; may be called again."""
         self._requests.put(None)
         self._thread.join(seconds)
 

@@ -1,10 +1,10 @@
-"""Keeps what the threads of this package do apart from forks.
+"""Keeps the threads of this package from holding foreign locks during a fork.
 
-A forked child has one thread, and every lock as it was. What another thread held then, in Python, in torch or in the C
-library, is held in the child for good. So threads of this package pass a gate before anything that may take locks
-which are not their own: a request to the store, which may look up a host, or a line on standard error. A fork waits
-until nobody is behind the gate, and nobody passes while it is under way. What these threads do besides takes no lock
-but their own, which a child has no use for.
+A forked child has one thread, and finds every lock in the state in which it was. A lock that another thread held, in
+Python, in torch or in the C library, stays locked in the child forever. Threads of this package therefore pass a gate
+before anything that may take locks of others: a request to the store, which may look up a host, or a line on standard
+error. A fork waits until no thread is behind the gate, and no thread passes the gate during a fork. Apart from that,
+these threads take only their own locks, which a child does not need.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Gate:
 
 
 class LockOfProcess:
-    """A reentrant lock that a forked child finds free, or held by the thread that forked."""
+    """A reentrant lock. In a forked child it is free, or held by the thread that forked."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -84,7 +84,7 @@ _gate = _Gate()
 
 @contextmanager
 def apart_from_forks() -> Iterator[None]:
-    """Let no process be forked while the block is open, unless that takes longer than a second."""
+    """Delay forks until the block ends, but for at most a second."""
     gate = _gate
     gate.enter()
     try:

@@ -1,4 +1,4 @@
-"""In words: which ranks are missing where others wait, and what each of them does instead."""
+"""Describes which ranks are missing where others wait, and what each of them does instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one round of questions came to.
+    """The result of one round of questions.
 
     Attributes:
         missing: the ranks that are not where others wait for them.
@@ -38,7 +38,7 @@ def find_missing(
     *,
     is_over: bool = False,
 ) -> Report:
-    """Find out who is missing where a rank waits.
+    """Find the ranks that are missing where a rank waits.
 
     Args:
         wait: where it waits.
@@ -66,8 +66,8 @@ def find_missing(
         if rank in others and (status.comes_to(wait) or (is_over and status.came_to(wait)))
     }
     missing = [rank for rank in others if rank not in here]
-    # Who waits for nobody is what all others wait for in the end. Where it is not known in which collective this rank
-    # was, a rank that waits as well may be in the same one; so may one that has failed and does not know in which.
+    # In the end, all others wait for the ranks that wait for nobody. If it is unknown in which collective this rank
+    # was, a rank that also waits may be in the same one, and so may a rank that has failed in an unknown one.
     roots = [rank for rank in missing if not depends(rank)]
     if roots:
         missing = roots if wait.place == SOME_COLLECTIVE else [rank for rank in missing if not failed_somewhere(rank)]
@@ -91,7 +91,7 @@ def find_missing(
 def describe_left_out(
     statuses: Mapping[int, Status], own: int, calls: Callable[[str, Sequence[int]], int]
 ) -> tuple[str, ...]:
-    """Say which functions other ranks wait or have failed in, and this one has not called, a line each.
+    """Return a line for each function in which other ranks wait or have failed and which this rank has not called.
 
     Args:
         statuses: of the other ranks.
@@ -111,7 +111,7 @@ def describe_left_out(
 
 
 def headline(wait: Wait, there: Sequence[int], missing: Sequence[int], position: str) -> str:
-    """Say who waits where for whom; what stands before the lines of a report."""
+    """Return the first line of a report: which ranks wait where, and for which ranks."""
     place = f"{wait.place}, step {wait.step:,}" if wait.step else wait.place
     at = f" ({position})" if position else ""
     who = f"{describe_ranks(there)} {'has' if len(there) == 1 else 'have'} been waiting"
@@ -170,7 +170,7 @@ def _describe_silent(rank: int, wait: Wait, process: tuple[str, int] | None) -> 
 
 
 def has_ended(pid: int) -> bool:
-    """Say whether a process of this machine has ended, as far as that can be seen."""
+    """Return whether a process of this machine has visibly ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:
@@ -180,7 +180,7 @@ def has_ended(pid: int) -> bool:
 
 
 def _state_of(host: str, pid: int) -> str:
-    """Say what can be seen of a process that does not answer."""
+    """Describe what can be seen of a process that does not answer."""
     if host != this_host() or not os.path.isdir("/proc/self"):
         return "it has ended, is stopped, is in a call that holds the GIL, or has destroyed its process group"
     with suppress(OSError, IndexError):

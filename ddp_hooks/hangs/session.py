@@ -1,9 +1,9 @@
-"""What the ranks of one run ask and tell each other when one of them waits for too long.
+"""Lets the ranks of one run ask each other where they are, if one of them waits for too long.
 
-A rank that waits *calls*: it raises a counter in the store. Every rank that sees the counter raised leaves its status
-under the counter's new value. The lowest of the ranks that wait reads them, prints who is missing, and leaves what it
-has printed for the others, whose errors say the same. Of a rank that does not answer its host and its process are
-known, because each leaves these when it begins.
+A waiting rank *calls*: it raises a counter in the store. Every rank that sees this writes its status under the
+counter's new value. The lowest of the waiting ranks reads them, prints which ranks are missing, and leaves the report
+for the others, whose errors say the same. If a rank does not answer, its host and its process are still known, because
+each rank writes them when it begins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .stack import Position
 from .status import Status, Wait
 from .witness import Witness
 
-# How long the others have to answer a call, and then for whoever prints to have printed.
+# How long the others may take to answer a call, and then the printing rank to print.
 ANSWER_SECONDS = 1.5
 _PRINT_SECONDS = 3.0
 # How long ranks that fail for the same reason may take to notice it.
@@ -36,7 +36,7 @@ GRACE_SECONDS = 2.0
 # The process that holds the store may end with its error; the others read its last word meanwhile.
 _LINGER_SECONDS = 0.3
 _POLL_SECONDS = 0.1
-# So many lower ranks are asked at once whether one of them prints.
+# The number of lower ranks that are asked at once whether one of them prints.
 _ASKED_AT_ONCE = 8
 # How often calls are looked for by a rank that may be missing somewhere. On thousands of ranks less often, because one
 # process serves all of them.
@@ -48,13 +48,13 @@ _SAME_FAILURE_SECONDS = 10.0
 _NEARLY_SECONDS = 1.0
 # How long the process that holds the store stays after an error, so that the others learn of it.
 _GOODBYE_SECONDS = 3.0
-# How exactly it is known when a wait began.
+# The precision of the time at which a wait began.
 _SAME_WAIT_SECONDS = 2.0
 _LONGEST_KEY = 400
 
 
 class Session:
-    """One default process group, from when this process is watched in it until it is destroyed.
+    """One default process group, from the moment this process is watched in it until it is destroyed.
 
     Args:
         group: the default process group.
@@ -81,7 +81,7 @@ class Session:
             self._board.ask_before(self._holder_has_ended)
 
     def introduce(self) -> None:
-        """Leave word of this process, and learn of the one that holds the store if it has done so already.
+        """Write this process's host and id, and read those of the process that holds the store, if it has written them.
 
         Who does it before a collective can be known to those that go on after it.
         """
@@ -92,11 +92,11 @@ class Session:
         self.ended = True
 
     def serves(self, group: dist.ProcessGroup | None) -> bool:
-        """Say whether it is the session of this default group; to be asked by the thread that trains."""
+        """Return whether this is the session of the default group; called by the thread that trains."""
         return not self.ended and group is not None and self._group() is group
 
     def poll_seconds(self, shortest: float) -> float:
-        """Return how often to look whether somebody calls: not more often than ``shortest``."""
+        """Return the seconds between two looks for a call: at least ``shortest``."""
         return min(max(min(_LEAST_POLL_SECONDS, shortest), self.ranks / _REQUESTS_A_SECOND), _MOST_POLL_SECONDS)
 
     def learn_holder(self) -> bool:
@@ -106,7 +106,7 @@ class Session:
         return not self._held_by_rank_0 or 0 in self._processes
 
     def close(self, seconds: float = 0.0) -> None:
-        """Let go of the store; may be called again."""
+        """Release the store; may be called again."""
         self.ended = True
         self._board.close(seconds)
 
@@ -117,7 +117,7 @@ class Session:
     # --- who answers
 
     def answer(self) -> int:
-        """Leave this rank's status if somebody has called since the last time; return the number of that call, or 0."""
+        """Write this rank's status if a rank has called since the last time; return the number of that call, or 0."""
         calls = self._board.count("calls")
         if calls is None or calls <= self._answered:
             return 0
@@ -132,7 +132,7 @@ class Session:
         )
 
     def say_goodbye(self, status: Status, *, lingers: bool = True) -> None:
-        """Leave what has ended this rank's program, for whoever will call, and for those that wait already.
+        """Write what has ended this rank's program, for ranks that wait and for later calls.
 
         Args:
             status: what to leave.
@@ -169,7 +169,7 @@ class Session:
         patience_seconds: float,
         prints: bool = True,
     ) -> bool:
-        """Find out who is missing, and print it unless a lower rank does; return whether anybody is.
+        """Find the missing ranks, and print a report unless a lower rank does; return whether any rank is missing.
 
         Args:
             call: the number of the call that is answered; 0 if the store does not answer.
@@ -218,7 +218,7 @@ class Session:
         print_to_stderr("".join(f"ddp_hooks: {line}\n" for line in lines))
 
     def _leaves_it_to_another(self, call: int, wait: Wait) -> bool:
-        """Say whether a lower rank prints: one that waits, for this one among others."""
+        """Return whether a lower rank that also waits for this one prints the report."""
         lower = [rank for rank in wait.ranks if rank < self.rank]
         for first in range(0, len(lower), _ASKED_AT_ONCE):
             asked = lower[first : first + _ASKED_AT_ONCE]
@@ -294,9 +294,9 @@ class Session:
     # --- who has failed
 
     def explain(self, wait: Wait) -> Report | None:
-        """Find out who was missing where this rank's wait has failed; None if the store does not answer.
+        """Find the ranks that were missing where this rank's wait has failed; None if the store does not answer.
 
-        Ranks that wait for the same ones say the same of them.
+        Ranks that wait for the same ranks get the same lines.
         """
         # Asked anew, because it may be long ago that it was printed.
         call = self.call()
@@ -346,7 +346,7 @@ def _rank_0_holds(store: Any) -> bool:
 
 
 def print_to_stderr(text: str) -> None:
-    """Write to standard error, whatever has become of it."""
+    """Write to standard error, even if it is closed or replaced."""
     # Closed, a pipe that nobody reads, or something of the program's own, which may raise anything.
     with suppress(Exception), apart_from_forks():
         stream = sys.stderr

@@ -1,8 +1,8 @@
-"""What a thread of this process does, read from its stack by another one, at need: training itself notes nothing.
+"""Reads from the stack of a thread what it does, from another thread. Training itself records nothing.
 
-Whether it stands in something that waits for other ranks, which is looked at again and again; and at need which phase
-of a step it is in, and the innermost lines of the user's own code. The frames of a thread that runs change while they
-are read; so they are read without letting it run (`csrc/bindings/threads.cpp`), and what was read is of a moment ago.
+A cheap look, repeated often, finds out whether the thread stands in a function that waits for other ranks. If a rank
+asks, a full look also reads the phase of the step and the innermost lines of the user's code. The frames of a running
+thread change, so they are read without letting it run (`csrc/bindings/threads.cpp`); the result is a moment old.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WOKEN_UP_SECONDS = 30e-6
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Whether a thread stands, and in what.
+    """Whether a thread stands, and in which function.
 
     Attributes:
         waits_in: what waits for other ranks, as the user calls it: ``backward``, or a function's name; or None.
@@ -75,7 +75,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What grows while a process goes on.
+    """Counters that grow while a process makes progress.
 
     Attributes:
         cpu_seconds: how long its training thread has run; None if nobody counts that.
@@ -88,7 +88,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A frame without its objects; of a module's call, the module."""
+    """A frame without its objects; for the call of a module, with the module."""
 
     code: CodeType
     instruction: int
@@ -147,7 +147,7 @@ def read_error(error: BaseException) -> tuple[str, tuple[str, ...]]:
 
 
 def has_run(before: Progress, now: Progress) -> bool:
-    """Say whether a thread has gone on between two looks, but for being woken up."""
+    """Return whether a thread has moved between two looks, apart from short wake-ups."""
     if before.cpu_seconds is None or now.cpu_seconds is None or _uses_a_device():
         # What waits for a device may spin, so its processor time says nothing.
         return now.passes != before.passes
@@ -189,7 +189,7 @@ def _is_sharded(module: torch.nn.Module) -> bool:
 
 
 def _name_submodule(called: list[weakref.ref[torch.nn.Module]]) -> str:
-    """Name the innermost module that is called as the outermost one does, which is the model."""
+    """Return the name of the innermost called module within the outermost one, which is the model."""
     modules = [module for reference in called if (module := reference()) is not None]
     # Whoever trains may change the model meanwhile.
     with suppress(RuntimeError):
@@ -217,7 +217,7 @@ def _find_wait(calls: list[_Call]) -> str | None:
 
 
 def _name_collective(calls: list[_Call]) -> str:
-    """Name what the user called of torch.distributed: the outermost function that leads to where the thread is."""
+    """Return the function of torch.distributed that the user called: the outermost one on the stack."""
     name = ""
     for call in calls:
         path = call.path

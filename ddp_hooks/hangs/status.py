@@ -1,4 +1,4 @@
-"""What a rank says of itself when somebody waits: where it waits, or what it does instead."""
+"""The status of a rank: where it waits, or what it does instead."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Wait:
     """A wait for other ranks.
 
     Attributes:
-        place: what the ranks have to come to, as the user calls it: a function, or "backward of Net".
-        ranks: those of the group, as ranks of the world.
-        seconds: for how long.
-        step: in which step, if it is in one; else 0.
-        call: if it is in a function that every rank has to call: the how-manieth call of it; else 0.
-        timed_out: if it has failed: with a timeout, and not because a connection was lost.
+        place: where the ranks have to meet, in the user's words: a function, or "backward of Net".
+        ranks: the ranks of the group, as ranks of the world.
+        seconds: the length of the wait.
+        step: the step in which it waits; 0 outside of steps.
+        call: the number of the call, in a function that every rank has to call; else 0.
+        timed_out: whether a failed wait has timed out, and not lost a connection.
     """
 
     place: str
@@ -34,11 +34,11 @@ class Wait:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Wait:
-        """Make one of what JSON made of it."""
+        """Create a wait from its JSON values."""
         return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
     def is_met_by(self, other: Wait) -> bool:
-        """Say whether a rank with that other wait is where this one waits."""
+        """Return whether a rank with that other wait is in the same place."""
         if self.ranks != other.ranks:
             return False
         if self.place == other.place:
@@ -50,23 +50,23 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One rank at one moment.
+    """The status of one rank at one moment.
 
     Attributes:
-        rank: of the world.
+        rank: the rank in the world.
         call: the number of the call that it answers.
-        host: its machine.
-        pid: its process.
-        steps: how many synchronised forward passes it has begun.
+        host: the name of its machine.
+        pid: the id of its process.
+        steps: the number of synchronised forward passes that it has begun.
         phase: what it does, in words, as in "forward of vision.blocks.3".
-        seconds: for how long it has stood there.
-        wait: what it waits for now; None if nothing.
+        seconds: how long it has been there.
+        wait: its current wait, or None.
         failed: its last wait that failed, if it has called nothing else since; else None.
-        frames: the innermost lines of the user's code, the innermost first.
-        inside: the innermost line of all, if that is somebody else's.
-        error: what has ended its program, or None.
-        is_ending: its program ends with an error, that of a failed wait perhaps.
-        remarks: what else is known of it, a line each.
+        frames: the innermost lines of the user's code, innermost first.
+        inside: the innermost line, if it is not in the user's code.
+        error: the error that has ended its program, or None.
+        is_ending: whether its program is ending with an error, perhaps that of a failed wait.
+        remarks: more lines about this rank.
     """
 
     rank: int
@@ -90,15 +90,15 @@ class Status:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Status:
-        """Make one of what JSON made of :meth:`to_dict`."""
+        """Create a status from the values of :meth:`to_dict`."""
         waits = {name: None if fields[name] is None else Wait.read(fields[name]) for name in ("wait", "failed")}
         lists = {name: tuple(fields[name]) for name in ("frames", "remarks")}
         return cls(**{**fields, **lists, **waits})
 
     def comes_to(self, wait: Wait) -> bool:
-        """Say whether this rank is where that wait is for it."""
+        """Return whether this rank is in the place where that wait expects it."""
         return self.wait is not None and self.error is None and wait.is_met_by(self.wait)
 
     def came_to(self, wait: Wait) -> bool:
-        """Say whether this rank was there, and its wait failed like that one."""
+        """Return whether this rank was in that place, and its wait failed in the same way."""
         return self.failed is not None and wait.is_met_by(self.failed)

@@ -1,4 +1,4 @@
-"""A thread that sleeps beside training, notices when this rank waits for others for too long, and answers for it."""
+"""Runs a thread beside training, which notices if this rank waits for others for too long, and answers for it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Watcher:
         self._thread.start()
 
     def attach(self) -> None:
-        """Watch in the default group that there is now."""
+        """Watch in the current default group."""
         with self._attaching:
             group = _own_group()
             session = self.session
@@ -86,7 +86,7 @@ class Watcher:
             session.close()
 
     def stop(self) -> None:
-        """Let the threads end; called at the end of the program."""
+        """End the threads; called at the end of the program."""
         self._stopped.set()
         session = self.session
         if session is not None:
@@ -153,7 +153,7 @@ class Watcher:
 
 
 def report_after() -> float:
-    """Return after how many seconds of waiting a rank asks who is missing; 0 for never."""
+    """Return after how many seconds of waiting a rank asks which ranks are missing; 0 for never."""
     text = os.environ.get(VARIABLE)
     if text is not None:
         with suppress(ValueError):
@@ -171,7 +171,7 @@ _group_of_the_parent: weakref.ref[dist.ProcessGroup] | None = None
 
 
 def begin(seconds: float | None = None) -> Watcher | None:
-    """Watch this process from now on; called by the thread that trains, and often. Raises nothing.
+    """Watch this process from now on. The thread that trains calls this often. It raises nothing.
 
     Args:
         seconds: after how long a rank that waits asks who is missing; 0 for never, None for what was said before.
@@ -193,7 +193,7 @@ def begin(seconds: float | None = None) -> Watcher | None:
 
 
 def end() -> None:
-    """Watch this process no more, until :func:`begin` is called again."""
+    """Stop watching this process, until :func:`begin` is called again."""
     global _watcher
     watcher, _watcher = _watcher, None
     if watcher is not None:
@@ -201,7 +201,7 @@ def end() -> None:
 
 
 def listen(listener: Callable[[], object]) -> Callable[[], None]:
-    """Call a function every half second in the watcher's thread; return what ends that."""
+    """Call a function every half second in the watcher's thread; return a function that ends this."""
     watcher = _start()
     watcher.listeners.append(listener)
 
@@ -221,14 +221,14 @@ def _start() -> Watcher:
 
 
 def watch_module(ddp: DistributedDataParallel) -> Callable[[], None]:
-    """Watch a DDP module without a hook of this package, too; return what ends it."""
+    """Also watch a DDP module without a hook of this package; return a function that ends this."""
     return watch_forward(
         ddp, ModuleActivity(type(ddp.module).__name__, dist.get_process_group_ranks(ddp.process_group))
     )
 
 
 def watch_forward(module: nn.Module, counts: ModuleActivity) -> Callable[[], None]:
-    """Count the forward passes of a module; return what ends it."""
+    """Count the forward passes of a module; return a function that ends this."""
     # Before FSDP2's own hook, which may wait for other ranks.
     handle = module.register_forward_pre_hook(counts.forward_begins, prepend=True)
     activity.add(counts)
@@ -244,7 +244,7 @@ def watch_forward(module: nn.Module, counts: ModuleActivity) -> Callable[[], Non
 
 
 def watch_construction(arguments: Mapping[str, Any]) -> Callable[[DistributedDataParallel | None], object]:
-    """Watch a module from the beginning of its construction on; what `run --watch` calls with its arguments."""
+    """Watch a module from the beginning of its construction; `run --watch` calls this with the module's arguments."""
     begin()
     return lambda ddp: None if ddp is None else watch_module(ddp)
 
@@ -253,7 +253,7 @@ def watch_construction(arguments: Mapping[str, Any]) -> Callable[[DistributedDat
 
 
 def waited_in_vain(error: BaseException) -> bool:
-    """Say whether an error is one of a rank that does not come, or of a connection that is lost."""
+    """Return whether an error means that a rank did not come or a connection was lost."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and (_TIMED_OUT.search(str(error)) or _LOST.search(str(error))) is not None
@@ -265,7 +265,7 @@ def timed_out(said: str) -> bool:
 
 
 def explain(place: str, ranks: Sequence[int], seconds: float, said: str, step: int = 0) -> Report | None:
-    """Find out which ranks were missing where this rank's wait has failed.
+    """Find the ranks that were missing where this rank's wait has failed.
 
     Args:
         place: where that was.
@@ -305,7 +305,7 @@ def _session() -> Iterator[Session | None]:
 
 
 def explain_backward(module: ModuleActivity, said: str) -> str:
-    """Say which ranks were missing in a backward pass that has failed in the hook; empty if that is not known."""
+    """Describe which ranks were missing in a backward pass that has failed in the hook; empty if that is unknown."""
     seconds = module.seconds_in_hook()
     report = explain(f"{BACKWARD} of {module.name}", module.ranks, seconds, said, module.steps)
     if report is None or not report.missing:

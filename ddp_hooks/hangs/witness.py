@@ -1,4 +1,4 @@
-"""What this rank does, as seen by looking at it again and again: where it stands, since when, and where it waits."""
+"""Looks at this rank repeatedly, and knows where it stands, since when, and where it waits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Witness:
         self._known: tuple[tuple[str, tuple[int, ...], int], float] | None = None
 
     def look(self, expected_seconds: float) -> None:
-        """Look at the thread, so long after the last time if nothing has stopped this process."""
+        """Look at the thread. Called at fixed intervals; a longer gap means that this process was stopped."""
         now = time.monotonic()
         passed, self._looked = now - self._looked, now
         self._awake += passed if passed < expected_seconds + _STOPPED_SECONDS else expected_seconds
@@ -72,7 +72,7 @@ class Witness:
         return Wait(place, ranks, self._awake - self._stands_since, step=steps)
 
     def is_brisk(self, seconds: float) -> bool:
-        """Say whether every module has had two steps with all ranks within so many seconds, and nothing has failed.
+        """Return whether every module has had two steps with all ranks within so many seconds, and nothing has failed.
 
         Then nobody waits for this rank. A forward pass alone proves nothing: it may be one of an evaluation.
         """
@@ -80,7 +80,7 @@ class Witness:
         return bool(self._steps) and steady and self._activity.failed is None
 
     def make_status(self, call: int) -> Status:
-        """Say what this rank does now; any thread may ask."""
+        """Return what this rank does now; any thread may call this."""
         position, before = self.read_position(), self._stand
         stood = position is not None and before is not None and position.mark == before.mark
         frames, ended_at = () if position is None else position.frames, self._activity.ended_at

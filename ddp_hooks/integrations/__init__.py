@@ -1,5 +1,5 @@
-"""The hook in other people's training loops, which wrap the model themselves: a room a trainer, imported by name.
+"""Registers the hook in trainers that wrap the model themselves. Each trainer has its own module.
 
-``ddp_hooks.integrations.lightning`` and ``ddp_hooks.integrations.transformers`` have a callback each, which needs that
-package. Accelerate hands the wrapped module back, and :func:`ddp_hooks.register` takes it as it is.
+``ddp_hooks.integrations.lightning`` and ``ddp_hooks.integrations.transformers`` contain a callback, which needs that
+package. Accelerate returns the wrapped module, so :func:`ddp_hooks.register` is enough.
 """

@@ -1,4 +1,4 @@
-"""The hook on whatever module a trainer trains: trainers wrap a model anew for each run, or keep their wrapper."""
+"""Registers the hook on the module that a trainer trains. Trainers wrap a model for each run, or keep the wrapper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Log = bool | Literal["everything"]
 
 
 class HookOfTrainer:
-    """The hook of one trainer: one state after the other, whose statistics go on.
+    """The hook of one trainer. It may have several states in turn, and continues their statistics.
 
     Args:
         policy: as for :func:`ddp_hooks.register`.
@@ -47,10 +47,10 @@ class HookOfTrainer:
         self._resets = 0  # of the state, when these were read
 
     def register(self, ddp: DistributedDataParallel) -> None:
-        """Register the hook with a module, unless it serves that one already, and load what was left to be loaded.
+        """Register the hook on a module, unless it already serves this module, and load statistics of a checkpoint.
 
-        Every rank calls it. With a folder for each host only the first one's ranks may have read it from a checkpoint:
-        then the others load rank 0's.
+        Every rank has to call this. If each host has its own folder, only the ranks of the first host may have read
+        a checkpoint; the others then load rank 0's.
 
         Args:
             ddp: the module that will be trained.
@@ -74,11 +74,11 @@ class HookOfTrainer:
             self._resets, self._logged = origin_of(self.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the state saves; empty before there is any."""
+        """Return what the state saves; empty before the first registration."""
         return self._saved if self._saved or self.state is None else self.state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the statistics of a checkpoint when :meth:`register` is called next.
+        """Continue the statistics of a checkpoint at the next call of :meth:`register`.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
@@ -86,7 +86,7 @@ class HookOfTrainer:
         self._saved = state_dict
 
     def take_metrics(self) -> dict[str, float]:
-        """Return what a logger is to be told about the steps since this was called last.
+        """Return the metrics of the steps since the last call.
 
         Returns:
             As :meth:`Statistics.to_metrics`; empty if there was no step, or nothing is to be logged.

@@ -1,4 +1,4 @@
-"""Lightning: a callback that registers the hook when the strategy has wrapped the module, and logs what it saves."""
+"""A callback for Lightning, which registers the hook on the wrapped module, and logs what it saves."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ except ModuleNotFoundError:  # the same, under the name that it had first
 
 
 class SkipUnusedCallback(Callback):
-    """Registers the hook with the module that each ``trainer.fit`` trains.
+    """Registers the hook on the module that each ``trainer.fit`` trains.
 
-    The strategy stays as it is: ``"ddp"``, ``"ddp_find_unused_parameters_true"``, or a ``DDPStrategy``. On one device
-    without a strategy there is nobody to send to, and the callback does nothing.
+    Do not change the strategy: ``"ddp"``, ``"ddp_find_unused_parameters_true"``, or a ``DDPStrategy``. On a single
+    device without a strategy, the callback does nothing.
 
     Args:
         policy: as for :func:`ddp_hooks.register`.
@@ -49,7 +49,7 @@ class SkipUnusedCallback(Callback):
         return self._hook.state
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Register: the module is wrapped now, and was not yet in `setup`."""
+        """Register here, because `setup` runs before the module is wrapped."""
         module = trainer.strategy.model
         ddp = uncompiled(module)
         if isinstance(ddp, DistributedDataParallel):
@@ -69,7 +69,7 @@ class SkipUnusedCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what the steps since the last time have saved, if Lightning will write a row now."""
+        """Log what was saved since the last time, if Lightning is about to write a row."""
         # As Lightning's own monitors do. Logging costs more than the hook, so not in every step.
         if self._hook.log and trainer._logger_connector.should_update_logs:
             metrics = self._hook.take_metrics()
@@ -80,5 +80,5 @@ class SkipUnusedCallback(Callback):
         return self._hook.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the statistics of a checkpoint (``ckpt_path``)."""
+        """Continue the statistics of a checkpoint (``ckpt_path``)."""
         self._hook.load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""transformers' Trainer: a callback that registers the hook with what Trainer has wrapped, and logs what it saves."""
+"""A callback for transformers' Trainer, which registers the hook on the wrapped module, and logs what it saves."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SAVED_AS = "ddp_hooks"
 
 
 class SkipUnusedCallback(TrainerCallback):
-    """Registers the hook with the module that each ``trainer.train()`` trains.
+    """Registers the hook on the module that each ``trainer.train()`` trains.
 
-    The statistics go on from one ``train()`` to the next, and after ``resume_from_checkpoint``.
+    The statistics continue from one ``train()`` to the next, and after ``resume_from_checkpoint``.
 
     Args:
-        trainer: the trainer that it is added to. Trainer hands its callbacks the model alone; only the trainer itself
-            knows the module that is wrapped around it.
+        trainer: the trainer that you add the callback to. Trainer passes only the model to its callbacks, and only the
+            trainer knows the module that wraps the model.
         policy: as for :func:`ddp_hooks.register`.
         log: add three numbers about the steps since the last time to Trainer's logs whenever it logs a loss
             (``logging_steps``): ``ddp_hooks/saved_fraction`` and two others, see
@@ -33,7 +33,7 @@ class SkipUnusedCallback(TrainerCallback):
         settings: fields of the policy to set differently, as for :func:`ddp_hooks.register`.
 
     Raises:
-        TypeError: at once, if ``trainer`` is none.
+        TypeError: immediately, if ``trainer`` is not a Trainer.
         TypeError, ValueError, RuntimeError: from ``trainer.train()``, as for :func:`ddp_hooks.register`.
 
     Example::
@@ -61,9 +61,9 @@ class SkipUnusedCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Register, and go on where the checkpoint ends.
+        """Register the hook, and continue the statistics of the checkpoint.
 
-        A second ``train()`` meets the wrapper of the first one, which has its hook.
+        A second ``train()`` finds the wrapper of the first one, which already has its hook.
         """
         trainer = self._trainer()
         if trainer is None:
@@ -83,9 +83,9 @@ class SkipUnusedCallback(TrainerCallback):
             )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Leave the statistics where Trainer finds them when it saves a checkpoint.
+        """Put the statistics where Trainer finds them if it saves a checkpoint.
 
-        That is decided later, by other callbacks and by an evaluation.
+        Other callbacks and an evaluation decide later whether it saves one.
         """
         if state.is_world_process_zero and self._hook.state is not None:
             _saved_in(state)[_SAVED_AS] = self._hook.state_dict()
@@ -98,7 +98,7 @@ class SkipUnusedCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **others: Any,
     ) -> None:
-        """Log what the steps since the last time have saved, with each loss."""
+        """Log with each loss what was saved since the last time."""
         trainer = self._trainer()
         # Without a loss it is what was logged below, an evaluation, or the summary at the end.
         if trainer is None or "loss" not in (logs or {}):
