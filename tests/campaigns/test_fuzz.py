@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +52,15 @@ def test_more() -> None:
     until = time.monotonic() + MORE_SECONDS
     programs = (generate(seed, 2) for seed in range(FIXED[2], FIXED[2] + 1000))
     assert run_many(programs, until=until, on_failure=assert_same).bad == 0
+
+
+@pytest.mark.thorough
+def test_a_program_on_the_pretended_device_from_the_command_line() -> None:
+    fuzz = Path(__file__).with_name("fuzz.py")
+    command = [sys.executable, str(fuzz), "--seeds", "0:1", "--device", "pretend"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 programs, 0 differ" in done.stdout
 
 
 def test_programs_are_data() -> None:
