@@ -176,13 +176,13 @@ def install(entry: Entry, wheel: Path) -> str:
     return f"{float(found[-1]) - began:.1f}"
 
 
-def test(entry: Entry, module: str, for_tests: Path) -> tuple[str, bool]:
+def test(entry: Entry, module: str, for_tests: Path, options: list[str]) -> tuple[str, bool]:
     """Run a test module on what is installed; what came of it, and whether that is well."""
     report = entry.folder / f"{module}.xml"
     report.unlink(missing_ok=True)
     (file,) = (ROOT / "tests").rglob(f"{module}.py")
     # From the folder of the tests, so that the checkout does not stand in the way of what is installed.
-    command = (entry.executable, "-m", "pytest", "-q", "--all", file, f"--junitxml={report}")
+    command = (entry.executable, "-m", "pytest", "-q", *options, file, f"--junitxml={report}")
     done = run(entry, *command, cwd=ROOT / "tests", PYTHONPATH=str(for_tests))
     if not report.exists():
         return "did not run", False
@@ -195,7 +195,7 @@ def test(entry: Entry, module: str, for_tests: Path) -> tuple[str, bool]:
     return said, done.returncode == 0
 
 
-def try_out(entry: Entry, make_for: Callable[[str], Made]) -> Row:
+def try_out(entry: Entry, make_for: Callable[[str], Made], options: list[str]) -> Row:
     entry.folder.mkdir(parents=True, exist_ok=True)
     (entry.folder / "log.txt").unlink(missing_ok=True)
     try:
@@ -209,7 +209,7 @@ def try_out(entry: Entry, make_for: Callable[[str], Made]) -> Row:
         seconds = install(entry, made.wheel)
     except Failure as failure:
         return Row(entry, name, problem=str(failure))
-    results = [test(entry, module, made.for_tests) for module in MODULES]
+    results = [test(entry, module, made.for_tests, options) for module in MODULES]
     well = all(good for _, good in results)
     return Row(entry, name, seconds, tuple(said for said, _ in results), "" if well else "tests fail")
 
@@ -220,12 +220,13 @@ def commit_and_day() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def table(rows: list[Row], commit: str, wheels: list[Path]) -> str:
+def table(rows: list[Row], commit: str, wheels: list[Path], *, quick: bool) -> str:
     sizes = ", ".join(f"`{wheel.name}` ({wheel.stat().st_size / 1e6:.1f} MB)" for wheel in wheels)
+    command = "make matrix MATRIX=--quick" if quick else "make matrix"
     lines = [
         "# Tested versions",
         "",
-        f"This page shows the output of `make matrix` for commit {commit}, with {sizes}.",
+        f"This page shows the output of `{command}` for commit {commit}, with {sizes}.",
         "For each torch, the matrix makes an environment, installs the wheel without a compiler on the PATH, trains",
         "with the first script of the README, and runs the tests that depend on torch's internals, on the CPU over",
         "gloo. Seconds count from the start of `pip install` to the end of the first training step. A test is skipped",
@@ -253,6 +254,7 @@ def main() -> int:
     everything = [*(f"{torch}@{HERE}" for torch in TESTED_TORCH), *OTHER_PYTHONS]
     parser.add_argument("entries", nargs="*", default=everything, help="TORCH or TORCH@PYTHON (default: all)")
     parser.add_argument("--dist", type=Path, help="a folder that has the wheels already")
+    parser.add_argument("--quick", action="store_true", help="pairs of values where a test has several parameters")
     parser.add_argument("--delete", action="store_true", help="delete each environment after its tests")
     parser.add_argument("--write", type=Path, help="also write the table to the top of this page, row by row")
     arguments = parser.parse_args()
@@ -270,13 +272,13 @@ def main() -> int:
     for entry in entries:
         began = time.monotonic()
         print(f"torch {entry.torch}, Python {entry.python}: ", end="", flush=True)
-        row = try_out(entry, make_for)
+        row = try_out(entry, make_for, [] if arguments.quick else ["--all"])
         rows.append(row)
         if arguments.delete:
             shutil.rmtree(entry.folder / "venv", ignore_errors=True)
         said = "works" if row.passed else f"{row.problem}; see {(entry.folder / 'log.txt').relative_to(ROOT)}"
         print(f"{said} ({time.monotonic() - began:.0f} s)", flush=True)
-        text = table(rows, commit, [each.wheel for each in made.values()])
+        text = table(rows, commit, [each.wheel for each in made.values()], quick=arguments.quick)
         if arguments.write is not None:
             arguments.write.write_text(text + after_table(arguments.write))
     print(f"\n{text}")

@@ -23,8 +23,9 @@ def test_a_table_replaces_the_last_one_and_nothing_else(tmp_path: Path) -> None:
         matrix.Row(matrix.parse("2.15.0@3.14"), problem="pip finds no torch", unavailable=True),
     ]
     page.write_text("# Old\n\n| old |\n\n## Trainers\n\nThese.\n\n## More\n")
-    text = matrix.table(rows, "0123", [])
+    text = matrix.table(rows, "0123", [], quick=True)
     page.write_text(text + matrix.after_table(page))
     assert page.read_text().endswith("| pip finds no torch |\n\n## Trainers\n\nThese.\n\n## More\n")
     assert "| 2.13.0+cpu | " in text
+    assert "`make matrix MATRIX=--quick`" in text
     assert "old" not in page.read_text()
