@@ -361,6 +361,13 @@ def find_standstill(facts: Seen) -> Iterator[Problem]:
             return
         where = f"every rank is within the step after {count_steps(in_step[0].standing.finished)}"
         change = "Look at where each rank stands: a rank may wait in a collective of its own that others do not call."
+        own = [record for record in in_step if record.end.waits_in not in ("", BACKWARD, "forward")]
+        if own and len(own) < len(in_step):
+            name = own[0].end.waits_in
+            where += f", and {_ranks(own)} {_do(own, 'wait')} in {name} there"
+            change = (
+                f"Call {name} on every rank or on none: look for a condition on the rank, or on its data, around it."
+            )
     elif not in_step and not any(record.end.way is Way.RAISED for record in facts.records):
         by_place: dict[str, list[Rank]] = {}
         for record in stood:
@@ -493,8 +500,9 @@ def _describe(record: Rank) -> str:
     place = f" ({record.end.place})" if record.end.place else ""
     if standing.unfinished in (Unfinished.RUNS, Unfinished.WAITS):
         return f"in backward after {steps}{place}"
-    if standing.in_forward:
-        return f"in forward after {steps}{place}"
     waits_in = record.end.waits_in
+    if standing.in_forward:
+        within = "" if waits_in in ("", BACKWARD, "forward") else f"in {waits_in} "
+        return f"{within}in forward after {steps}{place}"
     where = f"waits in {waits_in}" if waits_in and waits_in != BACKWARD else "not in a step"
     return f"{where}, after {steps}{place}"

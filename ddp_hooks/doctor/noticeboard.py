@@ -52,9 +52,10 @@ class Noticeboard:
                 return words
             time.sleep(_POLL_SECONDS)
 
-    def claim(self) -> bool:
-        """Say whether this rank is the first one that claims to print the words, or nobody can be asked."""
-        return self._board.count("claims", 1) in (1, None)
+    def claim(self) -> bool | None:
+        """Say whether this rank is the first one that claims to print the words; None if nobody can be asked."""
+        claims = self._board.count("claims", 1)
+        return None if claims is None else claims == 1
 
     def note_printed(self) -> None:
         """Say that the words have been printed."""

@@ -272,7 +272,9 @@ class Recorder(Silence):
         """Look at gradients of before that DDP would send along for parameters that this pass leaves out."""
         self._sample()
         self._notice_change()
-        if not synchronises:
+        if synchronises:
+            self._kept = ()
+        else:
             self._note_single_pass()
             if self.before_accumulating is None and self._scans_widths and not self.is_cut_short:
                 self._single_pass = {}

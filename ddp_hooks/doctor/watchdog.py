@@ -83,7 +83,10 @@ class Watchdog:
             return
         own = self._run.make_word()
         self._board.leave(own)
-        if not self._board.claim() and self._board.wait_until_printed(_PRINT_SECONDS):
+        is_first = self._board.claim()
+        if is_first is None and self._has_answered:
+            return  # whoever has called has this rank's word, and has gone with the store when it had printed
+        if is_first is False and self._board.wait_until_printed(_PRINT_SECONDS):
             return
         words = self._board.read(WORD_SECONDS)
         words[self._board.rank] = own

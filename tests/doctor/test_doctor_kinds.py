@@ -33,6 +33,10 @@ REPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("replicas",),
     ),
     "one_step": (("In its first step, backward left out right,", "find_unused_parameters=True"), ()),
+    "unused_after_accumulating": (
+        ("In its first step, backward left out right,",),
+        ("averages nothing", "no_sync"),
+    ),
     "swallowed": (("In its first step, backward left out right,",), ("Nothing is wrong",)),
     "exited": (("In its first step, backward left out right,", "sys.exit(1)"), ()),
     "other_words": (
@@ -184,6 +188,14 @@ ON_ONE_RANK: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "barrier_on_one": (
         ("Rank 1 waits in the step after 4 finished steps for rank 0, which waits in barrier (", "kinds.py:"),
         ("number of batches", "Nothing is wrong"),
+    ),
+    "all_reduce_within_forward": (
+        (
+            "rank 0 waits in all_reduce there",
+            "Call all_reduce on every rank or on none",
+            "in backward after 3 finished",
+        ),
+        ("Nothing is wrong", "left no word"),
     ),
     "evaluated_on_one": (
         ("No step has ended for a long time: rank 0 waits in", "rank 1 waits in barrier (", "kinds.py:"),

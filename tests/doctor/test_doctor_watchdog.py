@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ class Alone:
     def leave(self, word: dict[str, Any]) -> None:
         self.word = word
 
-    def claim(self) -> bool:
+    def claim(self) -> bool | None:
         return True
 
     def read(self, seconds: float) -> dict[int, dict[str, Any]]:
@@ -79,6 +80,7 @@ class Called(Alone):
 
     def leave(self, word: dict[str, Any]) -> None:
         self.words += 1
+        self.word = word
 
 
 @pytest.mark.parametrize("is_in_step", [True, False])
@@ -88,6 +90,28 @@ def test_answers_once_and_ends_only_within_a_step(is_in_step: bool) -> None:
     assert codes == ([EXIT_CODE] if is_in_step else [])
     assert board.words == 1
     assert not board.printed
+
+
+class Deserted(Called):
+    """A board on which another rank has called, and whose store is gone since."""
+
+    def claim(self) -> bool | None:
+        return None
+
+
+def test_leaves_it_to_whoever_has_called(capsys: pytest.CaptureFixture[str]) -> None:
+    run = StandsStill(False, 0.0)
+    watchdog = Watchdog(run, Deserted(), 1000.0, lambda code: None)  # type: ignore[arg-type]
+    watchdog.explain()
+    assert "head.weight" in capsys.readouterr().err
+    watchdog.stop()
+    board = Deserted()
+    watchdog = Watchdog(run, board, 1000.0, lambda code: None)  # type: ignore[arg-type]
+    while not board.words:
+        time.sleep(0.05)
+    watchdog.explain()
+    assert "head.weight" not in capsys.readouterr().err
+    watchdog.stop()
 
 
 def test_says_what_is_missing_and_ends(capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,6 +201,18 @@ def one_step() -> None:
 
 
 @kind
+def unused_after_accumulating() -> None:
+    ddp = make()
+
+    def step(i: int) -> None:
+        with ddp.no_sync():
+            total(ddp(batch())).backward()
+        ddp(batch())[0].mean().backward()
+
+    train(ddp, step)
+
+
+@kind
 def swallowed() -> None:
     ddp = make()
     try:
@@ -709,6 +721,18 @@ def barrier_on_one() -> None:
             dist.barrier()
 
     train(ddp, step)
+
+
+@kind
+def all_reduce_within_forward() -> None:
+    class Logging(Heads):
+        def forward(self, x: torch.Tensor, which: str = "both") -> tuple[torch.Tensor, ...]:
+            if which == "logged":
+                dist.all_reduce(torch.ones(2))
+            return super().forward(x)
+
+    ddp = make(Logging())
+    train(ddp, lambda i: total(ddp(batch(), "logged" if i == 3 and dist.get_rank() == 0 else "both")).backward())
 
 
 @kind
