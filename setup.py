@@ -189,7 +189,7 @@ class Build(build_ext):
         inputs = [str(job.output) for job in objects]
         libraries = [f"-L{extension.torch.folder / 'lib'}", *(f"-l{name}" for name in torches.LIBRARIES)]
         command = (*linking, *inputs, *libraries, *extension.libraries, "-o", str(output))
-        return jobs.Job(output, [], command, objects)
+        return jobs.Job(output, [], command, objects, log_folder=self.objects / "linked" / output.parent.name)
 
     def plan_object(self, torch: torches.Torch, source: Path, flags: list[str]) -> jobs.Job:
         """Return the job that compiles one file."""

@@ -24,6 +24,13 @@ class Job:
     needs: Sequence[Job] = ()
     # Instead of running the command, which then only says what is done.
     act: Callable[[], None] | None = field(default=None, compare=False)
+    # Where to note the command; beside the output, unless that goes into a package.
+    log_folder: Path | None = None
+
+    @property
+    def log(self) -> Path:
+        """Return where the command of the last run stands."""
+        return (self.log_folder or self.output.parent) / f"{self.output.name}.command"
 
     @property
     def depfile(self) -> Path:
@@ -32,8 +39,7 @@ class Job:
 
     def is_done(self) -> bool:
         """Say whether the output was made by this command from inputs that have not changed since."""
-        log = self.output.with_name(f"{self.output.name}.command")
-        if not self.output.exists() or not log.exists() or log.read_text() != "\n".join(self.command):
+        if not self.output.exists() or not self.log.exists() or self.log.read_text() != "\n".join(self.command):
             return False
         made = self.output.stat().st_mtime_ns
         inputs = [*self.inputs, *(job.output for job in self.needs), *self._read_depfile()]
@@ -43,8 +49,7 @@ class Job:
         """Make the output, unless it is done."""
         if self.is_done():
             return
-        log = self.output.with_name(f"{self.output.name}.command")
-        log.unlink(missing_ok=True)
+        self.log.unlink(missing_ok=True)
         self.output.parent.mkdir(parents=True, exist_ok=True)
         if self.act is not None:
             self.act()
@@ -53,7 +58,8 @@ class Job:
             if done.returncode != 0:
                 raise Failure(f"{' '.join(self.command)}\n{done.stdout}{done.stderr}")
             print(done.stdout + done.stderr, end="", flush=True)
-        log.write_text("\n".join(self.command))
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.write_text("\n".join(self.command))
 
     def _read_depfile(self) -> list[Path]:
         if not self.depfile.exists():

@@ -73,6 +73,14 @@ def test_only_what_has_changed_is_compiled_again(tmp_path: Path) -> None:
         compile_once("-O1")
 
 
+def test_what_goes_into_a_package_stands_alone(tmp_path: Path) -> None:
+    output, folder = tmp_path / "package" / "a.so", tmp_path / "logs"
+    job = jobs.Job(output, [], ("true",), act=lambda: output.touch(), log_folder=folder)
+    jobs.run_all([job])
+    assert job.is_done()
+    assert [path.name for path in output.parent.iterdir()] == ["a.so"]
+
+
 def test_kernels_are_assembled_for_the_oldest_gpu_of_each_generation(tmp_path: Path) -> None:
     assembler = tmp_path / "ptxas"
     assembler.write_text(

@@ -174,6 +174,7 @@ def test_it_runs_in_a_fresh_environment(source_distribution: Path, tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.splitlines()[0]).is_relative_to(fresh)
+    assert {path.suffix for path in (packages / "ddp_hooks").rglob("*")} <= {"", ".py", ".pyi", ".pyc", ".so", ".typed"}
     assert torch.__version__ in done.stdout
     # The demo and the examples belong to the checkout.
     assert not list(packages.rglob("*demo*"))
