@@ -1,8 +1,8 @@
-"""Follows a script that starts its ranks itself: as processes of multiprocessing, or as the script once more.
+"""Follows a script that starts its ranks itself, with multiprocessing or by running the script again.
 
-``torch.multiprocessing.spawn`` and whatever else starts a ``multiprocessing.Process`` gets another target, which calls
-the one that was meant while it is watched. A subprocess that runs the same script again, as Lightning starts its ranks,
-is run under the same command.
+``torch.multiprocessing.spawn``, and everything else that starts a ``multiprocessing.Process``, gets another target,
+which watches the original target while it calls it. A subprocess that runs the same script again, as Lightning does, is
+run under the same command.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# Processes that are no ranks: workers of data loaders, pools, managers.
+# Processes that are not ranks: workers of data loaders, pools, managers.
 _HELPERS = ("torch.utils.data", "multiprocessing", "concurrent", "joblib", "datasets")
 
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """The target of a process that is watched; travels to it.
+    """The target of a watched process; it is pickled.
 
     Attributes:
-        target: what was meant to be called.
-        run: calls a function without arguments while it is watched, and returns a word on how it ended.
-        words: the file in which a process leaves that word.
+        target: the original target.
+        run: watches a function while it calls it, and returns a message about how it ended.
+        words: the file to which a process writes that message.
     """
 
     target: Callable[..., object]
@@ -48,7 +48,7 @@ class Children:
     """The processes that were followed.
 
     Attributes:
-        commands: what other programs the script has started, the first word of each.
+        commands: the other programs that the script has started.
     """
 
     words: Path
@@ -56,13 +56,13 @@ class Children:
     processes: list[BaseProcess] = field(default_factory=list)
 
     def said(self) -> list[str]:
-        """Return the words of those processes that have left one."""
+        """Return the messages that processes have written."""
         with suppress(OSError):
             return self.words.read_text().split()
         return []
 
     def are_gone(self) -> bool:
-        """Say whether there were some and all have ended."""
+        """Return whether there were processes and all of them have ended."""
         return bool(self.processes) and not any(map(_is_alive, self.processes))
 
 
@@ -73,7 +73,7 @@ def follow(
     insertion: Sequence[str],
     when_joined: Callable[[Children], None],
 ) -> Iterator[Children]:
-    """Follow what a script starts while this block is open.
+    """Follow the processes that a script starts within this block.
 
     Args:
         run: as of a process that was started; can be pickled.

@@ -1,4 +1,4 @@
-"""Watching the steps of a DDP module, and what came of it."""
+"""Watches the steps of a DDP module, and puts together what the ranks saw."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _C = _extension.load()
 class Diagnosis:
     """Watches a DDP module while its block is open; :func:`ddp_hooks.diagnose` makes it.
 
-    Entering and leaving the block are collective: every rank of the module's group does it, between two steps. A block
-    that an exception leaves, KeyboardInterrupt and SystemExit included, is not: each rank then knows of itself only.
+    Entering and leaving the block are collective: every rank of the module's group has to do so, between two steps. If
+    the block raises on a rank, KeyboardInterrupt and SystemExit included, its report covers only that rank.
 
     Attributes:
-        recorder: what this rank writes down.
+        recorder: the record of this rank.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -55,7 +55,7 @@ class Diagnosis:
         """Begin to watch.
 
         Raises:
-            RuntimeError: on every rank, when a rank's module cannot be watched, or it is being watched already.
+            RuntimeError: on every rank, if a rank's module cannot be watched, or is already being watched.
         """
         ddp = self._ddp
         if ddp is None or self.recorder is not None:
@@ -80,7 +80,7 @@ class Diagnosis:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Take every hook off, and put together what the ranks saw."""
+        """Remove all hooks, and put together what the ranks saw."""
         if error is None:
             self.conclude()
         # Whatever it is, Ctrl-C and sys.exit() too: nobody knows whether the others leave the block.
@@ -129,7 +129,7 @@ class Diagnosis:
         return self._findings
 
     def find_with(self, others: Sequence[RankRecord], own: RankRecord) -> Findings:
-        """Return what follows from what some ranks have seen."""
+        """Return the findings from what some ranks have seen."""
         recorder = self.recorder
         assert recorder is not None  # it was entered
         alike = [one for one in others if _is_alike(one, own)]
@@ -143,7 +143,7 @@ class Diagnosis:
 
     @property
     def findings(self) -> Findings:
-        """What was found.
+        """The findings.
 
         Raises:
             RuntimeError: the block has not ended yet.
@@ -153,11 +153,11 @@ class Diagnosis:
         return self._findings
 
     def __str__(self) -> str:
-        """Return what was found as a text for a terminal."""
+        """Return the report as text for a terminal."""
         return "a diagnosis that has not ended" if self._findings is None else describe(self._findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what was found as plain values, for JSON.
+        """Return the findings as plain values, for JSON.
 
         Raises:
             RuntimeError: the block has not ended yet.
@@ -173,7 +173,7 @@ class Diagnosis:
         return self.recorder, self._channel
 
     def describe(self, end: End) -> RankRecord:
-        """Return what this rank has seen until now; by any thread."""
+        """Return what this rank has seen so far; any thread may call this."""
         ddp, recorder = self._ddp, self.recorder
         assert ddp is not None  # it was entered, and has not ended
         assert recorder is not None
@@ -224,19 +224,19 @@ class Diagnosis:
 
 
 def diagnose(ddp: torch.nn.Module) -> Diagnosis | ShardDiagnosis:
-    """Watch the steps of a DDP module, and say which parameters are unused and what ``ddp_hooks`` would save.
+    """Watch the steps of a DDP module, and find unused parameters and what ``ddp_hooks`` would save.
 
-    Nothing changes: gradients, hooks and what DDP sends are what they are without it. Every rank opens the block.
+    It does not change gradients, hooks or what DDP sends. Every rank has to enter the block.
 
     Args:
-        ddp: the module, or what ``torch.compile`` returned for it; or the root module with ``fully_shard``: then it
-            says which parameters are unused, and not what would be saved.
+        ddp: the module, or the result of ``torch.compile`` for it. For a root module with ``fully_shard``, the report
+            shows which parameters are unused, but not what would be saved.
 
     Returns:
         A context manager. After its block, ``print`` it, or read ``findings``.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: ``ddp`` is not such a module.
 
     Example::
 
@@ -251,11 +251,11 @@ def diagnose(ddp: torch.nn.Module) -> Diagnosis | ShardDiagnosis:
 
 
 def why_not_watched(ddp: DistributedDataParallel, way_out: str) -> str | None:
-    """Say why a module cannot be watched; None if it can.
+    """Return why a module cannot be watched; None if it can.
 
     Args:
         ddp: the module.
-        way_out: what to do where a backward pass is under way.
+        way_out: what to do if a backward pass is running.
     """
     if getattr(ddp, "_delay_all_reduce_all_params", False):
         return "delay_all_reduce_named_params delays every parameter, so DDP has no buckets; do not set it"
@@ -277,7 +277,7 @@ def _check(records: Sequence[RankRecord]) -> None:
 
 
 def _is_alike(one: RankRecord, other: RankRecord) -> bool:
-    """Say whether two ranks have the same parameters, in the same buckets as far as both have come."""
+    """Return whether two ranks have the same parameters, in the same buckets as far as both have got."""
     layouts = zip(one.layouts, other.layouts, strict=False)
     return one.names == other.names and all(first == second for first, second in layouts)
 

@@ -1,4 +1,4 @@
-"""Whether ranks train apart, and why: passes that DDP did not reduce, and steps that did not wait for it."""
+"""Finds ranks that train apart, and why: passes that DDP did not reduce, and steps that did not wait for it."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _passes(count: int) -> str:
 
 
 def describe_drift(drift: Drift) -> str:
-    """Say in a clause how much differs."""
+    """Return a clause that says how much differs."""
     amount = f", by up to {drift.largest:.2g}" if drift.largest else ""
     return f"the replicas differ in {len(drift.names)} of {drift.compared} parameters{amount}"
 

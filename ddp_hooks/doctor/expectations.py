@@ -1,14 +1,14 @@
-"""Assertions by name: an error on every rank in the step in which a parameter is no longer used, or is.
+"""Checks expectations by name: every rank raises an error in the first step in which one no longer holds.
 
-*Used* means: in this synchronised step a gradient was accumulated into the parameter on some rank, even if it is all
-zeros; gradients of ``no_sync`` passes count for the step that reduces them. A parameter that is frozen is not used.
+A parameter is *used* if some rank accumulated a gradient into it in this synchronised step, even if the gradient is all
+zeros. Gradients of ``no_sync`` passes count for the step that reduces them. A frozen parameter is not used.
 
-What each rank used is put together when a synchronised backward pass has ended: after DDP has reduced everything and
-written every ``.grad``, in a small message of a byte for each parameter. So all ranks know the same, raise in the same
-step, from ``backward()``, and DDP is ready for the next step whether or not somebody catches the error.
+At the end of a synchronised backward pass, after DDP has reduced everything and written every ``.grad``, the ranks
+exchange what they used, in a small message with one byte for each parameter. All ranks therefore know the same and
+raise in the same step, from ``backward()``, and DDP is ready for the next step, whether or not the error is caught.
 
-A rank that has joined (``ddp.join()``) uses nothing; it takes part in the message, and raises from the end of its join
-block. The others would wait for it in the next step of theirs, and so leave the block, too.
+A rank that has joined (``ddp.join()``) uses nothing. It takes part in the message, and raises at the end of its join
+block. The others would wait for it in their next step, so they leave the block, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .side_channel import SideChannel
 
 @dataclass(frozen=True, slots=True)
 class _Expectation:
-    """What was expected of some parameters."""
+    """An expectation about some parameters."""
 
     function: str
     used: bool
@@ -41,21 +41,21 @@ class _Expectation:
 
 
 class ExpectationHandle:
-    """An expectation; :meth:`remove` takes it back."""
+    """An expectation, which :meth:`remove` withdraws."""
 
     def __init__(self, guard: _Guard, expectation: _Expectation) -> None:
         self._guard: _Guard | None = guard
         self._expectation = expectation
 
     def remove(self) -> None:
-        """Take the expectation back, between two steps; every rank does. May be called again."""
+        """Withdraw the expectation; every rank has to call this, between two steps. May be called again."""
         if self._guard is not None:
             self._guard.forget(self._expectation)
             self._guard = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters that are meant, sorted."""
+        """The names of the parameters, sorted."""
         return tuple(sorted(self._expectation.names))
 
 
@@ -145,23 +145,23 @@ _guards: weakref.WeakKeyDictionary[DistributedDataParallel, _Guard] = weakref.We
 def expect_used(ddp: torch.nn.Module, *what: Selector) -> ExpectationHandle:
     """Raise on every rank in the first step in which some of these parameters get no gradient on any rank.
 
-    Every rank calls it, with the same arguments, between two steps. With a hook of this package or without. It costs
-    one small message a step, after backward.
+    Call it on every rank with the same arguments, between two steps, with or without a hook of this package. It costs
+    one small message per step, after backward.
 
     Args:
-        ddp: the DDP module, or what ``torch.compile`` returned for it.
+        ddp: the DDP module, or the result of ``torch.compile`` for it.
         what: patterns of parameter names, modules or parameters, as for :func:`ddp_hooks.freeze`.
 
     Returns:
         A handle with ``remove()``.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the other ranks raise a RuntimeError then.
-        RuntimeError: on every rank, because the ranks expect different things, an expectation was taken back on some
-            ranks only, or a backward pass is under way.
-        UnexpectedUseError: from ``backward()``, on every rank, when it is no longer so. The step is reduced then, and
-            training may go on. Within ``ddp.join()`` a rank that has joined uses nothing and raises it from the end of
-            the block; the others then leave the block, too.
+        TypeError, ValueError: an argument is wrong; the other ranks raise a RuntimeError.
+        RuntimeError: on every rank, if the ranks expect different things, an expectation was withdrawn on only some
+            ranks, or a backward pass is running.
+        UnexpectedUseError: from ``backward()``, on every rank, if the expectation does not hold. The step has been
+            reduced, and training may continue. A rank that has joined (``ddp.join()``) uses nothing and raises it at
+            the end of its block; the others then leave the block, too.
     """
     return _expect("expect_used", True, ddp, what)
 

@@ -1,4 +1,4 @@
-"""Everything that a diagnosis found, as values, and how it follows from what the ranks wrote down."""
+"""The findings of a diagnosis, and how they follow from the ranks' records."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from .verdicts import (
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutlook:
-    """What a policy would have made of the steps that were watched.
+    """The effect that a policy would have had on the watched steps.
 
     Attributes:
-        policy: its name.
-        payload_bytes: what it hands to collectives of gradients in all steps. Bytes.
-        payload_bytes_by_step: in each of them. Bytes.
-        broadcast_bytes: so many of them those ranks that have them send to the others. Bytes.
-        narrow_bytes: so many of them travel in a narrow form. Bytes.
-        sent_bytes: what each rank sends of gradients in all steps, as ``state.stats().sent_bytes`` counts. Bytes.
-        exact: whether the hook sends exactly that; for ``auto`` it is what it settles at.
-        saved_fraction: of plain DDP's bytes.
-        step_seconds: what a step would take, estimated; None with one rank.
+        policy: the policy's name.
+        payload_bytes: bytes of gradients that it would hand to collectives in all steps.
+        payload_bytes_by_step: these bytes in each step.
+        broadcast_bytes: the part of these bytes that ranks with the gradients would send directly to the others.
+        narrow_bytes: the part of these bytes that would be sent in a narrow form.
+        sent_bytes: bytes of gradients that each rank would send in all steps, as in ``state.stats().sent_bytes``.
+        exact: whether the hook would send exactly this; for ``auto``, this is what it sends once it has settled.
+        saved_fraction: the fraction of plain DDP's bytes that would be saved.
+        step_seconds: the estimated time of a step; None with one rank.
     """
 
     policy: str
@@ -60,28 +60,27 @@ class PolicyOutlook:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a diagnosis found; the same on every rank. Bytes and seconds are a step's where it does not say otherwise.
+    """The findings of a diagnosis, which are the same on every rank.
 
     Attributes:
-        ranks: how many there are.
-        steps: how many synchronised steps were watched.
-        dense_bytes: what plain DDP handed over in all of them. Bytes.
-        parameters: what became of each, in the model's order.
-        modules: the same, put together by module.
-        policies: what each policy would have made of it.
-        narrow_fraction: which part of the dense bytes, in parameters with several units, a narrow form holds to the
-            bit on every rank: bfloat16 or float16 for float32, float32 for float64; None where values were not looked
-            at.
-        division: how a step divides; None before the second step.
-        answers: to the questions that people ask.
-        advice: the one line to add, or why not; empty while there are problems that go first.
-        notes: what limits this diagnosis.
+        ranks: the number of ranks.
+        steps: the number of synchronised steps that were watched.
+        dense_bytes: bytes that plain DDP handed over in all of these steps.
+        parameters: the verdict on each parameter, in the model's order.
+        modules: the same verdicts, by module.
+        policies: the effect that each policy would have had.
+        narrow_fraction: the part of the dense bytes, in parameters with several units, that a narrow form holds exactly
+            on every rank (bfloat16 or float16 for float32, float32 for float64); None if values were not looked at.
+        division: how a step divides into computation and communication; None before the second step.
+        answers: the answers to common questions.
+        advice: the line to add, or why none helps; empty while there are problems that have to be solved first.
+        notes: limits of this diagnosis.
         problems: what is wrong, the most serious first.
-        heard: the ranks that were heard of: all of them, if no error has ended what was watched. A parameter's pattern
-            has a text for each.
-        model: the class of what is wrapped.
-        called: what the script calls the module, as far as that was found; the most telling name first.
-        other_hook: the communication hook that is registered, if it is not this package's.
+        heard: the ranks that have reported; all ranks, unless an error has ended the run. A parameter's pattern has one
+            text for each of them.
+        model: the class of the wrapped module.
+        called: the script's names for the module, as far as they were found, the most telling first.
+        other_hook: the registered communication hook, if it is not this package's.
     """
 
     ranks: int
@@ -102,13 +101,13 @@ class Findings:
     other_hook: OtherHook | None = None
 
     def verdict(self, name: str) -> ParameterVerdict:
-        """Return what became of one parameter.
+        """Return the verdict on one parameter.
 
         Args:
             name: as in the wrapped model.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: there is no such parameter.
         """
         for one in self.parameters:
             if one.name == name:
@@ -116,13 +115,13 @@ class Findings:
         raise KeyError(f"expected the name of a parameter of the wrapped model, received {name!r}")
 
     def policy(self, name: str) -> PolicyOutlook:
-        """Return what a policy would have made of the steps.
+        """Return the effect that a policy would have had.
 
         Args:
             name: of a preset.
 
         Raises:
-            KeyError: nothing is known of it.
+            KeyError: its effect is unknown.
         """
         for one in self.policies:
             if one.policy == name:
@@ -131,19 +130,19 @@ class Findings:
         raise KeyError(f"expected one of {', '.join(known)}, received {name!r}{did_you_mean(name, known)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values, for JSON."""
+        """Return all findings as plain values, for JSON."""
         found = asdict(self)
         found["problems"] = [asdict(one) | {"kind": one.kind.name.lower()} for one in self.problems]
         return found
 
 
 def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[str] = ()) -> Findings:
-    """Find out what there is to find out.
+    """Derive the findings from the ranks' records.
 
     Args:
         records: each rank's, with the same parameters.
         layouts: the bucket layouts (``_C.LayoutOfBuckets``), which are the same on every rank.
-        notes: what is known to limit it.
+        notes: known limits of the diagnosis.
     """
     first = records[0]
     notes = list(notes)
@@ -254,7 +253,7 @@ def find(records: Sequence[RankRecord], layouts: Sequence[Any], notes: Sequence[
 
 
 def leave_error_to_its_module(findings: Sequence[Findings]) -> list[Findings]:
-    """Where the reason of an error is found in one of several modules, say nothing of the error at the others."""
+    """If one of several modules explains an error, do not report the error for the others."""
     is_found = any(problem.kind.breaks_run for one in findings for problem in one.problems)
     return [
         replace(one, problems=tuple(each for each in one.problems if each.kind is not Kind.SCRIPT_RAISED))

@@ -1,11 +1,11 @@
-"""Hears of each gradient of a DDP module, and of how each backward pass ends.
+"""Observes each gradient of a DDP module, and how each backward pass ends.
 
-It reads what passes by and changes nothing: a hook behind the accumulation of each parameter's gradient, which runs
-before DDP's own, and hooks on the module's forward pass. What ends a pass is heard through callbacks of autograd's,
-each queued from the one before: after all gradients, after DDP has finalised, and after whatever others do then.
+It changes nothing. It uses a hook after the accumulation of each parameter's gradient, which runs before DDP's own
+hook, and hooks on the module's forward pass. Callbacks of autograd, each queued from the one before, tell when a pass
+ends: after all gradients, after DDP has finalised, and after whatever others do then.
 
-Whether DDP reduces a pass is for the Reducer to say, once all gradients are there. Before, it is guessed: DDP does if
-its forward pass ran and none of its backward passes has ended since, or if its forward pass is running.
+Once all gradients have arrived, the Reducer knows whether DDP reduces the pass. Before that, this is a guess: DDP
+reduces it if its forward pass ran and none of its backward passes has ended since, or if its forward pass is running.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Unreduced(Enum):
 
 
 class Silence:
-    """A listener that does nothing; all of it is called on the thread that runs the module, or autograd's."""
+    """A listener that does nothing. Its methods run in the thread that runs the module, or in autograd's."""
 
     def call_begins(self) -> None:
         """The module is called, whether or not a backward pass will follow. May raise: the call then does."""

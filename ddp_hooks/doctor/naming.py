@@ -1,4 +1,4 @@
-"""What a script calls its modules: the variables and attributes that hold one, as far as they can be found."""
+"""Finds the script's names for its modules: the variables and attributes that hold them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def class_name(module: nn.Module) -> str:
 
 
 def find_names_in_frames(module: nn.Module) -> list[str]:
-    """Return what the callers of this function call a module, the outermost first: it gave the name."""
+    """Return the names that the callers of this function have for a module, the outermost first."""
     found: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -32,7 +32,7 @@ def find_names_in_frames(module: nn.Module) -> list[str]:
 
 
 def find_names(module: nn.Module) -> list[str]:
-    """Return what the main program calls a module, and which attribute of some object it is."""
+    """Return the main program's names for a module, including attributes of objects."""
     main = sys.modules.get("__main__")
     found = list(_find_names(module, vars(main))) if main is not None else []
     for holder in gc.get_referrers(module):
@@ -42,7 +42,7 @@ def find_names(module: nn.Module) -> list[str]:
 
 
 def choose_names(candidates: Sequence[Sequence[str]]) -> list[str | None]:
-    """Choose for each of several modules the first of its names that no other one has."""
+    """Choose for each module the first of its names that no other module has."""
     chosen: list[str | None] = []
     for number, names in enumerate(candidates):
         others = {name for other, some in enumerate(candidates) if other != number for name in some}

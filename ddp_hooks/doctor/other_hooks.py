@@ -1,4 +1,4 @@
-"""A communication hook of the script's own: which it is, what it does to gradients, and what it sends."""
+"""Describes a communication hook of the script: its name, what it does to gradients, and what it sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that DDP does not average because it does not know them, and a hook that averages nothing."""
+"""Finds parameters that DDP does not average because it does not know them, and hooks that average nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .verdicts import ADDED, REMOVED, REPLACED, UNFROZEN, ModuleVerdict
 
 
 def find_unfrozen(facts: Facts) -> Iterator[Problem]:
-    """Find what was frozen when DDP was built and has been trained since."""
+    """Find parameters that were frozen when DDP was built and have been trained since."""
     apart = [one for one in facts.modules if one.verdict == UNFROZEN]
     alone = max(dict(record.standing.unreduced).get(Unreduced.UNKNOWN.value, 0) for record in facts.records)
     # The hook averages it if something else is used, too.
@@ -40,7 +40,7 @@ def find_unfrozen(facts: Facts) -> Iterator[Problem]:
 
 
 def find_strangers(facts: Facts) -> Iterator[Problem]:
-    """Find parameters that have come since the model was wrapped."""
+    """Find parameters that were added after the model was wrapped."""
     replaced = [one for one in facts.modules if one.verdict == REPLACED]
     added = [one for one in facts.modules if one.verdict == ADDED]
     removed = [one for one in facts.modules if one.verdict == REMOVED]
@@ -86,7 +86,7 @@ def find_strangers(facts: Facts) -> Iterator[Problem]:
 
 
 def explains_missing(facts: Facts) -> bool:
-    """Say whether DDP waits for nothing but parameters that the model no longer has."""
+    """Return whether DDP waits only for parameters that the model no longer has."""
     for record in facts.records:
         gone = {*record.strangers.replaced, *record.strangers.removed}
         if any(name not in gone and not name.startswith("#") for name in record.standing.missing):
@@ -95,7 +95,7 @@ def explains_missing(facts: Facts) -> bool:
 
 
 def _waits(facts: Facts) -> bool:
-    """Say whether DDP waits for a gradient that will never come, of a parameter that the model no longer has."""
+    """Return whether DDP waits for the gradient of a parameter that the model no longer has."""
     return any(
         record.standing.unfinished is Unfinished.SHORT
         and {*record.strangers.replaced, *record.strangers.removed} & set(record.standing.missing)

@@ -1,4 +1,4 @@
-"""What was found as one HTML page that needs nothing else: a picture of who used what in which step, and the text."""
+"""Writes the findings as one self-contained HTML page: a picture of which rank used what when, and the text."""
 
 from __future__ import annotations
 
@@ -142,12 +142,12 @@ def _draw_parameters(findings: Findings) -> Iterator[str]:
 
 
 def _look(one: ParameterVerdict) -> tuple[object, ...]:
-    """Return what neighbours have to have in common to be one row of the table."""
+    """Return the values that neighbours must share to form one row of the table."""
     return _part(one.name), one.verdict, one.pattern, round(one.zero_rows or 0.0, 2)
 
 
 def _part(name: str) -> str:
-    """Return the part of a model that a parameter belongs to: its layer where layers have numbers, else its module."""
+    """Return the part of a model that a parameter belongs to: its layer, if layers have numbers, or its module."""
     modules = name.split(".")[:-1]
     number = next((place for place, module in enumerate(modules) if module.isdecimal()), len(modules))
     return ".".join(modules[: number + 1])

@@ -1,7 +1,7 @@
-"""What the hook would have sent in the steps that were watched: a function of what all ranks wrote down.
+"""Predicts what the hook would have sent in the watched steps, from the records of all ranks.
 
-For ``skip_unused`` and ``skip_zeros`` it is exact: the same plans, made of the same masks. ``auto`` has detectors that
-turn themselves on and off; for it, what it comes to rest at is given.
+For ``skip_unused`` and ``skip_zeros``, the prediction is exact, because it makes the same plans from the same masks.
+``auto`` turns its detectors on and off; for it, the prediction is what it sends once it has settled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .traffic import Traffic, UnionStep, World, graph_traffic, mixed_traffic, un
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a policy would have handed to collectives.
+    """The bytes that a policy would have handed to collectives.
 
     Attributes:
         policy: its name.
@@ -32,12 +32,12 @@ class Prediction:
 
 
 def dense_bytes(layout: Any) -> tuple[int, ...]:
-    """Return what plain DDP hands over with each bucket. Bytes."""
+    """Return the bytes that plain DDP hands over with each bucket."""
     return tuple(bucket.numel * bucket.element_bytes for bucket in layout.buckets)
 
 
 def predict(steps: Sequence[UnionStep], unmanaged_bytes: dict[int, int], world: World) -> dict[str, Prediction]:
-    """Say what each policy would have sent.
+    """Return what each policy would have sent.
 
     Args:
         steps: the steps.

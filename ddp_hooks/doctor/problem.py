@@ -1,4 +1,4 @@
-"""One thing that is wrong, and how serious it is."""
+"""A problem in a run, and how serious it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum, auto
 
 
 class Kind(IntEnum):
-    """What can be wrong, the most serious first."""
+    """The kinds of problems, the most serious first."""
 
     APART = auto()  # the ranks train weights that nothing averages
     MARKED_TWICE = auto()  # DDP was told of a parameter's gradient when it expected none
@@ -24,25 +24,25 @@ class Kind(IntEnum):
 
     @property
     def breaks_run(self) -> bool:
-        """Whether training cannot go on: what was seen before says little about how it would."""
+        """Whether training cannot continue, so that earlier steps say little about later ones."""
         return Kind.APART < self < Kind.SCRIPT_RAISED
 
     @property
     def forbids_advice(self) -> bool:
-        """Whether it has to go before it is worth talking about policies."""
+        """Whether it has to be solved before it is worth recommending a policy."""
         return self < Kind.SCRIPT_RAISED or self is Kind.WRAPPED_TWICE
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, in whole sentences.
+    """A problem, in whole sentences.
 
     Attributes:
-        kind: which; decides what comes first.
-        fact: one sentence: what is wrong, and why, by name.
-        change: one sentence: the way out.
-        gain: one sentence: what that brings; empty where it is plain.
-        details: further sentences, each a paragraph of its own: on which ranks, other ways out.
+        kind: the kind of problem, which decides the order.
+        fact: one sentence that says what is wrong, and why, with names.
+        change: one sentence that says what to do.
+        gain: one sentence that says what that brings; empty if it is obvious.
+        details: further sentences, each of which is a paragraph: on which ranks, other ways out.
     """
 
     kind: Kind
@@ -52,7 +52,7 @@ class Problem:
     details: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the sentences with which it is told first."""
+        """Return the sentences that open the report."""
         return " ".join(filter(None, (self.fact, self.change, self.gain)))
 
 

@@ -1,11 +1,11 @@
-"""What is wrong in a run, the most serious first: what the report opens with.
+"""Finds what is wrong in a run, the most serious first. The report opens with it.
 
 A finder is a generator function that takes :class:`~ddp_hooks.doctor.questions.Facts` and yields the problems that it
 sees in them. To add a diagnosis: add its kind to :class:`~ddp_hooks.doctor.problem.Kind`, at the
-place that says how serious it is, and its finder to ``_FINDERS``, whose order means nothing. Finders with a subject of
-their own have a module of their own. What a finder needs of each rank is in ``facts.records``, one record
-of plain values for each rank that was heard of; what it needs of all together is in the other fields of ``Facts``. A
-finder yields nothing where it is not certain: a wrong diagnosis is worse than none.
+place that says how serious it is, and its finder to ``_FINDERS``, whose order means nothing. Finders with their own
+subject have their own module. ``facts.records`` has one record of plain values for each rank that has reported; the
+other fields of ``Facts`` concern all ranks together. A finder yields nothing unless it is certain: a wrong diagnosis is
+worse than none.
 
 The report opens with at most three sentences: the fact and the change of the first problem and what the change gains,
 or that nothing is wrong and the advice on policies. The first problem's details and the other problems follow, a

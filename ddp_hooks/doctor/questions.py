@@ -1,4 +1,4 @@
-"""The questions that people ask before they add a line, answered from what was seen."""
+"""Answers common questions from what the ranks saw."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the answers follow from.
+    """The facts that the answers follow from.
 
     Attributes:
         ranks: how many.
@@ -265,7 +265,7 @@ def _what_does_the_search_cost(facts: Facts, division: Division) -> Answer:
 
 
 def advise(facts: Facts, outlooks: Sequence[Outlook], dense_bytes: float) -> str:
-    """Return the one line to add, or that it is not worth it, with the reason: two sentences at most.
+    """Return the line to add, or why none is worth adding, in at most two sentences.
 
     Args:
         facts: what was seen.
@@ -304,7 +304,7 @@ def advise(facts: Facts, outlooks: Sequence[Outlook], dense_bytes: float) -> str
 
 
 def _compare_with(hook: OtherHook, ours: Outlook, dense_bytes: float) -> str:
-    """Say what the script's own hook does, and what this package's would do in its place."""
+    """Compare the script's own hook with this package's hook."""
     payload = (1 - ours.saved_fraction) * dense_bytes
     sends = "" if hook.step_bytes is None else f" and hands {describe_bytes(hook.step_bytes)} a step to collectives"
     text = f"The script registers a communication hook of its own, {hook.name}"

@@ -1,4 +1,4 @@
-"""What a rank brings to the others when a diagnosis is made: plain values."""
+"""The records that ranks exchange for a diagnosis: plain values."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _MOST_STORED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What a rank brings to the others: plain values.
+    """The record of one rank: plain values.
 
     Attributes:
-        names: of its parameters, those that DDP reduces first.
-        sizes: their bytes.
-        reduced_count: how many DDP reduces.
-        ignored: the parameters that DDP ignores at the user's wish.
+        names: the names of its parameters; those that DDP reduces come first.
+        sizes: their sizes in bytes.
+        reduced_count: the number of parameters that DDP reduces.
+        ignored: the parameters that the user has told DDP to ignore.
         order: all names in the model's order.
-        steps: what it wrote down.
+        steps: the steps that it recorded.
         layouts: a hash of each of its bucket layouts.
         find_unused_parameters: DDP's setting when recording began.
         static_graph: DDP's setting.
-        has_hook: a hook of this package is registered.
+        has_hook: whether a hook of this package is registered.
         world: what decides how gradients travel.
-        copy_seconds_per_byte: how fast it copies in memory.
+        copy_seconds_per_byte: the time of a copy in memory.
         missed: of the ranks' steps, counted from 0, those in which it had joined (``ddp.join()``).
         before_accumulating: of the first pass that DDP did not reduce, which part of the bytes a narrow form holds to
             the bit; None if there was none.

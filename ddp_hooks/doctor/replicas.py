@@ -1,7 +1,7 @@
-"""Whether the ranks' parameters are the same when the report is made, and since when they are not.
+"""Compares the ranks' parameters when the report is made, and finds out since when they differ.
 
-Each rank brings a hash of each parameter and a few of its elements, and the elements that it has kept at the beginnings
-of backward passes. So ranks are compared at no cost but that of the one exchange in which records are collected.
+Each rank contributes a hash and a few elements of each parameter, and the elements that it has kept at the beginnings
+of backward passes. The comparison therefore needs only the exchange in which records are collected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAST_DIFFERENCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What a rank knows of its own parameters.
+    """What one rank knows of its own parameters.
 
     Attributes:
         hashes: of each; None of what cannot be read.
@@ -41,13 +41,13 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How replicas differ.
+    """The differences between replicas.
 
     Attributes:
-        names: the parameters that do.
-        compared: how many were compared.
+        names: the parameters that differ.
+        compared: the number of parameters that were compared.
         largest: the largest difference of the elements that were compared.
-        is_rounding: nothing that was compared differs by more than rounding does.
+        is_rounding: whether all differences are as small as those of rounding.
         since: how many steps had finished, and how many passes that were not reduced, when replicas were first seen
             to differ; None if they did not yet when the last backward pass began.
     """
@@ -60,7 +60,7 @@ class Drift:
 
 
 def read_replica(parameters: Sequence[torch.Tensor], samples: Mapping[tuple[int, int], torch.Tensor]) -> Replica:
-    """Read parameters, once, where they lie."""
+    """Read the parameters once, in place."""
     hashes: list[int | None] = [None] * len(parameters)
     elements: list[tuple[float, ...]] = [()] * len(parameters)
     for index, parameter in enumerate(parameters):

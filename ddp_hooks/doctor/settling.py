@@ -1,7 +1,7 @@
-"""What ``auto`` sends once its detectors have settled: the engine's own detectors, driven with what was watched.
+"""Finds what ``auto`` sends once it has settled, by driving the engine's own detectors with the watched steps.
 
-The steps that were watched are repeated, over and over. Which units and which values are asked for follows from what
-the ranks wrote down, as in csrc/engine/engine_buckets.cpp.
+The watched steps are repeated many times. The ranks' records decide which units and which values are asked for, as in
+csrc/engine/engine_buckets.cpp.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The same for a module with fully_shard: which parameters get a gradient, by name, rank and step.
+"""Watches a module with fully_shard: which parameters get a gradient, by name, rank and step.
 
-Nothing is predicted here: what FSDP2 sends depends on how it is sharded.
+It predicts no bytes, because what FSDP2 sends depends on how the module is sharded.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class _Facts:
 class ShardDiagnosis:
     """Watches a module with ``fully_shard`` while its block is open; :func:`ddp_hooks.diagnose` makes it.
 
-    Entering and leaving the block are collective over the default process group. A block that an exception leaves is
-    not: each rank then knows of itself only.
+    Entering and leaving the block are collective over the default process group. If the block raises on a rank, its
+    report covers only that rank.
 
     Attributes:
         on_step: called with the number of steps when one has ended, or None; what it raises, ``backward()`` raises.
@@ -173,7 +173,7 @@ class ShardDiagnosis:
         return _conclude(self._watch, sorted([own, *alike], key=lambda one: one.rank))
 
     def is_unfinished(self) -> bool:
-        """Say whether this rank is within a step."""
+        """Return whether this rank is within a step."""
         return self._watch is not None and self._watch.is_in_step()
 
     @property
@@ -193,11 +193,11 @@ class ShardDiagnosis:
         return self._findings
 
     def __str__(self) -> str:
-        """Return what was found as a text for a terminal."""
+        """Return the report as text for a terminal."""
         return "a diagnosis that has not ended" if self._findings is None else describe(self._findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what was found as plain values, for JSON.
+        """Return the findings as plain values, for JSON.
 
         Raises:
             RuntimeError: the block has not ended yet.
@@ -224,7 +224,7 @@ class _World:
 
 
 class _Watch:
-    """Writes down which parameters got a gradient here, pass by pass.
+    """Records which parameters got a gradient on this rank, pass by pass.
 
     Attributes:
         groups: of parameters.
@@ -268,7 +268,7 @@ class _Watch:
         return bool(self._read_place())
 
     def describe(self, end: End) -> ShardRecord:
-        """Return what was seen until now; by any thread."""
+        """Return what was seen so far; any thread may call this."""
         place = self._read_place()
         unfinished = Unfinished.NONE
         if place == BACKWARD:

@@ -1,4 +1,4 @@
-"""Small messages between the ranks of a module, beside everything that it sends itself."""
+"""Sends small messages between the ranks of a module, separately from what the module sends."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _CLOSING_SECONDS = 0.5
 class SideChannel:
     """A gloo group of a module's ranks, on the host. It outlives ``destroy_process_group()``.
 
-    Making one is a collective call over the module's process group.
+    Creating one is collective over the module's process group.
 
     Args:
         ddp: the module, or anything else with a process group and a device.
         function: the public function that every rank has called.
-        problem: why this rank cannot take part, or None.
+        problem: why this rank cannot take part; None if it can.
 
     Raises:
-        RuntimeError: on every rank, when some rank has a problem.
+        RuntimeError: on every rank, if some rank has a problem.
     """
 
     def __init__(self, ddp: Distributed, function: str, problem: str | None = None) -> None:
@@ -75,7 +75,7 @@ class SideChannel:
             self._backend.allgather([gathered], [own]).wait()
 
     def close(self) -> None:
-        """Let go of the group; may be called again."""
+        """Release the group; may be called again."""
         if self._keeper is None:
             return
         # Not the last reference, which may only be dropped where nothing waits for it: the keeper's is.

@@ -1,4 +1,4 @@
-"""How a module stands on one rank: what has become of its backward passes, as DDP and its Reducer saw them."""
+"""Describes the state of a module on one rank: how its backward passes went, as DDP and its Reducer saw them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RUN_BACKWARD = torch.autograd.backward.__code__
 
 
 class Unfinished(Enum):
-    """What has become of a backward pass that DDP has not finished."""
+    """The state of a backward pass that DDP has not finished."""
 
     NONE = "none"  # there is no such pass
     RUNS = "runs"  # it runs
@@ -86,7 +86,7 @@ class Standing:
 
 
 class Way(Enum):
-    """How a rank has come to the point at which it was asked."""
+    """How a rank reached the point at which it was asked."""
 
     GOES_ON = "goes on"  # its script runs
     FINISHED = "finished"  # its script, or the block, has come to its end
@@ -96,7 +96,7 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How what was watched has ended on a rank.
+    """How the watched run has ended on a rank.
 
     Attributes:
         way: how.
@@ -119,7 +119,7 @@ class End:
 
 
 def runs_backward() -> bool:
-    """Say whether some thread is within a backward pass."""
+    """Return whether some thread is within a backward pass."""
     for frame in sys._current_frames().values():
         here: FrameType | None = frame
         while here is not None:
@@ -134,14 +134,14 @@ _CODES = {_RUN_BACKWARD: "backward", DistributedDataParallel.forward.__code__: "
 
 
 def read_place(thread: int) -> End:
-    """Return where the script is while it goes on, in a thread of this process."""
+    """Return where a running script is, in a thread of this process."""
     stand, position = read_stand(thread), read_position(thread)
     place = "" if position is None else next(iter(position.frames), "")
     return End(Way.GOES_ON, waits_in="" if stand is None else stand.waits_in or "", place=place)
 
 
 def read_end(error: BaseException) -> End:
-    """Return how a script has ended that was left by an error."""
+    """Return how a script has ended that raised an error."""
     if isinstance(error, SystemExit):
         exits = f"sys.exit({error.code!r})"[:_LONGEST_ERROR]
         if isinstance(error.__context__, Exception):

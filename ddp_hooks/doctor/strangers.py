@@ -1,4 +1,4 @@
-"""Parameters of a wrapped model that its DDP module has never heard of: those that have come since it was wrapped."""
+"""Finds parameters that were added to a model after it was wrapped, so that its DDP module does not know them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Strangers:
     """Names, in the order of the model.
 
     Attributes:
-        replaced: DDP holds another parameter that had this name.
-        added: DDP holds none that had, and this one has got a gradient.
-        removed: DDP holds one that is not part of the model any more, and neither is another of its name. One whose
-            name nobody knows is called by its number, as in ``#3``.
+        replaced: DDP holds another parameter, which had this name.
+        added: DDP holds no parameter with this name, and this one has a gradient.
+        removed: DDP holds a parameter that the model no longer has, and that was not replaced. If its name is unknown,
+            it is called by its number, as in ``#3``.
     """
 
     replaced: tuple[str, ...] = ()
@@ -35,12 +35,12 @@ class Strangers:
 
 
 class StrangerWatch:
-    """Looks for them from time to time, and listens to whether they get gradients.
+    """Looks for such parameters at intervals, and listens for their gradients.
 
-    A look reads the names of all parameters, so it comes at the first calls, and then after twice as many each time.
+    A look reads the names of all parameters. It happens at the first calls, and then each time after twice as many.
 
     Attributes:
-        trained: the names of those that have got one.
+        trained: the names of those that have got a gradient.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class StrangerWatch:
         self._handles: list[Any] = []
 
     def call_begins(self, ddp: DistributedDataParallel) -> None:
-        """Look, if it is time to; before a call of the module."""
+        """Look, if it is time for it; called before the module runs."""
         self._calls += 1
         if self._calls & (self._calls - 1):
             return
@@ -61,14 +61,14 @@ class StrangerWatch:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Take every hook off; may be called again."""
+        """Remove all hooks; may be called again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._heard.clear()
 
     def read(self, ddp: DistributedDataParallel, held: dict[int, str]) -> Strangers:
-        """Return what there is now.
+        """Return the current findings.
 
         Args:
             ddp: the module.

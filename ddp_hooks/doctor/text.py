@@ -1,4 +1,4 @@
-"""What was found, as text for a terminal: nothing wider than 80 columns but what a single name needs."""
+"""Writes the findings as text for a terminal, at most 80 columns wide, unless a single name needs more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LINES_SHOWN = 40
 
 
 def describe(findings: Findings) -> str:
-    """Return everything that was found, in the order in which it is asked for."""
+    """Return the report on one module."""
     lines = _wrap(
         f"ddp_hooks doctor: {_count(findings.steps, 'step')} on {_describe_heard(findings)}"
         + (
@@ -71,7 +71,7 @@ def describe(findings: Findings) -> str:
 
 
 def describe_all(findings: Sequence[Findings]) -> Iterator[str]:
-    """Return everything that was found of several modules: first a line for each, in the order of their wrapping."""
+    """Return the report on several modules: first a line for each, in the order in which they were wrapped."""
     if len(findings) == 1:
         yield describe(findings[0])
         return

@@ -1,13 +1,13 @@
-"""How a step divides into computing and sending, how fast the link is, and what fewer bytes would make of the step.
+"""Divides a step into computation and communication, finds the link's rate, and estimates steps with fewer bytes.
 
-The model: buckets leave in order, each when it is complete on every rank and the one before is through, and a link of a
-constant rate carries them one after the other::
+In the model, buckets leave in order, each as soon as it is complete on every rank and the previous one has been sent. A
+link with a constant rate carries them one after the other::
 
     end(0) = ready(0) + bytes(0) / rate,    end(b) = max(end(b - 1), ready(b)) + bytes(b) / rate
 
-``ready`` is measured, and the rate is the one with which the last bucket of plain DDP ends when the step was measured
-to end. The estimate for a policy is the same sum with the bytes that it sends, and without the time in which DDP copies
-into its buckets what the policy leaves where it is.
+``ready`` is measured. The rate is chosen so that the last bucket of plain DDP ends when the measured step ended. The
+estimate for a policy is the same sum with the policy's bytes, without the time in which DDP copies gradients into its
+buckets that the policy does not move.
 """
 
 from __future__ import annotations

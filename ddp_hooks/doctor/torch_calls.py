@@ -1,6 +1,6 @@
-"""Tells of calls of torch's functions that no hook tells of: ``backward()`` that raises, severed checkpoints.
+"""Reports calls of torch's functions for which there is no hook: ``backward()`` that raises, severed checkpoints.
 
-A function is wrapped while somebody listens, and is then what it was before.
+A function is wrapped only as long as there is a listener; afterwards the original function is back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the hook hands over in a step: its own plans, made of what all ranks wrote down of that step."""
+"""Computes what the hook hands over in a step, with its own plans, from the records of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _C = _extension.load()
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What decides how gradients travel, besides what they hold.
+    """What decides how gradients travel, apart from their content.
 
     Attributes:
         ranks: how many there are in the module's group.
@@ -39,7 +39,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What leaves with a bucket, or in a step.
+    """What is sent with a bucket, or in a step.
 
     Attributes:
         payload_bytes: the gradients that travel, however they do. Bytes.
@@ -75,7 +75,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class UnionStep:
-    """One step as all ranks together saw it.
+    """One step, as all ranks together saw it.
 
     Attributes:
         used: the parameters that some rank used, as `skip_unused` counts.
@@ -135,7 +135,7 @@ class UnionStep:
 
 
 def unite(steps: Sequence[Step], layout: Any, slots: dict[int, Slot]) -> UnionStep:
-    """Put together what the ranks wrote down of one step.
+    """Put together the ranks' records of one step.
 
     Args:
         steps: each rank's.

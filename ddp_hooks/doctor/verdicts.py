@@ -1,4 +1,4 @@
-"""What became of each parameter in the steps that were watched, and the modules that this points to."""
+"""Judges each parameter by the watched steps, and groups the verdicts by module."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ParameterVerdict:
-    """What became of one parameter.
+    """The verdict on one parameter.
 
     Attributes:
-        name: in the wrapped model.
-        dense_bytes: what plain DDP hands over for it in each step. Bytes.
-        verdict: as in the table of docs/doctor.md.
-        steps_used: in how many steps some rank used it.
-        ranks_used: the ranks that ever did.
-        zero_rows: which part of its rows (units) was zero on every rank, the mean over the steps in which it was used;
-            None where values were not looked at.
-        pattern: for each rank a text with one character a step: ``#`` used, ``.`` not, ``-`` frozen.
-        frozen_since: from which step on, counted from 0, it was frozen for good after it had been used; None if it was
-            not.
+        name: the parameter's name in the wrapped model.
+        dense_bytes: bytes that plain DDP hands over for it in each step.
+        verdict: a verdict from the table in docs/doctor.md.
+        steps_used: the number of steps in which some rank used it.
+        ranks_used: the ranks that used it in some step.
+        zero_rows: the part of its rows (units) that was zero on every rank, as the mean over the steps in which it was
+            used; None if values were not looked at.
+        pattern: for each rank, a text with one character per step: ``#`` used, ``.`` unused, ``-`` frozen.
+        frozen_since: the step, counted from 0, from which on it was frozen for good after it had been used; None if it
+            was not.
     """
 
     name: str
@@ -78,7 +78,7 @@ class ParameterVerdict:
 
     @property
     def steps_used_by_all(self) -> int:
-        """In how many steps every rank used it."""
+        """The number of steps in which every rank used it."""
         return sum(set(step) == {"#"} for step in zip(*self.pattern, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,14 +88,15 @@ class ParameterVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ModuleVerdict:
-    """Parameters of one module, or a single one, with the same verdict.
+    """The parameters of one module, or a single parameter, with the same verdict.
 
     Attributes:
-        name: of the largest module all of whose parameters have it, or of the parameter; "" for the whole model.
-        verdict: theirs.
-        parameters: how many they are.
-        dense_bytes: theirs together. Bytes.
-        is_module: whether it is a whole module.
+        name: the name of the largest module whose parameters all have this verdict, or of the parameter; "" for the
+            whole model.
+        verdict: their verdict.
+        parameters: the number of parameters.
+        dense_bytes: bytes that plain DDP hands over for them in each step.
+        is_module: whether this is a whole module.
     """
 
     name: str
@@ -235,13 +236,13 @@ def group_by_module(verdicts: Sequence[ParameterVerdict]) -> list[ModuleVerdict]
 
 
 def in_steps(frozen: Sequence[ParameterVerdict]) -> str:
-    """Say since which step parameters are frozen."""
+    """Return a clause that says since which step parameters are frozen."""
     steps = sorted({one.frozen_since for one in frozen if one.frozen_since is not None})
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Say whether a parameter is a module's, or the very one; "" is the whole model."""
+    """Return whether a parameter is part of a module, or has that name itself; "" is the whole model."""
     return not module or name == module or name.startswith(f"{module}.")
 
 
