@@ -58,7 +58,7 @@ def test_more() -> None:
 def test_a_program_on_the_pretended_device_from_the_command_line() -> None:
     fuzz = Path(__file__).with_name("fuzz.py")
     command = [sys.executable, str(fuzz), "--seeds", "0:1", "--device", "pretend"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 programs, 0 differ" in done.stdout
 
