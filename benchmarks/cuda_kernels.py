@@ -2,10 +2,10 @@
 
     python benchmarks/cuda_kernels.py                 # needs a GPU and a build with the CUDA kernels
 
-Each kernel moves messages of several sizes, made of one to ten thousand slices with gaps between them; those about
-widths look through, pack and add up numbers that half of their bits hold. Its time on the device is set beside that of
-`tensor.copy_` of the same size, in turns, and that of a kernel that does nothing. Buffers rotate, so that those of some
-megabytes do not sit in the cache. Bytes are those read plus those written.
+Each kernel moves messages of several sizes, made of one to ten thousand slices with gaps between them. The kernels for
+widths scan, pack and add up numbers that half of their bits hold exactly. Kernels take turns with `tensor.copy_` of the
+same size and with an empty kernel. Buffers rotate, so that those of a few megabytes do not stay in the cache. Bytes are
+those that are read plus those that are written.
 """
 
 from __future__ import annotations

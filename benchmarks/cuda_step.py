@@ -1,25 +1,24 @@
-"""What does the hook cost on the host of a GPU, and what does a step take with everything used?
+"""What does the hook cost on the host of a GPU, and how long does a step take with everything used?
 
     python benchmarks/cuda_step.py                 # needs a GPU and a build with the CUDA kernels
 
-On one GPU: NCCL alone, gloo with two ranks, and NCCL with two ranks that each take themselves for a host of their own
-(NCCL does not support that; where it refuses, the row says so). The variants live side by side and take turns; a step
-is forward, backward and the exchange, up to a synchronised device. Two ranks on one GPU share its time, so steps of
-theirs compare variants and say nothing about a real pair.
+It runs on one GPU: NCCL with one rank, gloo with two ranks, and NCCL with two ranks, each of which claims to be on its
+own host (NCCL does not support this; if it refuses, the row says so). The variants exist side by side and take turns. A
+step is forward, backward and the exchange, until the device is synchronised. Two ranks on one GPU share its time, so
+their steps compare variants and say nothing about two GPUs.
 
-Host time is what a bucket costs the thread that runs backward, from the call of the hook to its return, without the
-wait for the masks. For Python registration it holds the Python function, too. max |d| is the largest difference of a
-gradient to plain DDP's, as a share of the largest element of that parameter's gradient.
+Host time is the time that a bucket takes in the thread that runs backward, from the call of the hook to its return,
+without the wait for masks. With registration through Python, it includes the Python function. max |d| is the largest
+difference of a gradient from plain DDP's, as a share of the largest element of that parameter's gradient.
 
-Two ranks of NCCL send through a socket here, so that a byte costs as on a slow network. There the other workloads are
-measured, in which not everything is used: a table with few rows looked up, and linear layers under autocast, whose
-gradients are bfloat16 numbers in float32, beside the hook of torch's that rounds to them.
+Two NCCL ranks send through a socket here, so bytes cost as much as on a slow network. The other workloads, in which not
+everything is used, are measured there: a table with few rows looked up, and linear layers under autocast, whose
+gradients are bfloat16 numbers in float32, compared with torch's hook that rounds to bfloat16.
 
     python benchmarks/cuda_step.py --workloads table autocast --name cuda_step_socket
 
-A timeline of one step goes beside the JSON, which is written after each world. The exit status is 1 if a gradient
-differs, or if a world other than NCCL with two ranks could not be run.
-"""
+A timeline of one step is written next to the JSON file, which is written after each world. The exit status is 1 if a
+gradient differs, or if a world other than NCCL with two ranks could not be run."""
 
 from __future__ import annotations
 

@@ -2,17 +2,17 @@
 
     python benchmarks/device_counts.py
 
-On the device that the tests pretend (tests/pretend/), with two ranks; so it needs a checkout built by `make build` with
-torch 2.13, and no GPU. Counted are, on rank 0 and a step: launches (kernels and copies), allocations, recorded events,
-waits of streams for events, waits of the host for the device, and collectives. Torch's `allreduce_hook` does the same
-step, so what is more than its count is the price of the hook. Counts are of the host's calls; no time is measured.
+It runs on the pretended device of the tests (tests/pretend/), with two ranks. It therefore needs a checkout built by
+`make build` with torch 2.13, and no GPU. On rank 0, it counts per step: launches (kernels and copies), allocations,
+recorded events, waits of streams for events, waits of the host for the device, and collectives. Torch's
+`allreduce_hook` runs the same step, so the difference from its counts is the price of our hook. All counts are calls of
+the host; no time is measured.
 
 The modules have the parameters of GPT-2 (124M) and ResNet-50 in their order and shapes. Each gradient is dense and has
-no zero, and those of `autocast` are exactly bfloat16 numbers. By which transport these leave, narrow or not, goes by
-what is measured on loopback, so their counts differ from run to run. An adaptive policy is counted after 40 steps, in
-which it has settled; it looks again in one of the ten steps that count, and pauses twice as long each time. So the
-median is what a step takes, and the mean shows a look's price.
-"""
+no zero; those of `autocast` are exactly bfloat16 numbers. Measured times decide whether these are sent narrow, so their
+counts differ between runs. An adaptive policy is counted after 40 steps, when it has settled. It looks again in one of
+the ten counted steps, and pauses twice as long each time, so the median shows a usual step, and the mean includes a
+look."""
 
 from __future__ import annotations
 

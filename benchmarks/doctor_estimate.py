@@ -1,9 +1,9 @@
-"""How close does the doctor come to the step that a policy then takes?
+"""How close is the doctor's estimate to the measured step of each policy?
 
-Plain DDP runs some steps under `ddp_hooks.diagnose`, which says how long a step would take under each policy. Then the
-hook runs the same steps with that policy, in the same process group, and its steps are timed. A step lasts from the end
-of one backward pass to the end of the next; the mean over the ranks is taken, and the median over the steps. Ratio:
-estimated over measured. Before `auto` is timed it runs until it sends what the doctor says it comes to rest at, at most
+Plain DDP runs some steps under `ddp_hooks.diagnose`, which estimates a step's time under each policy. Then the hook
+runs the same steps with that policy, in the same process group, and these steps are timed. A step lasts from the end of
+one backward pass to the end of the next. Times are medians over steps of the mean over ranks, and the ratio is
+estimated over measured time. Before `auto` is timed, it runs until it sends what the doctor predicts, for at most
 `--settling` steps.
 
     python benchmarks/doctor_estimate.py                      # needs root and iproute2

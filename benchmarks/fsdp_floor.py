@@ -2,13 +2,13 @@
 
     python benchmarks/fsdp_floor.py            # no link is needed, nothing is timed
 
-Two hosts of two ranks each, as for `fsdp_link.py --ranks-of-a-host 2`. Which rank uses what follows from the draws of
-the workload alone: the experts of each layer, and the words. A host's average of a gradient then is nothing where none
-of its ranks uses it, a bfloat16 number where one does, and a float32 number where both do. Each host has to learn what
-the other one has: to be told a sum instead takes as many bits or more. So the least, in the forms that there are (no
-bits, 16 or 32) and with exact sums, is what both have together. A ring sends 32 bits either way.
+There are two hosts with two ranks each, as for `fsdp_link.py --ranks-of-a-host 2`. The workload's draws of experts and
+words decide which rank uses what. A host's average of a gradient is zero if none of its ranks uses the gradient, a
+bfloat16 number if one of them does, and a float32 number if both do. Each host has to learn what the other one has;
+sending it a sum instead would take at least as many bits. With exact sums and forms of 0, 16 or 32 bits, the least is
+therefore what both hosts have together. A ring sends 32 bits in each case.
 
-Then the ranks train those steps, and count what they send to the other host.
+Then the ranks train these steps, and count the bytes that they send to the other host.
 """
 
 from __future__ import annotations

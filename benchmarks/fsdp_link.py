@@ -5,13 +5,12 @@
     python benchmarks/fsdp_link.py --ranks-of-a-host 2 --name fsdp_hosts  # against HSDP; what ranks of a host send each
                                                                           # other does not cross the link
 
-Ways of training one model live side by side and take turns, a step each, in an order that rotates; ratios are made
-within a round. A step is forward, backward and SGD; it takes as long as its slowest rank. Afterwards all of them train
-a few more steps, untimed, in which gradients are compared, to the bit, and bytes on the wire are counted.
+Several ways of training one model exist side by side and take turns, one step each, in an order that rotates. Ratios
+are taken within a round. A step is forward, backward and SGD, and takes as long as its slowest rank. Afterwards, all
+ways train a few more untimed steps, in which gradients are compared bit by bit and bytes on the wire are counted.
 
-gloo's reduce-scatter is an all-reduce inside, so it sends twice what it has to. The way "all-to-all" shows what is
-saved by that alone: each rank sends each owner its part as it is.
-"""
+gloo implements a reduce-scatter as an all-reduce, which sends twice as much as necessary. The way "all-to-all" shows
+what avoiding that saves by itself: each rank sends each owner its part unchanged."""
 
 from __future__ import annotations
 

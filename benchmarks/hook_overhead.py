@@ -1,10 +1,10 @@
-"""What does the hook cost on the host? Nothing, half and nine tenths of the parameters unused, on loopback.
+"""What does the hook cost on the host, on loopback, if none, half or nine tenths of the parameters are unused?
 
     python benchmarks/hook_overhead.py --rounds 60
 
-The model is 40 linear layers, with hardly any computation, so that the exchange of gradients is most of the step. The
-baselines are plain DDP, which divides while it copies into the bucket, and torch's allreduce_hook, which like any hook
-needs a pass of its own to divide.
+The model has 40 linear layers and computes little, so the exchange of gradients is most of the step. The baselines are
+plain DDP, which divides while it copies into the bucket, and torch's allreduce_hook, which needs a separate pass to
+divide, like any hook.
 """
 
 from __future__ import annotations

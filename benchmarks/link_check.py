@@ -1,10 +1,11 @@
-"""Is the link as slow as it says? Gloo sends and all-reduces between the hosts, against the rate and the counters.
+"""Is the link as slow as its rate says? Compares gloo's sends and all-reduces with the rate and with the counters.
 
     python benchmarks/link_check.py --hosts 2 --rate 1gbit
 
-Goodput is what a host must send, over time: the payload in a send from rank 0 to rank 1, payload times 2(n-1)/n in an
-all-reduce. The send shows the link; the all-reduce, what gloo's ring makes of it on this machine's cores. On Ethernet
-with an MTU of 1500 bytes, 1448 of 1514 bytes are payload, so 0.956 of the rate is the most there can be.
+Goodput is the bytes that a host has to send, over time: the payload of a send from rank 0 to rank 1, and 2(n-1)/n times
+the payload of an all-reduce. The send shows the link, and the all-reduce shows what gloo's ring achieves on this
+machine's cores. On Ethernet with an MTU of 1500 bytes, 1448 of 1514 bytes are payload, so at most 0.956 of the rate is
+possible.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python benchmarks/many_parameters.py
     python benchmarks/many_parameters.py --parameters 100000 --buckets 1000 --add
 
-Parameters have 32 elements, so that what is timed is what each parameter costs, not its bytes. The step is a loss of
-one term a parameter, all in one bare autograd function, so that the graph itself is small and what is left of a step is
-DDP. Each row has plain DDP's step in the same run; gradients are compared with it. The exponent between two sizes is
-log(time ratio) / log(parameter ratio): 1 is linear, 2 would be quadratic. Of the rounds the fastest counts, because
-other programs take turns with the ranks.
+Parameters have 32 elements, so times show the cost per parameter and not per byte. The loss has one term for each
+parameter, in a single autograd function, so the graph is small and a step consists mostly of DDP. Each row contains
+plain DDP's step in the same run, and gradients are compared with it. The exponent between two sizes is log(time ratio)
+/ log(parameter ratio): 1 is linear, 2 would be quadratic. The fastest round counts, because other programs share the
+cores.
 
 | Column | What |
 |---|---|
@@ -21,7 +21,7 @@ other programs take turns with the ranks.
 | step | backward and forward, slowest rank |
 | plain | the same without a hook |
 
-Without a search of the graph (`find_unused_parameters=False`) what is not used is frozen.
+Without a search of the graph (`find_unused_parameters=False`), unused parameters are frozen.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""From what size should a run of used gradients travel in place? The measurement behind Policy's defaults.
+"""From which size on should a run of used gradients be reduced in place? Policy's defaults are based on this.
 
     python benchmarks/thresholds.py                    # loopback, two ranks
     python benchmarks/thresholds.py --links 1gbit      # on the testbed; needs root and iproute2
 
-A model of equal layers. Every other one is unused, so that every run of used gradients is one layer; each size
-of a layer under policies that gather everything, send every run in place, or use the default.
+Every other layer of the model is unused, so that every run of used gradients is one layer. Each size of a layer is
+measured with policies that gather everything, that reduce every run in place, and with the default.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What does it cost to watch plain DDP with `ddp_hooks.diagnose`?
 
-One DDP module runs blocks of steps, watched and not, in turn: a pair of blocks with one first, then a pair with the
-other first. A block's time is the median of its steps', each the mean over the ranks, from the end of one step to the
-end of the next. The ratio is made within a pair, watched over not watched; its median and quartiles are over the pairs.
-What a host sends in a block is counted at its interface where it has one.
+One DDP module runs blocks of steps in pairs, one watched and one not; the order alternates from pair to pair. The time
+of a block is the median of its steps, each of which is the mean over the ranks, from the end of one step to the end of
+the next. The ratio of a pair is watched over not watched; the row shows its median and quartiles over the pairs. If
+hosts have interfaces, the bytes that a host sends in a block are counted there.
 
     python benchmarks/watching.py                     # needs root and iproute2
     python benchmarks/watching.py --links loopback --size tiny --name try

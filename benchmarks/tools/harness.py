@@ -1,11 +1,11 @@
-"""The skeleton of all benchmarks: who is compared, in which order, what is counted, and how it is written down.
+"""Runs benchmarks: it times variants in turn, counts bytes, compares gradients, and writes the results.
 
-Variants of one workload live side by side in one process group and take turns: each round runs every variant once, the
-same step pattern, in an order that rotates. A ratio is made within a round, so that whatever slows the machine down for
-a while slows both its sides; medians and quartiles are over these ratios. A step takes as long as its slowest rank.
-After the timing an untimed pass compares gradients with the baseline's and counts what crossed the link.
+Variants of one workload exist side by side in one process group and take turns. Each round runs every variant once,
+with the same step pattern, in an order that rotates. Ratios are taken within a round, so that anything that slows the
+machine down affects both sides; medians and quartiles are over these ratios. A step takes as long as its slowest rank.
+After the timing, an untimed pass compares gradients with the baseline's and counts what crossed the link.
 
-benchmarks/README.md has the formula of every column.
+benchmarks/README.md contains the formula of every column.
 """
 
 from __future__ import annotations

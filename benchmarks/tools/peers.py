@@ -1,7 +1,7 @@
-"""Ways to exchange gradients that are compared: DDP's own, torch's hooks, ours, and the best that is possible.
+"""The ways to exchange gradients that are compared: DDP's own, torch's hooks, ours, and the best that is possible.
 
-A peer makes a `Variant` of a workload: a model of its own whose parameters share their storage with all other
-variants', so that a round compares like with like and memory holds the weights once.
+A peer makes a `Variant` of a workload. Each variant has its own model, but all of them share the storage of their
+parameters, so that a round compares equal steps and memory holds the weights once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""N hosts on one machine, joined by links of a chosen rate; runs one rank on each and brings everything home.
+"""Makes N hosts on one machine, joined by links of a chosen rate, runs one rank on each, and collects their results.
 
     python benchmarks/tools/testbed.py --hosts 2 --rate 1gbit -- script.py --its arguments
 
@@ -6,9 +6,9 @@ A host is a network namespace with one interface, eth0: a veth whose other end i
 namespace of its own, so that nothing here touches the machine's own network. Both ends of each link are shaped with
 ``tc tbf``: the host's end limits what it sends, the bridge's end what it receives.
 
-What always holds: when `Testbed.__exit__` returns, no process and no namespace of the run is left, whether it ended
-well, failed, timed out or was interrupted; what a killed run left behind is removed by the next one. A namespace's
-name says which process made it, so runs side by side leave each other alone.
+What always holds: after `Testbed.__exit__`, no process and no namespace of the run is left, whether it succeeded,
+failed, timed out or was interrupted. The next run removes what a killed run left behind. A namespace's name contains
+the process that made it, so concurrent runs do not disturb each other.
 
 Needs root, iproute2 (ip, tc), and a kernel with veth, bridge and tbf. ``--rate loopback`` needs none of these: the
 ranks are then plain processes on 127.0.0.1, and nothing is shaped or counted.

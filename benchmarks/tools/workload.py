@@ -1,9 +1,9 @@
-"""What a workload is: a model, the steps it is trained with, and how large it is.
+"""Defines a workload: a model, the steps that train it, and its size.
 
 A workload repeats a small number of step *patterns*: pattern k has its own inputs and its own random choices, on each
 rank, from fixed seeds. All variants of a round run the same pattern, so that their gradients can be compared, and an
-oracle can be built for each pattern. Weights stay as they are (no optimizer step): what is timed is forward, backward
-and the exchange of gradients, and what an optimizer would cost is the same for every variant.
+oracle can be built for each pattern. There is no optimizer step, so weights do not change. Forward, backward and the
+exchange of gradients are timed; an optimizer would cost the same for every variant.
 """
 
 from __future__ import annotations
