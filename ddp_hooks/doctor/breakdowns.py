@@ -1,4 +1,4 @@
-"""Why a run broke down: what DDP waits for, what it was told twice, and which ranks ran other steps than others."""
+"""Finds why a run broke down: what DDP waits for, what it was told twice, and which ranks ran different steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NAMES_SHOWN = 8
 
 
 class Rank(Protocol):
-    """What a rank says of how a module stands there, wrapped by DDP or with fully_shard."""
+    """What one rank reports about a module that is wrapped by DDP or with fully_shard."""
 
     @property
     def rank(self) -> int:
-        """Which one it is."""
+        """The rank's number."""
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -30,23 +30,23 @@ class Rank(Protocol):
 
     @property
     def standing(self) -> Standing:
-        """What has become of its backward passes."""
+        """The state of its backward passes."""
 
     @property
     def end(self) -> End:
-        """How what was watched has ended there."""
+        """How the watched run has ended on this rank."""
 
 
 class Seen(Protocol):
-    """What the ranks that were heard of say, together."""
+    """What all ranks that have reported say together."""
 
     @property
     def records(self) -> Sequence[Rank]:
-        """What each says, by rank."""
+        """The reports, by rank."""
 
     @property
     def absent(self) -> Sequence[int]:
-        """The ranks that said nothing."""
+        """The ranks that have not reported."""
 
     @property
     def can_join(self) -> bool:
@@ -57,7 +57,7 @@ _Rank = TypeVar("_Rank", bound=Rank)
 
 
 def find_marked_twice(facts: Facts) -> Iterator[Problem]:
-    """Tell apart why DDP raised "Expected to mark a variable ready only once"."""
+    """Find why DDP raised "Expected to mark a variable ready only once"."""
     found = _select(
         facts.records,
         lambda record: (
@@ -250,7 +250,7 @@ def find_missing_gradients(facts: Facts) -> Iterator[Problem]:
 
 
 def find_broken_backward(facts: Seen) -> Iterator[Problem]:
-    """Find a backward pass that has raised, whether or not somebody has caught that."""
+    """Find a backward pass that has raised, whether or not the script caught the error."""
     found = _select(
         facts.records,
         lambda one: (
@@ -296,7 +296,7 @@ def find_broken_backward(facts: Seen) -> Iterator[Problem]:
 
 
 def find_uneven(facts: Seen) -> Iterator[Problem]:
-    """Find ranks that wait in a step which others do not run."""
+    """Find ranks that wait in a step that other ranks do not run."""
     if any(map(_is_broken, facts.records)):
         return
     waits = _select(facts.records, _is_in_step)
@@ -385,7 +385,7 @@ def find_standstill(facts: Seen) -> Iterator[Problem]:
 
 
 def find_silent_rank(facts: Facts) -> Iterator[Problem]:
-    """Find ranks that left no word although they were asked, and nothing else that breaks the run."""
+    """Find ranks that did not answer, if nothing else breaks the run."""
     asked = any(record.end.has_asked for record in facts.records)
     raised = _select(facts.records, lambda one: one.end.way is Way.RAISED and not one.end.lost)
     if not asked or not facts.absent or raised or any(map(_is_broken, facts.records)):

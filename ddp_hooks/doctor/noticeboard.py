@@ -1,6 +1,6 @@
-"""Where ranks leave word for each other when DDP itself has come to a halt, and wait for the others' word.
+"""Lets ranks leave messages for each other when DDP itself hangs, and wait for the messages of the others.
 
-Collectives are of no use then: one of them is what hangs. Nothing here waits without a bound.
+Collectives cannot be used then, because one of them is what hangs. Nothing here waits forever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.1
 
 
 class Noticeboard:
-    """A part of the default process group's store that nobody else uses.
+    """A separate part of the default process group's store.
 
     Args:
         name: the same on every rank of the group, and given only once for it in a run.
@@ -33,7 +33,7 @@ class Noticeboard:
         self._board = Board(distributed_c10d._get_default_store(), f"doctor/{of_group}/{name}")
 
     def someone_calls(self) -> bool:
-        """Say whether a rank has left word."""
+        """Return whether a rank has left a message."""
         return bool(self._board.read(["called"]))
 
     def leave(self, word: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ class Noticeboard:
         self._board.leave("called", 1)
 
     def read(self, seconds: float) -> dict[int, dict[str, Any]]:
-        """Return the words of the ranks that leave one in time, by rank."""
+        """Return the messages of the ranks that leave one in time, by rank."""
         words: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
         while True:
@@ -58,7 +58,7 @@ class Noticeboard:
         return None if claims is None else claims == 1
 
     def note_printed(self) -> None:
-        """Say that the words have been printed."""
+        """Record that the messages have been printed."""
         self._board.leave("printed", 1)
 
     def wait_until_printed(self, seconds: float) -> bool:
@@ -71,5 +71,5 @@ class Noticeboard:
         return False
 
     def close(self) -> None:
-        """Let go of the store; may be called again."""
+        """Release the store; may be called again."""
         self._board.close()

@@ -1,7 +1,7 @@
-"""What one rank writes down while its steps run: as little work as possible; everything else waits for the end.
+"""Records the steps of one rank while they run, with as little work as possible; everything else waits for the end.
 
-Gradients are looked at when they have just been accumulated and DDP has not reduced them yet, with the scan that the
-hook itself uses: what it finds then is what the hook would find.
+It looks at gradients after they were accumulated and before DDP reduces them, with the scan that the hook uses, so it
+finds what the hook would find.
 """
 
 from __future__ import annotations

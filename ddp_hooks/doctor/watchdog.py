@@ -1,6 +1,6 @@
-"""Speaks for a run that stands still or dies: ranks leave word of what they have seen, and one of them prints it.
+"""Reports on a run that hangs or dies: ranks leave messages about what they have seen, and one of them prints a report.
 
-It looks at the run in the thread of :mod:`ddp_hooks.hangs`, which tells by itself which ranks others wait for.
+It looks at the run in the thread of :mod:`ddp_hooks.hangs`, which itself finds the ranks that others wait for.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Run(Protocol):
     """What is watched."""
 
     def seconds_stood(self) -> float:
-        """Return for how long no step has ended."""
+        """Return the seconds since the last step ended."""
 
     def is_in_step(self) -> bool:
-        """Say whether a step has begun and not ended."""
+        """Return whether a step has begun and not ended."""
 
     def make_word(self) -> dict[str, Any]:
         """Return what this rank has seen, as JSON takes it."""
@@ -68,7 +68,7 @@ class Watchdog:
         self._stop_listening = watcher.listen(self._look)
 
     def stop(self) -> None:
-        """Look no more; may be called again, and from within a look."""
+        """Stop looking; may be called again, and from within a look."""
         self._stop_listening()
         # What has begun to explain ends the process.
         if self._looks.acquire(timeout=_PRINT_SECONDS):
