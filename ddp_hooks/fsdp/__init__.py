@@ -1,4 +1,4 @@
-"""The same for FSDP2: reduce-scatters that send only what somebody needs, in as many bits as hold it.
+"""Serves modules with FSDP2: reduce-scatters send only non-zero gradients, in 16 bits where that is lossless.
 
 ::
 
@@ -9,7 +9,7 @@
     ...
     print(state.stats())
 
-docs/fsdp.md says what it does.
+See docs/fsdp.md.
 """
 
 from .state import ShardState, register

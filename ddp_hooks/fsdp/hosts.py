@@ -1,8 +1,8 @@
-"""The average over hosts of what each host has reduced: without zeros, narrow where that is exact.
+"""Averages reduced gradients over hosts, without zeros, and in fewer bits where that is lossless.
 
-Each rank of a host holds a shard. Of two hosts, the ranks with the same shard swap what they have of it, and both add
-it up. Of more, they divide the shard among them: each owns a part, receives the others' of it, adds them up in the
-order of hosts, and sends the sum to all.
+Each rank of a host holds a shard. With two hosts, the two ranks with the same shard swap their gradients, and both add
+them up. With more hosts, the ranks with the same shard divide it: each owns a part, receives that part from the others,
+adds the contributions in the order of hosts, and sends the sum to all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .reduction import DTYPES, Announcement, Exchange, Looks, Questions, Staging
 
 _C = _extension.load()
 
-# A shard's parts do not end where parameters do, so their units are not rows. Bytes.
+# A shard's parts do not end where parameters end, so their units are not rows. Bytes.
 _UNIT_BYTES = 1024
 
 
@@ -30,11 +30,12 @@ class AverageOverHosts:
     """The averages of one group of parameters.
 
     Args:
-        group: one rank of each host.
-        names: of the parameters.
-        numel: of the largest shard.
-        policy, questions: what is looked for.
-        staging: memory.
+        group: a process group with one rank of each host.
+        names: the names of the parameters.
+        numel: the number of elements of the largest shard.
+        policy: the policy.
+        questions: what the policy asks of gradients.
+        staging: memory for messages.
     """
 
     def __init__(
@@ -52,28 +53,28 @@ class AverageOverHosts:
         most = numel if self._hosts == 2 else self._part_of(numel)
         self._exchange = Exchange(staging, len(names), _units(most, 8).code_bytes)
         self._names = names
-        self.announced: list[Announcement] | None = None  # in the last average, where there was an exchange
+        self.announced: list[Announcement] | None = None  # in the last average, if ranks exchanged codes
 
     @property
     def statistics(self) -> Statistics:
-        """What this rank sent to other hosts, and what an all-reduce would have."""
+        """The bytes that this rank sent to other hosts, and those that an all-reduce would have sent."""
         return self._exchange.statistics
 
     def __call__(self, shard: torch.Tensor, participants: Participants, local_ranks: int | None) -> None:
         """Average a shard in place.
 
         Args:
-            shard: what this host has of it, flat.
-            participants: the parameters in it; used are those that somebody on this host uses, as far as that is known.
-            local_ranks: of a host, whose gradients FSDP2 averages; None where it is not asked to average, but divides
-                by another number itself.
+            shard: the reduced gradients of this host, flat.
+            participants: the parameters in the shard. Those that some rank of this host uses count as used, as far as
+                that is known.
+            local_ranks: the ranks of a host, over which FSDP2 averages; None if FSDP2 divides by another number.
 
         Raises:
-            LayoutsDiffer: hosts hold gradients of different parameters. On every rank.
+            LayoutsDiffer: on every rank, if hosts hold gradients of different parameters.
         """
         if shard.numel() == 0:
             return
-        # What a ring sends.
+        # The bytes of a ring all-reduce.
         dense_bytes = 2 * (self._hosts - 1) * self._part_of(shard.numel()) * shard.element_size()
         self.announced = None
         self._exchange.count(steps=1, dense_bytes=dense_bytes)
@@ -121,7 +122,7 @@ class AverageOverHosts:
         start = time.perf_counter()
         theirs = self._staging.take("theirs", shard.nbytes).view(shard.dtype)
         units.unpack(theirs, received, codes, -1, received_sizes)
-        # In the order of hosts, so that both hold the same bits, of NaN too.
+        # In the order of hosts, so that both get the same bits, including those of NaN.
         torch.add(*((shard, theirs) if other == 1 else (theirs, shard)), out=shard)
         exchange.count(
             hook_seconds=time.perf_counter() - start,
@@ -141,7 +142,7 @@ class AverageOverHosts:
         units = _units(part, shard.element_size())
         whole = shard
         if part * self._hosts != shard.numel():
-            # Rounded up to parts of the same size.
+            # Rounded up, so that all parts have the same size.
             whole = self._staging.take("whole", part * self._hosts * shard.element_size()).view(shard.dtype)
             whole[: shard.numel()] = shard
             whole[shard.numel() :] = 0
@@ -152,7 +153,7 @@ class AverageOverHosts:
         codes, self.announced = exchange.announce(
             self._group, message, self._announcement(shard, sum(sizes), participants)
         )
-        # Sums hold what any of their contributions holds, so they take at least as much as the largest.
+        # A sum is non-zero wherever a contribution is, so it takes at least as many bytes as the largest one.
         most = 2 * max(each.sent_bytes for each in self.announced)
         if not self._looks.observe(most, dense_bytes):
             return False
@@ -181,7 +182,7 @@ class AverageOverHosts:
         return True
 
     def _send_sums(self, units: Any, whole: torch.Tensor, total: torch.Tensor) -> None:
-        """Send everybody the own sum, and write theirs."""
+        """Send this rank's sum to all ranks, and write the sums of the others."""
         exchange, questions, own, hosts = self._exchange, self._questions, self._own, self._hosts
         message = exchange.new_codes(hosts)
         codes = exchange.codes_of(message)
@@ -204,10 +205,11 @@ class AverageOverHosts:
 
 
 def divisor_before_hosts(dtype: torch.dtype, local_ranks: int, hosts: int) -> float:
-    """Return by what a shard is divided before it is summed over hosts; by the rest it is divided afterwards.
+    """Return the divisor of a shard before it is summed over hosts; the rest of the division follows afterwards.
 
-    In float16 a sum may become infinite, and what is divided too early zero. So FSDP2 divides a gradient by about the
-    root of the number of ranks before it is summed, and by the rest afterwards. For the ranks of a host it has done so.
+    In float16, a sum may overflow, and a gradient that is divided too early may underflow. So FSDP2 divides by about
+    the square root of the number of ranks before the sum, and by the rest afterwards. It has done so for the ranks of a
+    host.
     """
     if dtype in (torch.float32, torch.bfloat16):
         return 1.0
@@ -215,7 +217,7 @@ def divisor_before_hosts(dtype: torch.dtype, local_ranks: int, hosts: int) -> fl
 
 
 def _power_below_root(ranks: int) -> int:
-    """Return the power of two that FSDP2 divides the gradients of so many ranks by first."""
+    """Return the power of two by which FSDP2 first divides the gradients of a number of ranks."""
     power = 1
     while ranks % power == 0 and power * power < ranks:
         power *= 2

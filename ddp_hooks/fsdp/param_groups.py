@@ -1,6 +1,6 @@
-"""The only file that looks into FSDP2: parameter groups, what lies where in a reduce-scatter's input, and who calls it.
+"""Reads FSDP2's parameter groups and the layout of their reduce-scatters; no other file looks into FSDP2.
 
-What it reads is private to torch. `find` asks for each attribute, and refuses a torch that has others.
+The attributes that it reads are private to torch. `find` checks each of them, and refuses a torch that lacks one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ except ImportError as _error:  # another torch
     _MISSING = str(_error)
     ReduceScatter = object  # type: ignore[misc, assignment]
 
-# What is read: of a parameter group, of its parameters, and of the class of those, because an instance has it only from
-# the first forward pass on.
+# The attributes that are read of a parameter group, of its parameters, and of the parameters' class, because instances
+# have some of them only after the first forward pass.
 _ATTRIBUTES = (
     "fsdp_params",
     "mesh_info",
@@ -51,22 +51,22 @@ _PARAMETER_ATTRIBUTES = (
     "_module_info",
 )
 _DECLARED_ATTRIBUTES = ("_unsharded_param",)
-# Of a mesh, where it shards and where it replicates.
+# Attributes of a mesh: its dimensions that shard and replicate.
 _SHARDING, _REPLICATING = ("shard_process_group", "reduce_scatter_process_group"), ("replicate_process_group",)
-# What a reduce-scatter is called with, by name.
+# The arguments of a reduce-scatter.
 _ARGUMENTS = ("output_tensor", "input_tensor", "group", "op", "async_op")
 OLDEST_TORCH = "2.13"
-# Reduce-scatters that are torch's own, with memory as usual.
+# The reduce-scatters of torch that allocate ordinary memory.
 _PLAIN = ("DefaultReduceScatter", "ProcessGroupAllocReduceScatter")
 
 
 @dataclass(frozen=True, slots=True)
 class Participants:
-    """Which parameters a reduction has.
+    """The parameters of a reduction.
 
     Attributes:
-        included: those that lie in the reduce-scatter's input, in this order.
-        used: those of them that have a gradient here; the others are zeros.
+        included: the parameters in the reduce-scatter's input, in order.
+        used: those of them with a gradient on this rank; the others are zeros.
     """
 
     included: tuple[int, ...]
@@ -75,11 +75,11 @@ class Participants:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a parameter takes of each rank's part of the input, in elements.
+    """The space of a parameter in each rank's part of the input, in elements.
 
     Attributes:
-        length: all of it, padding included.
-        row_length: what shares an index of the first dimension.
+        length: its length, including padding.
+        row_length: the number of elements that share an index of the first dimension.
     """
 
     length: int
@@ -95,11 +95,11 @@ class ParamGroup:
 
     Args:
         inner: torch's ``FSDPParamGroup``.
-        names: of its parameters, as the registered module calls them.
+        names: the names of its parameters in the registered module.
     """
 
     def __init__(self, inner: Any, names: Sequence[str]) -> None:
-        # Not kept alive: the module owns it, and lets go of its memory when it goes itself.
+        # A weak reference: the module owns it, and frees its memory when it goes.
         self._reference = weakref.ref(inner)
         self.names = tuple(names)
         self._previous: Any = None
@@ -117,83 +117,83 @@ class ParamGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of its parameters."""
         return self._inner.device  # type: ignore[no-any-return]
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Over which gradients are reduce-scattered; None where they are not sharded."""
+        """The process group of its reduce-scatters; None if its parameters are not sharded."""
         mesh_info = self._inner.mesh_info
-        separate = getattr(mesh_info, "reduce_scatter_process_group", None)  # not where it only replicates
+        separate = getattr(mesh_info, "reduce_scatter_process_group", None)  # not if it only replicates
         return separate or getattr(mesh_info, "shard_process_group", None)
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """Over which FSDP2 all-reduces by itself, with a mesh of two dimensions or ``replicate``."""
+        """The process group of FSDP2's own all-reduces, with a two-dimensional mesh or ``replicate``; or None."""
         return getattr(self._inner.mesh_info, "replicate_process_group", None)
 
     @property
     def reduces_everywhere(self) -> bool:
-        """Whether the all-reduce is due, too: not under ``set_requires_all_reduce(False)``."""
+        """Whether FSDP2 all-reduces now; it does not under ``set_requires_all_reduce(False)``."""
         return bool(self._inner.all_reduce_grads)
 
     @property
     def divides_by_itself(self) -> bool:
-        """Whether ``set_gradient_divide_factor`` says what all ranks' sum is divided by."""
+        """Whether ``set_gradient_divide_factor`` sets the divisor of the sum."""
         return self._inner.gradient_divide_factor is not None
 
     @property
     def sends_unused(self) -> bool:
-        """Whether zeros are reduced for what has no gradient, so that ranks may differ."""
+        """Whether FSDP2 reduces zeros for parameters without a gradient, so that ranks may differ."""
         return bool(self._inner.reduce_scatter_unused_params)
 
     @property
     def has_hook(self) -> bool:
-        """Whether reduced gradients pass through a hook."""
+        """Whether the group has a hook for reduced gradients."""
         return self._inner._all_reduce_hook is not None
 
     def forward_order(self) -> tuple[str, ...]:
-        """Return the modules of all groups whose forward pass has ended since the last backward pass, in this order.
+        """Return the modules whose forward pass has ended since the last backward pass, in order.
 
-        Empty where this torch does not keep it.
+        Empty if this torch does not record it.
         """
         groups = getattr(getattr(self._reference(), "comm_ctx", None), "post_forward_order", ())
         return tuple(getattr(group, "_module_fqn", "") or "the root module" for group in tuple(groups))
 
     def columns(self) -> list[Column]:
-        """Return what each parameter takes of a part, in their order."""
+        """Return the space of each parameter in a part, in order."""
         columns = []
         for parameter in self._inner.fsdp_params:
             shape = parameter.padded_sharded_param_size
-            # Of what is sharded along another dimension the parts are put together along the first.
+            # Parts of a parameter that is sharded along another dimension are concatenated along the first.
             columns.append(Column(shape.numel(), shape[1:].numel()))
         return columns
 
     def is_frozen(self, index: int) -> bool:
-        """Say whether a parameter does not require a gradient now; False when the module has gone."""
+        """Say whether a parameter does not require a gradient now; False if the module is gone."""
         inner = self._reference()
         return inner is not None and not inner.fsdp_params[index].sharded_param.requires_grad
 
     def numel(self, index: int) -> int:
-        """Return the elements of the whole parameter."""
+        """Return the number of elements of the whole parameter."""
         return self._sizes[index][0]
 
     def nbytes(self, index: int) -> int:
-        """Return the bytes of the whole parameter."""
+        """Return the size of the whole parameter. Bytes."""
         numel, element_bytes = self._sizes[index]
         return numel * element_bytes
 
     @property
     def participants(self) -> Participants | None:
-        """What the reduction has that is under way; None if none is."""
+        """The parameters of the reduction that is under way; None if there is none."""
         return self._participants
 
     def install(self, reduce: Reduce, owner: object, finish: Listener) -> None:
-        """Have reduce-scatters call ``reduce``, and torch's own where it returns False.
+        """Let reduce-scatters call ``reduce``, and torch's own function if it returns False.
 
         Args:
             reduce: called with output, input, process group and operation.
-            owner: what :attr:`owner` returns.
+            owner: the value of :attr:`owner`.
             finish: see :meth:`listen`.
         """
         inner = self._inner
@@ -202,7 +202,7 @@ class ParamGroup:
         self.listen(finish)
 
     def listen(self, finish: Listener) -> None:
-        """Have ``finish`` called after each reduction of this group, also one that has no gradient."""
+        """Let each reduction of this group call ``finish`` at its end, even if it has no gradient."""
         inner = self._inner
         post_backward = vars(inner).get("post_backward")
         if post_backward is None:
@@ -210,7 +210,7 @@ class ParamGroup:
         post_backward.listeners.append((self, finish))
 
     def stop_listening(self) -> None:
-        """Call nobody any more."""
+        """Undo :meth:`listen`."""
         inner = self._reference()
         post_backward = None if inner is None else vars(inner).get("post_backward")
         if isinstance(post_backward, _PostBackward):
@@ -219,16 +219,16 @@ class ParamGroup:
                 del inner.post_backward  # type: ignore[union-attr]
 
     def take(self, participants: Participants | None) -> None:
-        """Note what the reduction has that begins, or None when it ends."""
+        """Note the parameters of the reduction that begins, or None when it ends."""
         self._participants = participants
 
     def install_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Have each reduced gradient pass through a hook before it is divided and copied."""
+        """Let each reduced gradient pass through a hook before it is divided and copied."""
         self._inner._all_reduce_hook = hook
         self._hook = weakref.WeakMethod(hook)
 
     def remove(self) -> None:
-        """Take back what was installed, as far as it is still there."""
+        """Remove everything that was installed and is still in place."""
         inner = self._reference()
         if inner is None:
             return
@@ -241,12 +241,12 @@ class ParamGroup:
 
     @property
     def owner(self) -> object:
-        """What was installed with the reduce-scatter that it has now; None if that is not ours."""
+        """The owner that was installed with the current reduce-scatter; None if that is not ours."""
         comm = getattr(self._inner, "_reduce_scatter_comm", None)
         return comm.owner if isinstance(comm, SkippingReduceScatter) else None
 
     def why_unwatched(self) -> str | None:
-        """Say why nobody could listen; None if all is well."""
+        """Say why :meth:`listen` is impossible; None if it is possible."""
         inner = self._inner
         if missing := _missing(inner):
             return _another_fsdp2(f"it has no {', '.join(missing)}")
@@ -257,7 +257,7 @@ class ParamGroup:
         return None
 
     def why_unsupported(self) -> str | None:
-        """Say what cannot be served, and the way out; None if all is well."""
+        """Say why the group cannot be served, and what to do; None if it can."""
         if problem := self.why_unwatched():
             return problem
         if self.device.type != "cpu":
@@ -278,7 +278,7 @@ def _another_fsdp2(what: str) -> str:
 
 
 def _missing(inner: Any) -> list[str]:
-    """Return what is read, and not there, in words."""
+    """Describe the attributes that are read and missing."""
     missing = [name for name in _ATTRIBUTES if not hasattr(inner, name)]
     for parameter in getattr(inner, "fsdp_params", ())[:1]:
         missing += [f"{name} of a parameter" for name in _PARAMETER_ATTRIBUTES if not hasattr(parameter, name)]
@@ -298,14 +298,14 @@ def _missing(inner: Any) -> list[str]:
 
 
 class _PostBackward:
-    """What stands in place of a group's ``post_backward``: looks at gradients before FSDP2 takes them.
+    """Replaces a group's ``post_backward``, to see gradients before FSDP2 takes them.
 
     Attributes:
-        listeners: who is told, and how.
+        listeners: the callbacks, by owner.
     """
 
     def __init__(self, reference: weakref.ref[Any]) -> None:
-        # The group holds this one, and not the other way round.
+        # The group holds this object, and not the other way round.
         self._reference = reference
         self.listeners: list[tuple[ParamGroup, Listener]] = []
 
@@ -342,17 +342,17 @@ def _look_at_gradients(inner: Any) -> Participants:
 
 
 class SkippingReduceScatter(ReduceScatter):
-    """What FSDP2 calls in place of the reduce-scatter that it had.
+    """Replaces FSDP2's reduce-scatter.
 
     Attributes:
-        owner: who installed it.
+        owner: the object that installed it.
     """
 
     def __init__(self, reduce: Reduce, previous: Any, owner: object) -> None:
         self._reduce, self._previous, self.owner = reduce, previous, owner
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for an input or output, of the one before."""
+        """Return memory for an input or output, allocated by the replaced reduce-scatter."""
         return self._previous.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
     def __call__(
@@ -363,7 +363,7 @@ class SkippingReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Reduce, or have the one before do it."""
+        """Reduce, or let the replaced reduce-scatter do it."""
         if not async_op and self._reduce(output_tensor, input_tensor, group, op):
             return None
         return self._previous(
@@ -373,12 +373,12 @@ class SkippingReduceScatter(ReduceScatter):
 
 @contextmanager
 def watch_first_forward(callback: Callable[[nn.Module], object]) -> Iterator[None]:
-    """Call ``callback(module)`` when a forward pass begins that is the first one of a root module with fully_shard.
+    """Call ``callback(module)`` at the beginning of the first forward pass of each root module with fully_shard.
 
-    Which module is the root is not known before. Does nothing where this torch has another FSDP2.
+    The root module is unknown before that. Does nothing if this torch has another FSDP2.
 
     Args:
-        callback: what it raises the forward pass raises.
+        callback: the callback. The forward pass raises its exceptions.
     """
     original = None if _MISSING else getattr(FSDPState, "_lazy_init", None)
     if original is None:
@@ -408,7 +408,7 @@ def find(module: nn.Module) -> list[ParamGroup]:
     """Return the parameter groups of a module that FSDP2 or ``replicate`` manages, in the order of its modules.
 
     Raises:
-        TypeError: it is no such module; says what it is.
+        TypeError: it is another module; the message says which kind.
         RuntimeError: this torch has another FSDP2.
     """
     if _MISSING:

@@ -1,9 +1,9 @@
-"""One reduce-scatter, or one all-reduce over hosts, in which each rank sends each owner what that one needs.
+"""Reduces gradients so that each rank sends each owner only the units that are not zero.
 
-Two collectives: *codes* say, for each unit of each owner's part, in which form it follows; then what they announce. A
-code is a sender's own choice, so nothing has to be agreed on but two things. Which units there are follows from the
-layout, and a digest of it travels with the codes. And whether the second collective takes place: that follows from
-every rank's total, which travels, too.
+There are two collectives. The first one sends *codes*, which say for each unit of each owner's part in which form it
+follows; the second one sends those units. The sender alone chooses a code, so ranks need to agree on two things only:
+the units, which follow from the layout, whose digest travels with the codes; and whether the second collective takes
+place, which follows from every rank's total, which travels as well.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .param_groups import Column, Participants
 
 _C = _extension.load()
 
-# What can be scanned and added up.
+# The dtypes that can be scanned and added.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# What a word of a message holds of a set of parameters: not the sign.
+# The bits of a word that describe a set of parameters: all but the sign.
 _BITS_OF_WORD = 62
 _WORD_BYTES = 8
-# Of layouts: ranks may have gradients of other parameters in each step.
+# The number of cached layouts: each step may have gradients of other parameters.
 _KEPT = 32
 K = TypeVar("K")
 V = TypeVar("V")
@@ -38,14 +38,14 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What a policy has a rank look for.
+    """The questions that a policy asks of gradients.
 
     Attributes:
         skip_unused: leave out parameters that have no gradient.
-        zeros: read gradients, and leave out what is zero.
-        narrow: read gradients, and send narrow what a narrow form holds.
-        divides: decide by rows, and not by parameters.
-        always: in every step, however little it saves.
+        zeros: read gradients, and leave out zeros.
+        narrow: read gradients, and send them in fewer bits where that is lossless.
+        divides: decide for each row instead of each parameter.
+        always: ask in every step, however little it saves.
     """
 
     skip_unused: bool
@@ -68,12 +68,12 @@ class Questions:
 
     @property
     def any(self) -> bool:
-        """Whether there is anything to ask."""
+        """Whether there is any question."""
         return self.skip_unused or self.zeros or self.narrow
 
 
 class Looks:
-    """In which steps it is asked what can be left out; the same on every rank, because totals are."""
+    """Decides in which steps gradients are examined; the same on every rank, because totals are the same."""
 
     def __init__(self, policy: Policy, always: bool) -> None:
         settings = adaptive_settings(policy, is_on_device=False)
@@ -82,45 +82,45 @@ class Looks:
         self._step = 0
 
     def begin_step(self) -> bool:
-        """Count a step; return whether it is asked in it."""
+        """Count a step; return whether gradients are examined in it."""
         self._step += 1
         return self._always or self._rule.is_due(self._step)
 
     def observe(self, sent_bytes: int, dense_bytes: int) -> bool:
-        """Return whether what would be sent is so much less that it is sent in this way."""
+        """Return whether sending only the announced units saves enough to do so."""
         saved = dense_bytes - sent_bytes
         return saved > 0 if self._always else self._rule.observe(self._step, saved, dense_bytes)
 
 
 @dataclass(slots=True)
 class Staging:
-    """Memory for messages, which all reductions of a module use in turn."""
+    """Memory for messages, which the reductions of a module share one after another."""
 
     _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def take(self, name: str, size: int) -> torch.Tensor:
-        """Return so many bytes; what was taken under this name before is given back."""
+        """Return memory of a size; memory taken earlier under the same name becomes invalid."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return buffer[:size]
 
     def clear(self) -> None:
-        """Let go of all of it."""
+        """Free all memory."""
         self._buffers.clear()
 
 
 class Recent(Generic[K, V]):
-    """What was made of a key; of more than 32 keys the one that was asked for longest ago is forgotten.
+    """A cache of the 32 most recently used values.
 
-    functools.lru_cache over a method would make a cycle, and memory would wait for the garbage collector.
+    functools.lru_cache on a method would make a reference cycle, and delay the release of memory.
     """
 
     def __init__(self) -> None:
         self._made: dict[K, V] = {}
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """Return what was made of a key, made anew if need be."""
+        """Return the value of a key, and make it if it is missing."""
         made = self._made.pop(key, None)
         if made is None:
             made = make()
@@ -130,12 +130,12 @@ class Recent(Generic[K, V]):
         return made
 
     def __len__(self) -> int:
-        """Return how many are kept."""
+        """Return the number of cached values."""
         return len(self._made)
 
 
 class Layout:
-    """The units of a part of the input, for parameters that are included; made once for each set of them."""
+    """The units of a part of the input, for a set of included parameters."""
 
     def __init__(
         self,
@@ -154,18 +154,18 @@ class Layout:
             whole = _C.ParameterSlice(i, 0, length, row_length)
             stretches.append((length, _C.units_of(whole, element_bytes, settings).length if divides else length))
         self.units = _C.ShardUnits(stretches)
-        # With names, because blocks of one kind are alike, and ranks may reduce different ones.
+        # With names, because ranks may reduce different blocks of the same shape.
         self.digest = digest_of(f"{element_bytes} {[names[i] for i in included]} {stretches}")
 
 
 def digest_of(text: str) -> int:
-    """Return 56 bits."""
+    """Return a digest of 56 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What one rank told all others, besides codes."""
+    """The information that a rank sends with its codes."""
 
     digest: int
     sent_bytes: int
@@ -182,12 +182,12 @@ class LayoutsDiffer(Exception):
 
 
 class Exchange:
-    """Codes and contents between all ranks of a process group; counts what they take.
+    """Exchanges codes and units between all ranks of a process group, and counts bytes and time.
 
     Args:
-        staging: memory.
-        parameter_count: of the group of parameters.
-        most_code_bytes: that a layout can have, so that messages are alike on ranks with different layouts.
+        staging: memory for messages.
+        parameter_count: the number of parameters in the group.
+        most_code_bytes: the largest size of a layout's codes, so that ranks with different layouts send equal sizes.
     """
 
     def __init__(self, staging: Staging, parameter_count: int, most_code_bytes: int) -> None:
@@ -198,17 +198,17 @@ class Exchange:
         self.statistics = Statistics()
 
     def new_codes(self, ranks: int) -> torch.Tensor:
-        """Return a message with a row for each rank; `codes_of` are to be filled in."""
+        """Return a message with a row for each rank, in which `codes_of` must be filled in."""
         return torch.zeros(ranks, self._row_bytes, dtype=torch.uint8, device="cpu")
 
     def codes_of(self, message: torch.Tensor) -> torch.Tensor:
-        """Return where the codes stand, a row for each rank."""
+        """Return the codes in a message, a row for each rank."""
         return message[:, self._words * _WORD_BYTES :]
 
     def announce(
         self, group: dist.ProcessGroup, message: torch.Tensor, own: Announcement
     ) -> tuple[torch.Tensor, list[Announcement]]:
-        """Send each rank its row; return what was received, and what was announced.
+        """Send each rank its row; return the received rows and the announcements.
 
         Raises:
             LayoutsDiffer: on every rank.
@@ -235,7 +235,7 @@ class Exchange:
         received_sizes: Sequence[int],
         pack: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
-        """Send what ``pack`` writes, and return what came, in the order of ranks."""
+        """Send the bytes that ``pack`` writes, and return the received bytes in the order of ranks."""
         message = self._staging.take("sent", sum(sent_sizes))
         pack(message)
         received = self._staging.take("received", sum(received_sizes))
@@ -244,7 +244,7 @@ class Exchange:
         return received
 
     def receive_all(self, group: dist.ProcessGroup, flat: torch.Tensor) -> torch.Tensor:
-        """Send each rank its part as it is; return what came of all of them, the own part too, as bytes."""
+        """Send each rank its part unchanged; return the bytes of all ranks, including this one."""
         received = self._staging.take("received", flat.nbytes)
         dist.all_to_all_single(received.view(flat.dtype), flat, group=group)
         sent_bytes = flat.nbytes - flat.nbytes // dist.get_world_size(group)
@@ -274,10 +274,11 @@ class ReduceScatter:
     """The reduce-scatters of one group of parameters.
 
     Args:
-        columns: what each parameter takes of a part.
-        names: of the parameters.
-        policy, questions: what is looked for.
-        staging: memory.
+        columns: the space of each parameter in a part.
+        names: the names of the parameters.
+        policy: the policy.
+        questions: what the policy asks of gradients.
+        staging: memory for messages.
     """
 
     def __init__(
@@ -286,19 +287,19 @@ class ReduceScatter:
         self._columns, self._names, self._policy, self._questions = columns, names, policy, questions
         self._looks = Looks(policy, questions.always)
         self._layouts: Recent[tuple[tuple[int, ...], int], Layout] = Recent()
-        # The layout of all parameters has the most units of any.
+        # The layout of all parameters has the most units.
         most = max(
             Layout(columns, names, range(len(columns)), element_bytes, policy, questions.divides).units.code_bytes
             for element_bytes in (2, 4, 8)
         )
         self._exchange = Exchange(staging, len(columns), most)
-        # Units of parts that travel as they are, by their elements.
+        # Units of parts that travel unchanged, by number of elements.
         self._wholes: Recent[int, Any] = Recent()
-        self.announced: list[Announcement] | None = None  # in the last reduction, where there was an exchange
+        self.announced: list[Announcement] | None = None  # in the last reduction, if ranks exchanged codes
 
     @property
     def statistics(self) -> Statistics:
-        """What this rank sent, and what torch's reduce-scatter would have."""
+        """The bytes that this rank sent, and those that torch's reduce-scatter would have sent."""
         return self._exchange.statistics
 
     def __call__(
@@ -309,7 +310,7 @@ class ReduceScatter:
         op: Any,
         participants: Participants,
     ) -> bool:
-        """Reduce as torch would; return False, the same on every rank, where torch should do it.
+        """Reduce as torch would; return False on every rank if torch should do it.
 
         Raises:
             LayoutsDiffer: on every rank.
@@ -390,7 +391,7 @@ class ReduceScatter:
     def _reduce_in_full(
         self, output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, own: int, ranks: int
     ) -> bool:
-        """Send all of it; where torch's reduce-scatter is an all-reduce inside, twice as much, as gloo's is."""
+        """Send full parts, if the group is gloo's, whose own reduce-scatter is an all-reduce of twice as many bytes."""
         if dist.get_backend(group) != "gloo":
             return False
         received = self._exchange.receive_all(group, flat)
@@ -411,8 +412,9 @@ class ReduceScatter:
 
 
 def order_of_ring(own: int, ranks: int) -> list[int]:
-    """Return in which order the part of rank ``own`` is added up: down from the rank before it, itself last.
+    """Return the order in which the part of rank ``own`` is added up: down from the rank before it, itself last.
 
-    That is gloo's order, too, but for a few numbers where parts meet: its ring's segments begin a little later there.
+    This is gloo's order, except for a few numbers where parts meet, because the segments of its ring begin slightly
+    later.
     """
     return [(own - 1 - i) % ranks for i in range(ranks)]

@@ -1,4 +1,4 @@
-"""What a user calls and holds: registering for a module that FSDP2 manages, statistics, usage, the end."""
+"""Registers modules that FSDP2 manages; their states have statistics and usage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FUNCTION = "ddp_hooks.fsdp.register"
 
 
 class ShardState:
-    """What :func:`ddp_hooks.fsdp.register` returns: statistics and usage of a module with ``fully_shard``."""
+    """The result of :func:`ddp_hooks.fsdp.register`: statistics and usage of a module with ``fully_shard``."""
 
     def __init__(
         self,
@@ -50,23 +50,23 @@ class ShardState:
 
     @property
     def policy(self) -> Policy:
-        """The policy."""
+        """The policy in force."""
         return self._policy
 
     def stats(self) -> Statistics:
         """Return the counters since registration, or since :meth:`reset_stats`. They are this rank's own.
 
         Returns:
-            Bytes are what this rank sends in reduce-scatters: ``dense_bytes`` what they have to send in full,
-            ``payload_bytes`` what was sent. A bucket is one reduce-scatter. All-gathers of parameters are not counted.
+            Bytes are those that this rank sends in reduce-scatters: ``payload_bytes`` were sent, ``dense_bytes`` would
+            be sent in full. A bucket is one reduce-scatter. All-gathers of parameters are not counted.
         """
         return replace(self._total() - self._earlier, why_full_width=self._why_full_width)
 
     def host_stats(self) -> Statistics:
-        """Return the same of what this rank sends to other hosts, where a mesh was passed; otherwise all zero.
+        """Return the same counters for the averages over hosts; all are zero unless a mesh was passed.
 
         Returns:
-            ``dense_bytes`` are what a ring all-reduce over hosts would send.
+            ``dense_bytes`` are those that a ring all-reduce over hosts would send.
         """
         counted = self._total_of_hosts() - self._earlier_of_hosts
         return replace(counted, why_full_width=self._why_full_width_of_hosts)
@@ -76,19 +76,19 @@ class ShardState:
         self._earlier, self._earlier_of_hosts = self._total(), self._total_of_hosts()
 
     def usage(self) -> dict[str, ParameterUsage]:
-        """Return how each parameter took part in its last reduction on this rank, by name.
+        """Return how each parameter was used in its last reduction on this rank, by name.
 
         Returns:
-            ``ranks`` are those with a gradient, as far as ranks told each other in that step; where they did not, and
-            where several hosts average, it is None. ``used_anywhere`` is then True for what was sent. Empty before the
-            first step.
+            ``ranks`` are the ranks with a gradient, if they exchanged codes in that step. Otherwise, and if hosts
+            average, it is None, and ``used_anywhere`` is True for everything that was sent. Empty before the first
+            step.
         """
         return {usage.name: usage for served in self._served for usage in served.usage()}
 
     def close(self) -> None:
-        """Take everything off. Every rank calls it, between the same steps.
+        """Remove everything that was installed. Every rank calls it, between the same steps.
 
-        The module trains on as plain FSDP2: each host by itself, where a mesh was passed.
+        The module then trains as plain FSDP2. If a mesh was passed, each host then trains by itself.
         """
         if self._is_open:
             for served in self._served:
@@ -110,7 +110,7 @@ class ShardState:
 def _why_full_width(
     policy: Policy, narrow_pays: Mapping[str, bool], process_groups: Sequence[dist.ProcessGroup | None]
 ) -> str:
-    """Say why no gradient is asked how wide it is; empty where some are, or where the policy does not ask."""
+    """Say why no gradient is sent in fewer bits; empty if some are, or if the policy does not ask for it."""
     pays = [narrow_pays[name] for name in map(_name_of, process_groups) if name in narrow_pays]
     if policy.narrow != "adaptive" or not pays or any(pays):
         return ""
@@ -121,7 +121,7 @@ def _sum(counted: Sequence[Statistics]) -> Statistics:
     total = Statistics()
     for each in counted:
         total += each
-    # Otherwise a step would count once for each group.
+    # Otherwise, each group would count the step again.
     steps: dict[str, Any] = {
         name: max((getattr(each, name) for each in counted), default=0)
         for name in ("steps", "narrow_steps", "skip_zeros_steps", "skip_zero_rows_steps")
@@ -130,7 +130,7 @@ def _sum(counted: Sequence[Statistics]) -> Statistics:
 
 
 class _ServedGroup:
-    """A group of parameters, what reduces it, and how its parameters took part."""
+    """A group of parameters with its reductions, and how its parameters were used."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _ServedGroup:
 
     def _reduce(self, output: torch.Tensor, flat: torch.Tensor, process_group: dist.ProcessGroup, op: Any) -> bool:
         participants = self.group.participants
-        if participants is None:  # called by something else than the group's own backward
+        if participants is None:  # not called from the group's own backward
             return False
         try:
             return self.reduce_scatter(output, flat, process_group, op, participants)
@@ -178,11 +178,11 @@ class _ServedGroup:
                 "ddp_hooks.fsdp: expected set_requires_all_reduce(True) with a mesh of hosts, because gradients that "
                 "are left out once are never averaged; accumulate with set_requires_gradient_sync(False)"
             )
-        # Where a host has one rank, nobody has told it anything.
+        # With one rank per host, ranks of a host exchange nothing.
         announced = self._announced_now if len(self._ranks) > 1 else None
         used = participants.used if announced is None else frozenset().union(*(each.used for each in announced))
         try:
-            # FSDP2 divides by the ranks of a host only, unless it was told by how much.
+            # FSDP2 divides only by the ranks of a host, unless a divisor was set.
             local_ranks = None if self.group.divides_by_itself else max(len(self._ranks), 1)
             self.over_hosts(shard, replace(participants, used=used), local_ranks)
         except LayoutsDiffer as error:
@@ -212,7 +212,7 @@ class _ServedGroup:
         )
 
     def usage(self) -> Iterator[ParameterUsage]:
-        """Return how each parameter took part in the last reduction."""
+        """Return how each parameter was used in the last reduction."""
         if self._last is None:
             return
         for i, name in enumerate(self.group.names):
@@ -236,31 +236,31 @@ class _ServedGroup:
 def register(
     module: nn.Module, policy: Policy | str = "auto", *, mesh: DeviceMesh | None = None, **settings: Any
 ) -> ShardState:
-    """Have FSDP2's reduce-scatters leave out zeros and send narrow what is narrow. Every rank calls it, between steps.
+    """Let FSDP2's reduce-scatters skip zeros, and send fewer bits where that is lossless. Every rank calls it.
 
-    Gradients are those of plain FSDP2: to the bit on two ranks, on more up to the order of additions. Call it once,
-    after the last ``fully_shard``. Calling it again with the same policy returns the state that the module has.
+    Call it once between two steps, after the last ``fully_shard``. Gradients are those of plain FSDP2, bitwise on two
+    ranks, and up to the order of additions on more. Calling it again with the same policy returns the existing state.
 
     Args:
-        module: the root module with ``torch.distributed.fsdp.fully_shard`` applied, or what ``torch.compile`` returned
-            for it. On the CPU, with gloo.
-        policy: what to look for. ``"auto"`` decides by what was saved in the steps before, the same on every rank.
-            ``"skip_unused"`` leaves out parameters without a gradient, and reads none; ``"skip_zeros"`` what is zero;
-            ``"allreduce"`` only counts. Every rank must pass the same.
-        mesh: hosts x ranks of a host, where ``fully_shard`` was applied over its second dimension only: shards are then
-            averaged over the first one, as HSDP does, but without zeros, and narrow where that is exact. For
-            ``replicate``, a mesh whose second dimension is of one rank.
+        module: the root module to which ``torch.distributed.fsdp.fully_shard`` was applied, or the result of
+            ``torch.compile`` for it. It must be on the CPU, with gloo.
+        policy: what to skip; the same on every rank. ``"auto"`` decides from the savings of earlier steps, the same on
+            every rank. ``"skip_unused"`` skips parameters without a gradient, and reads none. ``"skip_zeros"`` skips
+            zeros. ``"allreduce"`` only counts bytes.
+        mesh: a mesh of hosts x ranks per host, if ``fully_shard`` was applied over its second dimension only. Shards
+            are then averaged over its first dimension, as in HSDP, but without zeros, and in fewer bits where that is
+            lossless. For ``replicate``, a mesh whose second dimension has one rank.
         settings: fields of :class:`ddp_hooks.Policy` or of :class:`ddp_hooks.Tuning` to set differently.
 
     Returns:
-        The state: statistics, usage by name, and :meth:`ShardState.close`.
+        The state, with statistics and usage by name.
 
     Raises:
-        TypeError: the module is none of FSDP2; the message says what it is.
-        ValueError: a setting is out of range, or means nothing here.
-        RefusedError: a rank's module cannot be served, another rank raised one of these errors, or ranks differ. On
-            every rank of the default process group.
-        RuntimeError: this torch has another FSDP2; or the module is registered with another policy.
+        TypeError: FSDP2 does not manage the module; the message says what it is.
+        ValueError: a setting is out of range, or has no meaning here.
+        RefusedError: on every rank of the default process group, if some rank's module cannot be served, another rank
+            raised one of these errors, or ranks differ.
+        RuntimeError: this torch has another FSDP2, or the module is registered with another policy.
     """
     registration = _Registration(module, policy, mesh, settings)
     world = dist.group.WORLD if dist.is_initialized() else None
@@ -271,7 +271,7 @@ def register(
     for process_group in others:
         try:
             registration.exchange(process_group)
-        except Exception as error:  # kept until everybody knows
+        except Exception as error:  # kept until every rank knows
             registration.keep(error)
     if others:
         registration.exchange(world)
@@ -293,16 +293,16 @@ def register(
 
 
 class _Registration:
-    """What a rank brings, and why it cannot be served: told to others first, raised then.
+    """A rank's part of a registration. Its problems are exchanged before any rank raises.
 
     Attributes:
-        policy: as far as there is one.
-        groups: of parameters.
-        known: the state that the module has already.
-        process_groups: over which something is reduced, each once, in the same order on every rank.
-        has_hosts_of_their_own: by name of each process group that has exchanged, whether no two of its ranks share a
-            host.
-        error: what to raise here, while others raise a RefusedError.
+        policy: the policy; ``auto`` until it is known to be valid.
+        groups: the groups of parameters.
+        known: the existing state of the module, or None.
+        process_groups: the process groups of its reductions, each once, in the same order on every rank.
+        has_hosts_of_their_own: for each process group that has exchanged, by name, whether each of its ranks has a host
+            of its own.
+        error: the exception to raise on this rank, while the others raise a RefusedError.
     """
 
     def __init__(
@@ -322,12 +322,12 @@ class _Registration:
             self.keep(error)
 
     def keep(self, error: Exception) -> None:
-        """Have this error raised by the next exchange, and every other rank told."""
+        """Let the next exchange raise this error, and tell every other rank."""
         if self._problem is None:
             self.error, self._problem = error, f"{type(error).__name__}: {error}"
 
     def exchange(self, process_group: dist.ProcessGroup) -> None:
-        """Raise, on every rank of the group, if one of them has a problem or they differ."""
+        """Raise on every rank of the group if one of them has a problem, or if they differ."""
         is_ours = any(_name_of(process_group) == _name_of(each) for each in self.process_groups)
         description = self._description if is_ours else {}
         own = (host_of_this_rank(), is_disabled())

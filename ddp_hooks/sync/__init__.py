@@ -1,4 +1,4 @@
-"""Parameters, buffers and gradients in step across ranks, without a backward pass. Needs no hook."""
+"""Synchronises parameters, buffers and gradients across ranks without a backward pass. Needs no hook."""
 
 from .averagers import PeriodicModelAverager
 from .buffers import BufferMode, BufferStatistics, BufferSync

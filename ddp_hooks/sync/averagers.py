@@ -1,4 +1,4 @@
-"""Local SGD: torch's schedule of model averaging, with this package's averaging inside it."""
+"""Local SGD with torch's schedule and this package's averaging."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 class PeriodicModelAverager(averagers.PeriodicModelAverager):
     """Averages a model over all ranks every ``period`` steps, after a warm-up.
 
-    A drop-in for ``torch.distributed.algorithms.model_averaging.averagers.PeriodicModelAverager``: the same arguments,
-    schedule and ``step`` counter, usable inside ``PostLocalSGDOptimizer``. What differs: parameters are averaged in few
-    messages without a flat copy of the model, keep their memory and strides, half precision is summed in float32, mixed
-    dtypes stay what they are, and all ranks end bitwise alike. A parameter without a gradient on one rank only is
-    averaged on all ranks, where torch would mix up the ranks' parameters.
+    It replaces ``torch.distributed.algorithms.model_averaging.averagers.PeriodicModelAverager``, with the same
+    arguments, schedule and ``step`` counter, also inside ``PostLocalSGDOptimizer``. Unlike torch's, it averages in a
+    few messages without a flat copy of the model. Parameters keep their memory, strides and dtypes, half precision is
+    summed in float32, and all ranks end with the same bits. A parameter that lacks a gradient on some ranks is averaged
+    on all of them, where torch would mix up the ranks' parameters.
 
     Args:
-        period: steps from one averaging to the next, at least 1.
+        period: the number of steps between two averagings, at least 1.
         warmup_steps: steps before the first averaging.
         process_group: the ranks to average over; the default group if ``None``.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong type or out of its range.
+        TypeError, ValueError: an argument is of the wrong type or out of range.
         RuntimeError: torch.distributed is not initialized.
 
     Source:
@@ -53,9 +53,8 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
             params: the parameters of a model, or the parameter groups of an optimizer; at least one.
 
         Raises:
-            TypeError, ValueError: as :func:`ddp_hooks.sync.average_parameters`.
-            RanksDisagreeError: as there; also when the ranks are at different steps of their schedules.
-            RanksAbsentError: as there.
+            TypeError, ValueError, RanksAbsentError: as for :func:`ddp_hooks.sync.average_parameters`.
+            RanksDisagreeError: as there, or if ranks are at different steps of their schedules.
         """
         due = self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
         if due:
@@ -71,7 +70,7 @@ def _average_those_with_gradients(params: Parameters, schedule: dict[str, int], 
         check_not_empty(flat, params)
         parameters = read_tensors(flat)
         named = named_tensors(parameters)
-    except Exception as error:  # whatever it is, the others must not wait
+    except Exception as error:  # any error must reach the other ranks, which wait
         refuse(group, name, error)
     agree(group, name, schedule, describe_layout(named))
     has_gradient = [parameter.grad is not None for parameter in parameters]

@@ -1,4 +1,4 @@
-"""Decides when and how DDP keeps buffers, such as BatchNorm's statistics, in step."""
+"""Synchronises the buffers of a DDP module, such as BatchNorm's statistics, in several ways."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .work import SyncReport
 BufferMode = Literal["broadcast", "average", "changed", "before_eval", "never"]
 _IN_FORWARD = ("broadcast", "average", "changed")
 _MODES = (*_IN_FORWARD, "before_eval", "never")
-# What the user called when buffers are exchanged.
+# The function that errors name when buffers are exchanged.
 _FORWARD = "a forward with a BufferSync"
 
 
 @dataclass(frozen=True, slots=True)
 class BufferStatistics:
-    """What a :class:`BufferSync` did since it was made.
+    """Counters of a :class:`BufferSync` since it was made.
 
     Attributes:
-        forwards: forwards in which DDP would have broadcast all buffers.
-        syncs: how many times buffers were sent.
-        dense_bytes: what DDP would have handed to its broadcasts.
-        payload_bytes: what was handed to collectives instead.
+        forwards: forward passes in which DDP would have broadcast all buffers.
+        syncs: the number of times buffers were sent.
+        dense_bytes: bytes that DDP would have broadcast.
+        payload_bytes: bytes that collectives were given instead.
     """
 
     forwards: int = 0
@@ -45,41 +45,40 @@ class BufferStatistics:
 
     @property
     def saved_bytes(self) -> int:
-        """What DDP would have sent and this did not; negative if more was sent."""
+        """Bytes saved compared with DDP; negative if more was sent."""
         return self.dense_bytes - self.payload_bytes
 
 
 class BufferSync:
-    """Replaces DDP's broadcast of all buffers in every forward; collective, every rank makes one.
+    """Replaces DDP's broadcast of all buffers in every forward pass. Collective: every rank makes one.
 
     Modes:
-        - ``"broadcast"``: all buffers from rank 0 in every forward, as DDP does, in few messages.
-        - ``"average"``: the mean over ranks in every forward, so that every rank's statistics count; integers become
-          the maximum.
-        - ``"changed"``: from rank 0 in every forward, but only those that changed on any rank since the last time.
-          The result is that of ``"broadcast"``.
-        - ``"before_eval"``: nothing in a forward; the mean over ranks once, when ``ddp.eval()`` is called after
-          training, or ``.eval()`` of ``torch.compile(ddp)``. That call is then collective: every rank has to make it,
-          and to have called ``.train()`` before if any has.
-        - ``"never"``: every rank keeps its own.
+        - ``"broadcast"``: broadcasts all buffers from rank 0 in every forward pass, as DDP does, but in a few messages.
+        - ``"average"``: averages buffers over ranks in every forward pass, so that every rank's statistics count.
+          Integers take the maximum.
+        - ``"changed"``: like ``"broadcast"``, but sends only buffers that have changed on some rank since the last
+          time.
+        - ``"before_eval"``: sends nothing in forward passes, and averages once when ``ddp.eval()`` is called after
+          training, or ``.eval()`` of ``torch.compile(ddp)``. That call is then collective: every rank must make it, and
+          must have called ``.train()`` before if any rank has.
+        - ``"never"``: every rank keeps its own buffers.
 
-    It works through DDP's own buffer hook, so buffers are exchanged exactly when DDP would have, before the forward:
-    not inside ``no_sync``, not after a forward without a backward. ``"before_eval"`` also replaces ``ddp.train`` on
-    this one object, by what calls the one that was there. Both are undone by :meth:`remove`. A copied or pickled DDP
-    module keeps its own copy.
+    It uses DDP's buffer hook, so buffers are exchanged when DDP would have exchanged them: before forward passes, but
+    not inside ``no_sync``, and not after a forward pass without a backward pass. ``"before_eval"`` also wraps
+    ``ddp.train`` on this object. :meth:`remove` undoes both. A copied or pickled DDP module keeps its own copy.
 
     Args:
-        ddp: a DDP module, or what ``torch.compile`` made of one; alike on all ranks.
-        mode: one of the above.
+        ddp: a DDP module, or the result of ``torch.compile`` for one; the same on all ranks.
+        mode: one of the modes above.
 
     Raises:
         TypeError: ``ddp`` is not a DDP module.
-        ValueError: ``mode`` is unknown; it works in forwards but DDP was built not to synchronise buffers there; or
-            ``ddp`` has a buffer hook already. From a forward, or from ``ddp.eval()``: the module's process group was
-            destroyed; :meth:`remove` this first to go on without.
+        ValueError: ``mode`` is unknown, or works in forward passes but DDP does not synchronise buffers there; or
+            ``ddp`` already has a buffer hook. Forward passes and ``ddp.eval()`` also raise it if the module's process
+            group was destroyed; call :meth:`remove` first to go on without it.
         RanksDisagreeError: mode or buffers differ between ranks, or another rank raised a ValueError.
-        RanksAbsentError: a rank did not make one within the group's timeout. Also from a forward, or from
-            ``ddp.eval()``, that other ranks do not come to.
+        RanksAbsentError: some rank did not make one within the group's timeout. Forward passes and ``ddp.eval()`` also
+            raise it if other ranks do not call them.
     """
 
     def __init__(self, ddp: torch.nn.Module, mode: BufferMode = "broadcast") -> None:
@@ -105,33 +104,33 @@ class BufferSync:
             if hasattr(ddp, "buffer_hook"):
                 raise ValueError("expected a DDP module without a buffer hook; remove() the BufferSync it has")
             check_writable(buffers)
-        except Exception as error:  # whatever it is, the others must not wait
+        except Exception as error:  # any error must reach the other ranks, which wait
             refuse(group, "BufferSync", error)
         training = agree(group, "BufferSync", {"mode": mode}, describe_layout(buffers), words=[ddp.training])
         self.mode = mode
         self._ddp = ddp
-        # Whether training since buffers were averaged; alike on all ranks, whichever of them are in training now. Not
-        # ddp.training: what torch.compile(ddp) returns writes that before it calls ddp.train.
+        # Whether the module has trained since buffers were averaged; the same on all ranks, whatever their modes. Not
+        # ddp.training, which the result of torch.compile(ddp) sets before it calls ddp.train.
         self._has_trained = any(word[0] for word in training)
         self._statistics = BufferStatistics()
-        # By name, what each buffer was after the last synchronisation; empty before the first.
+        # Each buffer after the last synchronisation, by name; empty before the first.
         self._digests: dict[str, tuple[int, ...]] = {}
         ddp._register_buffer_comm_hook(self, _buffer_hook, _BufferCommHookLocation.PRE_FORWARD)
-        # What the user put over the method of the class, and may put back, or put over ours.
+        # The method that the user put on the object, and may put back or wrap around ours.
         self._train_before: Callable[[bool], DistributedDataParallel] | None = vars(ddp).get("train")
         self._removed = False
         if mode == "before_eval":
             ddp.train = self._train  # type: ignore[method-assign]
 
     def stats(self) -> BufferStatistics:
-        """Return what has been sent and saved since this was made."""
+        """Return the counters since this object was made."""
         return self._statistics
 
     def remove(self) -> None:
-        """Give DDP its own behaviour back; does nothing the second time.
+        """Restore DDP's own behaviour. May be called again.
 
-        A ``ddp.train`` that was put over this one's stays; if it calls this one's, that changes the mode and sends
-        nothing.
+        A wrapper of ``ddp.train`` that was added later stays. If it calls the one of this object, that sets the mode
+        and sends nothing.
         """
         self._removed = True
         hook = getattr(self._ddp, "buffer_hook", None)
@@ -165,8 +164,8 @@ class BufferSync:
         if self.mode not in _IN_FORWARD:
             return
         if self._ddp._join_config.enable:
-            # DDP tells its own broadcast which rank is still training, but not its hook. Every rank comes here, joined
-            # ones too, so every rank raises.
+            # DDP tells its own broadcast which rank is still training, but not its hook. All ranks get here, including
+            # joined ones, so all of them raise.
             raise RuntimeError(
                 f"BufferSync: expected no ddp.join() with mode {self.mode!r}, because a rank that has joined has stale "
                 "buffers; use 'before_eval', or remove() before joining. DDP leaves join switched on after "
@@ -191,7 +190,7 @@ class BufferSync:
         try:
             check_writable(buffers)
             digests = self._hash(buffers)
-        except Exception as error:  # whatever it is, the others must not wait
+        except Exception as error:  # any error must reach the other ranks, which wait
             refuse(group, _FORWARD, error)
         changed_here = [self._digests.get(label) != digest for label, digest in digests.items()]
         words = agree(group, _FORWARD, {"mode": self.mode}, describe_layout(buffers), words=[any(changed_here)])

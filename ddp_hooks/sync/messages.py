@@ -1,13 +1,13 @@
-"""Moves many tensors in few large messages, and writes to none of them before its message has arrived whole.
+"""Moves many tensors in a few large messages, and writes to tensors only after their message has arrived whole.
 
 A message is a run of tensors of one dtype and device, at most ``MESSAGE_BYTES`` long unless a single tensor is longer.
-What is received lands in a staging buffer and is copied to the tensors afterwards. That copy is the price of never
-leaving a tensor half written when a connection breaks. On a link slower than memory it hides behind the transfer;
-between ranks that share two cores it does not, and benchmarks/sync_cost.py says what it comes to. The rank that only
-sends needs no copy for a tensor that fills a message alone.
+Messages arrive in a staging buffer, which is then copied to the tensors, so that a broken connection never leaves a
+tensor half written. On a link that is slower than memory, the transfer hides the copy. Between ranks that share two
+cores it does not; benchmarks/sync_cost.py measures its cost. A rank that only sends needs no copy for a tensor that
+fills a message alone.
 
-What every rank has to agree on before it builds messages: the tensors' dtypes, shapes, order and devices, and thereby
-how they fall into messages (see agreement.py).
+Before they build messages, all ranks must agree on the tensors' dtypes, shapes, order and devices, which determine the
+messages (see serving/agreement.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from .. import _C
 
-# Long enough that the latency of a message is lost in its transfer, short enough for two to stay in a shared cache.
-# Of 4, 8, 12 and 16 MiB, with two to four in flight, none was better.
+# Long enough to make a message's latency negligible, and short enough for two messages to stay in a shared cache. Of 4,
+# 8, 12 and 16 MiB, with two to four messages in flight, none was better.
 MESSAGE_BYTES = 8 * 1024 * 1024
 _IN_FLIGHT = 2
 
@@ -36,26 +36,26 @@ class Message(Protocol):
         """Start the collective."""
 
     def wait(self) -> None:
-        """Return when the collective has finished here."""
+        """Wait until the collective has finished on this rank."""
 
     def commit(self, buffers: StagingBuffers) -> None:
-        """Write what was received to the tensors."""
+        """Write the received values to the tensors."""
 
 
 def split(
     tensors: Sequence[torch.Tensor], wire_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
 ) -> list[list[torch.Tensor]]:
-    """Group tensors of one dtype and device into messages; empty tensors are left out.
+    """Group tensors of the same dtype and device into messages, without empty tensors.
 
     Args:
-        tensors: any tensors, in an order all ranks agree on.
-        wire_dtype: the dtype in which a tensor of a given dtype travels.
+        tensors: any tensors, in an order that all ranks agree on.
+        wire_dtype: returns the dtype in which tensors of a given dtype travel.
 
     Returns:
-        The tensors of each message, in the order in which the messages are to be sent.
+        The tensors of each message, in the order in which messages are sent.
     """
     messages: list[list[torch.Tensor]] = []
-    # The message that is being filled for each dtype and device, and its length.
+    # The message that is being filled, and its length, for each dtype and device.
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
     for tensor in tensors:
         tensor_bytes = tensor.numel() * wire_dtype(tensor.dtype).itemsize
@@ -72,7 +72,7 @@ def split(
 
 
 def cut(staging: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Cut a flat staging buffer into one contiguous view a tensor, in the tensor's shape."""
+    """Cut a flat staging buffer into contiguous views, one for each tensor, with the tensor's shape."""
     if len(tensors) == 1:
         return [staging.view(tensors[0].shape)]
     pieces = torch.split(staging, [tensor.numel() for tensor in tensors])
@@ -80,16 +80,16 @@ def cut(staging: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
 
 
 class StagingBuffers:
-    """Staging buffers that have served one message and can serve another.
+    """Staging buffers that are reused from message to message.
 
-    Fresh memory costs as much as the transfer: the kernel clears and maps each of its pages on the first touch.
+    New memory would cost as much as the transfer, because the kernel clears and maps each page on first touch.
     """
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a flat buffer of undefined content."""
+        """Return a flat, uninitialised buffer."""
         needed_bytes = numel * dtype.itemsize
         for i, buffer in enumerate(self._free):
             if buffer.device == device and buffer.numel() >= needed_bytes:
@@ -105,7 +105,7 @@ class StagingBuffers:
 
 
 class _StagedMessage:
-    """What broadcasts and reductions share: the tensors, their staging buffer and its collective."""
+    """The common part of broadcasts and reductions: tensors, their staging buffer and its collective."""
 
     def __init__(self, tensors: list[torch.Tensor], wire_dtype: torch.dtype, group: dist.ProcessGroup) -> None:
         self.tensors = tensors
@@ -131,12 +131,12 @@ class _StagedMessage:
             self._staging = None
 
     def receive(self, staging: torch.Tensor) -> None:
-        """Write what has arrived to the tensors."""
+        """Copy the staging buffer to the tensors."""
         _C.scatter_tensors(staging, self.tensors)
 
 
 class BroadcastMessage(_StagedMessage):
-    """Tensors of one dtype, bit for bit, from one rank to all others; any dtype, because bytes travel."""
+    """Sends tensors of one dtype from one rank to all others. Any dtype works, because they travel as bytes."""
 
     def __init__(self, tensors: list[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
         super().__init__(tensors, tensors[0].dtype, group)
@@ -160,13 +160,13 @@ class BroadcastMessage(_StagedMessage):
 
 
 class MeanMessage(_StagedMessage):
-    """Real floating-point tensors of one dtype, averaged over the ranks of a group.
+    """Averages real floating-point tensors of one dtype over the ranks of a group.
 
     Args:
         tensors: tensors of one dtype and device.
         wire_dtype: the dtype in which they are summed.
-        factor: this rank's share of the mean; the shares of all ranks add up to one. ``None`` for equal shares: then
-            the sum is divided, which rounds once less.
+        factor: this rank's share of the mean; the shares of all ranks add up to one. ``None`` means equal shares: the
+            sum is then divided, which rounds once less.
         group: the process group.
     """
 
@@ -179,7 +179,7 @@ class MeanMessage(_StagedMessage):
     def launch(self, buffers: StagingBuffers) -> None:
         staging = self._stage(buffers)
         if self._factor == 0:
-            # Not a product: a rank without a say must not spoil the mean with a NaN.
+            # Not multiplied: a NaN on a rank with weight zero must not spoil the mean.
             staging.zero_()
         else:
             _C.gather_tensors(staging, self.tensors)
@@ -193,7 +193,7 @@ class MeanMessage(_StagedMessage):
 
 
 class MaximumMessage(_StagedMessage):
-    """Integer or bool tensors of one dtype, brought to their maximum over the ranks of a group."""
+    """Replaces integer or bool tensors of one dtype by their maximum over the ranks of a group."""
 
     def __init__(self, tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         super().__init__(tensors, torch.int64, group)
@@ -205,10 +205,10 @@ class MaximumMessage(_StagedMessage):
 
 
 def run(messages: Sequence[Message]) -> None:
-    """Send all messages, a few in flight at a time.
+    """Send all messages, a few at a time.
 
-    When a collective fails, the tensors of the messages before it are written, those of the others are not, and no
-    tensor is written in part.
+    If a collective fails, the tensors of earlier messages have been written, and all others are unchanged. No tensor is
+    written in part.
     """
     buffers = StagingBuffers()
     in_flight: deque[Message] = deque()

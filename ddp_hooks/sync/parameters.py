@@ -1,11 +1,11 @@
-"""Brings parameters and buffers in step across ranks, without a backward pass.
+"""Synchronises parameters and buffers across ranks without a backward pass.
 
-Each function is collective: every rank of the process group calls it, with the same arguments and with tensors of the
-same names, dtypes and shapes. That is agreed on before anything is exchanged (agreement.py), so a rank that differs
-gives an error on every rank and changes nothing. Tensors then travel in few large messages (messages.py).
+Each function is collective: every rank of the process group calls it with the same arguments, and with tensors of the
+same names, dtypes and shapes. Ranks check this before anything is exchanged (serving/agreement.py), so if a rank
+differs, every rank raises and nothing changes. Tensors then travel in a few large messages (messages.py).
 
-When a connection breaks in the middle, each tensor is either as it was or as it should become, never in between; call
-again, once the process group works, to bring all of them in step.
+If a connection breaks, each tensor has either its old or its new value, never a mixture. Call the function again, once
+the process group works, to synchronise all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .tensors import NamedTensor, TensorSource, check_writable, describe_layout,
 from .work import SyncReport, SyncWork, carry_out, report_on
 
 BufferTreatment = Literal["average", "broadcast", "ignore"]
-# What becomes a maximum; without uint64.
+# Dtypes that take the maximum; uint64 is not among them.
 _BUFFER_TREATMENTS = ("average", "broadcast", "ignore")
 
 
@@ -62,31 +62,31 @@ def broadcast_parameters(
     process_group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> SyncReport | SyncWork:
-    """Give every rank the parameters, and buffers, of one rank, bit for bit; collective.
+    """Broadcast the parameters and buffers of one rank to all ranks, bit for bit. Collective.
 
-    Of a DDP module, what DDP was told to ignore is left alone here too. What ``torch.compile`` returns is looked
-    through.
+    Parameters and buffers that DDP was told to ignore are left alone.
 
     Args:
-        module: a module, a DDP module, a tensor, or any iterable of tensors (``model.parameters()``). Any dtype, shape,
-            strides and device. A module may have no tensors, but an iterable has to have one: an empty one is most
-            likely a generator that was read before.
-        src: the rank, within ``process_group``, whose values everybody gets.
-        buffers: whether the module's buffers go with its parameters.
+        module: a module, a DDP module, the result of ``torch.compile`` for one of these, a tensor, or any iterable of
+            tensors such as ``model.parameters()``. Tensors may have any dtype, shape, strides and device. A module may
+            have no tensors; an iterable must have one, because an empty one is probably a generator that was read
+            before.
+        src: the rank within ``process_group`` whose values are broadcast.
+        buffers: whether to broadcast the module's buffers as well.
         process_group: the ranks that take part; the default group if ``None``.
-        async_op: return at once, and write the tensors when the returned work is waited for. That needs memory for a
+        async_op: return at once, and write the tensors when the returned work is waited for. This needs memory for a
             second copy of all tensors.
 
     Returns:
-        What was sent, or with ``async_op`` the work to wait for.
+        A report, or with ``async_op`` the work to wait for.
 
     Raises:
-        TypeError: an argument is of the wrong type, or ``module`` holds something else than tensors.
+        TypeError: an argument is of the wrong type, or ``module`` contains something other than tensors.
         ValueError: ``src`` is not in the group, ``module`` is an empty iterable, or a tensor cannot be written (sparse,
             quantized, expanded, lazily conjugated or negated, uninitialized, without its memory).
-        RanksDisagreeError: arguments, names, dtypes or shapes differ between ranks, or another rank raised one of the
-            above. On every rank, with the differences by name, before anything is sent.
-        RanksAbsentError: a rank did not call it within the group's timeout.
+        RanksDisagreeError: on every rank, before anything is sent, if arguments, names, dtypes or shapes differ between
+            ranks, or if another rank raised one of the errors above. The message names the differences.
+        RanksAbsentError: some rank did not call it within the group's timeout.
     """
 
     def find() -> list[NamedTensor]:
@@ -109,11 +109,11 @@ def broadcast_named(
     """Do what :func:`broadcast_parameters` does, under the name of the function that the user called.
 
     Args:
-        function: what the user called.
-        find: returns the tensors; what it raises is raised, and told to the other ranks.
-        src: the rank within ``group`` whose values everybody gets.
+        function: the function that the user called.
+        find: returns the tensors. Its exceptions are raised, and told to the other ranks.
+        src: the rank within ``group`` whose values are broadcast.
         group: the ranks that take part.
-        arguments: what else has to be alike on all ranks, by name.
+        arguments: other arguments that must be equal on all ranks, by name.
         async_op: as for :func:`broadcast_parameters`.
     """
     try:
@@ -121,7 +121,7 @@ def broadcast_named(
         src = _check_src(src, group)
         check_writable(tensors)
         private, shared = sharing.partition(tensors, group)
-    except Exception as error:  # whatever it is, the others must not wait
+    except Exception as error:  # any error must reach the other ranks, which wait
         refuse(group, function, error)
     agree(group, function, {"src": src, **arguments}, _layout(tensors, shared))
 
@@ -161,28 +161,28 @@ def average_parameters(
     process_group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> SyncReport | SyncWork:
-    """Give every rank the mean of all ranks' parameters, and buffers; collective. All ranks end bitwise alike.
+    """Average parameters and buffers over all ranks, which end with the same bits. Collective.
 
-    Half-precision and 8-bit floating-point tensors are summed in float32 and rounded once. Integers and bools have no
-    mean worth having: they become the maximum over the ranks, which leaves tables that are alike as they are and lets
-    counters such as BatchNorm's ``num_batches_tracked`` never run backwards.
+    Half-precision and 8-bit floating-point tensors are summed in float32 and rounded once. Integers and bools take the
+    maximum over the ranks instead of a mean, so that equal tables stay unchanged, and counters such as BatchNorm's
+    ``num_batches_tracked`` never run backwards.
 
     Args:
         module: as for :func:`broadcast_parameters`.
-        weights: how much each rank counts, for instance how many samples it has seen: this rank's own number, or one
-            number a rank, alike on all ranks. Not negative, not all zero; the values of a rank with weight zero have no
-            influence, not even NaN. ``None`` if all count the same.
-        buffers: what to do with a module's buffers: ``"average"`` them as the parameters, ``"broadcast"`` those of rank
-            0, or ``"ignore"`` them.
+        weights: the weight of each rank, for example its number of samples: either this rank's own weight, or a list of
+            all weights, the same on all ranks. They must not be negative, nor all zero. Values of a rank with weight
+            zero have no influence, even if they are NaN. ``None`` for equal weights.
+        buffers: ``"average"`` the module's buffers like its parameters, ``"broadcast"`` those of rank 0, or
+            ``"ignore"`` them.
         process_group: the ranks that take part; the default group if ``None``.
         async_op: as for :func:`broadcast_parameters`.
 
     Returns:
-        What was sent, or with ``async_op`` the work to wait for.
+        A report, or with ``async_op`` the work to wait for.
 
     Raises:
-        TypeError: an argument is of the wrong type, or ``module`` holds something else than tensors.
-        ValueError: an argument is out of its range, ``module`` is an empty iterable, or a tensor cannot be written or
+        TypeError: an argument is of the wrong type, or ``module`` contains something other than tensors.
+        ValueError: an argument is out of range, ``module`` is an empty iterable, or a tensor cannot be written or
             averaged (``uint64``, bits, elements smaller than a byte).
         RanksDisagreeError, RanksAbsentError: as for :func:`broadcast_parameters`.
     """
@@ -212,12 +212,12 @@ def average_named(
     """Do what :func:`average_parameters` does, under the name of the function that the user called.
 
     Args:
-        function: what the user called.
-        find: returns the tensors; what it raises is raised, and told to the other ranks.
+        function: the function that the user called.
+        find: returns the tensors. Its exceptions are raised, and told to the other ranks.
         group: the ranks that take part.
         weights: as for :func:`average_parameters`.
         buffers: as for :func:`average_parameters`.
-        arguments: what else has to be alike on all ranks, by name.
+        arguments: other arguments that must be equal on all ranks, by name.
         async_op: as for :func:`average_parameters`.
     """
     try:
@@ -227,10 +227,10 @@ def average_named(
         averaged = [named for named in tensors if named.kind != "buffer" or buffers == "average"]
         _check_averageable(averaged)
         private, shared = sharing.partition(averaged, group)
-    except Exception as error:  # whatever it is, the others must not wait
+    except Exception as error:  # any error must reach the other ranks, which wait
         refuse(group, function, error)
     alike = {
-        # Numbers may differ, lists may not.
+        # Numbers may differ between ranks, lists may not.
         "weights": _describe_weights(weights),
         "buffers": buffers,
         **arguments,
@@ -244,7 +244,7 @@ def average_named(
     )
     rank_weights = [struct.unpack("<d", struct.pack("<q", word[0]))[0] for word in words]
     if not 0 < sum(rank_weights) < math.inf:
-        # Known to all ranks, which raise it together.
+        # All ranks know of this error, and raise it together.
         raise ValueError(
             f"expected weights with a positive, finite sum, received {short(rank_weights)} by rank; give at least one "
             "rank a weight above 0"
@@ -277,7 +277,7 @@ def _broadcasts(tensors: Sequence[NamedTensor], src: int, group: dist.ProcessGro
 
 
 def _means(tensors: Sequence[NamedTensor], weights: Sequence[float], group: dist.ProcessGroup) -> list[Message]:
-    """Build the messages that average tensors over a group with one weight a rank."""
+    """Build the messages that average tensors over a group, with a weight for each rank."""
     if dist.get_world_size(group) == 1:
         return []
     alike = all(weight == weights[0] for weight in weights)
@@ -306,7 +306,7 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
 def _check_averageable(tensors: Sequence[NamedTensor]) -> None:
     for named in tensors:
         dtype = named.tensor.dtype
-        if not is_convertible(dtype) or dtype == torch.uint64:  # which is too wide
+        if not is_convertible(dtype) or dtype == torch.uint64:  # the dtype is too wide
             raise ValueError(
                 f"expected dtypes that fit int64 or float64, but {named.label} is "
                 f"{str(dtype).removeprefix('torch.')}; broadcast it instead"
@@ -322,7 +322,7 @@ def _own_weight(weights: float | Sequence[float] | None, group: dist.ProcessGrou
                 f"expected this rank's weight, or one weight for each of the {dist.get_world_size(group)} ranks, "
                 f"received {len(weights)}: {short(weights)}"
             )
-        # All of them, so that every rank refuses the list that any would refuse.
+        # Check all weights, so that every rank refuses a list that any rank would refuse.
         return [_check_weight(weight) for weight in weights][dist.get_rank(group)]
     return _check_weight(weights)
 
@@ -366,7 +366,7 @@ def _check_src(src: object, group: dist.ProcessGroup) -> int:
 
 
 def broadcast_tensors(tensors: Sequence[NamedTensor], src: int, group: dist.ProcessGroup) -> SyncReport:
-    """Broadcast tensors that the ranks have agreed on already."""
+    """Broadcast tensors on which the ranks have agreed already."""
     messages = _broadcasts(tensors, src, group)
     run(messages)
     return report_on(tensors, messages)

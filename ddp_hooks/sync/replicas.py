@@ -1,9 +1,8 @@
-"""Asks whether all ranks hold the same model, bit for bit, and if not, where and by how much.
+"""Checks whether all ranks hold the same model, bit for bit, and if not, where and by how much they differ.
 
-Every rank hashes its tensors (csrc/kernels/tensor_hash.h) and one record of 64 bytes a rank is exchanged: when the
-digests over everything agree, that is the whole of it. Only when they do not, eight bytes a tensor are exchanged to
-find which tensors differ, and only those that do are then compared element by element with the version that most ranks
-hold.
+Every rank hashes its tensors (csrc/kernels/tensor_hash.h), and sends one record of 64 bytes. If the digests over all
+tensors are equal, nothing else is sent. Otherwise, eight bytes per tensor are exchanged to find those that differ, and
+those are compared element by element with the version that most ranks hold.
 """
 
 from __future__ import annotations
@@ -43,10 +42,11 @@ class TensorDifference:
     Attributes:
         kind: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"optimizer state"`` or ``"tensor"``.
         name: its name.
-        versions: the ranks that hold each version; the version that most ranks hold first, of equally frequent ones
-            that of the lowest rank.
-        max_abs_differences: by rank, the largest absolute difference of an element from the first version; NaN where a
-            NaN or two infinities meet, or torch converts no such dtype; 0.0 for other bits of equal value such as -0.0.
+        versions: the ranks that hold each version. The most frequent version comes first, and among equally frequent
+            ones that of the lowest rank.
+        max_abs_differences: for each rank, the largest absolute difference of an element from the first version. It is
+            NaN if a NaN or two infinities meet, or if torch cannot convert the dtype, and 0.0 if only the bits differ,
+            as for -0.0.
     """
 
     kind: str
@@ -56,11 +56,11 @@ class TensorDifference:
 
     @property
     def majority(self) -> tuple[int, ...] | None:
-        """The ranks that hold the most frequent version, or ``None`` if there is no single most frequent one."""
+        """The ranks with the most frequent version, or ``None`` if no version is more frequent than all others."""
         return None if len(self.versions[0]) == len(self.versions[1]) else self.versions[0]
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Describe the difference in one line."""
         versions = " | ".join(", ".join(map(str, ranks)) for ranks in self.versions)
         note = "" if self.majority else ", no majority"
         reference = set(self.versions[0])
@@ -74,17 +74,17 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What :func:`verify_replicas` found; alike on all ranks but for ``hash_seconds``.
+    """The result of :func:`verify_replicas`, which is the same on all ranks except for ``hash_seconds``.
 
     Attributes:
         in_step: whether all ranks hold the same tensors with the same bits.
         differences: the tensors whose elements differ.
         layout_differences: one line for each tensor whose name, dtype, shape or presence differs.
-        tensors: how many tensors this rank hashed.
-        hashed_bytes: how many bytes they hold.
-        hash_seconds: how long that took.
-        exchanged_bytes: what this rank handed to collectives to find what differs; the elements of tensors that do
-            differ, exchanged to say by how much, are not in it.
+        tensors: the number of tensors that this rank hashed.
+        hashed_bytes: their size.
+        hash_seconds: how long hashing took.
+        exchanged_bytes: bytes that this rank gave to collectives to find differences. The elements of differing
+            tensors, which are exchanged to measure the differences, are not included.
     """
 
     in_step: bool
@@ -96,7 +96,7 @@ class ReplicaReport:
     exchanged_bytes: int
 
     def __str__(self) -> str:
-        """Say it in one line a difference."""
+        """Describe each difference in one line."""
         if self.in_step:
             return f"all ranks hold the same {self.tensors} tensors"
         lines = [*self.layout_differences, *map(str, self.differences)]
@@ -112,34 +112,33 @@ def verify_replicas(
     process_group: dist.ProcessGroup | None = None,
     raise_on_difference: bool = False,
 ) -> ReplicaReport:
-    """Check that all ranks hold the same parameters, buffers, gradients and optimizer state, bit for bit; collective.
+    """Check that all ranks hold the same parameters, buffers, gradients and optimizer state, bit for bit. Collective.
 
-    Compares what tensors say, not how they lie in memory: a channels-last tensor equals a contiguous one with the same
-    elements. Differing names, dtypes and shapes, and gradients or state that some ranks lack, are part of the answer;
-    the tensors that all ranks have are compared all the same.
+    It compares elements, not memory layouts: a channels-last tensor equals a contiguous one. The report also lists
+    names, dtypes and shapes that differ, and gradients or state that some ranks lack; tensors that all ranks have are
+    compared in any case.
 
-    On one core, hashing runs at about the speed of a copy of the same bytes. Tensors on an accelerator are copied to
-    the host for it.
+    On one core, hashing is about as fast as copying the same bytes. Tensors on an accelerator are copied to the host.
 
     Args:
-        module: a module, a DDP module, a tensor, or any iterable of tensors; a module may have no tensors, but an
-            iterable has to have one.
-        optimizer: compare its state and its numeric settings (learning rate, ...) too.
-        gradients: whether to compare gradients; leave them out where they are meant to differ, between the backwards
-            of ``no_sync``.
+        module: a module, a DDP module, a tensor, or any iterable of tensors. A module may have no tensors, but an
+            iterable must have one.
+        optimizer: an optimizer whose state and numeric settings, such as the learning rate, are compared as well.
+        gradients: whether to compare gradients. Leave them out if they may differ, as between backward passes under
+            ``no_sync``.
         process_group: the ranks to compare; the default group if ``None``.
-        raise_on_difference: raise instead of returning a report that is not ``in_step``; on all ranks.
+        raise_on_difference: raise on all ranks instead of returning a report that is not ``in_step``.
 
     Returns:
-        What was found.
+        A report.
 
     Raises:
-        TypeError: an argument is of the wrong type, or ``module`` holds something else than tensors.
-        ValueError: ``module`` is an empty iterable, or a tensor has no elements that can be hashed (sparse, quantized,
-            on the meta device, uninitialized, without its memory).
-        RanksDisagreeError: arguments differ between ranks, or another rank raised one of the above.
-        RanksAbsentError: a rank did not call it within the group's timeout.
-        ReplicasDifferError: the ranks differ, if ``raise_on_difference``.
+        TypeError: an argument is of the wrong type, or ``module`` contains something other than tensors.
+        ValueError: ``module`` is an empty iterable, or a tensor's elements cannot be hashed (sparse, quantized, on the
+            meta device, uninitialized, without its memory).
+        RanksDisagreeError: arguments differ between ranks, or another rank raised one of the errors above.
+        RanksAbsentError: some rank did not call it within the group's timeout.
+        ReplicasDifferError: the ranks differ, and ``raise_on_difference`` is set.
 
     Source:
         For the hash, see csrc/kernels/tensor_hash.h.
@@ -158,7 +157,7 @@ def verify_replicas(
         started = time.perf_counter()
         digests = _C.hash_tensors([named.tensor for named in tensors])
         hash_seconds = time.perf_counter() - started
-    except Exception as error:  # whatever it is, the others must not wait
+    except Exception as error:  # any error must reach the other ranks, which wait
         refuse(group, "verify_replicas", error)
 
     hashed_bytes = sum(named.tensor.nbytes for named in tensors)
@@ -198,11 +197,11 @@ def _everything(module: TensorSource, optimizer: torch.optim.Optimizer | None, g
     if isinstance(module, torch.nn.Module):
         sources = list(unwrap(module).named_parameters())
     else:
-        # A generator can be read once only, and gradients are read after parameters.
+        # A generator can be read only once, and gradients are read after parameters.
         module = read_tensors(module)
         sources = [(str(i), tensor) for i, tensor in enumerate(module)]
     tensors = named_tensors(module)
-    # What DDP was told to ignore is meant to differ, and so are its gradients and its optimizer's state.
+    # Parameters that DDP was told to ignore may differ, and so may their gradients and optimizer state.
     ignored = ignored_by_ddp(module) if isinstance(module, torch.nn.Module) else frozenset()
     if gradients:
         tensors += [
@@ -219,7 +218,7 @@ def _everything(module: TensorSource, optimizer: torch.optim.Optimizer | None, g
 def _optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], ignored: frozenset[str]
 ) -> list[NamedTensor]:
-    """Return the state of each parameter, and the numbers in the settings of each group as tensors."""
+    """Return the state of each parameter, and the numeric settings of each group as tensors."""
     tensors: list[NamedTensor] = []
     for position, group in enumerate(optimizer.param_groups):
         for key in sorted(key for key in group if key != "params"):
@@ -235,7 +234,7 @@ def _optimizer_tensors(
 
 
 def _numbers(name: str, value: object) -> list[NamedTensor]:
-    """Return a tensor for a tensor, a number, or each number of a tuple; nothing for settings of another kind."""
+    """Return a tensor for a tensor or number, and for each number of a tuple; nothing for other settings."""
     if isinstance(value, torch.Tensor):
         return [NamedTensor("optimizer state", name, value.detach())]
     if isinstance(value, (bool, int, float)):
@@ -246,7 +245,7 @@ def _numbers(name: str, value: object) -> list[NamedTensor]:
 
 
 def _combine(digests: torch.Tensor) -> list[int]:
-    """Hash the digests of all tensors to one of 128 bits, as two signed words."""
+    """Hash the digests of all tensors to a digest of 128 bits, as two signed words."""
     words = b"".join(word.to_bytes(8, "little", signed=True) for word in digests.flatten().tolist())
     combined = hashlib.blake2b(words, digest_size=16).digest()
     return [int.from_bytes(combined[i : i + 8], "little", signed=True) for i in (0, 8)]
@@ -255,7 +254,7 @@ def _combine(digests: torch.Tensor) -> list[int]:
 def _common(
     tensors: Sequence[NamedTensor], digests: torch.Tensor, layouts: Sequence[Mapping[str, str]]
 ) -> tuple[list[NamedTensor], torch.Tensor]:
-    """Keep the tensors that every rank describes alike, in an order that is the same on every rank."""
+    """Return the tensors that all ranks describe in the same way, in an order that is the same on all ranks."""
     positions = {named.label: i for i, named in enumerate(tensors)}
     kept = [
         positions[label]
@@ -268,13 +267,13 @@ def _common(
 def _find_versions(
     digests: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[dict[int, tuple[tuple[int, ...], ...]], int]:
-    """Find which tensors differ, and which ranks hold which version of each.
+    """Find the tensors that differ, and the ranks that hold each version.
 
-    Half of each digest is enough to tell versions of one tensor apart; the other half is asked for only if the first
-    finds nothing.
+    Half of each digest is enough to tell the versions of a tensor apart. The other half is exchanged only if the first
+    one shows no difference.
 
     Returns:
-        By position of the tensor, the ranks that hold each version; and the bytes that this rank sent.
+        The ranks that hold each version, by position of the tensor; and the bytes that this rank sent.
     """
     versions: dict[int, tuple[tuple[int, ...], ...]] = {}
     sent_bytes = 0
@@ -292,7 +291,7 @@ def _find_versions(
 
 
 class _ComparisonMessage(BroadcastMessage):
-    """Brings the reference version of some tensors to all ranks, which measure their distance and keep their own."""
+    """Sends the reference version of some tensors to all ranks, which measure their differences and keep their own."""
 
     def __init__(self, tensors: list[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
         super().__init__(tensors, src, group)
@@ -309,7 +308,7 @@ def _max_abs_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     if not is_convertible(a.dtype):
         return math.nan
     wide = torch.complex128 if a.is_complex() else torch.float64
-    # Piece by piece: in float64 a large tensor would take several times its own memory.
+    # In pieces, because a large tensor in float64 would take several times its memory.
     pieces = zip(a.reshape(-1).split(1 << 20), b.reshape(-1).split(1 << 20), strict=True)  # type: ignore[no-untyped-call]
     largest = [(x.to(wide) - y.to(wide)).abs().max() for x, y in pieces]
     return float(torch.stack(largest).max())
@@ -318,7 +317,7 @@ def _max_abs_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def _measure(
     tensors: dict[int, NamedTensor], versions: dict[int, tuple[tuple[int, ...], ...]], group: dist.ProcessGroup
 ) -> tuple[TensorDifference, ...]:
-    """Compare each differing tensor, element by element, with the version that most ranks hold."""
+    """Compare each differing tensor with the version that most ranks hold, element by element."""
     if not versions:
         return ()
     messages: list[_ComparisonMessage] = []

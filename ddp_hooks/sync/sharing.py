@@ -1,4 +1,4 @@
-"""Lets all ranks of a host hold their CPU parameters in one piece of shared memory."""
+"""Keeps the CPU parameters of all ranks of a host in one block of shared memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ..wording import short
 from .messages import MESSAGE_BYTES, BroadcastMessage, run, split
 from .tensors import NamedTensor, check_writable, describe_layout, named_buffers, named_parameters, unwrap
 
-# Of every storage's place in the shared block: a cache line, and more than any dtype needs.
+# The alignment of storages in the shared block: a cache line, which is enough for any dtype.
 _ALIGNMENT_BYTES = 64
 
 
 def shared_memory_identity() -> str:
-    """Return what the processes that see the same shared memory have in common."""
+    """Return a string that is equal in processes that see the same shared memory."""
     try:
-        # Containers on one machine share the kernel, but a mount of shared memory only if they were told to.
+        # Containers on one machine share the kernel, but usually not the mount of shared memory.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/dev/shm').st_dev}"
     except OSError:
@@ -40,15 +40,15 @@ def shared_memory_identity() -> str:
 
 
 class SharedParameters:
-    """The parameters of one module in shared memory; what :func:`share_parameters` returns.
+    """The parameters of a module in shared memory, as :func:`share_parameters` returns them.
 
-    A context manager too: leaving it releases.
+    It is also a context manager, which releases them at the end of its block.
 
     Attributes:
         process_group: the ranks that take part.
-        hosts: the ranks (in the group) on each host; the first of each is the one that takes part in collectives.
-        writer: whether this rank is the first of its host, the one whose optimizer should step.
-        shared_bytes: length of the host's shared block.
+        hosts: the ranks (in the group) on each host. Only the first rank of each host takes part in collectives.
+        writer: whether this rank is the first of its host, whose optimizer should step.
+        shared_bytes: the size of the host's shared block.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class SharedParameters:
         self.hosts = hosts
         self.writer = dist.get_rank(process_group) in _first_ranks(hosts)
         self.shared_bytes = block.numel()
-        # Between the first ranks of the hosts; None on all other ranks, and when there is one host only.
+        # A group of the first ranks of all hosts; None on other ranks, and if there is only one host.
         self.leader_group = leader_group
-        # Weak, so that the memory goes when the module goes.
+        # Weak, so that the memory is freed with the module.
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._block = StorageWeakRef(block.untyped_storage())  # type: ignore[no-untyped-call]
         self._address = block.data_ptr()
@@ -82,7 +82,7 @@ class SharedParameters:
         return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
 
     def barrier(self) -> None:
-        """Wait for all ranks: what any rank of the host wrote before it, every rank of the host sees after it."""
+        """Wait for all ranks. Afterwards, every rank of a host sees everything that its ranks wrote before."""
         self._barrier("SharedParameters.barrier")
 
     def _barrier(self, function: str) -> None:
@@ -91,8 +91,8 @@ class SharedParameters:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Give every rank private copies of its parameters; collective, and to be called before the group is gone."""
-        # Not where the memory is gone: somebody else may hold it on another rank, an optimizer for example.
+        """Give every rank private copies of its parameters. Collective; call it before the group is destroyed."""
+        # Skipped if the memory is gone; on another rank, an optimizer, for example, may still hold it.
         if self._was_released:
             return
         self._was_released = True
@@ -100,7 +100,7 @@ class SharedParameters:
         private: torch.Tensor | None = None
         for reference in self._parameters:
             parameter = reference()
-            # The module may be gone, or its parameters moved elsewhere meanwhile.
+            # The module may be gone, or its parameters may have moved.
             if parameter is None or parameter.untyped_storage().data_ptr() != self._address:
                 continue
             if private is None:
@@ -108,7 +108,7 @@ class SharedParameters:
             _point_to(parameter, private.untyped_storage(), parameter.storage_offset())
         if _registry.get(self._address) is self:
             del _registry[self._address]
-        # Nobody may go on, and perhaps write, while another rank still copies.
+        # No rank may go on, and perhaps write, while another rank is still copying.
         self._barrier("SharedParameters.release")
         if self.leader_group is not None:
             dist.destroy_process_group(self.leader_group)
@@ -119,7 +119,7 @@ class SharedParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error on this rank the others may never come to the barrier.
+        # After an error on this rank, other ranks may never reach the barrier.
         if kind is None:
             self.release()
 
@@ -129,44 +129,45 @@ _registry: dict[int, SharedParameters] = {}
 
 
 def share_parameters(module: torch.nn.Module, *, process_group: dist.ProcessGroup | None = None) -> SharedParameters:
-    """Move the parameters of ``module`` into one block of shared memory on each host; collective.
+    """Move the parameters of ``module`` into one block of shared memory on each host. Collective.
 
-    All ranks of a host then see the same memory: what one of them writes, all of them have. The parameters take the
-    values of rank 0. Buffers and gradients stay private to each rank. Broadcasts and averages of these parameters
-    become a barrier within a host, and only the first rank of each host takes part in collectives across hosts.
+    All ranks of a host then use the same memory. The parameters take the values of rank 0. Buffers and gradients stay
+    private to each rank. Broadcasting or averaging these parameters becomes a barrier within a host, and only the first
+    rank of each host takes part in collectives across hosts.
 
-    *What it means for an optimizer*: every rank of the host would update the same memory, so exactly one may step::
+    *Optimizers*: all ranks of a host would update the same memory, so only one of them may step::
 
         loss.backward()                # DDP gives every rank the same gradients
         if shared.writer:
             optimizer.step()
         shared.barrier()               # before anybody reads the new parameters
 
-    If all ranks step, the update is applied once a rank, at the same time, with unpredictable results. Momentum and
-    other state are needed on the writer only.
+    If all ranks step, each applies the update, at the same time, with unpredictable results. Only the writer needs
+    momentum and other optimizer state.
 
-    The block is torch's own shared storage, by name: ``torch_shm_manager`` removes it when the last rank of the host is
-    gone, however it died.
+    The block is a named shared storage of torch. ``torch_shm_manager`` removes it when the last rank of the host is
+    gone, however it ended.
 
     Args:
         module: a module or a DDP module whose parameters are on the CPU.
         process_group: the ranks that take part; the default group if ``None``.
 
     Returns:
-        A handle, alike on all ranks but for ``writer``.
+        A handle, which is the same on all ranks except for ``writer``.
 
     Raises:
         TypeError: ``module`` is not a module.
-        ValueError: parameters are not on the CPU, already shared, or cannot be written; or a buffer is a view of one.
-        RanksDisagreeError: parameters, or their places in memory, differ between ranks, or another rank raised one of
-            the above.
-        RanksAbsentError: a rank did not call it within the group's timeout.
-        RuntimeError: shared memory could not be had on some rank; nothing changed on any.
+        ValueError: parameters are not on the CPU, are already shared, or cannot be written; or a buffer is a view of a
+            parameter.
+        RanksDisagreeError: parameters or their memory layouts differ between ranks, or another rank raised one of the
+            errors above.
+        RanksAbsentError: some rank did not call it within the group's timeout.
+        RuntimeError: shared memory was unavailable on some rank. Nothing has changed on any rank.
     """
     group = resolve_group(process_group)
     try:
         parameters, placement = _place(module)
-    except Exception as error:  # whatever it is, the others must not wait
+    except Exception as error:  # any error must reach the other ranks, which wait
         refuse(group, "share_parameters", error)
     agree(group, "share_parameters", {}, placement.layout)
 
@@ -216,7 +217,7 @@ def _group_of_leaders(
     group: dist.ProcessGroup, hosts: tuple[tuple[int, ...], ...], is_leader: bool
 ) -> dist.ProcessGroup | None:
     leaders = [dist.get_global_rank(group, first) for first in _first_ranks(hosts)]
-    # A group that only its own ranks make is found under how many groups they are in, which may differ.
+    # The name of a group that only its ranks make depends on how many groups they are in, which may differ.
     everyone_is_here = dist.get_world_size(group) == dist.get_world_size()
     if not (everyone_is_here or is_leader):
         return None
@@ -227,7 +228,7 @@ def _group_of_leaders(
 def partition(
     tensors: Sequence[NamedTensor], group: dist.ProcessGroup
 ) -> tuple[list[NamedTensor], dict[SharedParameters, list[NamedTensor]]]:
-    """Separate the tensors that lie in shared memory from the others.
+    """Separate tensors in shared memory from other tensors.
 
     Raises:
         ValueError: a tensor is shared among the ranks of another group.
@@ -255,7 +256,7 @@ def _find(tensor: torch.Tensor) -> SharedParameters | None:
     address = tensor.untyped_storage().data_ptr()
     handle = _registry.get(address)
     if handle is not None and not handle.active:
-        # The module is gone, and its address serves another tensor.
+        # The module is gone, and another tensor has its address.
         del _registry[address]
         return None
     return handle
@@ -263,14 +264,14 @@ def _find(tensor: torch.Tensor) -> SharedParameters | None:
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Where the storages of the parameters go in the shared block.
+    """The places of the parameters' storages in the shared block.
 
-    Whole storages move, not tensors: strides, views of one another and ties stay as they are.
+    Whole storages move, so that strides, views of each other and ties are kept.
     """
 
     storages: tuple[torch.UntypedStorage, ...]
     storage_starts: tuple[int, ...]
-    starts: tuple[int, ...]  # for each parameter, where its storage starts
+    starts: tuple[int, ...]  # for each parameter, the offset of its storage
     block_bytes: int
     layout: dict[str, str]
 
@@ -290,7 +291,7 @@ def _place(module: torch.nn.Module) -> tuple[list[torch.nn.Parameter], _Placemen
     by_name = dict(unwrap(module).named_parameters())
     layout = describe_layout(named)
     starts: list[int] = []
-    # By address; an empty storage has none, and needs no place.
+    # By address; an empty storage has no address, and needs no space.
     placed: dict[int, tuple[torch.UntypedStorage, int]] = {}
     block_bytes = 0
     for parameter in named:
@@ -333,9 +334,9 @@ def _first_ranks(hosts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _create_block(block_bytes: int, peers: Sequence[int]) -> tuple[torch.Tensor, dict[int, bytes]]:
-    """Allocate shared memory, and for each peer the pickled tensor that opens it; each may be opened once."""
+    """Allocate shared memory, and pickle a tensor for each peer that opens it; each may be unpickled once."""
     strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    # By name rather than by file descriptor: a descriptor would have to be handed over a socket of its own.
+    # By name rather than by file descriptor, which would need a socket of its own.
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:
         block = torch.empty(max(block_bytes, 1), dtype=torch.uint8, device="cpu").share_memory_()  # type: ignore[no-untyped-call]

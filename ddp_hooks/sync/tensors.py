@@ -1,4 +1,4 @@
-"""Names the tensors that a synchronisation is about, and refuses those it cannot handle."""
+"""Names the tensors of a synchronisation, and refuses tensors that it cannot handle."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _INTEGERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor with what it is called on every rank.
+    """A tensor with its name, which is the same on every rank.
 
     Attributes:
-        kind: what it is: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"optimizer state"`` or ``"tensor"``.
+        kind: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"optimizer state"`` or ``"tensor"``.
         name: its name in the module, or its position in a list.
-        tensor: the tensor itself, detached; writing to it writes to the original.
+        tensor: the tensor, detached; writing to it writes to the original.
     """
 
     kind: str
@@ -34,14 +34,14 @@ class NamedTensor:
 
     @property
     def label(self) -> str:
-        """What messages call it; unique among the tensors of one call."""
+        """Its name in messages, which is unique among the tensors of a call."""
         return f"{self.kind} {self.name!r}"
 
 
 def describe_layout(tensors: Iterable[NamedTensor]) -> dict[str, str]:
-    """Say of each tensor, by label, what has to be alike on every rank before elements are compared or exchanged."""
+    """Describe the properties of each tensor that must be equal on all ranks before elements are exchanged."""
     tensors = list(tensors)
-    # Devices may be numbered differently on every rank; which tensors stand together on one may not.
+    # Ranks may number devices differently, but must agree on which tensors share a device.
     devices = {device: i for i, device in enumerate(dict.fromkeys(named.tensor.device for named in tensors))}
     layout = {}
     for named in tensors:
@@ -51,24 +51,24 @@ def describe_layout(tensors: Iterable[NamedTensor]) -> dict[str, str]:
     return layout
 
 
-# What the functions of this package take: a module, a DDP module, a tensor, or any iterable of tensors.
+# A module, a DDP module, a tensor, or any iterable of tensors.
 TensorSource = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside a DDP module or a compiled one, so that names are the same without the wrappers."""
+    """Return the module inside DDP and ``torch.compile`` wrappers, so that names do not depend on them."""
     inner = uncompiled(module)
     return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
 def ignored_by_ddp(module: torch.nn.Module) -> frozenset[str]:
-    """Return the names that the user told DDP to leave alone: they are meant to differ between ranks."""
+    """Return the names that the user told DDP to ignore, which may differ between ranks."""
     inner = uncompiled(module)
     return frozenset(inner.parameters_to_ignore) if isinstance(inner, DistributedDataParallel) else frozenset()
 
 
 def named_parameters(module: torch.nn.Module) -> list[NamedTensor]:
-    """Return the module's parameters, each once, without those DDP ignores."""
+    """Return the module's parameters, each once, without those that DDP ignores."""
     ignored = ignored_by_ddp(module)
     return [
         NamedTensor("parameter", name, parameter.detach())
@@ -78,7 +78,7 @@ def named_parameters(module: torch.nn.Module) -> list[NamedTensor]:
 
 
 def named_buffers(module: torch.nn.Module) -> list[NamedTensor]:
-    """Return the module's buffers, persistent or not, each once, without those DDP ignores."""
+    """Return the module's buffers, each once, without those that DDP ignores. Non-persistent ones are included."""
     ignored = ignored_by_ddp(module)
     return [
         NamedTensor("buffer", name, buffer.detach())
@@ -88,14 +88,14 @@ def named_buffers(module: torch.nn.Module) -> list[NamedTensor]:
 
 
 def named_tensors(source: TensorSource, *, buffers: bool = True) -> list[NamedTensor]:
-    """Return the tensors of a module (with its buffers, if asked), or of an iterable of tensors by position.
+    """Return the tensors of a module (optionally with its buffers), or of an iterable, by position.
 
-    A module without tensors is as it should be, for a model may have parts without any. An iterable without tensors is
-    nearly always a generator that something else has read before, so it is refused.
+    A module may have no tensors. An iterable without tensors is refused, because it is nearly always a generator that
+    was read before.
 
     Raises:
         TypeError: ``source`` is neither a module nor made of tensors.
-        ValueError: ``source`` is an iterable without an element.
+        ValueError: ``source`` is an empty iterable.
     """
     if isinstance(source, torch.nn.Module):
         return named_parameters(source) + (named_buffers(source) if buffers else [])
@@ -103,10 +103,10 @@ def named_tensors(source: TensorSource, *, buffers: bool = True) -> list[NamedTe
 
 
 def read_tensors(source: TensorSource) -> list[torch.Tensor]:
-    """Return the tensors of what is not a module, in order.
+    """Return the tensors of a source that is not a module, in order.
 
     Raises:
-        TypeError, ValueError: as :func:`named_tensors`.
+        TypeError, ValueError: as for :func:`named_tensors`.
     """
     if isinstance(source, torch.Tensor):
         return [source]
@@ -129,14 +129,14 @@ def read_tensors(source: TensorSource) -> list[torch.Tensor]:
 
 
 def check_not_empty(tensors: Sequence[torch.Tensor], source: object) -> None:
-    """Refuse an iterable that has no tensor.
+    """Raise if an iterable has no tensor.
 
     Args:
-        tensors: what was found in it.
-        source: what the user passed.
+        tensors: the tensors that were found in it.
+        source: the argument of the user.
 
     Raises:
-        ValueError: there is none; says what ``source`` is.
+        ValueError: there is none; the message describes ``source``.
     """
     if tensors:
         return
@@ -162,20 +162,20 @@ def _unsuitable(tensor: torch.Tensor) -> str | None:
         return f"is a {type(tensor).__name__}, which holds no elements: pass a tensor that has some"
     needed_bytes = _needed_bytes(tensor)
     if storage.nbytes() < needed_bytes:
-        # Kernels take an address and a shape, and would read what is not there.
+        # Kernels take an address and a shape, and would read past the storage.
         return f"needs {needed_bytes} bytes, but its storage has {storage.nbytes()}: restore its elements first"
     return None
 
 
 def is_convertible(dtype: torch.dtype) -> bool:
-    """Say whether torch can convert the dtype's numbers: it cannot where they have fewer bits than a byte."""
+    """Say whether torch can convert numbers of the dtype, which it cannot if they are smaller than a byte."""
     if dtype.is_floating_point:
         return dtype != torch.float4_e2m1fn_x2
     return dtype.is_complex or dtype in _INTEGERS
 
 
 def _needed_bytes(tensor: torch.Tensor) -> int:
-    """Return how far into its storage a strided tensor reaches."""
+    """Return the number of bytes of its storage that a strided tensor spans."""
     elements = tensor.numel()
     if elements == 0:
         return 0
@@ -187,7 +187,7 @@ def _needed_bytes(tensor: torch.Tensor) -> int:
 def _unwritable(tensor: torch.Tensor) -> str | None:
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return f"is expanded (strides {list(tensor.stride())}): make it .contiguous()"
-    # Their memory holds something else than they say, and torch's copies of many tensors at once refuse to write it.
+    # Their memory does not hold the values that they show, and torch's multi-tensor copies refuse to write to them.
     if tensor.is_conj():
         return "is a lazy conjugate: make it .resolve_conj()"
     if tensor.is_neg():
@@ -198,7 +198,7 @@ def _unwritable(tensor: torch.Tensor) -> str | None:
 
 
 def check_readable(tensors: Iterable[NamedTensor]) -> None:
-    """Refuse tensors whose elements cannot be read as one block.
+    """Raise for tensors whose elements cannot be read as one block.
 
     Raises:
         ValueError: a tensor is a wrapper of other tensors, sparse, quantized, on the meta device, or its storage is too
@@ -211,10 +211,10 @@ def check_readable(tensors: Iterable[NamedTensor]) -> None:
 
 
 def check_writable(tensors: Iterable[NamedTensor]) -> None:
-    """Refuse tensors that cannot be read, or whose elements have no place of their own in memory, as they are.
+    """Raise for tensors that cannot be read, or whose elements do not have distinct memory with their values.
 
     Raises:
-        ValueError: as :func:`check_readable`, or a tensor is expanded, lazily conjugated or lazily negated.
+        ValueError: as for :func:`check_readable`, or a tensor is expanded, lazily conjugated or lazily negated.
     """
     tensors = list(tensors)
     check_readable(tensors)

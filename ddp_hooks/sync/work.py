@@ -1,4 +1,4 @@
-"""What a synchronisation does on this rank: its messages, now or under way, and what it reports."""
+"""Carries out a synchronisation on this rank, at once or asynchronously, and reports on it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .tensors import NamedTensor
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What one synchronisation did on this rank.
+    """The result of a synchronisation on this rank.
 
     Attributes:
-        tensors: how many tensors are in step now.
-        tensor_bytes: how many bytes they hold.
-        messages: how many data collectives this rank took part in.
-        payload_bytes: what this rank handed to them. Less than ``tensor_bytes`` if memory is shared, more if half
-            precision is averaged in float32.
+        tensors: the number of synchronised tensors.
+        tensor_bytes: their size.
+        messages: the number of data collectives that this rank took part in.
+        payload_bytes: bytes that this rank gave to them. Less than ``tensor_bytes`` if memory is shared, and more if
+            half precision is averaged in float32.
     """
 
     tensors: int
@@ -31,10 +31,10 @@ class SyncReport:
 
 
 class SyncWork:
-    """A synchronisation under way; what the functions return with ``async_op=True``.
+    """A synchronisation under way, which functions return with ``async_op=True``.
 
-    The tensors must be neither read nor written before :meth:`wait` has returned. They are written there, all of them
-    after the last message has arrived: if waiting fails, none has changed.
+    Do not read or write the tensors before :meth:`wait` has returned. It writes all of them after the last message has
+    arrived; if it fails, none has changed.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SyncWork:
 
     @torch.no_grad()
     def wait(self) -> SyncReport:
-        """Wait for the messages, write the tensors, and return what was sent."""
+        """Wait for the messages, write the tensors, and return a report."""
         for message in self._messages:
             message.wait()
         for message in self._messages:
@@ -62,7 +62,7 @@ class SyncWork:
 
 
 def report_on(tensors: Sequence[NamedTensor], messages: Sequence[Message]) -> SyncReport:
-    """Say what these messages bring in step."""
+    """Return a report on some messages."""
     return SyncReport(
         tensors=len(tensors),
         tensor_bytes=sum(named.tensor.nbytes for named in tensors),
@@ -77,12 +77,12 @@ def carry_out(
     barrier_group: dist.ProcessGroup | None,
     async_op: bool,
 ) -> SyncReport | SyncWork:
-    """Send the messages, now or with ``async_op`` under way.
+    """Send the messages, and wait for them unless ``async_op`` is set.
 
     Args:
-        tensors: what is in step afterwards.
-        messages: what brings it there.
-        barrier_group: the ranks that wait for each other at the end; None if nobody has to.
+        tensors: the tensors that will be synchronised.
+        messages: the messages that synchronise them.
+        barrier_group: the ranks that wait for each other at the end, or None.
         async_op: return work to wait for.
     """
     report = report_on(tensors, messages)
@@ -90,6 +90,6 @@ def carry_out(
         return SyncWork(messages, report, barrier_group)
     run(messages)
     if barrier_group is not None:
-        # The other ranks of the host have the new values as soon as its first rank has, and must not read before.
+        # Other ranks of the host share the memory of its first rank, and must not read it before that rank is done.
         dist.barrier(barrier_group)
     return report

@@ -272,9 +272,9 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 @pytest.mark.parametrize(
     ("case", "master", "last"),
     [
-        ("gloo", "10.0.0.1", "diagnosed"),
-        ("like NCCL", "10.0.0.1", "diagnosed"),
-        # The host of rank 0 knows itself as 127.0.1.1.
+        pytest.param("gloo", "10.0.0.1", "diagnosed", marks=pytest.mark.thorough),
+        pytest.param("like NCCL", "10.0.0.1", "diagnosed", marks=pytest.mark.thorough),
+        # Also like NCCL. The host of rank 0 knows itself as 127.0.1.1.
         ("master by name", "host-a", "shared"),
     ],
 )
@@ -284,6 +284,7 @@ def test_two_hosts_meet_without_a_variable(hosts: Hosts, case: str, master: str,
         assert last in text, text
 
 
+@pytest.mark.thorough
 def test_the_page_on_several_machines_launches_the_script_of_the_readme(hosts: Hosts) -> None:
     (script,) = blocks("README.md", "python")
     (hosts.folder / "train.py").write_text(script)
