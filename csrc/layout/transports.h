@@ -27,11 +27,11 @@ struct Transports {
   bool operator==(const Transports&) const = default;
 };
 
-// What collectives of a group take, measured when the state was made (ddp_hooks/serving/collective_costs.py); the same on every
-// rank. A byte's time is for what a rank sends, in messages of the length that they have in steps: in an all-reduce as
-// a ring would, in an all-to-all the rank with the most. A message's is that of one of many with nearly nothing in it:
-// where they are that small, messages take the time, and not bytes. Without a measurement only bytes count, wherever
-// they travel.
+// What collectives of a group take, measured when the state was made (ddp_hooks/serving/collective_costs.py); the same
+// on every rank. A byte's time is for what a rank sends, in messages of the length that they have in steps: in an
+// all-reduce as a ring would, in an all-to-all the rank with the most. A message's is that of one of many with nearly
+// nothing in it: where they are that small, messages take the time, and not bytes. Without a measurement only bytes
+// count, wherever they travel.
 struct CollectiveCosts {
   double all_reduce_seconds = 0;  // a message
   double all_reduce_seconds_per_byte = 1;

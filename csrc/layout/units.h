@@ -23,9 +23,9 @@
 namespace ddp_hooks {
 
 struct UnitSettings {
-  int64_t min_unit_bytes = 1;              // short rows are put together until a unit has this much
-  int64_t max_unit_bytes = 1;              // longer rows are divided, if they can be, into equal parts of at most this much
-  int64_t min_divided_bytes = 64 << 10;    // a parameter of less is one unit
+  int64_t min_unit_bytes = 1;  // short rows are put together until a unit has this much
+  int64_t max_unit_bytes = 1;  // longer rows are divided, if they can be, into equal parts of at most this much
+  int64_t min_divided_bytes = 64 << 10;  // a parameter of less is one unit
 };
 
 // How a parameter's slice falls apart, and where in a mask of units its own begin.
