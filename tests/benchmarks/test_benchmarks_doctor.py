@@ -45,7 +45,8 @@ def test_what_the_documentation_promises_is_what_was_measured() -> None:
         assert row["payload_bytes"] == row["predicted_payload_bytes"], row["label"]
         assert 1 / 1.2 <= row["ratio"] <= 1.2, f"{row['policy']} on {row['label']}: {row['ratio']:.2f}"
     for row in read("watching")["rows"]:
-        assert row["ratio"]["median"] <= 1.03, f"{row['label']} at {row['link']}"
+        most = 1.13 if row["link"] == "loopback" else 1.02
+        assert row["ratio"]["median"] <= most, f"{row['label']} at {row['link']}"
 
 
 @pytest.mark.thorough

@@ -248,8 +248,8 @@ RETURNED = {
     "Disposition",
     "Message",
     "PendingUnitScan",
-    "Slice",
     "Statistics",
+    "Stretch",
 }
 # What extensions of other people call, for devices of theirs.
 OFFERED = {"register_device_kernels"}

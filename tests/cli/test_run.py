@@ -267,7 +267,7 @@ def test_help_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_info_names_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["info"]) == 0
-    assert f"ddp_hooks  {ddp_hooks.__version__}, built for torch" in capsys.readouterr().out
+    assert f"ddp_hooks  {ddp_hooks.__version__}, for torch " in capsys.readouterr().out
 
 
 class Served:

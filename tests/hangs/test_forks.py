@@ -184,6 +184,8 @@ def _within_a_hook(rank: int) -> list[bool]:
         results.append(in_child(in_it))
         dist.distributed_c10d._get_default_store().set("forked", "")
 
+    # What other tests have left is not for the child to take down.
+    gc.collect()
     if rank == 0:
         thread = threading.Timer(0.3, fork)
         thread.start()

@@ -24,7 +24,7 @@ from tuned import Tuning, with_settings
 
 import ddp_hooks
 from ddp_hooks import _C, Policy
-from ddp_hooks.serving import collective_costs, service
+from ddp_hooks.serving import collective_costs, registration
 
 COSTS = [name for name in dir(_C.CollectiveCosts) if "seconds" in name]
 CHEAP_ALL_TO_ALLS = _C.CollectiveCosts(all_to_all_seconds_per_byte=0.1)
@@ -123,7 +123,7 @@ class Measured:
 
     def __init__(self, costs: _C.CollectiveCosts | Callable[..., Any]) -> None:
         self.costs, self.count = costs, 0
-        service.measure_collective_costs = self
+        registration.measure_collective_costs = self
 
     def __call__(self, group: dist.ProcessGroup, device: torch.device) -> Any:
         self.count += 1
