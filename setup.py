@@ -56,7 +56,7 @@ COMPILED_AS_ONE = {
 # What includes nothing of torch is compiled once for all of them.
 WITHOUT_TORCH = [
     "agreement/mask_codec.cpp",
-    *(f"kernels/cpu/{name}.cpp" for name in ("block_hash", "instructions", "narrowing", "stream_copy", "unit_scan")),
+    *(f"kernels/cpu/{name}.cpp" for name in ("block_hash", "instructions", "stream_copy", "unit_scan")),
     "kernels/cuda/*.cpp",
     "kernels/tensor_hash.cpp",
     "layout/*.cpp",

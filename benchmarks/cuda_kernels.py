@@ -2,10 +2,9 @@
 
     python benchmarks/cuda_kernels.py                 # needs a GPU and a build with the CUDA kernels
 
-Each kernel moves messages of several sizes, made of one to ten thousand slices with gaps between them. The kernels for
-widths scan, pack and add up numbers that half of their bits hold exactly. Kernels take turns with `tensor.copy_` of the
-same size and with an empty kernel. Buffers rotate, so that those of a few megabytes do not stay in the cache. Bytes are
-those that are read plus those that are written.
+Each kernel moves messages of several sizes, made of one to ten thousand slices with gaps between them. Kernels take
+turns with `tensor.copy_` of the same size and with an empty kernel. Buffers rotate, so that those of a few megabytes do
+not stay in the cache. Bytes are those that are read plus those that are written.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ SLICES = (1, 10, 100, 1_000, 10_000)
 ROTATION_BYTES = 512 * MIB
 MOST_BUFFERS = 32
 FACTOR = 1 / 3
-KERNELS = ("gather", "gather_by_one", "scatter", "scan_nonzeros", "scan_zeros")  # zeros last, because they stay
-# Of types that have a narrow form; before the others, while the numbers are as they were made.
-KERNELS_OF_WIDTHS = ("scan_widths", "pack", "sum")
-NARROW = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
+# The sum first, while the numbers are as they were made; zeros last, because they stay.
+KERNELS = ("sum", "gather", "gather_by_one", "scatter", "scan_nonzeros", "scan_zeros")
 
 
 @dataclass
@@ -56,23 +53,9 @@ class Case:
         self.bytes = self.numel * self.dtype.itemsize
         self.buffers = max(1, min(MOST_BUFFERS, ROTATION_BYTES // (3 * self.bytes)))
         shape = (self.stride * self.slices,)
-        narrow = NARROW.get(self.dtype, self.dtype)
-        made = (torch.randn(shape, device="cuda", dtype=self.dtype) for _ in range(self.buffers))
-        self.flats = [flat.mul_(1e-6).to(narrow).to(self.dtype) for flat in made]
+        self.flats = [torch.randn(shape, device="cuda", dtype=self.dtype) for _ in range(self.buffers)]
         self.messages = [torch.empty(self.numel, device="cuda", dtype=self.dtype) for _ in range(self.buffers)]
         self.others = [torch.empty_like(message) for message in self.messages]
-
-    def packed_slices(self) -> list[tuple[int, int, Any]]:
-        from ddp_hooks_testing import _C as testing
-
-        width = testing.narrow_widths(self.flats[0])[0]
-        return [(offset, length, width) for offset, length in self.ranges]
-
-    def packed_size(self) -> int:
-        from ddp_hooks_testing import _C as testing
-
-        _, length, width = self.packed_slices()[0]
-        return self.slices * testing.packed_bytes(length, width, self.dtype.itemsize)
 
     def used(self, flat: torch.Tensor) -> torch.Tensor:
         """The slices of a flat tensor, by torch's own means."""
@@ -115,9 +98,7 @@ def measure(case: Case, kernel: str, rounds: int) -> dict[str, Any]:
         "scan_zeros": lambda i: testing.start_scan(case.flats[i], case.ranges),
         "scan_nonzeros": lambda i: testing.start_scan(case.flats[i], case.ranges),
     }
-    if kernel in KERNELS_OF_WIDTHS:
-        calls |= calls_of_widths(case)
-    call = calls[kernel]
+    call = sum_call(case) if kernel == "sum" else calls[kernel]
     if kernel == "scan_zeros":
         for flat in case.flats:
             flat.zero_()
@@ -160,51 +141,32 @@ def measure(case: Case, kernel: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def calls_of_widths(case: Case) -> dict[str, Callable[[int], Any]]:
-    from ddp_hooks import _C
+def sum_call(case: Case) -> Callable[[int], Any]:
+    """Add to what lies in place as much again, and halve it."""
     from ddp_hooks_testing import _C as testing
 
-    slices, each = case.packed_slices(), case.packed_size() // case.slices
-    packed = [torch.empty(case.packed_size(), device="cuda", dtype=torch.uint8) for _ in range(case.buffers)]
+    own, each = testing.Contribution(own=True), case.length * case.dtype.itemsize
+    packed = [torch.empty(case.bytes, device="cuda", dtype=torch.uint8) for _ in range(case.buffers)]
     for buffer, flat in zip(packed, case.flats, strict=True):
-        testing.pack(buffer, flat, slices)
+        testing.pack(buffer, flat, case.ranges)
     sums = [
         [
-            testing.SliceSum(
-                flat, offset, length, [testing.Contribution(own=True), testing.Contribution(i * each, width)], 2.0
-            )
-            for i, (offset, length, width) in enumerate(slices)
+            testing.SliceSum(flat, offset, length, [own, testing.Contribution(i * each)], 2.0)
+            for i, (offset, length) in enumerate(case.ranges)
         ]
         for flat in case.flats
     ]
-    return {
-        "scan_widths": lambda i: _C.start_unit_scan(case.flats[i], 0, case.flats[i].numel(), case.length, widths=True),
-        "pack": lambda i: (testing.pack(packed[i], case.flats[i], slices), packed[i])[1],
-        "sum": lambda i: testing.sum_contributions(packed[i], sums[i]),  # of twice the same, halved
-    }
+    return lambda i: testing.sum_contributions(packed[i], sums[i])
 
 
 def moved_bytes(case: Case, kernel: str) -> int:
-    if kernel == "scan_widths":
-        return case.flats[0].nbytes
-    if kernel in ("pack", "sum"):
-        return case.packed_size() + case.bytes * (1 if kernel == "pack" else 2)
+    if kernel == "sum":
+        return 3 * case.bytes
     return case.bytes * (1 if kernel.startswith("scan") else 2)
 
 
 def is_correct(case: Case, kernel: str, call: Callable[[int], Any]) -> bool:
-    from ddp_hooks import _C
-    from ddp_hooks_testing import _C as testing
-
     flat, message = case.flats[0], case.messages[0]
-    if kernel == "scan_widths":
-        on_cpu = _C.start_unit_scan(flat.cpu(), 0, flat.numel(), case.length, widths=True)
-        scan = call(0)
-        return bool(scan.wait() == on_cpu.wait() and scan.inexact() == on_cpu.inexact())
-    if kernel == "pack":
-        on_cpu = torch.empty(case.packed_size(), dtype=torch.uint8)
-        testing.pack(on_cpu, flat.cpu(), case.packed_slices())
-        return torch.equal(call(0).cpu(), on_cpu)
     if kernel == "sum":
         before = flat.clone()
         call(0)
@@ -235,7 +197,7 @@ def cases(options: argparse.Namespace) -> list[tuple[torch.dtype, int, int, bool
 def describe(rows: Sequence[dict[str, Any]]) -> str:
     """One sentence, losses included."""
     parts = []
-    for kernel in ("gather", "scatter", "scan_zeros", *KERNELS_OF_WIDTHS):
+    for kernel in ("sum", "gather", "scatter", "scan_zeros"):
         mine = [row for row in rows if row["kernel"] == kernel]
         large = [row for row in mine if row["message_bytes"] > 60 * MIB]
         small = [row for row in mine if 0.9 * MIB < row["message_bytes"] < 1.1 * MIB]
@@ -278,7 +240,7 @@ def main() -> int:
     )
     for dtype, message_bytes, slices, aligned in cases(options):
         case = Case(dtype, message_bytes, slices, aligned)
-        for kernel in (*(KERNELS_OF_WIDTHS if dtype in NARROW else ()), *KERNELS):
+        for kernel in KERNELS:
             row = measure(case, kernel, options.rounds)
             rows.append(row)
             s = row["seconds"]

@@ -85,7 +85,7 @@ class Variant:
         if name in ("allreduce_hook", "bf16_compress_hook"):
             self.ddp.register_comm_hook(None, getattr(default_hooks, name))
         elif name.startswith("ours"):
-            on = ddp_hooks.Policy("rows and widths", skip_zero_rows="on", narrow="on")
+            on = ddp_hooks.Policy("rows", skip_zero_rows="on")
             policy = {"zeros": "skip_zeros", "auto": "auto", "on": on}.get(name.split(":")[1], "skip_unused")
             if "python" in name:
                 self.state = ddp_hooks.SkipUnusedState(self.ddp, policy)
@@ -262,6 +262,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["dense"])
+    every = [f"{backend}:{ranks}" for backend, ranks in WORLDS]
+    parser.add_argument("--worlds", nargs="+", choices=every, default=every, help="backends and numbers of ranks")
     parser.add_argument("--name", default="cuda_step", help="of the JSON")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for JSON and timelines")
     options = parser.parse_args()
@@ -278,7 +280,7 @@ def main() -> int:
         # Ranks that share a GPU and send through the host take many times as long.
         rounds = options.rounds if world_size == 1 else max(10, options.rounds // 4)
         workloads = [name for name in options.workloads if name == "dense" or (backend, world_size) == SOCKET]
-        if not workloads:
+        if not workloads or f"{backend}:{world_size}" not in options.worlds:
             continue
         with tempfile.TemporaryDirectory() as folder:
             arguments = (world_size, backend, testbed.free_port(), workloads, rounds, folder)

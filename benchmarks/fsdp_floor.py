@@ -95,8 +95,7 @@ def count_sent(name: str, size: str) -> None:
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model: Any = workload.build(size, lambda module: fully_shard(module, mesh=mesh["local"], mp_policy=mixed))
     model.set_reduce_scatter_unused_params(True)
-    # As where links are slow: on loopback it would find that narrow numbers do not pay.
-    state = ddp_hooks.fsdp.register(model, mesh=mesh, calibrate=False)
+    state = ddp_hooks.fsdp.register(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(STEPS.stop):
         if step == STEPS.start:

@@ -9,9 +9,10 @@
 | mask | set, merge, count, encode, decode; compiled without Python | memcpy of the words |
 | mask_codec | bytes of a compressed mask, encode, decode, by density; compiled without Python | the bitmap |
 | plan | making a reduction plan, and finding it in the cache; compiled without Python | a walk over the slices |
-| copy | nonzero_scan, gather_scaled, scatter; through the binding, whose own cost is beside it | `copy_` |
+| copy | scans of whole slices, gather_scaled, scatter; through the binding, whose own cost is beside it | `copy_` |
 | unit_scan | start_unit_scan over a table of zeros and a dense one | reading all of it (`amax`) |
-| width | scan for widths, pack, sum_contributions, of long slices and of rows | `copy_` |
+| packing | pack and sum_contributions, of long slices and of rows | `copy_` |
+| coding | bits per value of gradients of small models; encode, decode, decode and add | `copy_` |
 | exchange | an OR over all ranks by all-reduce, all_gather, grids of small all_gathers; not hidden | all-reduce |
 | transports | bringing everybody what one rank alone has, or two: all_to_alls, broadcasts, all_gather | all-reduce |
 | registration | backward over 200 tiny buckets, with `register` and with `ddp.register_comm_hook` | plain DDP |
@@ -29,11 +30,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from micro import local, ranks, transports, units, width
+from micro import coding, local, packing, ranks, transports, units
 from tools import harness, testbed
 from tools.tables import plain_cell
 
-PARTS = ("mask", "mask_codec", "plan", "copy", "unit_scan", "width", "exchange", "transports", "registration")
+PARTS = (
+    *("mask", "mask_codec", "plan", "copy", "unit_scan", "packing", "coding", "exchange", "transports"),
+    "registration",
+)
 COMPILED = {"mask": local.describe_mask, "mask_codec": local.describe_mask_codec, "plan": local.describe_plan}
 CROWD = 8  # from this many ranks on, fewer rounds
 
@@ -70,9 +74,12 @@ def run_part(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any
     if part == "unit_scan":
         rows = units.run_unit_scan(options.rounds or 15)
         return rows, units.describe_unit_scan(rows)
-    if part == "width":
-        rows = width.run_width(options.rounds or 9)
-        return rows, width.describe_width(rows)
+    if part == "packing":
+        rows = packing.run_packing(options.rounds or 9)
+        return rows, packing.describe_packing(rows)
+    if part == "coding":
+        rows = coding.run_coding(options.rounds or 9)
+        return rows, coding.describe_coding(rows)
     if part == "registration":
         rows = launch(part, 2, testbed.LOOPBACK, options.rounds or 100, options.timeout)
         return rows, ranks.describe_registration(rows)

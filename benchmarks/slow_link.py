@@ -4,7 +4,7 @@ python benchmarks/slow_link.py                                  # everything; ne
 python benchmarks/slow_link.py --workloads frozen:0.75 --links 1gbit --rounds 20
 python benchmarks/slow_link.py --size tiny --links loopback     # a smoke test that needs nothing
 python benchmarks/slow_link.py --workloads e5 ncf --peers ours:auto:native rows_prototype nothing   # what rows save
-python benchmarks/slow_link.py --workloads gpt2_autocast gpt2_autocast:bfloat16:2 --peers ours:auto:native nothing
+python benchmarks/slow_link.py --workloads gpt2_autocast gpt2_autocast:float32 linears --peers ours:auto:native nothing
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from .serving.modules import find_ddp
 from .serving.parameters import Selector
 from .serving.registration import serve, service_of
 from .serving.service import Service
+from .serving.topology import Topology
 from .statistics import ParameterUsage, Statistics
 from .wording import check_fields, short
 
@@ -79,6 +80,11 @@ class SkipUnusedState:
     def policy(self) -> Policy:
         """The policy in force."""
         return self._policy
+
+    @property
+    def topology(self) -> Topology | None:
+        """Which ranks share a host, as of registration; None if ``DDP_HOOKS_DISABLE`` is set."""
+        return self._require_service().topology
 
     def _attach(self, ddp: DistributedDataParallel, mistake: Exception | None, *, native: bool) -> None:
         function = "register" if native else "SkipUnusedState"

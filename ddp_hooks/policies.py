@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 from .wording import check_fields, did_you_mean, read_fields, short
 
 When = Literal["off", "on", "adaptive"]
+Coded = Literal["off", "on", "auto"]
 Settings = TypeVar("Settings", bound="type[Policy | Tuning]")
 
 
@@ -88,13 +89,14 @@ class Tuning:
         direct: a rank that alone contributes a gradient sends it straight to the others, which takes half the bytes of
             an all-reduce (docs/internals/protocol.md, "Who contributes"). This requires ``skip_unused``, a gloo or NCCL
             group of at most 64 ranks, and either one rank per host or ``calibrate``; otherwise everything is
-            all-reduced.
+            all-reduced. On CPUs over gloo, hosts with several ranks each count as ranks here, after their ranks have
+            added up.
         owners: if only some ranks contribute a gradient, one of them sums it and sends the sum to all, which saves up
             to half of the bytes. Requires ``direct``.
         calibrate: measure for about a second, when a state is made, how long collectives take on its process group.
-            Those times then decide which gradients are not all-reduced, and whether ``narrow="adaptive"`` can pay. By
-            default, bytes decide if every rank has a host of its own, and everything is all-reduced at full width if
-            ranks share a host (hosts differ in hostname or the kernel's boot id, or in the variable
+            Those times then decide which gradients are not all-reduced, and whether ``coded="auto"`` can pay. By
+            default, bytes decide if every rank has a host of its own, or if the ranks of each host add up first, and
+            everything is all-reduced otherwise (hosts differ in hostname or the kernel's boot id, or in the variable
             ``DDP_HOOKS_HOST``). Measured times differ between runs, so on three ranks or more, runs are bitwise
             reproducible only with ``calibrate=False``. It does nothing if a rank has called
             ``torch.use_deterministic_algorithms``. With NCCL, the measurement opens connections that may keep
@@ -175,12 +177,13 @@ class Policy:
         skip_zero_rows: do not send rows that are zero on every rank. ``"on"`` costs an exchange of compressed masks for
             each bucket with such a parameter, and a scan that stops at the first non-zero of each row. ``"adaptive"``
             samples gradients, and skips rows of those parameters for which it pays. Requires ``skip_unused``.
-        narrow: send a float32 gradient in 16 bits where that is lossless, as it usually is under ``torch.autocast``,
-            and a float64 gradient in 32 bits. Every bit arrives: stretches that need more bits on some rank are sent
-            at full width. ``"on"`` reads every gradient once, and costs an exchange of compressed masks for each
-            bucket. ``"adaptive"`` samples gradients, and narrows those for which it pays. With gradient accumulation
-            it saves nothing, because sums of several passes need full width. Requires ``skip_unused``, and does
-            nothing unless ``direct`` is in effect; ``print(state.stats())`` says why.
+        coded: send gradients in fewer bits between hosts. Every bit arrives. A float32 gradient usually takes 86% of
+            its bytes, and 36% if it was computed in bfloat16 under ``torch.autocast``. ``"auto"`` codes while it saves
+            enough for the speed of the hosts' network interfaces (docs/several-machines.md). ``"on"`` codes whatever
+            it saves. Gradients are coded on the CPU, over gloo, in 32 or 16 bits, if every rank has a host of its own;
+            otherwise both settings do nothing, and ``print(state.stats())`` says why. With gradients on another
+            device, ``"on"`` is refused. Under FSDP2, numbers of 64 bits are not coded. Requires ``skip_unused``
+            and ``direct``.
         rebuild_after: call :func:`ddp_hooks.rebuild` once the same parameters have been unused for this many steps in a
             row; 0 for never. If that removes nothing, because some rank has not frozen them, the next attempt comes
             after twice as many steps. It does nothing with ``static_graph=True``; without ``skip_unused`` it only adds
@@ -196,7 +199,7 @@ class Policy:
     skip_unused: bool = True
     skip_zeros: When = "off"
     skip_zero_rows: When = "off"
-    narrow: When = "off"
+    coded: Coded = "off"
     rebuild_after: int = 0
     tuning: Tuning = Tuning()
 
@@ -205,14 +208,17 @@ class Policy:
         if not isinstance(self.name, str):
             raise TypeError(f"Policy.name: expected a str, received {short(self.name)}")
         _check_flag(self, "skip_unused")
-        for name in ("skip_zeros", "skip_zero_rows", "narrow"):
+        for name, choices in (
+            ("skip_zeros", get_args(When)),
+            ("skip_zero_rows", get_args(When)),
+            ("coded", get_args(Coded)),
+        ):
             value = getattr(self, name)
-            if not isinstance(value, str) or value not in get_args(When):
+            if not isinstance(value, str) or value not in choices:
                 raise ValueError(
-                    f"Policy.{name}: expected one of {get_args(When)}, received {short(value)}"
-                    f"{did_you_mean(value, get_args(When))}"
+                    f"Policy.{name}: expected one of {choices}, received {short(value)}{did_you_mean(value, choices)}"
                 )
-        for name in ("skip_zero_rows", "narrow"):
+        for name in ("skip_zero_rows", "coded"):
             value = getattr(self, name)
             if value != "off" and not self.skip_unused:
                 raise ValueError(
@@ -255,7 +261,7 @@ PRESETS: dict[str, Policy] = {
         Policy("allreduce", skip_unused=False),
         Policy("skip_unused"),
         Policy("skip_zeros", skip_zeros="on", skip_zero_rows="on"),
-        Policy("auto", skip_zeros="adaptive", skip_zero_rows="adaptive", narrow="adaptive"),
+        Policy("auto", skip_zeros="adaptive", skip_zero_rows="adaptive", coded="auto"),
     )
 }
 

@@ -38,7 +38,7 @@ class Statistics:
     If the state has loaded a checkpoint, they include those of the run before.
 
     They are the same on every rank, except for seconds, the bytes of sparse gradients, ``sent_bytes``,
-    ``accumulated_steps`` and ``why_full_width``. Bytes are those of the tensors that collectives are given;
+    ``accumulated_steps`` and ``why_uncoded``. Bytes are those of the tensors that collectives are given;
     ``sent_bytes`` estimates how many of them a rank sends.
 
     Attributes:
@@ -48,10 +48,9 @@ class Statistics:
             rows) of some parameters they used.
         units_agreed_on: the units in those exchanges, summed over steps.
         units_sent: the units among them that some rank used.
-        narrow_steps: steps in which ``narrow`` was on, and ranks exchanged how wide the units of some parameters are.
-        units_narrow: the units that were sent in fewer bits.
+        coded_steps: steps in which some gradients were coded.
         accumulated_steps: steps whose gradients are sums of several backward passes on this rank, all but the last
-            under ``no_sync()``. Such sums need full width.
+            under ``no_sync()``. Such sums have more bits than the gradients of one pass under autocast.
         buckets_whole: buckets sent whole.
         buckets_packed: buckets that were sent in part.
         buckets_skipped: buckets that were not sent.
@@ -59,20 +58,21 @@ class Statistics:
         dense_bytes: bytes that plain DDP would have all-reduced, for the parameters in the module's Reducer. Bytes.
         rebuilt_bytes: bytes that plain DDP would have all-reduced for parameters that a rebuild had removed from the
             Reducer. Bytes.
-        payload_bytes: gradients given to collectives of any kind. Bytes.
+        payload_bytes: gradients given to collectives of any kind, as they were sent. Bytes.
         broadcast_bytes: the part of the payload that each contributing rank sent to all others. Bytes.
         owner_bytes: the part of the payload that some ranks contributed and one of them summed. Bytes.
-        narrow_bytes: the part of the payload with numbers in half of their width. Bytes.
+        coded_bytes: the part of the payload that was coded. Bytes.
+        uncoded_bytes: the size of that part before it was coded. Bytes.
         sent_bytes: gradients that this rank sent. All-reduces count as in a ring, with 2 (n - 1) / n of their bytes.
             Bytes.
-        mask_bytes: masks given to collectives on the control group. Bytes.
+        mask_bytes: masks, and sizes of coded messages, given to collectives on the control group. Bytes.
         exchanges: mask exchanges.
         plan_cache_hits: steps whose reduction plan was in the cache.
         plan_cache_misses: steps whose reduction plan had to be made.
         exchange_wait_seconds: how long backward waited for agreed masks, on this rank.
         hook_seconds: other time spent in the hook on this rank: scanning, scaling, gathering, launching.
-        why_full_width: why gradients travel at full width although the policy's ``narrow`` asks for less, as a clause;
-            empty if they do not, or if the reason is unknown. It is not a counter, and not part of a checkpoint.
+        why_uncoded: why some gradients are sent as they are although the policy's ``coded`` asks for less, as a clause;
+            empty if none are, or if the reason is unknown. It is not a counter, and not part of a checkpoint.
     """
 
     steps: int = 0
@@ -96,11 +96,11 @@ class Statistics:
     owner_bytes: int = 0
     sent_bytes: int = 0
     rebuilt_bytes: int = 0
-    narrow_steps: int = 0
-    units_narrow: int = 0
-    narrow_bytes: int = 0
     accumulated_steps: int = 0
-    why_full_width: str = field(default="", compare=False)
+    coded_steps: int = 0
+    coded_bytes: int = 0
+    uncoded_bytes: int = 0
+    why_uncoded: str = field(default="", compare=False)
 
     @classmethod
     def read(cls, source: Any, reduced_bytes: int = 0, removed_bytes: int = 0, **others: Any) -> Statistics:
@@ -122,14 +122,14 @@ class Statistics:
         if not isinstance(other, Statistics):
             return NotImplemented
         counters = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in _counters()}
-        return Statistics(**counters, why_full_width=other.why_full_width)
+        return Statistics(**counters, why_uncoded=other.why_uncoded)
 
     def __sub__(self, earlier: Statistics) -> Statistics:
         """Return the counters since ``earlier``."""
         if not isinstance(earlier, Statistics):
             return NotImplemented
         counters = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in _counters()}
-        return Statistics(**counters, why_full_width=self.why_full_width)
+        return Statistics(**counters, why_uncoded=self.why_uncoded)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counters as plain values, for checkpoints."""
@@ -250,18 +250,18 @@ class Statistics:
         ]
         if direct:
             yield f"transports: {', '.join(direct)}; the rest all-reduced"
-        if self.narrow_bytes:
-            after = f"; {self.why_full_width}" if self.why_full_width else ""
+        after = f"; {self.why_uncoded}" if self.why_uncoded else ""
+        if self.coded_bytes:
             yield (
-                f"narrow: sent {describe_bytes(self.narrow_bytes)} instead of "
-                f"{describe_bytes(2 * self.narrow_bytes)} in {self.narrow_steps} of {self.steps} steps{after}"
+                f"coded: sent {describe_bytes(self.coded_bytes)} instead of {describe_bytes(self.uncoded_bytes)} in "
+                f"{self.coded_steps} of {self.steps} steps{after}"
             )
-        elif self.why_full_width:
-            yield f"narrow: everything sent at full width, because {self.why_full_width}"
+        elif self.why_uncoded:
+            yield f"coded: nothing, because {self.why_uncoded}"
 
 
 def _counters() -> list[Field[Any]]:
-    return [each for each in fields(Statistics) if each.name != "why_full_width"]
+    return [each for each in fields(Statistics) if each.name != "why_uncoded"]
 
 
 @dataclass(frozen=True, slots=True)

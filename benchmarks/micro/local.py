@@ -139,13 +139,12 @@ def run_copy(rounds: int, max_bytes: int = COPY_BYTES[-1]) -> list[dict[str, Any
             message.copy_(flat[:numel])
 
         def scan(data: Any) -> Callable[[], Any]:
-            return lambda: testing.nonzero_scan(data)
+            return lambda: testing.start_scan(data, [(0, data.numel())]).wait()[0]
 
-        calls: list[tuple[str, int, Callable[[], Any], Callable[[], Any] | None, Callable[[], bool]]] = [
-            ("scan, all zero", 1, scan(zeros), None, lambda z=zeros: testing.nonzero_scan(z) == (False, False)),
-            ("scan, last one not", 1, scan(late), None, lambda d=late: testing.nonzero_scan(d)[0]),
-            ("scan, dense", 1, scan(flat[:numel]), None, lambda d=flat[:numel]: testing.nonzero_scan(d)[0]),
-        ]
+        calls: list[tuple[str, int, Callable[[], Any], Callable[[], Any] | None, Callable[[], bool]]] = []
+        for name, data, found in (("all zero", zeros, False), ("last one not", late, True), ("dense", flat, True)):
+            look = scan(data[:numel])
+            calls.append((f"scan, {name}", 1, look, None, lambda look=look, found=found: look() == (found, False)))
         for slices in SLICES:
             length = numel // slices
             if 4 * length < SMALLEST_SLICE_BYTES:

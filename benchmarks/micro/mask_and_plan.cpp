@@ -233,9 +233,9 @@ void time_plans(size_t parameters, int64_t bucket_mib, double used, int rounds) 
   size_t messages = 0;
   for (const BucketPlan& bucket : plan->buckets) messages += bucket.launches.size();
   PlanCache cache(64);
-  for (unsigned i = 0; i < 63; ++i) cache.insert(mask_of(draw(parameters, 0.5, 100 + i)), nothing, {}, plan);
-  cache.insert(agreed, nothing, {}, plan);
-  UsageMask never(parameters);  // empty: never inserted
+  for (unsigned i = 0; i < 63; ++i) cache.insert({mask_of(draw(parameters, 0.5, 100 + i)), nothing, {}, {}}, plan);
+  const PlanCache::Key key{agreed, nothing, {}, {}};
+  cache.insert(key, plan);
   const auto walk = [&] {
     const int64_t elements = used_elements(layout, agreed);
     keep(&elements);
@@ -258,10 +258,10 @@ void time_plans(size_t parameters, int64_t bucket_mib, double used, int rounds) 
   row(
       "cache hit",
       [&] {
-        const auto found = cache.find(agreed, nothing, {});
+        const auto found = cache.find(key);
         keep(found.get());
       },
-      cache.find(agreed, nothing, {}) == plan && cache.find(never, nothing, {}) == nullptr);
+      cache.find(key) == plan && cache.find({nothing, nothing, {}, {}}) == nullptr);
 }
 
 }  // namespace

@@ -163,12 +163,13 @@ class _Measurement:
         self._peers = peers
         self._plan = plan
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._ranks_per_host = int(os.environ["LOCAL_WORLD_SIZE"])
         self._workload = workloads.make(plan.workload, plan.size)
         patterns = self._workload.patterns
         self._rounds = -(-plan.rounds // patterns) * patterns  # every pattern as often as every other
         torch.manual_seed(1234)
         master = self._workload.build()
-        found = usage.find_usage(self._workload, master, self._ranks)
+        found = usage.find_usage(self._workload, master, self._ranks, self._ranks_per_host)
         self._context = peers.Context(self._workload, master, self._rank, found)
         self._variants: dict[str, Any] = {}
         self._left_out: dict[str, str] = {}
@@ -195,7 +196,8 @@ class _Measurement:
             name: [max(times) for times in zip(*(theirs[0][name] for theirs in everyone), strict=True)]
             for name in self._variants
         }
-        # Gradients: the worst rank. Wire bytes: the mean, since gloo's ring sends about the same from every host.
+        # Gradients: the worst rank. Wire bytes, which are the host's: the mean, since gloo's ring sends about the same
+        # from every host.
         merged = {}
         for name in self._variants:
             rows = [theirs[1][name] for theirs in everyone]
@@ -333,6 +335,7 @@ class _Measurement:
                 "size": self._plan.size,
                 "link": rate.text,
                 "world_size": ranks,
+                "ranks_per_host": self._ranks_per_host,
                 "peer": name,
                 "title": peer.title,
                 "is_lossy": peer.is_lossy,
@@ -393,6 +396,7 @@ def is_rank() -> bool:
 
 def add_options(parser: argparse.ArgumentParser, rounds: int) -> None:
     parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--size", default="default", help="tiny, small or default")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--warm-up", type=int, default=3, help="rounds of every pattern before the timing")
@@ -414,7 +418,7 @@ def main(script: str, plans: Sequence[Plan], links: Sequence[str], options: argp
         for plan in plans:
             argv = [script, "--plan", json.dumps(asdict(plan))]
             try:
-                outcomes = testbed.launch(argv, options.hosts, link, options.timeout, echo_rank=None)
+                outcomes = testbed.launch(argv, options.hosts, link, options.timeout, None, options.ranks_per_host)
             except testbed.TestbedUnavailable as error:
                 print(f"cannot run here: {error}", file=sys.stderr)
                 return 69
@@ -507,8 +511,9 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     timed = [row for row in rows if "left_out" not in row]
     if timed:
         first = timed[0]
+        hosts = first["world_size"] // first.get("ranks_per_host", 1)  # older results lack it
         print(
-            f"\n{first['label']}, {first['size']}, {first['world_size']} hosts, {first['link']}: "
+            f"\n{first['label']}, {first['size']}, {first['world_size']} ranks on {hosts} hosts, {first['link']}: "
             f"{describe_gradients(first)}"
         )
     headings = "peer,ms,q1..q3,/ DDP,/ oracle,/ row oracle,MB payload,MB wire,wire/payl,x least,wait us,hook us,max |d|"

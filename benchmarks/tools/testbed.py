@@ -1,4 +1,4 @@
-"""Makes N hosts on one machine, joined by links of a chosen rate, runs one rank on each, and collects their results.
+"""Makes N hosts on one machine, joined by links of a chosen rate, runs ranks on each, and collects their results.
 
     python benchmarks/tools/testbed.py --hosts 2 --rate 1gbit -- script.py --its arguments
 
@@ -259,10 +259,12 @@ class Testbed:
     __test__ = False
     _made = 0
 
-    def __init__(self, hosts: int, rate: str = "1gbit") -> None:
+    def __init__(self, hosts: int, rate: str = "1gbit", ranks_per_host: int = 1) -> None:
         if not 1 <= hosts <= 200:
             raise ValueError(f"expected 1 to 200 hosts, received {hosts}")
         self.hosts = hosts
+        self.ranks_per_host = ranks_per_host
+        self.ranks = hosts * ranks_per_host
         self.rate = Rate.parse(rate)
         self.is_loopback = self.rate.text == LOOPBACK
         Testbed._made += 1
@@ -296,8 +298,8 @@ class Testbed:
             self._signals.__exit__(None, None, None)
             self._signals = None
 
-    def host_address(self, rank: int) -> str:
-        return "127.0.0.1" if self.is_loopback else f"10.77.0.{rank + 1}"
+    def host_address(self, host: int) -> str:
+        return "127.0.0.1" if self.is_loopback else f"10.77.0.{host + 1}"
 
     def _namespace(self, role: str) -> str:
         name = f"{self._name}-{role}"
@@ -313,12 +315,12 @@ class Testbed:
         except RuntimeError as error:
             raise TestbedUnavailable(f"this kernel makes no bridge: {error}") from error
         _tool("ip", "-n", switch, "link", "set", "bridge", "up")
-        for rank in range(self.hosts):
-            host = self._namespace(f"h{rank}")
-            port = f"port{rank}"
+        for number in range(self.hosts):
+            host = self._namespace(f"h{number}")
+            port = f"port{number}"
             peer = ["peer", "name", port, "netns", switch]
             _tool("ip", "-n", host, "link", "add", INTERFACE, "type", "veth", *peer)
-            _tool("ip", "-n", host, "address", "add", f"{self.host_address(rank)}/24", "dev", INTERFACE)
+            _tool("ip", "-n", host, "address", "add", f"{self.host_address(number)}/24", "dev", INTERFACE)
             _tool("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
             _tool("ip", "-n", host, "link", "set", INTERFACE, "up")
             if self.rate.bits_per_second is not None:
@@ -335,10 +337,10 @@ class Testbed:
         echo_rank: int | None = 0,
         environment: dict[str, str] | None = None,
     ) -> list[RankOutcome]:
-        """Run ``python *argv`` once on every host; return what each rank left, in rank order.
+        """Run ``python *argv`` once for every rank; return what each rank left, in rank order.
 
         Args:
-            argv: a script and its arguments; every rank gets the same, and RANK, WORLD_SIZE, MASTER_ADDR,
+            argv: a script and its arguments; every rank gets the same, and RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
                 MASTER_PORT, GLOO_SOCKET_IFNAME and OMP_NUM_THREADS=1 in its environment.
             timeout_seconds: after this long, every rank prints its stacks and is killed.
             echo_rank: whose output is shown while it runs.
@@ -348,9 +350,9 @@ class Testbed:
             RankFailed: a rank exited with another code than 0, or the time was over.
         """
         with tempfile.TemporaryDirectory(prefix=f"{PREFIX}-") as folder:
-            outputs: list[list[str]] = [[] for _ in range(self.hosts)]
+            outputs: list[list[str]] = [[] for _ in range(self.ranks)]
             readers = []
-            for rank in range(self.hosts):
+            for rank in range(self.ranks):
                 process = subprocess.Popen(
                     [*self._enter_host(rank), sys.executable, *argv],
                     env=self._environment(rank, Path(folder), environment or {}),
@@ -379,7 +381,7 @@ class Testbed:
             if timed_out or any(alive) or any(codes):
                 raise RankFailed(_describe(outputs, codes, alive, timeout_seconds if timed_out else None))
             outcomes = []
-            for rank in range(self.hosts):
+            for rank in range(self.ranks):
                 path = Path(folder) / f"rank{rank}.jsonl"
                 lines = path.read_text().splitlines() if path.exists() else []
                 outcomes.append(RankOutcome(rank, 0, "".join(outputs[rank]), [json.loads(line) for line in lines]))
@@ -387,7 +389,7 @@ class Testbed:
 
     def _enter_host(self, rank: int) -> list[str]:
         # `ip netns exec` also gives the rank a /sys of its namespace, which is where the counters are read.
-        return [] if self.is_loopback else ["ip", "netns", "exec", f"{self._name}-h{rank}"]
+        return [] if self.is_loopback else ["ip", "netns", "exec", f"{self._name}-h{rank // self.ranks_per_host}"]
 
     def _environment(self, rank: int, folder: Path, more: dict[str, str]) -> dict[str, str]:
         port = free_port() if self.is_loopback and rank == 0 else None
@@ -395,8 +397,9 @@ class Testbed:
             self._port = port
         values = {
             "RANK": str(rank),
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(self.hosts),
+            "LOCAL_RANK": str(rank % self.ranks_per_host),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
+            "WORLD_SIZE": str(self.ranks),
             "MASTER_ADDR": self.host_address(0),
             "MASTER_PORT": str(self._port if self.is_loopback else 29500),
             "GLOO_SOCKET_IFNAME": "lo" if self.is_loopback else INTERFACE,
@@ -408,6 +411,9 @@ class Testbed:
         }
         if not self.is_loopback:
             values["DDP_HOOKS_TESTBED_INTERFACE"] = INTERFACE
+        if self.rate.bits_per_second is not None:
+            # The interface does not know that its link is shaped, and says 10 Gbit/s.
+            values["DDP_HOOKS_LINK_MBITS"] = str(round(self.rate.bits_per_second / 1e6))
         return {**os.environ, **values, **more}
 
     def _wait(self, timeout_seconds: float) -> bool:
@@ -475,16 +481,22 @@ def _describe(
 
 
 def launch(
-    argv: Sequence[str], hosts: int, rate: str, timeout_seconds: float = 600.0, echo_rank: int | None = 0
+    argv: Sequence[str],
+    hosts: int,
+    rate: str,
+    timeout_seconds: float = 600.0,
+    echo_rank: int | None = 0,
+    ranks_per_host: int = 1,
 ) -> list[RankOutcome]:
     """Make a testbed, run one command on it, and take it down."""
-    with Testbed(hosts, rate) as bed:
+    with Testbed(hosts, rate, ranks_per_host) as bed:
         return bed.run(argv, timeout_seconds, echo_rank)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rate", default="1gbit", help=f"of each link and direction: 1gbit, 250mbit, none, {LOOPBACK}")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("--sweep", action="store_true", help="only remove what killed runs left behind")
@@ -498,7 +510,9 @@ def main() -> int:
             return 0
         if not command:
             parser.error("which script should the ranks run? e.g. -- benchmarks/link_check.py")
-        for outcome in launch(command, options.hosts, options.rate, options.timeout):
+        for outcome in launch(
+            command, options.hosts, options.rate, options.timeout, ranks_per_host=options.ranks_per_host
+        ):
             for result in outcome.results:
                 print(json.dumps(result))
     except TestbedUnavailable as error:

@@ -20,13 +20,13 @@ class Usage:
     is_alike: bool
     # Of each used parameter the bytes of the rows in which some rank has a non-zero; a vector is one row.
     row_bytes: Mapping[str, int]
-    # The least that ranks could send of those rows, without masks and headers; bytes of a rank, in the mean. What m of
-    # n ranks contribute takes m - 1 transfers to be added up, and n - 1 for everybody to know the sum.
+    # The least that could cross between hosts of those rows, without masks and headers; bytes of a host, in the mean.
+    # What m of n hosts contribute takes m - 1 transfers to be added up, and n - 1 for everybody to know the sum.
     least_bytes: float
 
 
-def find_usage(workload: Workload, master: nn.Module, world_size: int) -> list[Usage]:
-    """By pattern, what is used.
+def find_usage(workload: Workload, master: nn.Module, world_size: int, ranks_per_host: int = 1) -> list[Usage]:
+    """By pattern, what is used; neighbouring ranks share a host.
 
     Ranks are simulated one after another here, so that every rank finds the same without exchanging anything.
     """
@@ -35,7 +35,8 @@ def find_usage(workload: Workload, master: nn.Module, world_size: int) -> list[U
     found = []
     for pattern in range(workload.patterns):
         by_rank = []
-        rows: dict[str, Tensor] = {}  # by how many ranks each is used
+        rows: dict[str, Tensor] = {}  # by how many hosts each is used
+        on_host: dict[str, Tensor] = {}  # used on this host
         for rank in range(world_size):
             model.zero_grad(set_to_none=True)
             workload.backward(model, pattern, rank)
@@ -43,11 +44,16 @@ def find_usage(workload: Workload, master: nn.Module, world_size: int) -> list[U
             mine = {name: mask for name, mask in mine.items() if bool(mask.any())}
             by_rank.append(frozenset(mine))
             for name, mask in mine.items():
-                rows[name] = rows[name] + mask if name in rows else mask.long()
+                on_host[name] = on_host[name] | mask if name in on_host else mask
+            if (rank + 1) % ranks_per_host == 0:
+                for name, mask in on_host.items():
+                    rows[name] = rows[name] + mask if name in rows else mask.long()
+                on_host.clear()
         sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
         row_bytes = {name: sizes[name] // counts.numel() * int((counts > 0).sum()) for name, counts in rows.items()}
-        transfers = {name: (counts[counts > 0] + (world_size - 2)).sum() for name, counts in rows.items()}
-        least = sum(sizes[name] // counts.numel() * int(transfers[name]) for name, counts in rows.items()) / world_size
+        hosts = world_size // ranks_per_host
+        transfers = {name: (counts[counts > 0] + (hosts - 2)).sum() for name, counts in rows.items()}
+        least = sum(sizes[name] // counts.numel() * int(transfers[name]) for name, counts in rows.items()) / hosts
         found.append(Usage(frozenset(rows), len(set(by_rank)) == 1, row_bytes, least))
     return found
 

@@ -1,6 +1,6 @@
 """What is trained in the benchmarks: real architectures in plain torch, and which of their parameters a step uses.
 
-Every workload, those of `tools.row_workloads` and `tools.width_workloads` included, is made by its name here.
+Every workload, those of `tools.row_workloads` and `tools.autocast_workloads` included, is made by its name here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tools import row_workloads, width_workloads
+from tools import autocast_workloads, row_workloads
 from tools.workload import SIZES, Size, Workload
 
 
@@ -226,6 +226,21 @@ class AllUsed(Workload):
         return model(self._tokens(pattern, rank))
 
 
+class Linears(Workload):
+    """Twelve linear layers that every step uses: the exponents of their gradients are all there is to save."""
+
+    name = "linears"
+    question = "What is coding worth when there is nothing to skip, in float32?"
+    needs_find_unused = False
+    is_static = True
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(*[nn.Linear(2 * self.size.width, 2 * self.size.width) for _ in range(12)])
+
+    def loss(self, model: nn.Module, pattern: int, rank: int) -> Tensor:
+        return model(torch.randn(4, 2 * self.size.width, generator=self._generator(pattern, rank))).square().mean()
+
+
 class PartOfLayers(Workload):
     """Linear layers of equal size; a step uses the given fraction of them, the same on every rank."""
 
@@ -300,7 +315,7 @@ class _Alternating(nn.Module):
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9)
 _SIMPLE = {w.name: w for w in (LayerDrop, OneTaskPerRank, Mixture, ZeroTimesSum, AllUsed)}
 NAMES = (*(f"frozen:{fraction:g}" for fraction in FRACTIONS), *_SIMPLE)
-ALL_NAMES = (*NAMES, *row_workloads.NAMES, *width_workloads.NAMES)
+ALL_NAMES = (*NAMES, Linears.name, *row_workloads.NAMES, *autocast_workloads.NAMES)
 
 
 def make(name: str, size: str) -> Workload:
@@ -322,7 +337,9 @@ def make(name: str, size: str) -> Workload:
         return Alternating(SIZES[size], int(argument))
     if kind in _SIMPLE:
         return _SIMPLE[kind](SIZES[size])
-    found = row_workloads.make(kind, argument, size) or width_workloads.make(kind, argument, size)
+    if kind == Linears.name:
+        return Linears(SIZES[size])
+    found = row_workloads.make(kind, argument, size) or autocast_workloads.make(kind, argument, size)
     if found is None:
         raise ValueError(f"expected a workload among {', '.join(ALL_NAMES)}, received {name!r}")
     return found

@@ -307,11 +307,7 @@ std::string PendingExchange::describe_drift() const {
     text << (rank ? "; " : " ") << "rank " << rank << ": exchange " << values[0] << ", configuration " << std::hex
          << values[1] << ", layout " << values[2] << std::dec;
     const auto phase = static_cast<uint64_t>(values[3]);
-    if (phase >= kUnitsPhase) {
-      text << ", units of bucket " << phase - kUnitsPhase;
-    } else if (phase != 0) {
-      text << ", values of bucket " << phase - values_phase(0);
-    }
+    if (phase != 0) text << ", units of bucket " << phase - units_phase(0);
   }
   text << ". Every rank must run the same number of synchronised backward passes with the same policy; restart from a "
           "checkpoint with the same settings on every rank.";

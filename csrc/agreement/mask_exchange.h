@@ -36,16 +36,11 @@ namespace ddp_hooks {
 struct ExchangeContext {
   uint64_t configuration = 0;  // policy, world size, parameters: fixed when the state is made
   uint64_t layout = 0;         // LayoutOfBuckets::hash()
-  uint64_t phase = 0;          // 0 for `skip_unused`'s masks, or a phase of a bucket
+  uint64_t phase = 0;          // 0 for `skip_unused`'s masks, or that of a bucket's units
 };
 
-// The phases of a bucket.
-constexpr uint64_t values_phase(uint32_t bucket) {
-  return uint64_t{bucket} + 1;
-}
-constexpr uint64_t kUnitsPhase = uint64_t{1} << 32;
 constexpr uint64_t units_phase(uint32_t bucket) {
-  return kUnitsPhase + bucket;
+  return uint64_t{bucket} + 1;
 }
 
 // A message on its way along the axes, as one rank sees it.

@@ -69,8 +69,9 @@ bool OrderedGroup::has_failed() {
 void OrderedGroup::close(const std::exception_ptr& error) {
   if (error_) return;
   error_ = std::make_exception_ptr(
-      std::runtime_error("ddp_hooks: owners can no longer send sums because a step failed; if the process group still "
-                         "works, call state.close() and ddp_hooks.register(ddp) on every rank. The step's error: " +
+      std::runtime_error("ddp_hooks: coded messages, owners' sums and messages between hosts can no longer be sent "
+                         "because a step failed; if the process group still works, call state.close() and "
+                         "ddp_hooks.register(ddp) on every rank. The step's error: " +
                          message_of(error)));
   group_.let_go();
 }

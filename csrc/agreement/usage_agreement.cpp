@@ -120,11 +120,6 @@ bool UsageAgreement::has_unreached(const UsageMask& usage) const {
   return false;
 }
 
-std::unique_ptr<PendingExchange> UsageAgreement::start_exchange(const UsageMask& mask, uint64_t layout,
-                                                                uint64_t phase) {
-  return counted(exchange_.start(mask, {}, false, {settings_.configuration, layout, phase}));
-}
-
 std::unique_ptr<PendingExchange> UsageAgreement::start_exchange_of_units(UsageMask units, size_t capacity_words,
                                                                          uint64_t layout, uint64_t phase) {
   return counted(exchange_.start_compressed(std::move(units), capacity_words, settings_.asks_who,

@@ -80,7 +80,6 @@ class UsageAgreement {
   AgreedUsage agree(bool shadow, uint64_t layout);
 
   // The pieces of it, for exchanges of what a bucket's values say.
-  std::unique_ptr<PendingExchange> start_exchange(const UsageMask& mask, uint64_t layout, uint64_t phase);
   std::unique_ptr<PendingExchange> start_exchange_of_units(UsageMask units, size_t capacity_words, uint64_t layout,
                                                            uint64_t phase);
   UsageMask wait(PendingExchange& exchange);

@@ -1,10 +1,9 @@
-#include <pybind11/stl.h>
+#include <pybind11/pybind11.h>
 
-#include <utility>
+#include <cstdint>
 
 #include "bindings/rooms.h"
 #include "detectors/adaptive_rule.h"
-#include "detectors/units_detector.h"
 
 namespace py = pybind11;
 
@@ -31,27 +30,6 @@ void bind_detectors(py::module_& m) {
       .def("is_on", &AdaptiveRule::is_on)
       .def("is_due", &AdaptiveRule::is_due)
       .def("observe", &AdaptiveRule::observe, py::arg("step"), py::arg("saved"), py::arg("total"));
-
-  py::class_<UnitsDetector>(m, "UnitsDetector")
-      .def(py::init([](When skip_zero_rows, When narrow, const UnitSettings& units, const AdaptiveSettings& adaptive) {
-             return UnitsDetector({skip_zero_rows, narrow, units, adaptive});
-           }),
-           py::kw_only(), py::arg("skip_zero_rows"), py::arg("narrow"), py::arg("units"), py::arg("adaptive"))
-      .def("use_layout", &UnitsDetector::use_layout)
-      .def("least_zero_fraction", &UnitsDetector::least_zero_fraction)
-      .def("least_narrow_fraction", &UnitsDetector::least_narrow_fraction)
-      .def("objections", &UnitsDetector::objections)
-      // The parameters, and those of them that are asked how wide their units are.
-      .def("choose",
-           [](UnitsDetector& detector, const UsageMask& used, const UsageMask& objections, int64_t step) {
-             ChosenUnits chosen = detector.choose(used, objections, step);
-             return std::make_pair(std::move(chosen.parameters), std::move(chosen.widths));
-           })
-      .def("is_due", &UnitsDetector::is_due)
-      .def("observe", [](UnitsDetector& detector, size_t parameter, int64_t step, int64_t elements, double sent,
-                         double sent_at_full_width) {
-        return detector.observe(parameter, step, elements, {sent, sent_at_full_width});
-      });
 }
 
 }  // namespace ddp_hooks

@@ -102,17 +102,19 @@ std::function<std::string(const std::string&)> asked_without_gil(py::function fu
 
 void bind_engine(py::module_& m) {
   py::class_<EngineSettings>(m, "EngineSettings")
-      .def(py::init([](bool skip_unused, When skip_zeros, When skip_zero_rows, When narrow, const UnitSettings& units,
-                       const PlanSettings& plan, const AdaptiveSettings& adaptive, int64_t rebuild_after,
-                       uint64_t configuration) {
+      .def(py::init([](bool skip_unused, When skip_zeros, When skip_zero_rows, When coded, double least_coded_saving,
+                       const UnitSettings& units, const PlanSettings& plan, const AdaptiveSettings& adaptive,
+                       int64_t rebuild_after, uint64_t configuration) {
              return EngineSettings{.agreement = {.skip_unused = skip_unused, .configuration = configuration},
                                    .skip_zeros = skip_zeros,
-                                   .units = {skip_zero_rows, narrow, units, adaptive},
+                                   .units = {skip_zero_rows, units, adaptive},
+                                   .coding = {coded, least_coded_saving},
                                    .plan = plan,
                                    .rebuild_after = rebuild_after};
            }),
-           py::kw_only(), py::arg("skip_unused"), py::arg("skip_zeros"), py::arg("skip_zero_rows"), py::arg("narrow"),
-           py::arg("units"), py::arg("plan"), py::arg("adaptive"), py::arg("rebuild_after"), py::arg("configuration"));
+           py::kw_only(), py::arg("skip_unused"), py::arg("skip_zeros"), py::arg("skip_zero_rows"), py::arg("coded"),
+           py::arg("least_coded_saving"), py::arg("units"), py::arg("plan"), py::arg("adaptive"),
+           py::arg("rebuild_after"), py::arg("configuration"));
 
   py::class_<Statistics>(m, "Statistics")
       .def_readonly("steps", &Statistics::steps)
@@ -120,8 +122,7 @@ void bind_engine(py::module_& m) {
       .def_readonly("skip_zero_rows_steps", &Statistics::skip_zero_rows_steps)
       .def_readonly("units_agreed_on", &Statistics::units_agreed_on)
       .def_readonly("units_sent", &Statistics::units_sent)
-      .def_readonly("narrow_steps", &Statistics::narrow_steps)
-      .def_readonly("units_narrow", &Statistics::units_narrow)
+      .def_readonly("coded_steps", &Statistics::coded_steps)
       .def_property_readonly("buckets_whole", [](const Statistics& s) { return s.messages.buckets_whole; })
       .def_property_readonly("buckets_packed", [](const Statistics& s) { return s.messages.buckets_packed; })
       .def_property_readonly("buckets_skipped", [](const Statistics& s) { return s.messages.buckets_skipped; })
@@ -130,9 +131,11 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("payload_bytes", [](const Statistics& s) { return s.messages.payload_bytes; })
       .def_property_readonly("broadcast_bytes", [](const Statistics& s) { return s.messages.broadcast_bytes; })
       .def_property_readonly("owner_bytes", [](const Statistics& s) { return s.messages.owner_bytes; })
-      .def_property_readonly("narrow_bytes", [](const Statistics& s) { return s.messages.narrow_bytes; })
+      .def_property_readonly("coded_bytes", [](const Statistics& s) { return s.messages.coded_bytes; })
+      .def_property_readonly("uncoded_bytes", [](const Statistics& s) { return s.messages.uncoded_bytes; })
       .def_property_readonly("sent_bytes", [](const Statistics& s) { return s.messages.sent_bytes; })
-      .def_property_readonly("mask_bytes", [](const Statistics& s) { return s.exchanges.mask_bytes; })
+      .def_property_readonly("mask_bytes",
+                             [](const Statistics& s) { return s.exchanges.mask_bytes + s.messages.size_bytes; })
       .def_property_readonly("exchanges", [](const Statistics& s) { return s.exchanges.exchanges; })
       .def_readonly("plan_cache_hits", &Statistics::plan_cache_hits)
       .def_readonly("plan_cache_misses", &Statistics::plan_cache_misses)

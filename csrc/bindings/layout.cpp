@@ -64,17 +64,12 @@ void bind_layout(py::module_& m) {
            py::arg("min_divided_bytes") = UnitSettings().min_divided_bytes)
       .def_readonly("min_divided_bytes", &UnitSettings::min_divided_bytes);
   py::class_<Units>(m, "Units")
-      .def(py::init([](int64_t length, int64_t slice_length, size_t first_bit, std::array<Width, 2> forms,
-                       std::array<size_t, 2> first_inexact_bits) {
-             return Units{length, slice_length, first_bit, forms, first_inexact_bits};
+      .def(py::init([](int64_t length, int64_t slice_length, size_t first_bit) {
+             return Units{length, slice_length, first_bit};
            }),
-           py::arg("length"), py::arg("slice_length"), py::arg("first_bit") = 0,
-           py::arg("forms") = std::array<Width, 2>{Width::kFull, Width::kFull},
-           py::arg("first_inexact_bits") = std::array<size_t, 2>{})
+           py::arg("length"), py::arg("slice_length"), py::arg("first_bit") = 0)
       .def_readonly("length", &Units::length)
       .def_readonly("slice_length", &Units::slice_length)
-      .def_readonly("forms", &Units::forms)
-      .def_readonly("first_inexact_bits", &Units::first_inexact_bits)
       .def("__len__", &Units::count)
       .def("begin", &Units::begin)
       .def("end", &Units::end);
@@ -93,8 +88,7 @@ void bind_layout(py::module_& m) {
       .def_readonly("slices", &BucketLayout::slices)
       .def_readonly("numel", &BucketLayout::numel)
       .def_readonly("element_bytes", &BucketLayout::element_bytes)
-      .def_readonly("sparse", &BucketLayout::sparse)
-      .def("narrow_forms", &BucketLayout::narrow_forms);
+      .def_readonly("sparse", &BucketLayout::sparse);
 
   py::class_<LayoutOfBuckets>(m, "LayoutOfBuckets")
       .def(py::init([](std::vector<BucketLayout> buckets, size_t parameter_count) {
@@ -104,11 +98,6 @@ void bind_layout(py::module_& m) {
       .def_readonly("parameter_count", &LayoutOfBuckets::parameter_count)
       .def("hash", &LayoutOfBuckets::hash)
       .def("buckets_on_idle_link", &LayoutOfBuckets::buckets_on_idle_link);
-
-  py::class_<Stretch>(m, "Stretch")
-      .def_readonly("place", &Stretch::place)
-      .def_readonly("offset", &Stretch::offset)
-      .def_readonly("length", &Stretch::length);
 }
 
 }  // namespace ddp_hooks

@@ -1,4 +1,4 @@
-// Decides in which steps it pays to look at values: the one rule for zeros, for rows, for widths and for FSDP2.
+// Decides in which steps it pays to look at values: the one rule for zeros, for rows, for coded messages and for FSDP2.
 //
 // A look *pays* if it saves at least `min_zero_fraction` of what would be sent otherwise. Then so many more looks
 // follow. After the last of them, and after a look in vain, there is a pause, which doubles each time until a look pays

@@ -1,5 +1,4 @@
-// In which order, and when, the buckets of a step are asked for what they hold: the one rule for whole gradients and
-// for units.
+// In which order, and when, the buckets of a step are asked for what they hold.
 //
 // A bucket goes through three moments. It is *scanned* when it is ready. The exchange of what was found *starts* then,
 // too, or where scans run on a device, when the next bucket is ready, because the host would wait for the answer. And

@@ -19,6 +19,7 @@ struct DetectedStep {
   UsageAgreement& agreement;
   BucketViews& views;
   PipelineTiming timing;
+  bool shadow = false;  // this rank has joined, and has nothing to look into
 };
 
 }  // namespace ddp_hooks

@@ -1,10 +1,9 @@
-// In which parameters it pays to agree on units, and on how wide these are, and how much room their masks need.
+// In which parameters it pays to agree on units, and how much room their masks need.
 //
-// Two questions are asked of a parameter: are many of its *rows* zero, and are many of its units *narrow*? Each rank
-// looks at a sample of the units of its own gradients, and objects to a question whose answer would save too little;
-// objections travel with the next step's usage masks. What no rank objects to, all of them ask. What they then find
-// tells exactly what that saves, and decides whether they go on: if it is too little, they leave it for a while, which
-// doubles each time. Where rows are agreed on anyhow, nobody needs a sample to ask how wide these are.
+// Are many of a parameter's rows zero? Each rank looks at a sample of the units of its own gradients, and objects to
+// asking if the answer would save too little; objections travel with the next step's usage masks. What no rank objects
+// to, all of them ask. What they then find tells exactly what that saves, and decides whether they go on: if it is too
+// little, they leave it for a while, which doubles each time.
 //
 // A look at a dense gradient costs the CPU a glance, so it looks in every step. A device it costs a launch, and its
 // host more than that, so there they leave for a while, too, what they have looked at and some rank objects to.
@@ -32,16 +31,16 @@ namespace ddp_hooks {
 
 struct UnitsSettings {
   When skip_zero_rows = When::kOff;
-  When narrow = When::kOff;
   UnitSettings units;
   AdaptiveSettings adaptive;
 };
 
 // What a step agrees on by units.
 struct ChosenUnits {
-  UsageMask parameters;
-  UsageMask widths;        // those of them that are asked how wide each unit is
-  bool asks_rows = false;  // some of them are asked for zero rows
+  UsageMask divided;   // parameters that are divided into their units
+  bool whole = false;  // every other used parameter is a unit of its own
+
+  bool is_empty() const { return !whole && divided.count() == 0; }
 };
 
 class UnitsDetector {
@@ -54,46 +53,38 @@ class UnitsDetector {
   // How a slice of the bucket falls apart.
   Units units_of(const ParameterSlice& slice, const BucketLayout& bucket) const;
 
-  // With less than this part of its sampled units zero, or narrow, a rank objects to ask for that.
+  // With less than this part of its sampled units zero, a rank objects to asking.
   double least_zero_fraction() const;
-  double least_narrow_fraction() const;
-  // For each question that is asked adaptively, rows before widths, a bit for each parameter with more than one unit,
-  // in the order of their indices; of size 0 where nobody asks. Waits for samples that are still being taken, on a
-  // device.
+  // A bit for each parameter with more than one unit, in the order of their indices; of size 0 where nobody asks
+  // adaptively. Waits for samples that are still being taken, on a device.
   UsageMask objections(bool none);
   // Whether units of some parameter may be agreed on in the next step.
   bool may_choose() const;
   // In which of the `used` parameters units are agreed on in this step; `objections` are every rank's.
   ChosenUnits choose(const UsageMask& used, const UsageMask& objections, int64_t step);
 
-  // Whether a parameter may be chosen in the step `next`, for its rows or for its widths, if nobody objects. The same
-  // on every rank.
+  // Whether a parameter may be chosen in the step `next`, if nobody objects. The same on every rank.
   bool is_due(size_t parameter, int64_t next);
   // Takes a sample of a bucket's gradients, for what is due in the step `next`: of those that travel `whole` in this
   // one. `flat` is the bucket.
   void look(const BucketLayout& bucket, const at::Tensor& flat, const BucketViews& views, const UsageMask& whole,
             int64_t next);
-  // What was agreed on in a parameter of `elements` that was chosen in this `step`. Returns whether asking paid.
-  bool observe(size_t parameter, int64_t step, int64_t elements, const SentElements& sent);
+  // How many of a parameter's `elements` are sent, each counted at its relative cost, if it was chosen in this `step`.
+  // Returns whether asking paid.
+  bool observe(size_t parameter, int64_t step, int64_t elements, double sent);
 
   // How many words the compressed masks of these parameters of a bucket may take: what they needed before, and some.
-  // `bits`: of the mask, which is another one when widths are asked for.
+  // `bits`: of the mask.
   size_t capacity_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t bits) const;
   void note_needed_words(uint32_t bucket, const std::vector<size_t>& parameters, size_t bits, size_t needed);
 
  private:
-  // Of one parameter.
-  struct Question {
-    AdaptiveRule rule;
-    bool asked = false;      // in this step
-    bool looked_at = false;  // by every rank, on a device, since it was left alone
-  };
   struct Divided {
     size_t parameter = 0;
     bool on_device = false;
-    bool may_be_narrow = false;  // its dtype has narrow forms
-    Question rows;
-    Question widths;
+    AdaptiveRule rule;
+    bool asked = false;      // in this step
+    bool looked_at = false;  // by every rank, on a device, since it was left alone
   };
   struct Needed {
     std::vector<size_t> parameters;
@@ -105,10 +96,8 @@ class UnitsDetector {
     PendingUnitSample units;
   };
   Divided* find(size_t parameter);
-  bool ask(When when, Question& question, bool objected, bool on_device, int64_t step) const;
-  bool asks_for_rows() const { return settings_.skip_zero_rows == When::kAdaptive; }
-  bool asks_for_widths() const { return settings_.narrow == When::kAdaptive; }
-  size_t widths_bit(size_t divided) const { return (asks_for_rows() ? divided_.size() : 0) + divided; }
+  bool ask(Divided& divided, bool objected, int64_t step) const;
+  bool is_adaptive() const { return settings_.skip_zero_rows == When::kAdaptive; }
 
   UnitsSettings settings_;
   std::vector<Divided> divided_;  // by the parameters' indices

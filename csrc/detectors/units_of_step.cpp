@@ -17,28 +17,18 @@ size_t words_of(const Units& units) {
   return UsageMask::word_count(static_cast<size_t>(units.count()));
 }
 
-// Each begins with a word, so that masks are put together by copying words.
+// Each divided parameter begins with a word, so that masks are put together by copying words.
 size_t bits_of(const Units& units) {
   return words_of(units) * kBitsPerWord;
 }
 
-bool asks_widths(const Units& units) {
-  return units.forms.front() != Width::kFull;
-}
-
-std::vector<size_t> parameters_of(const std::vector<DividedGradient>& gradients) {
-  std::vector<size_t> parameters;
-  for (const DividedGradient& gradient : gradients) parameters.push_back(gradient.parameter);
-  return parameters;
-}
-
 // The sum of zeros of either sign depends on who adds it up; +0.0 is the same on every rank. A masked gradient may have
 // a -0.0 in every row, so neighbours are written at once, with the few between them, which are zeros, too.
-void make_zeros_positive(const DividedGradient& divided, const std::vector<uint32_t>& negative_zeros,
+void make_zeros_positive(const GradientInUnits& in_units, const std::vector<uint32_t>& negative_zeros,
                          const UsageMask& used) {
   constexpr int64_t kMostBetween = 16;
-  const SliceOfTensor& gradient = divided.gradient;
-  const Units& units = divided.units;
+  const SliceOfTensor& gradient = in_units.gradient;
+  const Units& units = in_units.units;
   const auto is_used = [&](int64_t unit) { return used.test(units.first_bit + static_cast<size_t>(unit)); };
   int64_t begin = 0, end = 0;  // units to be written
   const auto write = [&] {
@@ -61,124 +51,174 @@ void make_zeros_positive(const DividedGradient& divided, const std::vector<uint3
 
 }  // namespace
 
-bool UnitsOfStep::concerns(uint32_t bucket) const {
-  const std::vector<ParameterSlice>& slices = step_.layout.buckets[bucket].slices;
-  return std::any_of(slices.begin(), slices.end(),
-                     [&](const ParameterSlice& slice) { return chosen_.parameters.test(slice.parameter); });
+const UnitScanResult& UnitsOfStep::Bucket::result(size_t gradient) {
+  static const UnitScanResult kNothing;
+  return results[gradient] ? scan.wait()[*results[gradient]] : kNothing;
 }
 
-void UnitsOfStep::bucket_ready(uint32_t bucket, const at::Tensor& flat, const UsageMask& local,
+std::vector<size_t> UnitsOfStep::Bucket::parameters() const {
+  std::vector<size_t> parameters;
+  for (const GradientInUnits& gradient : gradients) parameters.push_back(gradient.parameter);
+  return parameters;
+}
+
+bool UnitsOfStep::concerns(uint32_t bucket) const {
+  const std::vector<ParameterSlice>& slices = step_.layout.buckets[bucket].slices;
+  return chosen_.whole || std::any_of(slices.begin(), slices.end(), [&](const ParameterSlice& slice) {
+           return chosen_.divided.test(slice.parameter);
+         });
+}
+
+bool UnitsOfStep::is_chosen(const ParameterSlice& slice, const UsageMask& agreed) const {
+  return chosen_.divided.test(slice.parameter) || (chosen_.whole && slice.length > 0 && agreed.test(slice.parameter));
+}
+
+void UnitsOfStep::bucket_ready(uint32_t bucket, const at::Tensor& flat, UsageMask& local, UsageMask& agreed,
                                const Settled& settled) {
-  if (concerns(bucket)) pipeline_.add(bucket, scan(bucket, flat, local));
+  if (concerns(bucket)) pipeline_.add(bucket, scan(bucket, flat, local, agreed));
   pipeline_.advance(
       bucket, bucket + 1 == step_.layout.buckets.size(),
       [&](Bucket& scanned) {
-        start_exchange(scanned,
-                       detector_.capacity_words(scanned.index, parameters_of(scanned.gradients), scanned.bits));
+        if (scanned.gradients.empty()) return;
+        start_exchange(scanned, detector_.capacity_words(scanned.index, scanned.parameters(), scanned.bits), local);
       },
-      [&](Bucket& first) { return try_settle(first, settled); });
+      [&](Bucket& first) { return try_settle(first, local, agreed, settled); });
 }
 
-UnitsOfStep::Bucket UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, const UsageMask& local) {
+UnitsOfStep::Bucket UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, const UsageMask& local,
+                                      const UsageMask& agreed) {
   RECORD_FUNCTION("ddp_hooks::scan_units", std::vector<c10::IValue>());
   const BucketLayout& layout = step_.layout.buckets[index];
   Bucket bucket;
   bucket.index = index;
+  std::vector<UnitsToScan> scans;
   for (const ParameterSlice& slice : layout.slices) {
-    if (!chosen_.parameters.test(slice.parameter)) continue;
-    DividedGradient divided{slice.parameter, {flat, slice.offset, slice.length}, detector_.units_of(slice, layout)};
-    divided.units.first_bit = bucket.bits;
-    // Where this rank has no gradient, the Reducer makes one of the view; in a view that it has filled there may be one
-    // that .grad has lost since.
-    const bool detached = step_.views.is_detached(slice.parameter);
-    const bool has_gradient = step_.views.has_gradient(slice.parameter) || (!detached && local.test(slice.parameter));
-    if (detached) {
-      const at::Tensor gradient = step_.views.find_own_or_fill(slice.parameter);
-      if (gradient.defined()) divided.gradient = {gradient, 0, slice.length};
+    if (layout.sparse || !is_chosen(slice, agreed)) continue;
+    const size_t parameter = slice.parameter;
+    GradientInUnits gradient{parameter, slice.offset, {flat, slice.offset, slice.length}, {slice.length, slice.length}};
+    gradient.is_divided = chosen_.divided.test(parameter);
+    if (gradient.is_divided) gradient.units = detector_.units_of(slice, layout);
+    // In a view that the Reducer has filled there may be a gradient that .grad has lost since.
+    const bool detached = step_.views.is_detached(parameter);
+    const bool has_gradient =
+        !step_.shadow && (step_.views.has_gradient(parameter) || (!detached && local.test(parameter)));
+    // A divided gradient is written to. Where this rank has none, the Reducer makes one of the view.
+    at::Tensor elsewhere;
+    if (detached && gradient.is_divided && !step_.shadow) {
+      elsewhere = step_.views.find_own_or_fill(parameter);
+    } else if (detached && has_gradient) {
+      elsewhere = step_.views.find_or_fill(parameter);
     }
-    if (chosen_.widths.test(slice.parameter)) divided.units.forms = layout.narrow_forms();
-    bucket.scans.push_back(has_gradient ? start_scan(divided) : PendingUnitScan());
-    bucket.bits += bits_of(divided.units);
-    bucket.gradients.push_back(std::move(divided));
+    if (elsewhere.defined()) gradient.gradient = {elsewhere, 0, slice.length};
+    bucket.results.push_back(has_gradient ? std::make_optional(scans.size()) : std::nullopt);
+    if (has_gradient) scans.push_back(to_scan(gradient));
+    bucket.gradients.push_back(std::move(gradient));
   }
-  for (DividedGradient& divided : bucket.gradients) {
-    for (size_t form = 0; form < divided.units.forms.size(); ++form) {
-      if (divided.units.forms[form] == Width::kFull) continue;
-      divided.units.first_inexact_bits[form] = bucket.bits;
-      bucket.bits += bits_of(divided.units);
-    }
-  }
+  bucket.scan = start_unit_scan(std::move(scans));
+  place_bits(bucket);
   return bucket;
 }
 
-PendingUnitScan UnitsOfStep::start_scan(const DividedGradient& divided) const {
-  const int64_t length = divided.units.length;
-  if (step_.views.is_as_autograd_left_it(divided.parameter)) {
-    const std::vector<uint64_t> candidates =
-        looked_up_.units_of(step_.views.parameter(divided.parameter), divided.gradient.flat, length);
-    if (!candidates.empty()) {
-      RECORD_FUNCTION("ddp_hooks::scan_looked_up", std::vector<c10::IValue>());
-      return start_unit_scan(divided.gradient, length, candidates, asks_widths(divided.units));
-    }
+void UnitsOfStep::place_bits(Bucket& bucket) const {
+  for (GradientInUnits& gradient : bucket.gradients) {
+    if (!gradient.is_divided) gradient.units.first_bit = bucket.bits++;
   }
-  return start_unit_scan(divided.gradient, length, asks_widths(divided.units));
+  bucket.bits = UsageMask::word_count(bucket.bits) * kBitsPerWord;
+  for (GradientInUnits& gradient : bucket.gradients) {
+    if (!gradient.is_divided) continue;
+    gradient.units.first_bit = bucket.bits;
+    bucket.bits += bits_of(gradient.units);
+  }
 }
 
-UsageMask UnitsOfStep::found_here(Bucket& bucket) {
-  std::vector<uint64_t> words;
-  words.reserve(UsageMask::word_count(bucket.bits));
-  const auto add = [&](const std::vector<uint64_t>& found, const Units& units) {
-    words.insert(words.end(), found.begin(), found.end());
-    words.resize(words.size() + words_of(units) - found.size(), 0);
-  };
-  for (size_t i = 0; i < bucket.gradients.size(); ++i) {
-    add(bucket.scans[i].wait().nonzero, bucket.gradients[i].units);
+UnitsToScan UnitsOfStep::to_scan(const GradientInUnits& gradient) const {
+  UnitsToScan scan{gradient.gradient, gradient.units.length, std::nullopt};
+  if (gradient.is_divided && step_.views.is_as_autograd_left_it(gradient.parameter)) {
+    std::vector<uint64_t> candidates =
+        looked_up_.units_of(step_.views.parameter(gradient.parameter), gradient.gradient.flat, gradient.units.length);
+    if (!candidates.empty()) scan.candidates = std::move(candidates);
   }
+  return scan;
+}
+
+UsageMask UnitsOfStep::found_here(Bucket& bucket) const {
+  std::vector<uint64_t> words(UsageMask::word_count(bucket.bits), 0);
   for (size_t i = 0; i < bucket.gradients.size(); ++i) {
     const Units& units = bucket.gradients[i].units;
-    for (size_t form = 0; form < units.forms.size(); ++form) {
-      if (units.forms[form] != Width::kFull) add(bucket.scans[i].wait().inexact[form], units);
+    const UnitScanResult& result = bucket.result(i);
+    if (!bucket.gradients[i].is_divided) {
+      const uint64_t found = result.nonzero.empty() ? 0 : result.nonzero.front() & 1;
+      words[units.first_bit / kBitsPerWord] |= found << (units.first_bit % kBitsPerWord);
+      continue;
     }
+    std::copy(result.nonzero.begin(), result.nonzero.end(),
+              words.begin() + static_cast<std::ptrdiff_t>(units.first_bit / kBitsPerWord));
   }
   return {bucket.bits, std::move(words)};
 }
 
-void UnitsOfStep::start_exchange(Bucket& bucket, size_t capacity_words) {
+void UnitsOfStep::start_exchange(Bucket& bucket, size_t capacity_words, UsageMask& local) {
   UsageMask here = found_here(bucket);
   bucket.used_here.clear();
-  for (const DividedGradient& gradient : bucket.gradients) bucket.used_here.push_back(count_in(gradient.units, here));
+  for (const GradientInUnits& gradient : bucket.gradients) {
+    bucket.used_here.push_back(count_in(gradient.units, here));
+    if (!gradient.is_divided && bucket.used_here.back() == 0) local.clear(gradient.parameter);
+  }
   bucket.capacity_words = capacity_words;
   bucket.exchange = step_.agreement.start_exchange_of_units(std::move(here), capacity_words, step_.layout_hash,
                                                             units_phase(bucket.index));
 }
 
 // False if the masks did not fit; then an exchange with room for any is under way.
-bool UnitsOfStep::try_settle(Bucket& bucket, const Settled& settled) {
+bool UnitsOfStep::try_settle(Bucket& bucket, UsageMask& local, UsageMask& agreed, const Settled& settled) {
+  if (!bucket.exchange) {
+    settled({bucket.index, bucket.gradients, UsageMask(), Contributors()});
+    return true;
+  }
   const UsageMask anywhere = step_.agreement.wait(*bucket.exchange);
   const size_t needed = bucket.exchange->needed_words();
   if (needed > bucket.capacity_words) {
-    start_exchange(bucket, most_words(bucket.bits));
+    start_exchange(bucket, most_words(bucket.bits), local);
     return false;
   }
-  detector_.note_needed_words(bucket.index, parameters_of(bucket.gradients), bucket.bits, needed);
+  detector_.note_needed_words(bucket.index, bucket.parameters(), bucket.bits, needed);
   const Contributors& who = bucket.exchange->contributors();
   for (size_t i = 0; i < bucket.gradients.size(); ++i) {
-    const DividedGradient& divided = bucket.gradients[i];
-    make_zeros_positive(divided, bucket.scans[i].wait().negative_zeros, anywhere);
-    UnitCounts& counts = counts_.emplace_back();
-    counts.parameter = divided.parameter;
-    counts.units = divided.units.count();
-    counts.here = bucket.used_here[i];
-    counts.anywhere = count_in(divided.units, anywhere);
-    counts.narrow = count_narrow(divided.units, anywhere);
-    for (const UsageMask& mask : who.by_rank()) counts.by_rank.push_back(count_in(divided.units, mask));
+    const GradientInUnits& gradient = bucket.gradients[i];
+    make_zeros_positive(gradient, bucket.result(i).negative_zeros, anywhere);
+    if (gradient.is_divided) {
+      count(bucket, i, anywhere, who);
+    } else {
+      settle_whole(gradient, anywhere.test(gradient.units.first_bit), agreed);
+    }
   }
-  const std::vector<SentElements> sent = settled({bucket.index, bucket.gradients, anywhere, who});
+  const std::vector<double> sent = settled({bucket.index, bucket.gradients, anywhere, who});
   for (size_t i = 0; i < bucket.gradients.size(); ++i) {
-    const DividedGradient& divided = bucket.gradients[i];
-    detector_.observe(divided.parameter, step_number_, divided.units.slice_length, sent[i]);
+    const GradientInUnits& gradient = bucket.gradients[i];
+    if (!gradient.is_divided) continue;
+    detector_.observe(gradient.parameter, step_number_, gradient.units.slice_length, sent[i]);
   }
   return true;
+}
+
+void UnitsOfStep::settle_whole(const GradientInUnits& gradient, bool is_used, UsageMask& agreed) {
+  const int64_t bytes = gradient.gradient.length * gradient.gradient.flat.element_size();
+  whole_bytes_ += bytes;
+  if (is_used) return;
+  zero_bytes_ += bytes;
+  agreed.clear(gradient.parameter);
+  BucketViews& views = step_.views;
+  if (views.is_detached(gradient.parameter) && !views.has_gradient(gradient.parameter)) views.fill(gradient.parameter);
+}
+
+void UnitsOfStep::count(const Bucket& bucket, size_t index, const UsageMask& anywhere, const Contributors& who) {
+  const GradientInUnits& gradient = bucket.gradients[index];
+  UnitCounts& counts = counts_.emplace_back();
+  counts.parameter = gradient.parameter;
+  counts.units = gradient.units.count();
+  counts.here = bucket.used_here[index];
+  counts.anywhere = count_in(gradient.units, anywhere);
+  for (const UsageMask& mask : who.by_rank()) counts.by_rank.push_back(count_in(gradient.units, mask));
 }
 
 }  // namespace ddp_hooks

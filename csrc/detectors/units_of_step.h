@@ -1,10 +1,12 @@
-// What a step finds inside the parameters that were chosen for it: which of their units some rank uses, and how wide
-// these are.
+// What a step finds inside its gradients: which of their units some rank uses.
 //
-// Each bucket that holds such a parameter has an exchange of its own, of one mask for all of them, compressed: first
-// each one's bits of what is used, then those that rule out narrow forms, of the parameters that were asked for them.
+// A parameter that was chosen for it is divided into its units. With `skip_zeros`, every other parameter is a unit of
+// its own. Each bucket that holds such a parameter has an exchange of its own, of one compressed mask: first a bit for
+// each undivided parameter, then the bits of each divided one.
 //
-// Gradients are read, and sent from, where they lie, in .grad or in the bucket; nothing is copied for it.
+// Gradients are read where they lie, in .grad or in the bucket. Those of divided parameters are also sent from there,
+// and written there. What no rank uses is not sent: where this rank has a gradient of zeros it stays as it is, and
+// where it has none the view is filled with zeros for the Reducer to make one.
 //
 // Always holds: a unit counts as unused only when every element of it is +0.0 or -0.0 on every rank; then it is +0.0 on
 // all of them. Thread-safety: none; the engine locks. Every rank must agree on: the layout, what was chosen, the
@@ -16,6 +18,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "agreement/mask_exchange.h"
@@ -31,27 +34,28 @@
 namespace ddp_hooks {
 
 // One parameter of a bucket, and where its units stand in the bucket's mask.
-struct DividedGradient {
+struct GradientInUnits {
   size_t parameter = 0;
+  int64_t offset = 0;  // in the bucket
   SliceOfTensor gradient;
   Units units;
+  bool is_divided = false;  // sent from where it lies; otherwise with its bucket
 };
 
-// How many of a parameter's units were used in a step.
+// How many of a divided parameter's units were used in a step.
 struct UnitCounts {
   size_t parameter = 0;
   int64_t units = 0;
   int64_t here = 0;
   int64_t anywhere = 0;
-  int64_t narrow = 0;            // of those anywhere
   std::vector<int64_t> by_rank;  // empty where nobody knows
 };
 
 // A bucket that is through.
 struct SettledUnits {
   uint32_t bucket = 0;
-  const std::vector<DividedGradient>& gradients;
-  const UsageMask& used;             // which of their units some rank uses, and what rules out narrow forms
+  const std::vector<GradientInUnits>& gradients;
+  const UsageMask& used;             // which of their units some rank uses
   const Contributors& contributors;  // and if that is known, which ranks those are
 };
 
@@ -67,31 +71,46 @@ class UnitsOfStep {
         step_number_(step_number),
         pipeline_(step.timing) {}
 
-  const UsageMask& chosen() const { return chosen_.parameters; }
+  const ChosenUnits& chosen() const { return chosen_; }
+  // Whether the bucket is settled, and what it says is sent only then.
   bool concerns(uint32_t bucket) const;
 
-  // The bucket is ready, `flat`; this rank uses `local`. `settled` returns what is sent of each gradient.
-  using Settled = std::function<std::vector<SentElements>(const SettledUnits&)>;
-  void bucket_ready(uint32_t bucket, const at::Tensor& flat, const UsageMask& local, const Settled& settled);
+  // The bucket is ready, `flat`; this rank uses `local`, and some rank `agreed`. Undivided parameters are cleared from
+  // `local` if they are zero here, and from `agreed` if they are zero on every rank. `settled` is called with each
+  // bucket that is through, and returns what is sent of each gradient.
+  using Settled = std::function<std::vector<double>(const SettledUnits&)>;
+  void bucket_ready(uint32_t bucket, const at::Tensor& flat, UsageMask& local, UsageMask& agreed,
+                    const Settled& settled);
 
-  // Of the buckets that were settled.
+  // Of the buckets that were settled:
   const std::vector<UnitCounts>& counts() const { return counts_; }
+  // of undivided parameters what `skip_unused` would have sent, and how much of it was zero everywhere.
+  int64_t whole_bytes() const { return whole_bytes_; }
+  int64_t zero_bytes() const { return zero_bytes_; }
 
  private:
   struct Bucket {
     uint32_t index = 0;
-    std::vector<DividedGradient> gradients;
-    std::vector<PendingUnitScan> scans;  // of each gradient; of nothing where this rank has none
+    std::vector<GradientInUnits> gradients;
+    PendingUnitScan scan;
+    std::vector<std::optional<size_t>> results;  // of each gradient, its index among the scan's; none without gradient
     size_t bits = 0;
     std::vector<int64_t> used_here;  // units of each gradient
     size_t capacity_words = 0;
-    std::unique_ptr<PendingExchange> exchange;  // null before it starts
+    std::unique_ptr<PendingExchange> exchange;  // null before it starts, and where the bucket needs none
+
+    const UnitScanResult& result(size_t gradient);
+    std::vector<size_t> parameters() const;
   };
-  Bucket scan(uint32_t index, const at::Tensor& flat, const UsageMask& local);
-  PendingUnitScan start_scan(const DividedGradient& divided) const;
-  UsageMask found_here(Bucket& bucket);
-  void start_exchange(Bucket& bucket, size_t capacity_words);
-  bool try_settle(Bucket& bucket, const Settled& settled);
+  bool is_chosen(const ParameterSlice& slice, const UsageMask& agreed) const;
+  Bucket scan(uint32_t index, const at::Tensor& flat, const UsageMask& local, const UsageMask& agreed);
+  void place_bits(Bucket& bucket) const;
+  UnitsToScan to_scan(const GradientInUnits& gradient) const;
+  UsageMask found_here(Bucket& bucket) const;
+  void start_exchange(Bucket& bucket, size_t capacity_words, UsageMask& local);
+  bool try_settle(Bucket& bucket, UsageMask& local, UsageMask& agreed, const Settled& settled);
+  void settle_whole(const GradientInUnits& gradient, bool is_used, UsageMask& agreed);
+  void count(const Bucket& bucket, size_t index, const UsageMask& anywhere, const Contributors& who);
 
   const DetectedStep step_;
   const LookedUpRows& looked_up_;
@@ -100,6 +119,8 @@ class UnitsOfStep {
   const int64_t step_number_;
   BucketPipeline<Bucket> pipeline_;
   std::vector<UnitCounts> counts_;
+  int64_t whole_bytes_ = 0;
+  int64_t zero_bytes_ = 0;
 };
 
 }  // namespace ddp_hooks

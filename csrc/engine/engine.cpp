@@ -37,19 +37,21 @@ Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const Contr
       names_(std::move(names)),
       data_group_(reducer_.process_group()),
       accumulator_streams_(reducer_.accumulator_streams()),
-      settings_(fitted(settings)),
       control_groups_(std::move(groups)),
+      settings_(fitted(settings)),
       skip_zeros_(rule_of_skip_zeros(settings)),
       units_(settings_.units),
+      coding_(settings_.coding, settings_.units.adaptive, control_groups_->topology().host_count()),
       plans_(kCachedPlans),
       sender_(*data_group_, reducer_.parameters().front().device().type(), control_groups_, views_,
               statistics_.messages) {
   const size_t parameters = reducer_.parameters().size() + unmanaged_parameters_.size();
   TORCH_CHECK(names_.size() == parameters, "ddp_hooks: expected a name for each of the module's ", parameters,
               " parameters, received ", names_.size());
+  sender_.set_adds_up_in_hosts(settings_.plan.adds_up_in_hosts);
   const PartsOfPrologue parts{reducer_, views_, layout_, unmanaged_parameters_, names_, statistics_.exchanges};
   prologue_ = std::make_unique<BackwardPrologue>(parts, pending, control_groups_, settings_.agreement,
-                                                 [this](bool none) { return units_.objections(none); });
+                                                 [this](bool none) { return tell(none); });
   for (size_t i : pending) {
     if (i < reducer_.parameters().size()) reducer_.note_used(i);
   }
@@ -108,17 +110,32 @@ double Engine::seconds_in_hook() const {
 
 // What a group and a policy allow.
 EngineSettings Engine::fitted(EngineSettings settings) const {
+  const Topology& topology = control_groups_->topology();
+  const c10::Device device = reducer_.parameters().front().device();
+  const int hosts = topology.host_count();
   Transports& transports = settings.plan.direct.transports;
-  transports.world_size = data_group_->getSize();
-  transports.direct = transports.direct && settings.agreement.skip_unused &&
-                      DirectSender::is_possible(*data_group_, reducer_.parameters().front().device());
-  transports.owners = transports.owners && transports.direct &&
-                      DirectSender::can_sum(*data_group_, reducer_.parameters().front().device());
-  const bool pays =
-      settings.units.narrow == When::kOn || narrow_pays(settings.plan.direct.costs, transports.world_size);
-  if (!transports.direct || !pays) settings.units.narrow = When::kOff;
+  settings.plan.adds_up_in_hosts = transports.direct && topology.shares_hosts();
+  // A host's ranks have as much room in a message as a rank would that has a host of its own.
+  settings.plan.direct.segment_bytes *= topology.ranks_per_host();
+  transports.world_size = hosts;
+  transports.direct =
+      transports.direct && settings.agreement.skip_unused && DirectSender::is_possible(*data_group_, device, hosts);
+  transports.owners = transports.owners && transports.direct && DirectSender::can_sum(*data_group_, device, hosts);
+  const bool may_code =
+      transports.direct && control_groups_->has_contributions() && DirectSender::can_code(*data_group_, device, hosts);
+  if (!may_code) settings.coding.coded = When::kOff;
   settings.agreement.asks_who = transports.direct;
   return settings;
+}
+
+// What travels beside the usage mask.
+UsageMask Engine::tell(bool nothing) {
+  CodedAmounts amounts;
+  if (last_coded_ && !nothing) {
+    amounts = {last_coded_->contribution_bytes, last_coded_->coded_contribution_bytes, last_coded_->sum_bytes,
+               last_coded_->coded_sum_bytes};
+  }
+  return coding_.tell(units_.objections(nothing), amounts);
 }
 
 void Engine::declare_unused(const std::vector<size_t>& parameters) {
@@ -180,6 +197,8 @@ void Engine::configure(const EngineSettings& settings) {
   settings_ = fitted(settings);
   skip_zeros_ = rule_of_skip_zeros(settings);
   units_ = UnitsDetector(settings_.units);
+  coding_ = CodingRule(settings_.coding, settings_.units.adaptive, control_groups_->topology().host_count());
+  sender_.set_adds_up_in_hosts(settings_.plan.adds_up_in_hosts);
   // With the layout that stands; before the first step there is none yet.
   units_.use_layout(*layout_);
   plans_.clear();
@@ -190,12 +209,15 @@ void Engine::configure(const EngineSettings& settings) {
 
 Statistics Engine::statistics() const {
   std::lock_guard lock(mutex_);
-  return statistics_;
+  Statistics statistics = statistics_;
+  statistics.messages += sender_.late_statistics();
+  return statistics;
 }
 
 void Engine::reset_statistics() {
   std::lock_guard lock(mutex_);
   statistics_ = {};
+  sender_.reset_late_statistics();
 }
 
 Usage Engine::usage() const {

@@ -59,6 +59,7 @@
 #include "agreement/control_groups.h"
 #include "agreement/group_reference.h"
 #include "detectors/adaptive_rule.h"
+#include "detectors/coding_rule.h"
 #include "detectors/looked_up_rows.h"
 #include "detectors/units_detector.h"
 #include "detectors/units_of_step.h"
@@ -169,15 +170,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void check_bucket(uint32_t bucket);
   void wait_for_gradients(uint32_t bucket) const;
   void prepare_gradients(uint32_t bucket);
-  void send_parameters(uint32_t bucket);
   void open_step(bool shadow);
   AgreedUsage agree(bool shadow);
   void keep_untouched();
-  void choose_detectors(const AgreedUsage& usage, int64_t step_number);
-  UsageMask divided() const;
+  UsageMask tell(bool nothing);
+  PlanSettings settings_of_plan() const;
+  void choose_units(const AgreedUsage& usage, int64_t step_number);
   void plan_parameters(const UsageMask& to_send, const Contributors& who);
-  void send_bucket(uint32_t bucket, const BucketPlan& plan);
-  std::vector<SentElements> send_units(const SettledUnits& settled);
+  void send_bucket(uint32_t bucket);
+  std::vector<double> send_settled(const SettledUnits& settled);
   EngineSettings fitted(EngineSettings settings) const;
   void close_step();
   void record_usage();
@@ -209,8 +210,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::vector<std::string> names_;
   GroupReference<c10d::ProcessGroup> data_group_;
   const std::vector<c10::Stream> accumulator_streams_;
-  EngineSettings settings_;
   std::shared_ptr<const ControlGroups> control_groups_;
+  EngineSettings settings_;
   std::vector<GradientReport> reports_;
   std::unique_ptr<BackwardPrologue> prologue_;  // null once this is closed
   // Asked with every gradient, so that only a pass with something to mark takes the lock for it.
@@ -222,6 +223,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   AdaptiveRule skip_zeros_;
   UnitsDetector units_;
+  CodingRule coding_;
+  std::shared_ptr<const StepInFlight::CodedBytes> last_coded_;  // of the last step; null before
   const std::shared_ptr<LookedUpRows> looked_up_ = std::make_shared<LookedUpRows>();
   PlanCache plans_;
   RebuildTimer rebuild_timer_;

@@ -116,11 +116,7 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   if (step_->error) std::rethrow_exception(step_->error);
   check_bucket(index);
   if (!shadow) prepare_gradients(index);
-  send_parameters(index);
-  if (step_->units) {
-    step_->units->bucket_ready(index, layout_->buckets[index].sparse ? at::Tensor() : step_->buckets[index].flat(),
-                               step_->local, [&](const SettledUnits& settled) { return send_units(settled); });
-  }
+  send_bucket(index);
   if (index + 1 == layout_->buckets.size()) close_step();
 }
 
@@ -174,24 +170,50 @@ void Engine::prepare_gradients(uint32_t bucket) {
   units_.look(layout, step_->buckets[bucket].flat(), views_, step_->agreed, step_number_);
 }
 
-// Whole ones: of this bucket, or of those whose values are known now.
-void Engine::send_parameters(uint32_t bucket) {
-  if (step_->units && step_->units->concerns(bucket)) step_->buckets[bucket].hold();
-  if (!step_->values) return send_bucket(bucket, step_->plan->buckets[bucket]);
-  const bool scans = !layout_->buckets[bucket].sparse && !step_->shadow;  // a joined rank's buckets are all zeros
-  step_->values->bucket_ready(
-      bucket, scans ? std::make_optional(step_->buckets[bucket].flat()) : std::nullopt, step_->local, step_->agreed,
-      [&](uint32_t settled) { send_bucket(settled, step_->planner->add_bucket(settled, step_->agreed)); });
+// What is known of this bucket, and what is found out meanwhile about this one or earlier ones.
+void Engine::send_bucket(uint32_t bucket) {
+  Step& step = *step_;
+  const BucketPlan& plan = step.plan->buckets[bucket];
+  const bool is_sparse = layout_->buckets[bucket].sparse;
+  const bool settles_later = step.units && step.units->concerns(bucket);
+  settles_later ? step.buckets[bucket].hold() : sender_.count(layout_->buckets[bucket], plan);
+  is_sparse ? sender_.send_sparse(step_, bucket) : sender_.send(step_, *layout_, bucket, plan);
+  if (!step.units) return;
+  const at::Tensor flat = is_sparse ? at::Tensor() : step.buckets[bucket].flat();
+  step.units->bucket_ready(bucket, flat, step.local, step.agreed,
+                           [&](const SettledUnits& settled) { return send_settled(settled); });
+}
+
+std::vector<double> Engine::send_settled(const SettledUnits& settled) {
+  Step& step = *step_;
+  const size_t bucket_count = layout_->buckets.size();
+  std::vector<GradientToSend> gradients;
+  Places divided;
+  for (const auto& [parameter, offset, gradient, units, is_divided] : settled.gradients) {
+    const Stretch in_bucket{settled.bucket, offset, units.slice_length};
+    const Stretch by_itself{bucket_count + divided.size(), 0, units.slice_length};
+    gradients.push_back({is_divided ? by_itself : in_bucket, units});
+    if (is_divided) divided.push_back({gradient.flat, gradient.offset, step.divisor, views_.is_divided(parameter)});
+  }
+  BucketPlan plan = std::move(step.planner
+                                  ->plan(settled.bucket, {std::move(gradients)}, settled.used,
+                                         control_groups_->topology().by_host(settled.contributors))
+                                  .front());
+  BucketInFlight& bucket = step.buckets[settled.bucket];
+  sender_.count(layout_->buckets[settled.bucket], plan);
+  sender_.send(step_, *layout_, settled.bucket, plan, divided);
+  bucket.release();
+  return std::move(plan.sent);
 }
 
 // What travels from those who contribute, by what was agreed, would leave out a gradient that nobody announced.
 void Engine::note_unannounced(uint32_t bucket) {
   Step& step = *step_;
-  if (!step.plan || step.plan->direct.count() == 0) return;
+  if (step.plan->direct.count() == 0) return;
   for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
     if (!step.plan->direct.test(slice.parameter)) continue;
     // Not what this rank uses: it may have taken up masks that an earlier pass, which failed, had sent.
-    if (contains(step.contributors.ranks(slice.parameter), data_group_->getRank())) continue;
+    if (step.contributors.by_rank()[static_cast<size_t>(data_group_->getRank())].test(slice.parameter)) continue;
     if (!views_.has_gradient(slice.parameter)) continue;
     step.unannounced = slice.parameter;
     // What comes from the others is written here, and the Reducer wants to find it in .grad.
@@ -215,23 +237,6 @@ void Engine::fill_views(uint32_t bucket) {
   }
 }
 
-void Engine::send_bucket(uint32_t bucket, const BucketPlan& plan) {
-  sender_.send(step_, *layout_, bucket, plan, step_->units && step_->units->concerns(bucket));
-}
-
-std::vector<SentElements> Engine::send_units(const SettledUnits& settled) {
-  std::vector<Units> units;
-  Places places;
-  for (const auto& [parameter, gradient, of_gradient] : settled.gradients) {
-    units.push_back(of_gradient);
-    places.push_back({gradient.flat, gradient.offset, step_->divisor, views_.is_divided(parameter)});
-  }
-  const int64_t element_bytes = layout_->buckets[settled.bucket].element_bytes;
-  const UnitPlan plan = make_unit_plan(units, settled.used, settled.contributors, element_bytes, settings_.plan);
-  sender_.send_units(step_, settled.bucket, places, plan);
-  return plan.sent;
-}
-
 void Engine::open_step(bool shadow) {
   refuse_capture(step_->buckets.front().buffer().device());
   refresh_layout();
@@ -248,11 +253,13 @@ void Engine::open_step(bool shadow) {
   keep_untouched();
   // Alone there is nobody to send to, whatever is used.
   if (data_group_->getSize() == 1) return plan_parameters(prologue_->agreement().nothing(), Contributors());
-  choose_detectors(usage, step_number);
-  if (step_->values) return;
+  choose_units(usage, step_number);
+  if (step_->units && step_->units->chosen().whole) {
+    return plan_parameters(prologue_->agreement().nothing(), Contributors());
+  }
   // A rank that contributes what its mask does not say would not be heard.
   const bool direct = settings_.plan.direct.transports.direct && usage.nothing_left_over && step_->nobody_joined;
-  plan_parameters(step_->agreed, direct ? step_->contributors : Contributors());
+  plan_parameters(step_->agreed, direct ? control_groups_->topology().by_host(step_->contributors) : Contributors());
 }
 
 // Waits for the other ranks.
@@ -266,6 +273,7 @@ AgreedUsage Engine::agree(bool shadow) {
   step.local = usage.here;
   step.agreed = step.used = usage.anywhere;
   step.nobody_joined = usage.nobody_joined;
+  step.expected = coding_.choose(step_number_ - 1, usage.objections);
   step.contributors = usage.contributors;
   step.unannounced = usage.unannounced;
   for (size_t i = 0; i < unmanaged_parameters_.size(); ++i) {
@@ -295,44 +303,46 @@ void Engine::keep_untouched() {
       "or wrap with find_unused_parameters=True");
 }
 
-// What is looked into in this step: units of some parameters, and the values of the others.
-void Engine::choose_detectors(const AgreedUsage& usage, int64_t step_number) {
+// What is looked into in this step.
+void Engine::choose_units(const AgreedUsage& usage, int64_t step_number) {
   Step& step = *step_;
+  ChosenUnits chosen{prologue_->agreement().nothing()};
+  // A joined rank has nothing to look into, and makes the Reducer write gradients that nobody has.
+  if (!step.agreed.test(prologue_->agreement().joined_bit())) {
+    chosen = units_.choose(step.agreed, usage.objections, step_number);
+  }
+  chosen.whole =
+      settings_.skip_zeros == When::kOn || (settings_.skip_zeros == When::kAdaptive && skip_zeros_.is_due(step_number));
+  if (chosen.is_empty()) return;
+  statistics_.skip_zeros_steps += chosen.whole;
+  statistics_.skip_zero_rows_steps += chosen.divided.count() > 0;
+  step.agreed.subtract(chosen.divided);
+  step.planner.emplace(*layout_, chosen.divided, settings_of_plan());
   const DetectedStep detected{
       *layout_,
       layout_.hash(),
       prologue_->agreement(),
       views_,
-      {!usage.same_everywhere, !step.buckets.front().buffer().is_cpu(), layout_->buckets_on_idle_link()}};
-  // A joined rank has nothing to look into, and makes the Reducer write gradients that nobody has.
-  if (!step.agreed.test(prologue_->agreement().joined_bit())) {
-    ChosenUnits chosen = units_.choose(step.agreed, usage.objections, step_number);
-    if (chosen.parameters.count() > 0) {
-      statistics_.skip_zero_rows_steps += chosen.asks_rows;
-      statistics_.narrow_steps += chosen.widths.count() > 0;
-      step.agreed.subtract(chosen.parameters);
-      step.units.emplace(detected, *looked_up_, units_, std::move(chosen), step_number);
-    }
-  }
-  if (settings_.skip_zeros == When::kOff) return;
-  if (settings_.skip_zeros == When::kAdaptive && !skip_zeros_.is_due(step_number)) return;
-  statistics_.skip_zeros_steps += 1;
-  step.planner.emplace(*layout_, divided(), settings_.plan);
-  step.values.emplace(detected);
+      {!usage.same_everywhere, !step.buckets.front().buffer().is_cpu(), layout_->buckets_on_idle_link()},
+      step.shadow};
+  step.units.emplace(detected, *looked_up_, units_, std::move(chosen), step_number);
 }
 
-// The parameters that travel by units in this step.
-UsageMask Engine::divided() const {
-  return step_->units ? step_->units->chosen() : prologue_->agreement().nothing();
+PlanSettings Engine::settings_of_plan() const {
+  PlanSettings settings = settings_.plan;
+  settings.direct.transports.coded = step_->expected;
+  return settings;
 }
 
 void Engine::plan_parameters(const UsageMask& to_send, const Contributors& who) {
-  step_->plan = plans_.find(to_send, divided(), who);
+  const UsageMask held = step_->units ? step_->units->chosen().divided : prologue_->agreement().nothing();
+  const PlanCache::Key key{to_send, held, who, step_->expected};
+  step_->plan = plans_.find(key);
   (step_->plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
   if (step_->plan) return;
   RECORD_FUNCTION("ddp_hooks::plan", std::vector<c10::IValue>());
-  step_->plan = std::make_shared<ReductionPlan>(make_reduction_plan(*layout_, to_send, divided(), who, settings_.plan));
-  plans_.insert(to_send, divided(), who, step_->plan);
+  step_->plan = std::make_shared<ReductionPlan>(make_reduction_plan(*layout_, to_send, held, who, settings_of_plan()));
+  plans_.insert(key, step_->plan);
 }
 
 // What a rank has not sent the others wait for, and they would take the next that comes from it for that: its
@@ -356,9 +366,11 @@ void Engine::close_step() {
   Step& step = *step_;
   step.closed = true;
   record_usage();
-  if (step.values) {
-    skip_zeros_.observe(step_number_ - 1, static_cast<double>(step.values->zero_bytes()),
-                        static_cast<double>(step.values->used_bytes()));
+  statistics_.coded_steps += step.coded_messages > 0;
+  last_coded_ = step.coded;
+  if (step.units && step.units->chosen().whole) {
+    skip_zeros_.observe(step_number_ - 1, static_cast<double>(step.units->zero_bytes()),
+                        static_cast<double>(step.units->whole_bytes()));
   }
   prologue_->step_closed();
   looked_up_->forget();
@@ -382,7 +394,6 @@ void Engine::record_usage() {
     if (counts.anywhere > 0) usage_.anywhere.set(counts.parameter);
     statistics_.units_agreed_on += counts.units;
     statistics_.units_sent += counts.anywhere;
-    statistics_.units_narrow += counts.narrow;
   }
 }
 

@@ -12,12 +12,11 @@ namespace ddp_hooks {
 struct Statistics {
   int64_t steps = 0;
   int64_t skip_zeros_steps = 0;
-  int64_t skip_zero_rows_steps = 0;  // units of some parameters were agreed on because of rows,
-  int64_t narrow_steps = 0;          // or because of how wide they are
+  int64_t skip_zero_rows_steps = 0;  // units of some parameters were agreed on
+  int64_t coded_steps = 0;           // some messages were coded
   int64_t units_agreed_on = 0;
   int64_t units_sent = 0;
-  int64_t units_narrow = 0;  // of those sent
-  int64_t dense_bytes = 0;   // what plain DDP would have handed to its all-reduce
+  int64_t dense_bytes = 0;  // what plain DDP would have handed to its all-reduce
   int64_t plan_cache_hits = 0;
   int64_t plan_cache_misses = 0;
   double hook_seconds = 0;  // spent in the hook, but for waiting for masks

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "detectors/units_of_step.h"
-#include "detectors/values_of_step.h"
 #include "layout/usage_mask.h"
 #include "plan/reduction_plan.h"
 #include "transport/step_in_flight.h"
@@ -19,17 +18,17 @@ namespace ddp_hooks {
 
 struct Step : StepInFlight {
   UsageMask local;
-  UsageMask used;  // as `skip_unused` agreed; `agreed` is what of it travels by whole parameters
+  UsageMask used;  // as `skip_unused` agreed; `agreed` is what of it travels in buckets
   // Parameters that no rank used, each with its .grad, which the Reducer is about to overwrite.
   std::vector<std::pair<at::Tensor, at::Tensor>> untouched;
   std::vector<size_t> unmanaged;  // of the unmanaged parameters, those that some rank may have a gradient for
-  // With `skip_zeros`: what it finds, and the plan that grows with it.
-  std::optional<ValuesOfStep> values;
-  std::optional<ReductionPlanner> planner;
-  std::optional<UnitsOfStep> units;   // where some parameters are agreed on by units
-  std::optional<size_t> unannounced;  // a parameter with a gradient that was not sent
-  bool rebuild = false;               // the Reducer is to be made anew after this backward pass
-  bool closed = false;                // all messages have been started, but for owners' sums
+  // Where some parameters are agreed on by units: what is found, and the plan that grows with it.
+  std::optional<UnitsOfStep> units;
+  std::optional<Planner> planner;
+  std::optional<CodedParts> expected;  // of coded messages, where messages are coded
+  std::optional<size_t> unannounced;   // a parameter with a gradient that was not sent
+  bool rebuild = false;                // the Reducer is to be made anew after this backward pass
+  bool closed = false;                 // all messages have been started, but for owners' sums
 };
 
 }  // namespace ddp_hooks

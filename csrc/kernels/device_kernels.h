@@ -32,16 +32,17 @@ struct DeviceKernels {
   const char* (*gather_scaled)(void* message, const SliceOfMemory* slices, size_t count, ElementType type,
                                double factor, StreamHandle stream) = nullptr;
   const char* (*scatter)(const void* message, const SliceOfMemory* slices, size_t count, StreamHandle stream) = nullptr;
-  const char* (*nonzero_scan)(const SliceOfMemory* slices, size_t count, ElementType type, uint32_t* device_flags,
-                              uint32_t* host_flags, StreamHandle stream) = nullptr;
-  const char* (*unit_scan)(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type, bool widths,
-                           uint32_t* device_bitmaps, uint32_t* host_bitmaps, StreamHandle stream) = nullptr;
-  const char* (*unit_sample)(const UnitsOfMemory* slices, size_t count, ElementType type, bool widths,
-                             uint32_t* device_words, uint32_t* host_words, StreamHandle stream) = nullptr;
-  const char* (*pack)(char* to, const SliceToPack* slices, size_t count, ElementType type,
-                      StreamHandle stream) = nullptr;
+  const char* (*unit_scan)(const UnitsOfMemory* slices, size_t count, ElementType type, uint32_t* device_bitmaps,
+                           uint32_t* host_bitmaps, StreamHandle stream) = nullptr;
+  const char* (*unit_sample)(const UnitsOfMemory* slices, size_t count, ElementType type, uint32_t* device_words,
+                             uint32_t* host_words, StreamHandle stream) = nullptr;
   const char* (*sum_terms)(const char* packed, const SliceToSum* slices, size_t count, ElementType type, double factor,
                            bool adds_zero, StreamHandle stream) = nullptr;
+  // The functions of cuda/coding.h.
+  const char* (*encode)(const void* values, int64_t count, ElementType type, char* to, uint32_t* device_bytes,
+                        uint32_t* host_bytes, StreamHandle stream) = nullptr;
+  const char* (*decode)(const char* coded, int64_t bytes, int64_t count, ElementType type, void* to, bool adds,
+                        uint32_t* device_wrong, uint32_t* host_wrong, StreamHandle stream) = nullptr;
   // Asked before anything else, by each thread: null, or a sentence that says why the device cannot be used and what to
   // do. With an index below 0 only what all devices of the type need is looked at. Null if nothing can be wrong.
   const char* (*enter)(int device_index) = nullptr;

@@ -6,9 +6,9 @@
 #include <array>
 #include <optional>
 
+#include "kernels/cuda/coding.h"
+#include "kernels/cuda/contribution_sum.h"
 #include "kernels/cuda/driver.h"
-#include "kernels/cuda/nonzero_scan.h"
-#include "kernels/cuda/packing.h"
 #include "kernels/cuda/slice_copy.h"
 #include "kernels/cuda/unit_sample.h"
 #include "kernels/cuda/unit_scan.h"
@@ -27,11 +27,11 @@ Tables& tables() {
         DeviceKernels{.backends = {"nccl", "nccl2", "nccl-lazy"},
                       .gather_scaled = cuda::gather_scaled,
                       .scatter = cuda::scatter,
-                      .nonzero_scan = cuda::nonzero_scan,
                       .unit_scan = cuda::unit_scan,
                       .unit_sample = cuda::unit_sample,
-                      .pack = cuda::pack,
                       .sum_terms = cuda::sum_terms,
+                      .encode = cuda::encode,
+                      .decode = cuda::decode,
                       .enter = [](int index) { return index < 0 ? cuda::start_driver() : cuda::enter(index); },
                       .is_capturing = cuda::is_capturing};
     return known;

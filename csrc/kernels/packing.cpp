@@ -4,12 +4,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <utility>
 
 #include "kernels/cpu/contribution_sum.h"
-#include "kernels/cpu/narrowing.h"
 #include "kernels/cpu/slice_copy.h"
 #include "kernels/devices.h"
 #include "kernels/slice_reader.h"
@@ -23,13 +21,6 @@ void check_buffer(const at::Tensor& buffer, const char* what) {
   check_range(buffer, 0, buffer.numel());
 }
 
-void check_width(Width width, ElementType type) {
-  const std::array<Width, 2> narrow = narrow_widths(type);
-  TORCH_CHECK(width == Width::kFull || width == narrow[0] || width == narrow[1],
-              "ddp_hooks: expected a width for elements of ", element_bytes(type), " bytes, received form ",
-              static_cast<int>(width));
-}
-
 void check_sum(const SliceSum& sum, SliceReader& reader, int64_t received_bytes) {
   reader.look_at(sum.to);
   TORCH_CHECK(!sum.contributions.empty(), "ddp_hooks: expected at least one contribution, received none");
@@ -39,25 +30,17 @@ void check_sum(const SliceSum& sum, SliceReader& reader, int64_t received_bytes)
       ++own;
       continue;
     }
-    check_width(each.width, reader.type());
-    const int64_t bytes = sum.to.length * bytes_of_number(each.width, reader.element_bytes());
+    const int64_t bytes = sum.to.length * reader.element_bytes();
     TORCH_CHECK(each.offset >= 0 && each.offset + bytes <= received_bytes, "ddp_hooks: expected contributions within ",
                 received_bytes, " bytes, received offset ", each.offset, " and ", bytes, " bytes");
   }
   TORCH_CHECK(own <= 1, "ddp_hooks: expected one contribution that lies in the slice itself, received ", own);
 }
 
-void check_to_pack(const PackedSlice& packed, SliceReader& reader) {
-  reader.look_at(packed.slice);
-  check_width(packed.width, reader.type());
-  TORCH_CHECK(packed.width == Width::kFull || packed.divisor == 1,
-              "ddp_hooks: expected narrow numbers undivided, received divisor ", packed.divisor);
-}
-
 void pack_on_cpu(char* to, const PackedSlice& packed, const char* from, ElementType type) {
-  const auto& [slice, width, divisor, divides] = packed;
-  if (width != Width::kFull || divisor == 1) {
-    cpu::narrow(to, from, slice.length, type, width);
+  const auto& [slice, divisor, divides] = packed;
+  if (divisor == 1) {
+    cpu::copy(to, from, slice.length, type);
   } else if (divides) {
     cpu::copy_divided(to, from, slice.length, type, divisor);
   } else {
@@ -75,21 +58,27 @@ void pack_on_device(const at::Tensor& to, const std::vector<PackedSlice>& from) 
   if (from.empty()) return;
   const c10::DeviceGuard guard(to.device());
   const ElementType type = element_type_of(*from.front().slice.flat);
-  char* const buffer = static_cast<char*>(to.data_ptr());
-  check_place(buffer, element_bytes(type));
+  char* position = static_cast<char*>(to.data_ptr());
+  check_place(position, element_bytes(type));
   SliceReader reader(to.device());
-  std::vector<SliceToPack> slices;
+  std::vector<SliceOfMemory> slices;
   slices.reserve(from.size());
-  for (const auto& [slice, width, divisor, divides] : from) {
+  for (size_t i = 0; i < from.size(); ++i) {
+    const auto& [slice, divisor, divides] = from[i];
     TORCH_CHECK(element_type_of(*slice.flat) == type, "ddp_hooks: expected slices of one type, received one of ",
                 slice.flat->scalar_type());
     check_aligned(*slice.flat);
     reader.look_at(slice);
-    slices.push_back({reader.address(), slice.length, width, 1 / divisor});
+    slices.push_back({reader.address(), slice.length * element_bytes(type)});
+    if (i + 1 < from.size() && from[i + 1].divisor == divisor) continue;
+    // A launch scales all of its slices alike.
+    const char* error = kernels_of(to.device())
+                            .gather_scaled(position, slices.data(), slices.size(), type, 1 / divisor,
+                                           current_stream_handle(to.device()));
+    check_launch(error, to.device(), "pack gradients");
+    for (const SliceOfMemory& packed : slices) position += packed.bytes;
+    slices.clear();
   }
-  const char* error =
-      kernels_of(to.device()).pack(buffer, slices.data(), slices.size(), type, current_stream_handle(to.device()));
-  check_launch(error, to.device(), "pack gradients");
 }
 
 // What the sums of a launch have in common.
@@ -110,7 +99,7 @@ void sum_alike_on_device(const char* packed, const std::vector<const SliceSum*>&
     check_aligned(*sum->to.flat);
     reader.look_at(sum->to);
     for (const Contribution& each : sum->contributions) {
-      if (!each.own) check_place(packed + each.offset, bytes_of_number(each.width, element_size));
+      if (!each.own) check_place(packed + each.offset, element_size);
     }
     slices.push_back(
         {reader.address(), sum->to.length * element_size, sum->contributions.data(), sum->contributions.size()});
@@ -122,7 +111,7 @@ void sum_alike_on_device(const char* packed, const std::vector<const SliceSum*>&
 
 void sum_on_device(const char* packed, const std::vector<SliceSum>& sums, c10::Device device) {
   const c10::DeviceGuard guard(device);
-  // Narrow and wide slices alternate, so that one kind after the other takes fewer launches. There are few kinds.
+  // Kinds may alternate, so that one kind after the other takes fewer launches. There are few kinds.
   std::vector<std::pair<KindOfSum, std::vector<const SliceSum*>>> kinds;
   for (const SliceSum& sum : sums) {
     const KindOfSum kind{element_type_of(*sum.to.flat), sum.divisor, sum.adds_zero};
@@ -141,8 +130,8 @@ void pack(const at::Tensor& to, const std::vector<PackedSlice>& from) {
   SliceReader reader(to.device());
   int64_t total = 0;
   for (const PackedSlice& each : from) {
-    check_to_pack(each, reader);
-    total += packed_bytes(each.slice.length, each.width, reader.element_bytes());
+    reader.look_at(each.slice);
+    total += each.slice.length * reader.element_bytes();
   }
   TORCH_CHECK(total <= to.numel(), "ddp_hooks: expected a buffer of at least ", total, " bytes, received ", to.numel());
   if (!to.is_cpu()) return pack_on_device(to, from);
@@ -150,9 +139,7 @@ void pack(const at::Tensor& to, const std::vector<PackedSlice>& from) {
   for (const PackedSlice& each : from) {
     reader.look_at(each.slice);
     pack_on_cpu(position, each, reader.address(), reader.type());
-    char* const end = position + each.slice.length * bytes_of_number(each.width, reader.element_bytes());
-    position += packed_bytes(each.slice.length, each.width, reader.element_bytes());
-    for (char* padding = end; padding != position; ++padding) *padding = 0;
+    position += each.slice.length * reader.element_bytes();
   }
 }
 
@@ -170,14 +157,12 @@ void sum_contributions(const at::Tensor& packed, const std::vector<SliceSum>& su
   for (const SliceSum& sum : sums) check_sum(sum, reader, received_bytes);
   const char* received = packed.defined() ? static_cast<const char*>(packed.data_ptr()) : nullptr;
   if (!device.is_cpu()) return sum_on_device(received, sums, device);
-  std::vector<cpu::Term> terms;
+  std::vector<const char*> terms;
   for (const SliceSum& sum : sums) {
     reader.look_at(sum.to);
     char* const to = reader.address();
     terms.clear();
-    for (const Contribution& each : sum.contributions) {
-      terms.push_back(each.own ? cpu::Term{to, Width::kFull} : cpu::Term{received + each.offset, each.width});
-    }
+    for (const Contribution& each : sum.contributions) terms.push_back(each.own ? to : received + each.offset);
     cpu::sum_terms(to, terms.data(), terms.size(), sum.to.length, reader.type(), {sum.divisor, sum.divides},
                    sum.adds_zero);
   }

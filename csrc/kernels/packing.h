@@ -1,10 +1,9 @@
-// Numbers that travel in fewer bits: packed before they are sent, unpacked, scaled and added up where they arrive. The
-// only dispatch point by device.
+// Slices of any number of tensors, packed into a buffer of bytes before they are sent, scaled and added up where they
+// arrive. The only dispatch point by device.
 //
-// What is narrow travels undivided, because a quotient may need more bits: each contribution is scaled when it is
-// added, as plain DDP scales before it adds. On the CPU the calls return when all is done. On CUDA they put it on the
-// current stream of the tensors' device and return; memory that is freed meanwhile is safe as slice_copy.h says. There,
-// numbers lie at multiples of their size in buffers as well.
+// On the CPU the calls return when all is done. On CUDA they put it on the current stream of the tensors' device and
+// return; memory that is freed meanwhile is safe as slice_copy.h says. There, numbers lie at multiples of their size in
+// buffers as well.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,21 +14,18 @@
 
 #include "kernels/slice_copy.h"
 #include "kernels/slices_of_memory.h"
-#include "kernels/width.h"
 
 namespace ddp_hooks {
 
 struct PackedSlice {
   BorrowedSlice slice;
-  Width width = Width::kFull;  // or one of narrow_widths(its type), which holds all of it
-  // At full width what it is scaled by: divided where it `divides`, otherwise times 1 / divisor, as slice_copy.h does.
+  // Divided by this where it `divides`, otherwise multiplied by 1 / divisor, as slice_copy.h does.
   double divisor = 1;
   bool divides = false;
 };
 
-// `to` (uint8, flat, with room for the sum of packed_bytes) = the slices one after the other, each in its width, bit by
-// bit unless it is scaled; padding bytes are zeroed, and what lies behind is left alone. On CUDA the slices are of one
-// type.
+// `to` (uint8, flat, with room for all of it) = the slices one after the other, bit by bit unless they are scaled; what
+// lies behind is left alone. On CUDA the slices are of one type.
 void pack(const at::Tensor& to, const std::vector<PackedSlice>& from);
 
 // Where slices are rows there are many, with one contribution or two.

@@ -31,6 +31,8 @@ struct BorrowedSlice {
   const at::Tensor* flat = nullptr;
   int64_t offset = 0;
   int64_t length = 0;
+
+  bool continues_in(const BorrowedSlice& next) const { return flat == next.flat && offset + length == next.offset; }
 };
 
 inline BorrowedSlice borrow(const SliceOfTensor& slice) {

@@ -6,8 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/width.h"
-
 namespace ddp_hooks {
 
 // A stretch of device memory; both numbers are multiples of the element's size.
@@ -21,21 +19,14 @@ struct UnitsOfMemory {
   const char* address = nullptr;
   int64_t bytes = 0;
   int64_t unit_bytes = 0;
-};
 
-// A slice that is to be packed.
-struct SliceToPack {
-  const char* address = nullptr;
-  int64_t numel = 0;
-  Width width = Width::kFull;
-  double factor = 1;  // at full width
+  int64_t count() const { return (bytes - 1) / unit_bytes + 1; }
 };
 
 // To a sum.
 struct Contribution {
   int64_t offset = 0;  // bytes into what was received
-  Width width = Width::kFull;
-  bool own = false;  // what lies in the sum's slice itself instead, in full
+  bool own = false;    // what lies in the sum's slice itself instead
 };
 
 // A slice that is to be filled with the sum of some contributions, one at least.

@@ -59,6 +59,18 @@ uint128 multiply_modulo(uint128 x, uint128 y) {
   return add_modulo((high << 1) | (low_words >> 127), low_words & kPrime);
 }
 
+uint128 add_coefficient(uint128 value, uint64_t word) {
+  return add_modulo(multiply_modulo(value, kKeys.point), word);
+}
+
+uint128 join(const Digest& words) {
+  return (uint128{words.high} << 64) | words.low;
+}
+
+Digest divide(uint128 value) {
+  return {static_cast<uint64_t>(value), static_cast<uint64_t>(value >> 64)};
+}
+
 cpu::CompressBlock compressor(HashKernel kernel) {
 #if defined(__x86_64__)
   static const bool has_avx2 = __builtin_cpu_supports("avx2");
@@ -79,14 +91,15 @@ bool is_supported(HashKernel kernel) {
 #endif
 }
 
-Digest hash_bytes(const void* data, size_t bytes, HashKernel kernel) {
-  const cpu::CompressBlock compress_block = compressor(kernel);
-  uint128 value = 0;
-  const auto add_coefficient = [&](uint64_t word) { value = add_modulo(multiply_modulo(value, kKeys.point), word); };
+static_assert(kHashBlockBytes == cpu::kBlockBytes, "pieces end where blocks do");
+
+void HashInPieces::add(const void* data, size_t bytes) {
+  const cpu::CompressBlock compress_block = compressor(kernel_);
+  uint128 value = join(value_);
   const auto add_block = [&](const unsigned char* block) {
     uint64_t sums[cpu::kSums];
     compress_block(block, kKeys.block.data(), sums);
-    for (const uint64_t sum : sums) add_coefficient(sum);
+    for (const uint64_t sum : sums) value = add_coefficient(value, sum);
   };
 
   const auto* position = static_cast<const unsigned char*>(data);
@@ -97,9 +110,13 @@ Digest hash_bytes(const void* data, size_t bytes, HashKernel kernel) {
     std::memcpy(padded.data(), position, left);
     add_block(padded.data());
   }
-  add_coefficient(bytes);
-  if (value == kPrime) value = 0;
-  return {static_cast<uint64_t>(value), static_cast<uint64_t>(value >> 64)};
+  bytes_ += bytes;
+  value_ = divide(value);
+}
+
+Digest HashInPieces::finish() const {
+  const uint128 value = add_coefficient(join(value_), bytes_);
+  return divide(value == kPrime ? 0 : value);
 }
 
 }  // namespace ddp_hooks

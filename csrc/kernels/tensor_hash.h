@@ -36,7 +36,28 @@ enum class HashKernel { kFastest, kPortable, kSse2, kAvx2 };
 
 bool is_supported(HashKernel kernel);
 
-// `data` needs no alignment, and may be null when `bytes` is 0.
-Digest hash_bytes(const void* data, size_t bytes, HashKernel kernel = HashKernel::kFastest);
+// The bytes that every piece but the last one has to hold a multiple of.
+constexpr size_t kHashBlockBytes = 4096;
+
+// The digest of bytes that come in pieces, as they do from a device. Thread-safety: none.
+class HashInPieces {
+ public:
+  explicit HashInPieces(HashKernel kernel = HashKernel::kFastest) : kernel_(kernel) {}
+
+  // `data` needs no alignment, and may be null when `bytes` is 0.
+  void add(const void* data, size_t bytes);
+  Digest finish() const;
+
+ private:
+  HashKernel kernel_;
+  size_t bytes_ = 0;
+  Digest value_{0, 0};
+};
+
+inline Digest hash_bytes(const void* data, size_t bytes, HashKernel kernel = HashKernel::kFastest) {
+  HashInPieces hash(kernel);
+  hash.add(data, bytes);
+  return hash.finish();
+}
 
 }  // namespace ddp_hooks

@@ -4,11 +4,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "kernels/cpu/unit_scan.h"
-#include "kernels/cuda/widths.h"  // which units are sampled is the same on every device
+#include "kernels/cuda/samples.h"  // which units are sampled is the same on every device
 #include "kernels/device_answer.h"
 #include "kernels/devices.h"
 
@@ -37,48 +36,28 @@ void check_alike(const std::vector<UnitsOfSlice>& slices) {
   }
 }
 
-SampledUnits fractions_of(const cuda::SampleCounts& counts) {
-  const int64_t others = counts.taken - counts.zeros;
-  const int64_t narrow = std::max(counts.narrow[0], counts.narrow[1]);
-  return {static_cast<double>(counts.zeros) / static_cast<double>(counts.taken),
-          others == 0 ? 0 : static_cast<double>(narrow) / static_cast<double>(others)};
-}
-
-// Looks at the first elements of `taken` units.
-cuda::SampleCounts count_in(const UnitsOfSlice& units, int64_t taken, int64_t most_elements, ElementType type,
-                            bool widths) {
+// How many of `taken` units are zero, by their first elements.
+int64_t count_zeros(const UnitsOfSlice& units, int64_t taken, int64_t most_elements, ElementType type) {
   const int64_t count = count_units(units);
-  cuda::SampleCounts counts{taken, 0, {}};
+  int64_t zeros = 0;
   for (int64_t i = 0; i < taken; ++i) {
     const int64_t begin = i * count / taken * units.unit_length;
     const int64_t length = std::min({units.slice.length - begin, units.unit_length, most_elements});
-    const char* const unit = address_of({units.slice.flat, units.slice.offset + begin, length});
-    const int64_t looked_at = widths ? std::min(length, cuda::kWidthElements) : length;
-    const cpu::UnitFindings found = cpu::scan_unit(unit, looked_at, type, widths);
-    const int64_t left = length - looked_at;
-    const bool is_nonzero =
-        found.any_nonzero || cpu::scan_unit(unit + looked_at * element_bytes(type), left, type).any_nonzero;
-    counts.zeros += !is_nonzero;
-    for (size_t k = 0; widths && is_nonzero && k < counts.narrow.size(); ++k) {
-      counts.narrow[k] += narrow_widths(type)[k] != Width::kFull && !found.inexact[k];
-    }
+    zeros += !cpu::holds_nonzero(address_of({units.slice.flat, units.slice.offset + begin, length}), length, type);
   }
-  return counts;
+  return zeros;
 }
 
-SampledUnits sample(const UnitsOfSlice& units, ElementType type, bool widths) {
-  const int64_t count = count_units(units);
-  const cuda::SampleCounts glance = count_in(units, std::min(kGlancedUnits, count), kGlancedElements, type, widths);
-  if (glance.zeros == 0 && glance.narrow[0] == 0 && glance.narrow[1] == 0) return {};
-  return fractions_of(count_in(units, cuda::sampled_count(count), units.unit_length, type, widths));
+double zero_fraction(const UnitsOfSlice& units, ElementType type) {
+  const int64_t count = count_units(units), taken = cuda::sampled_count(count);
+  if (count_zeros(units, std::min(kGlancedUnits, count), kGlancedElements, type) == 0) return 0;
+  return static_cast<double>(count_zeros(units, taken, units.unit_length, type)) / static_cast<double>(taken);
 }
 
 }  // namespace
 
 struct PendingUnitSample::OnDevice {
   std::vector<int64_t> units;  // of each slice
-  ElementType type;
-  bool widths;
   DeviceAnswer answer;
 };
 
@@ -87,20 +66,20 @@ PendingUnitSample::~PendingUnitSample() = default;
 PendingUnitSample::PendingUnitSample(PendingUnitSample&&) noexcept = default;
 PendingUnitSample& PendingUnitSample::operator=(PendingUnitSample&&) noexcept = default;
 
-const std::vector<SampledUnits>& PendingUnitSample::wait() {
+const std::vector<double>& PendingUnitSample::wait() {
   if (on_device_) {
-    auto& [units_of_slices, type, widths, answer] = *on_device_;
-    const uint32_t* words = answer.wait();
-    for (const int64_t units : units_of_slices) {
-      samples_.push_back(fractions_of(cuda::count_sample(words, units, type, widths)));
-      words += cuda::words_of_sample(type, widths);
+    const uint32_t* words = on_device_->answer.wait();
+    for (const int64_t units : on_device_->units) {
+      zero_fractions_.push_back(static_cast<double>(cuda::count_zeros(words, units)) /
+                                static_cast<double>(cuda::sampled_count(units)));
+      words += cuda::kWordsPerSample;
     }
     on_device_.reset();
   }
-  return samples_;
+  return zero_fractions_;
 }
 
-PendingUnitSample start_unit_sample(const std::vector<UnitsOfSlice>& slices, bool widths) {
+PendingUnitSample start_unit_sample(const std::vector<UnitsOfSlice>& slices) {
   PendingUnitSample sample;
   if (slices.empty()) return sample;
   check_alike(slices);
@@ -120,17 +99,16 @@ PendingUnitSample start_unit_sample(const std::vector<UnitsOfSlice>& slices, boo
           {address_of(slice), slice.length * element_size, std::min(unit_length, slice.length) * element_size});
       units.push_back(cuda::count_units(memory.back()));
     }
-    const auto words = static_cast<int64_t>(memory.size()) * cuda::words_of_sample(type, widths);
-    sample.on_device_.reset(new PendingUnitSample::OnDevice{std::move(units), type, widths, {device, words}});
+    const auto words = static_cast<int64_t>(memory.size()) * cuda::kWordsPerSample;
+    sample.on_device_.reset(new PendingUnitSample::OnDevice{std::move(units), {device, words}});
     DeviceAnswer& answer = sample.on_device_->answer;
-    const char* error =
-        kernels_of(device).unit_sample(memory.data(), memory.size(), type, widths, answer.device_words(),
-                                       answer.host_words(), current_stream_handle(device));
+    const char* error = kernels_of(device).unit_sample(memory.data(), memory.size(), type, answer.device_words(),
+                                                       answer.host_words(), current_stream_handle(device));
     answer.started_on(stream);
     check_launch(error, device, "sample gradients");
     return sample;
   }
-  for (const UnitsOfSlice& units : slices) sample.samples_.push_back(ddp_hooks::sample(units, type, widths));
+  for (const UnitsOfSlice& units : slices) sample.zero_fractions_.push_back(zero_fraction(units, type));
   return sample;
 }
 

@@ -6,18 +6,6 @@
 
 namespace ddp_hooks {
 
-std::array<Width, 2> BucketLayout::narrow_forms() const {
-  // Gradients of so many bytes are of one type each, and those of two bytes have no narrow form in either.
-  switch (element_bytes) {
-    case 8:
-      return narrow_widths(ElementType::kFloat64);
-    case 4:
-      return narrow_widths(ElementType::kFloat32);
-    default:
-      return narrow_widths(ElementType::kFloat16);
-  }
-}
-
 uint32_t LayoutOfBuckets::buckets_on_idle_link() const {
   constexpr int64_t kLittleToCarry = 8 << 20;  // bytes
   uint32_t count = 0;

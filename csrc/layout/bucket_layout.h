@@ -4,12 +4,10 @@
 // buckets share one is agreed, because they may share a message. `hash` is how ranks notice that they disagree.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "kernels/width.h"
 #include "layout/stretch.h"
 
 namespace ddp_hooks {
@@ -38,8 +36,6 @@ struct BucketLayout {
 
   int64_t bytes() const { return numel * element_bytes; }
   bool is_on_cpu() const { return (kind >> kDeviceTypeShift & 0xffff) == 0; }
-  // In which narrow forms its numbers may travel, see kernels/width.h.
-  std::array<Width, 2> narrow_forms() const;
 };
 
 struct LayoutOfBuckets {

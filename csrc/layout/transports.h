@@ -1,15 +1,16 @@
-// How a gradient travels, by who contributes to it and how wide it is, and how often each of its bytes crosses a link.
+// How a gradient travels, by who contributes to it, and how often each of its bytes crosses a link.
 //
 // A ring all-reduce of n ranks moves each byte 2 (n - 1) times over some link. What k of them contribute can be
 // *broadcast*: each of the k sends it to all others, and everybody adds it up, in k (n - 1) transfers. Or one of the k,
 // its *owner*, receives what the others have, adds it up, and sends the sum to all, in n + k - 2 transfers. What one
-// rank alone contributes is broadcast in n - 1. Contributions may travel narrow, and then count as a part of a
-// transfer; a ring carries sums, and so does the way back from an owner.
+// rank alone contributes is broadcast in n - 1. Where messages are coded, a contribution counts as a part of a
+// transfer, and a sum as another part; a ring cannot carry coded numbers.
 //
 // Thread-safety: none needed; these are functions. Every rank must agree on all that goes in.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "layout/contributors.h"
 #include "layout/units.h"
@@ -18,11 +19,20 @@ namespace ddp_hooks {
 
 enum class Transport : uint8_t { kAllReduce, kBroadcast, kByOwner };
 
+// Which part of its bytes a coded message is expected to take.
+struct CodedParts {
+  double contribution = 1;
+  double sum = 1;
+
+  bool operator==(const CodedParts&) const = default;
+};
+
 // What may leave the all-reduces.
 struct Transports {
   int world_size = 1;
-  bool direct = false;  // broadcasts
-  bool owners = false;  // sums by owner, if also `direct`
+  bool direct = false;                   // broadcasts
+  bool owners = false;                   // sums by owner, if also `direct`
+  std::optional<CodedParts> coded = {};  // what leaves them is coded
 
   bool operator==(const Transports&) const = default;
 };
@@ -37,33 +47,20 @@ struct CollectiveCosts {
   double all_reduce_seconds_per_byte = 1;
   double all_to_all_seconds = 0;
   double all_to_all_seconds_per_byte = 1;
-  // Of a gradient: to find that it is narrow, to pack it, to add up what arrives.
-  double narrowing_seconds_per_byte = 0;
-  // The same by the clock, while every rank does it: cores that ranks may have to share pack, add up and put back what
-  // owners sum.
+  // Of a gradient that owners sum: to pack it, to add up what arrives, to put it back; by the clock, while every rank
+  // does it, because ranks may have to share cores.
   double summing_seconds_per_byte = 0;
   // What comes on top for each part that travels apart, such as a row: it is dealt out, packed, added up and put back.
   double seconds_per_part = 0;
 };
 
-// Whether links are so slow that it can save time to send a gradient narrow.
-bool narrow_pays(const CollectiveCosts& costs, int world_size);
-
-// Which part of its bytes a contribution takes in a form.
-double part_of_bytes(Width width);
-
 // The one with the fewest transfers; all-reduce where nobody knows who contributes.
-Transport transport_for(RankSet contributors, Width width, const Transports& transports);
+Transport transport_for(RankSet contributors, const Transports& transports);
 
 // Its transfers, as a part of those of an all-reduce: 1 for that, 1/2 for what one rank alone contributes.
-double relative_cost(RankSet contributors, Width width, const Transports& transports);
+double relative_cost(RankSet contributors, const Transports& transports);
 
-// What is sent of a gradient: elements, each counted at its relative cost.
-struct SentElements {
-  double elements = 0;
-  double at_full_width = 0;  // the same, if nothing could travel narrow
-};
-SentElements count_sent(const Units& units, const UsageMask& used, const Contributors& who,
-                        const Transports& transports);
+// How many elements are sent of a gradient, each counted at its relative cost.
+double count_sent(const Units& units, const UsageMask& used, const Contributors& who, const Transports& transports);
 
 }  // namespace ddp_hooks

@@ -41,6 +41,7 @@ Units units_of(const ParameterSlice& slice, int64_t element_bytes, const UnitSet
 }
 
 int64_t count_in(const Units& units, const UsageMask& used) {
+  if (units.count() == 1) return used.test(units.first_bit) ? 1 : 0;
   int64_t count = 0;
   const auto first = used.words().begin() + static_cast<std::ptrdiff_t>(units.first_bit / 64);
   const auto words = static_cast<std::ptrdiff_t>(UsageMask::word_count(static_cast<size_t>(units.count())));
@@ -54,13 +55,6 @@ int64_t elements_in(const Units& units, const UsageMask& used) {
   const bool last_is_used = used.test(units.first_bit + static_cast<size_t>(last));
   const int64_t missing = units.length - (units.end(last) - units.begin(last));
   return count_in(units, used) * units.length - (last_is_used ? missing : 0);
-}
-
-int64_t count_narrow(const Units& units, const UsageMask& used) {
-  int64_t count = 0;
-  if (units.forms.front() == Width::kFull) return count;
-  for_each_used(units, used, [&](int64_t unit, size_t) { count += width_of(units, unit, used) != Width::kFull; });
-  return count;
 }
 
 bool travels_whole(const Units& units, double used_elements) {

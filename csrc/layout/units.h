@@ -1,22 +1,18 @@
 // What is agreed on inside a parameter: its units.
 //
-// A parameter is one unit, or it falls apart into units of the same length, one after the other in memory: its rows
+// A parameter is one unit, or it is divided into units of the same length, one after the other in memory: its rows
 // (what shares an index of the first dimension), or several rows where these are short, or equal parts of one where
 // these are long. The last unit is shorter where several rows make one and their number does not divide.
-//
-// A unit that some rank uses has a *width*: the form that holds every number of it exactly, on every rank.
 //
 // Thread-safety: none needed; these are functions. Every rank must agree on: the layout and the settings, and so on the
 // units.
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/width.h"
 #include "layout/bucket_layout.h"
 #include "layout/usage_mask.h"
 
@@ -32,11 +28,8 @@ struct UnitSettings {
 struct Units {
   int64_t length = 0;        // elements of a unit
   int64_t slice_length = 0;  // elements of all of them
-  size_t first_bit = 0;      // a multiple of 64, so that masks are put together and counted by words
-  // The narrow forms that it was asked for, and where in the mask the bits begin that rule each out, as above; kFull
-  // where nobody asked.
-  std::array<Width, 2> forms{Width::kFull, Width::kFull};
-  std::array<size_t, 2> first_inexact_bits{};
+  // A multiple of 64, so that masks are put together and counted by words; of a single unit any bit.
+  size_t first_bit = 0;
 
   int64_t count() const { return length == 0 ? 0 : (slice_length + length - 1) / length; }
   int64_t begin(int64_t unit) const { return unit * length; }
@@ -45,24 +38,17 @@ struct Units {
 
 Units units_of(const ParameterSlice& slice, int64_t element_bytes, const UnitSettings& settings);
 
-// The first of a unit's forms that nobody rules out; its bits stand in the mask in which `units` are `used`.
-inline Width width_of(const Units& units, int64_t unit, const UsageMask& used) {
-  for (size_t i = 0; i < units.forms.size(); ++i) {
-    if (units.forms[i] == Width::kFull) break;
-    if (!used.test(units.first_inexact_bits[i] + static_cast<size_t>(unit))) return units.forms[i];
-  }
-  return Width::kFull;
-}
-
 // How many of the units are `used`, and how many elements these have.
 int64_t count_in(const Units& units, const UsageMask& used);
 int64_t elements_in(const Units& units, const UsageMask& used);
-// How many of the used ones are narrow.
-int64_t count_narrow(const Units& units, const UsageMask& used);
 
 // Calls `act(unit, bit)` for each of the units that is used, in order.
 template <typename Act>
 void for_each_used(const Units& units, const UsageMask& used, const Act& act) {
+  if (units.count() == 1) {
+    if (used.test(units.first_bit)) act(0, units.first_bit);
+    return;
+  }
   const size_t words = UsageMask::word_count(static_cast<size_t>(units.count()));
   for (size_t begin = 0; begin < words * 64; begin += 64) {
     for (uint64_t word = used.words()[(units.first_bit + begin) / 64]; word != 0; word &= word - 1) {

@@ -12,21 +12,18 @@ int64_t most_of(const std::vector<int64_t>& bytes_by_rank) {
   return *std::max_element(bytes_by_rank.begin(), bytes_by_rank.end());
 }
 
-// Whether an all-gather brings to all what each rank has for them. It takes as much of every rank as of the one with
-// the most. Two ranks swap, unless that takes longer: NCCL's all-to-alls through sockets are slower than its rings.
+// Whether an all-gather brings to all what each rank has for them. Two ranks swap, unless that takes longer: NCCL's
+// all-to-alls through sockets are slower than its rings.
 bool is_gathered(const std::vector<int64_t>& for_all_bytes, const CollectiveCosts& costs) {
-  constexpr double kMostPadding = 0.1;
   if (for_all_bytes.size() == 2) return costs.all_to_all_seconds_per_byte > costs.all_reduce_seconds_per_byte;
-  const auto total = static_cast<double>(std::accumulate(for_all_bytes.begin(), for_all_bytes.end(), int64_t{0}));
-  const auto padded = static_cast<double>(most_of(for_all_bytes)) * static_cast<double>(for_all_bytes.size());
-  return padded <= (1 + kMostPadding) * total;
+  return pads_little(for_all_bytes);
 }
 
 int64_t for_all_bytes(const DirectMessage& message, int rank, int64_t element_bytes) {
   int64_t bytes = 0;
   for (const DirectGroup& group : message.groups) {
-    if (!message.is_summed) bytes += contribution_bytes(group, rank, element_bytes);
-    if (message.is_summed && group.owner == rank) bytes += group.numel * element_bytes;
+    if (!message.is_summed()) bytes += contribution_bytes(group, rank, element_bytes);
+    if (message.is_summed() && group.owner == rank) bytes += group.numel * element_bytes;
   }
   return bytes;
 }
@@ -39,13 +36,14 @@ class Ownership {
         element_bytes_(element_bytes),
         segment_bytes_(settings.segment_bytes),
         costs_(settings.costs),
+        parts_of_bytes_(transports.coded.value_or(CodedParts{})),
         to_owners_(count()),
         broadcast_(count()),
         summed_(count()) {}
 
   void add(const DirectPart& stretch) {
-    const bool is_summed = transport_for(stretch.contributors, stretch.width, transports_) == Transport::kByOwner;
-    const int64_t segment = std::max<int64_t>(1, segment_bytes_ / segment_bytes_of(1, stretch.width, is_summed));
+    const bool is_summed = transport_for(stretch.contributors, transports_) == Transport::kByOwner;
+    const int64_t segment = std::max<int64_t>(1, segment_bytes_ / element_bytes_);
     DirectPart rest = stretch;
     while (rest.length > 0) {
       DirectPart part = rest;
@@ -80,13 +78,11 @@ class Ownership {
 
   std::vector<DirectMessage> messages() const {
     std::vector<DirectMessage> messages;
-    collect(broadcast_, false, messages);
-    collect(summed_, true, messages);
+    collect(broadcast_, Transport::kBroadcast, messages);
+    collect(summed_, Transport::kByOwner, messages);
     for (DirectMessage& message : messages) {
-      for (int rank = 0; rank < transports_.world_size; ++rank) {
-        message.for_all_bytes.push_back(for_all_bytes(message, rank, element_bytes_));
-      }
-      message.is_gathered = is_gathered(message.for_all_bytes, costs_);
+      complete(message, transports_.world_size, element_bytes_, costs_);
+      message.is_coded = transports_.coded.has_value();
     }
     return messages;
   }
@@ -109,20 +105,15 @@ class Ownership {
     int64_t most = 0;
     for (const std::vector<DirectPart>& parts : dealt.parts) {
       int64_t bytes = 0;
-      for (const DirectPart& part : parts) bytes += segment_bytes_of(part.length, part.width, &dealt == &summed_);
+      for (const DirectPart& part : parts) bytes += part.length * element_bytes_;
       most = std::max(most, bytes);
     }
     return std::ceil(static_cast<double>(most) / static_cast<double>(segment_bytes_));
   }
 
-  // Without what a packed part is rounded up to.
-  int64_t part_bytes(int64_t length, Width width) const {
-    return width == Width::kFull ? length * element_bytes_ : length * element_bytes_ / 2;
-  }
-
-  // Of segments. Sums are never narrow.
-  int64_t segment_bytes_of(int64_t length, Width width, bool is_summed) const {
-    return is_summed ? length * element_bytes_ : part_bytes(length, width);
+  // In how many bytes so many elements are expected to travel.
+  int64_t bytes_of(int64_t length, double part_of_bytes) const {
+    return static_cast<int64_t>(static_cast<double>(length * element_bytes_) * part_of_bytes);
   }
 
   size_t least_loaded(RankSet ranks) const {
@@ -138,13 +129,13 @@ class Ownership {
     const size_t owner = is_summed || std::has_single_bit(part.contributors) ? least_loaded(part.contributors)
                                                                              : next_in_turn(part.contributors);
     parts_ += 1;
-    const int64_t contribution = part_bytes(part.length, part.width);
+    const int64_t contribution = bytes_of(part.length, parts_of_bytes_.contribution);
     Dealt& dealt = is_summed ? summed_ : broadcast_;
     for (size_t rank = 0; rank < count(); ++rank) {
       if (!contains(part.contributors, static_cast<int>(rank)) || (is_summed && rank == owner)) continue;
       (is_summed ? to_owners_ : dealt.for_all_bytes)[rank] += contribution;
     }
-    if (is_summed) dealt.for_all_bytes[owner] += part.length * element_bytes_;
+    if (is_summed) dealt.for_all_bytes[owner] += bytes_of(part.length, parts_of_bytes_.sum);
     dealt.parts[owner].push_back(part);
   }
 
@@ -156,19 +147,19 @@ class Ownership {
   }
 
   // Message i holds the i-th segment of each rank.
-  void collect(const Dealt& dealt, bool is_summed, std::vector<DirectMessage>& messages) const {
+  void collect(const Dealt& dealt, Transport transport, std::vector<DirectMessage>& messages) const {
     const size_t first = messages.size();
     for (size_t owner = 0; owner < count(); ++owner) {
       size_t number = first;
       int64_t filled = 0;
       for (const DirectPart& part : dealt.parts[owner]) {
-        const int64_t bytes = segment_bytes_of(part.length, part.width, is_summed);
+        const int64_t bytes = part.length * element_bytes_;
         if (filled > 0 && filled + bytes > segment_bytes_) {
           ++number;
           filled = 0;
         }
         filled += bytes;
-        if (number == messages.size()) messages.push_back({is_summed, {}, 0, {}, false});
+        if (number == messages.size()) messages.push_back({transport, {}, 0, {}, false, false});
         append(messages[number], part, static_cast<int>(owner));
       }
     }
@@ -186,6 +177,7 @@ class Ownership {
   const int64_t element_bytes_;
   const int64_t segment_bytes_;
   const CollectiveCosts costs_;
+  const CodedParts parts_of_bytes_;
   std::vector<int64_t> to_owners_;  // what each rank sends of what others own, bytes
   size_t turn_ = 0;
   int64_t parts_ = 0;
@@ -202,22 +194,45 @@ Ownership share_out(const std::vector<DirectPart>& stretches, int64_t element_by
 
 }  // namespace
 
+bool pads_little(const std::vector<int64_t>& bytes_by_rank) {
+  constexpr double kMostPadding = 0.1;
+  const auto total = static_cast<double>(std::accumulate(bytes_by_rank.begin(), bytes_by_rank.end(), int64_t{0}));
+  const auto padded = static_cast<double>(most_of(bytes_by_rank)) * static_cast<double>(bytes_by_rank.size());
+  return padded <= (1 + kMostPadding) * total;
+}
+
 int64_t contribution_bytes(const DirectGroup& group, int rank, int64_t element_bytes) {
   int64_t bytes = 0;
   for (const DirectPart& part : group.parts) {
-    if (contains(part.contributors, rank)) bytes += packed_bytes(part.length, part.width, element_bytes);
+    if (contains(part.contributors, rank)) bytes += part.length * element_bytes;
   }
   return bytes;
+}
+
+void complete(DirectMessage& message, int world_size, int64_t element_bytes, const CollectiveCosts& costs) {
+  message.for_all_bytes.clear();
+  for (int rank = 0; rank < world_size; ++rank) {
+    message.for_all_bytes.push_back(for_all_bytes(message, rank, element_bytes));
+  }
+  message.is_gathered = is_gathered(message.for_all_bytes, costs);
 }
 
 MessageBytes bytes_of(const DirectMessage& message, int64_t element_bytes) {
   MessageBytes bytes;
   for (const DirectGroup& group : message.groups) {
     for (const DirectPart& part : group.parts) {
-      const int64_t packed = packed_bytes(part.length, part.width, element_bytes);
-      const int64_t times = message.is_summed ? 1 : std::max(2, std::popcount(part.contributors));
-      bytes.payload += (packed * times + (message.is_summed ? part.length * element_bytes : 0)) / 2;
-      if (part.width != Width::kFull) bytes.narrow += packed * times / 2;
+      const int64_t half = part.length * element_bytes / 2;
+      switch (message.transport) {
+        case Transport::kAllReduce:
+          bytes.contributions += 2 * half;
+          break;
+        case Transport::kBroadcast:
+          bytes.contributions += half * std::max(2, std::popcount(part.contributors));
+          break;
+        case Transport::kByOwner:
+          bytes.contributions += half;
+          bytes.sums += half;
+      }
     }
   }
   return bytes;
@@ -252,7 +267,7 @@ Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t e
     std::vector<DirectPart> leaving;
     Stretches staying;
     for (const DirectPart& stretch : stretches) {
-      const Transport transport = transport_for(stretch.contributors, stretch.width, transports);
+      const Transport transport = transport_for(stretch.contributors, transports);
       const bool leaves = transport != Transport::kAllReduce;
       of.sums = of.sums || transport == Transport::kByOwner;
       Stretches& these = leaves ? of.leaving : staying;
@@ -270,7 +285,7 @@ Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t e
   double seconds = outcome(none).seconds;
   // What gains nothing stays where it can travel with no copy.
   constexpr double kMostOfARing = 0.95;
-  const Transports broadcasts{allowed.world_size, true, false};
+  const Transports broadcasts{allowed.world_size, true, false, allowed.coded};
   const Outcome with_broadcasts = outcome(broadcasts);
   const double stayed = kMostOfARing * ring(with_broadcasts.leaving, while_reduced == WhileReduced::kPacked);
   if (with_broadcasts.leaving.bytes > 0 && with_broadcasts.leaving.bytes >= settings.min_direct_bytes &&
@@ -280,7 +295,10 @@ Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t e
   }
   if (!allowed.owners) return chosen;
   const Outcome with_sums = outcome(allowed);
-  const double least_saving = settings.min_owner_saving * (while_reduced == WhileReduced::kInPlace ? 2 : 1);
+  // Coding copies everything, and pays by the bytes it saves; what they have to be worth is decided elsewhere.
+  const double least_saving = allowed.coded
+                                  ? std::min(1 - kMostOfARing, settings.min_owner_saving)
+                                  : settings.min_owner_saving * (while_reduced == WhileReduced::kInPlace ? 2 : 1);
   const bool pays = with_sums.seconds <= (1 - least_saving) * seconds;
   return with_sums.sums && pays && with_sums.leaving.bytes >= settings.min_direct_bytes ? allowed : chosen;
 }

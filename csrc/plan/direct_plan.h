@@ -1,9 +1,10 @@
-// How what does not go round a ring travels: a pure function of (stretches, contributors, widths, settings).
+// How what does not go round a ring travels: a pure function of (stretches, contributors, settings).
 //
 // A ring all-reduce moves each byte 2 (n - 1) times over a link, whoever contributes. What k < n ranks contribute is
 // *broadcast* by these, and every rank adds it up; or one of them *owns* it: it receives the contributions of the
 // others, adds them up, and sends the sum to all others (layout/transports.h says which, and what either takes). Both
-// add in the order of the ranks. What is broadcast leaves at once. Contributions may be narrow; sums never are.
+// add in the order of the ranks. What is broadcast leaves at once. Contributions and sums may be coded; then how many
+// bytes they take is known only when they are (transport/coded_sender.h), and here they count as many as expected.
 //
 // What a rank has to send decides how long it takes, so parts go to the contributor with the least to send so far. What
 // is broadcast has no owner, but is dealt out as well: messages are put together by that. Messages are cut small and
@@ -17,7 +18,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/width.h"
 #include "layout/contributors.h"
 #include "layout/stretch.h"
 #include "layout/transports.h"
@@ -36,11 +36,10 @@ struct DirectSettings {
 // A stretch by how it travels.
 struct DirectPart : Stretch {
   RankSet contributors = 0;
-  Width width = Width::kFull;  // of each contribution
 
   // Whether what follows in the same place may travel with it as one.
   bool continues_in(const DirectPart& next) const {
-    return Stretch::continues_in(next) && contributors == next.contributors && width == next.width;
+    return Stretch::continues_in(next) && contributors == next.contributors;
   }
 };
 
@@ -52,23 +51,33 @@ struct DirectGroup {
 };
 
 struct DirectMessage {
-  bool is_summed = false;           // by owners; otherwise each contributor broadcasts what it has
+  // All-reduced is only what ranks of a host have added up before (plan/shares.h).
+  Transport transport = Transport::kBroadcast;
   std::vector<DirectGroup> groups;  // by owner, ascending; of those that own something
   int64_t numel = 0;
   // What each rank has for all others, by rank: what it broadcasts, or the sums that it owns. An all-gather brings it
   // to them where all have about as much, otherwise an all-to-all; on two ranks the faster of both.
   std::vector<int64_t> for_all_bytes;
   bool is_gathered = false;
+  bool is_coded = false;  // all sizes here are those before that
+
+  bool is_summed() const { return transport == Transport::kByOwner; }
 };
 
-// What a rank contributes to a group: in how many bytes it travels.
+// Whether an all-gather, which takes as much of every rank as of the one with the most, takes little more than that.
+bool pads_little(const std::vector<int64_t>& bytes_by_rank);
+
+// What a rank contributes to a group, in bytes.
 int64_t contribution_bytes(const DirectGroup& group, int rank, int64_t element_bytes);
 
+// Fills in what each of so many ranks has for all others, and how that reaches them.
+void complete(DirectMessage& message, int world_size, int64_t element_bytes, const CollectiveCosts& costs = {});
+
 // What the message is worth in a ring's bytes: what it carries, once; but what more than two ranks broadcast counts
-// half for each of them, and of what owners sum, contributions and sums count half each.
+// half for each of them, and of what owners sum, contributions and sums count half each. Before it is coded.
 struct MessageBytes {
-  int64_t payload = 0;
-  int64_t narrow = 0;  // so many of them in narrow forms
+  int64_t contributions = 0;
+  int64_t sums = 0;
 };
 MessageBytes bytes_of(const DirectMessage& message, int64_t element_bytes);
 

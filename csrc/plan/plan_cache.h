@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <list>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 
 #include "layout/contributors.h"
@@ -20,26 +21,27 @@ class PlanCache {
  public:
   explicit PlanCache(size_t capacity) : capacity_(capacity) {}
 
-  std::shared_ptr<const ReductionPlan> find(const UsageMask& agreed, const UsageMask& divided,
-                                            const Contributors& contributors);
-  void insert(const UsageMask& agreed, const UsageMask& divided, const Contributors& contributors,
-              std::shared_ptr<const ReductionPlan> plan);
+  // Apart from the settings: `coded` is what messages are expected to take.
+  struct Key {
+    UsageMask agreed;
+    UsageMask held;
+    Contributors contributors;
+    std::optional<CodedParts> coded;
+    bool operator==(const Key& other) const = default;
+  };
+
+  std::shared_ptr<const ReductionPlan> find(const Key& key);
+  void insert(const Key& key, std::shared_ptr<const ReductionPlan> plan);
   void clear();
 
  private:
-  struct Key {
-    UsageMask agreed;
-    UsageMask divided;
-    Contributors contributors;
-    bool operator==(const Key& other) const = default;
-  };
   struct Entry {
     Key key;
     std::shared_ptr<const ReductionPlan> plan;
   };
   struct KeyHash {
     size_t operator()(const Key& key) const {
-      return key.agreed.hash() ^ (key.divided.hash() << 1) ^ (key.contributors.hash() << 2);
+      return key.agreed.hash() ^ (key.held.hash() << 1) ^ (key.contributors.hash() << 2);
     }
   };
 

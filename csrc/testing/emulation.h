@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/cuda/packing_tables.h"
 #include "kernels/cuda/samples.h"
 #include "kernels/cuda/slice_table.h"
-#include "kernels/cuda/widths.h"
+#include "kernels/cuda/sum_tables.h"
+#include "kernels/cuda/units.h"
 #include "kernels/element_type.h"
 
 namespace ddp_hooks::cuda {
@@ -25,19 +25,22 @@ struct EmulatedRun {
   int64_t sectors_loaded = 0;     // of kSectorBytes; of units
 };
 
-// These do what the functions of the same names in slice_copy.h, nonzero_scan.h, unit_scan.h, unit_sample.h and
-// packing.h do.
+// These do what the functions of the same names in slice_copy.h, unit_scan.h, unit_sample.h and
+// contribution_sum.h do.
 EmulatedRun emulate_gather_scaled(char* message, const std::vector<SliceOfMemory>& slices, ElementType type,
                                   double factor);
 EmulatedRun emulate_scatter(char* message, const std::vector<SliceOfMemory>& slices);
-EmulatedRun emulate_nonzero_scan(const std::vector<SliceOfMemory>& slices, ElementType type,
-                                 std::vector<uint32_t>& flags);
-EmulatedRun emulate_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type, bool widths,
+EmulatedRun emulate_unit_scan(const std::vector<UnitsOfMemory>& slices, ElementType type,
                               std::vector<uint32_t>& bitmaps);
-EmulatedRun emulate_unit_sample(const std::vector<UnitsOfMemory>& slices, ElementType type, bool widths,
+EmulatedRun emulate_unit_sample(const std::vector<UnitsOfMemory>& slices, ElementType type,
                                 std::vector<uint32_t>& words);
-EmulatedRun emulate_pack(char* to, const std::vector<SliceToPack>& slices, ElementType type);
 EmulatedRun emulate_sum_terms(const char* packed, int64_t packed_bytes, const std::vector<SliceToSum>& slices,
                               ElementType type, double factor, bool adds_zero);
+
+// What coding.h does. How many bytes a message takes, and what is wrong with one, come last.
+EmulatedRun emulate_encode(const char* values, int64_t count, ElementType type, char* to, int64_t most_bytes,
+                           int64_t& bytes);
+EmulatedRun emulate_decode(const char* coded, int64_t bytes, int64_t count, ElementType type, char* to, bool adds,
+                           uint32_t& wrong);
 
 }  // namespace ddp_hooks::cuda

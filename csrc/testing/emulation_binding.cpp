@@ -44,36 +44,38 @@ void bind_emulation(py::module_& m) {
         [to_memory, summary](const at::Tensor& message, const at::Tensor& flat, const Ranges& ranges) {
           return summary(cuda::emulation().scatter(static_cast<char*>(message.data_ptr()), to_memory(flat, ranges)));
         });
-  m.def("emulate_nonzero_scan", [to_memory, summary](const at::Tensor& flat, const Ranges& ranges) {
-    std::vector<uint32_t> flags;
-    const auto run = cuda::emulation().nonzero_scan(to_memory(flat, ranges), element_type_of(flat), flags);
-    return std::make_pair(summary(run), flags);
-  });
-  // (launches, portions, bytes of the widest access, sectors of 32 bytes loaded), and the scan's answer.
+  // Of slices (offset, length, unit length): (launches, portions, bytes of the widest access, sectors of 32 bytes
+  // loaded), and each one's answer.
   m.def(
       "emulate_unit_scan",
-      [](const at::Tensor& flat, int64_t offset, int64_t length, int64_t unit_length, bool widths) {
-        check_range(flat, offset, length);
-        TORCH_CHECK(length > 0 && unit_length > 0, "emulate_unit_scan: expected a unit at least, received ", length,
-                    " elements in units of ", unit_length);
+      [](const at::Tensor& flat, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& slices) {
         const int64_t element_size = flat.element_size();
         const ElementType type = element_type_of(flat);
+        std::vector<UnitsOfMemory> memory;
+        for (const auto& [offset, length, unit_length] : slices) {
+          check_range(flat, offset, length);
+          TORCH_CHECK(length > 0 && unit_length > 0, "emulate_unit_scan: expected a unit at least, received ", length,
+                      " elements in units of ", unit_length);
+          memory.push_back({static_cast<char*>(flat.data_ptr()) + offset * element_size, length * element_size,
+                            std::min(unit_length, length) * element_size});
+        }
         std::vector<uint32_t> bitmaps;
-        const auto run = cuda::emulation().unit_scan(
-            {static_cast<char*>(flat.data_ptr()) + offset * element_size, length * element_size},
-            std::min(unit_length, length) * element_size, type, widths, bitmaps);
-        const int64_t units = (length - 1) / unit_length + 1;
-        const UnitScanResult result = widths ? cuda::read_bitmaps_of_widths(bitmaps.data(), units, type)
-                                             : cuda::read_bitmaps(bitmaps.data(), units);
+        const auto run = cuda::emulation().unit_scan(memory, type, bitmaps);
+        std::vector<std::pair<std::vector<uint64_t>, std::vector<uint32_t>>> answers;
+        const uint32_t* words = bitmaps.data();
+        for (const UnitsOfMemory& slice : memory) {
+          const UnitScanResult result = cuda::read_bitmaps(words, slice.count());
+          words += cuda::kBitmaps * cuda::words_of_bitmap(slice.count());
+          answers.emplace_back(result.nonzero, result.negative_zeros);
+        }
         return std::make_tuple(std::make_tuple(run.launches, run.chunks, run.widest_word_bytes, run.sectors_loaded),
-                               std::make_tuple(result.nonzero, result.negative_zeros), result.inexact);
+                               std::move(answers));
       },
-      py::arg("flat"), py::arg("offset"), py::arg("length"), py::arg("unit_length"), py::arg("widths") = false);
-  // (launches, warps, bytes of the widest access, sectors of 32 bytes loaded), how many sampled units are zero, and how
-  // many of the others each form holds.
+      py::arg("flat"), py::arg("slices"));
+  // (launches, warps, bytes of the widest access, sectors of 32 bytes loaded), and how many sampled units are zero.
   m.def(
       "emulate_unit_sample",
-      [](const at::Tensor& flat, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& slices, bool widths) {
+      [](const at::Tensor& flat, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& slices) {
         std::vector<UnitsOfMemory> memory;
         const int64_t element_size = flat.element_size();
         for (const auto& [offset, length, unit_length] : slices) {
@@ -85,31 +87,15 @@ void bind_emulation(py::module_& m) {
         }
         const ElementType type = element_type_of(flat);
         std::vector<uint32_t> words;
-        const auto run = cuda::emulation().unit_sample(memory, type, widths, words);
+        const auto run = cuda::emulation().unit_sample(memory, type, words);
         std::vector<int64_t> zeros;
-        std::vector<std::array<int64_t, 2>> narrow;
         for (size_t i = 0; i < memory.size(); ++i) {
-          const uint32_t* const of_slice = words.data() + i * static_cast<size_t>(cuda::words_of_sample(type, widths));
-          const cuda::SampleCounts counts = cuda::count_sample(of_slice, cuda::count_units(memory[i]), type, widths);
-          zeros.push_back(counts.zeros);
-          narrow.push_back(counts.narrow);
+          zeros.push_back(cuda::count_zeros(words.data() + i * cuda::kWordsPerSample, memory[i].count()));
         }
         return std::make_tuple(std::make_tuple(run.launches, run.chunks, run.widest_word_bytes, run.sectors_loaded),
-                               zeros, narrow);
+                               zeros);
       },
-      py::arg("flat"), py::arg("slices"), py::arg("widths") = false);
-  m.def(
-      "emulate_pack",
-      [summary](const at::Tensor& to, const at::Tensor& flat, const WidthOfSlices& slices,
-                const std::vector<double>& divisors) {
-        std::vector<SliceToPack> memory;
-        for (const auto& [slice, width, divisor, divides] : slices_to_pack(flat, slices, divisors, false)) {
-          check_range(flat, slice.offset, slice.length);
-          memory.push_back({address_of({flat, slice.offset, slice.length}), slice.length, width, 1 / divisor});
-        }
-        return summary(cuda::emulation().pack(static_cast<char*>(to.data_ptr()), memory, element_type_of(flat)));
-      },
-      py::arg("to"), py::arg("flat"), py::arg("slices"), py::arg("divisors") = std::vector<double>());
+      py::arg("flat"), py::arg("slices"));
   // Of sums of one type, divisor and way to end.
   m.def("emulate_sum_contributions", [summary](const at::Tensor& packed, const std::vector<HeldSum>& held) {
     const std::vector<SliceSum> sums = borrow(held);
@@ -118,19 +104,36 @@ void bind_emulation(py::module_& m) {
     for (size_t i = 0; i < sums.size(); ++i) {
       const SliceOfTensor to{held[i].flat, sums[i].to.offset, sums[i].to.length};
       check_range(to.flat, to.offset, to.length);
-      for (const auto& [offset, width, own] : sums[i].contributions) terms[i].push_back({offset, width, own});
+      for (const auto& [offset, own] : sums[i].contributions) terms[i].push_back({offset, own});
       memory.push_back({address_of(to), to.length * to.flat.element_size(), terms[i].data(), terms[i].size()});
     }
     const SliceSum& first = sums.at(0);
     return summary(cuda::emulation().sum_terms(static_cast<const char*>(packed.data_ptr()), packed.numel(), memory,
                                                element_type_of(*first.to.flat), 1 / first.divisor, first.adds_zero));
   });
+  // And how many bytes a message takes, or what is wrong with one.
+  m.def("emulate_encode", [summary](const at::Tensor& flat, const at::Tensor& to) {
+    int64_t bytes = 0;
+    const auto run =
+        cuda::emulation().encode(static_cast<const char*>(flat.data_ptr()), flat.numel(), element_type_of(flat),
+                                 static_cast<char*>(to.data_ptr()), to.numel(), bytes);
+    return std::make_pair(summary(run), bytes);
+  });
+  m.def(
+      "emulate_decode",
+      [summary](const at::Tensor& coded, const at::Tensor& to, bool adds) {
+        uint32_t wrong = 0;
+        const auto run = cuda::emulation().decode(static_cast<const char*>(coded.data_ptr()), coded.numel(), to.numel(),
+                                                  element_type_of(to), static_cast<char*>(to.data_ptr()), adds, wrong);
+        return std::make_pair(summary(run), wrong);
+      },
+      py::arg("coded"), py::arg("to"), py::arg("adds") = false);
   m.def("rehearse", &cuda::rehearse, py::arg("path"));
   m.def("why_unserved", &why_unserved);
   m.def("kernels_image", [] { return py::bytes(cuda::kernels_image()); });
   m.attr("SLICES_PER_LAUNCH") = cuda::kLargeTable;
+  m.attr("SCANS_PER_LAUNCH") = cuda::kLargeUnits;
   m.attr("SAMPLES_PER_LAUNCH") = cuda::kLargeSamples;
-  m.attr("PACKED_PER_LAUNCH") = cuda::kLargePackTable;
   m.attr("SUMS_PER_LAUNCH") = std::make_pair(cuda::LargeSumTable::kSlices, cuda::LargeSumTable::kTerms);
 }
 

@@ -1,35 +1,38 @@
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "kernels/coding.h"
 #include "kernels/cpu/instructions.h"
 #include "kernels/devices.h"
-#include "kernels/nonzero_scan.h"
 #include "kernels/packing.h"
 #include "kernels/slice_copy.h"
 #include "kernels/tensor_hash.h"
 #include "kernels/unit_sample.h"
+#include "kernels/unit_scan.h"
 #include "testing/parts.h"
 
 namespace py = pybind11;
 
 namespace ddp_hooks {
+namespace {
 
-std::vector<PackedSlice> slices_to_pack(const at::Tensor& flat, const WidthOfSlices& slices,
-                                        const std::vector<double>& divisors, bool divides) {
-  TORCH_CHECK(divisors.empty() || divisors.size() == slices.size(), "expected a divisor for each of ", slices.size(),
-              " slices, received ", divisors.size());
-  std::vector<PackedSlice> packed;
-  for (const auto& [offset, length, width] : slices) {
-    packed.push_back({{&flat, offset, length}, width, divisors.empty() ? 1 : divisors[packed.size()], divides});
-  }
-  return packed;
-}
+// As a class of its own, because the extension has one of the same scan that answers by units.
+struct ScanOfSlices {
+  PendingUnitScan pending;
+};
+
+}  // namespace
 
 std::vector<SliceSum> borrow(const std::vector<HeldSum>& held) {
   std::vector<SliceSum> sums;
@@ -41,19 +44,25 @@ std::vector<SliceSum> borrow(const std::vector<HeldSum>& held) {
 }
 
 void bind_packing(py::module_& m) {
-  m.def("narrow_widths", [](const at::Tensor& flat) { return narrow_widths(element_type_of(flat)); });
-  m.def("packed_bytes", &packed_bytes, py::arg("numel"), py::arg("width"), py::arg("element_bytes"));
-
+  // Slices of one tensor: (offset, length), and what each is divided by, if anything is.
   m.def(
       "pack",
-      [](const at::Tensor& to, const at::Tensor& flat, const WidthOfSlices& slices, const std::vector<double>& divisors,
-         bool divides) { pack(to, slices_to_pack(flat, slices, divisors, divides)); },
+      [](const at::Tensor& to, const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& slices,
+         const std::vector<double>& divisors, bool divides) {
+        TORCH_CHECK(divisors.empty() || divisors.size() == slices.size(), "expected a divisor for each of ",
+                    slices.size(), " slices, received ", divisors.size());
+        std::vector<PackedSlice> packed;
+        for (const auto& [offset, length] : slices) {
+          packed.push_back({{&flat, offset, length}, divisors.empty() ? 1 : divisors[packed.size()], divides});
+        }
+        pack(to, packed);
+      },
       py::arg("to"), py::arg("flat"), py::arg("slices"), py::arg("divisors") = std::vector<double>(),
       py::arg("divides") = false, py::call_guard<py::gil_scoped_release>());
 
   py::class_<Contribution>(m, "Contribution")
-      .def(py::init([](int64_t offset, Width width, bool own) { return Contribution{offset, width, own}; }),
-           py::arg("offset") = 0, py::arg("width") = Width::kFull, py::arg("own") = false);
+      .def(py::init([](int64_t offset, bool own) { return Contribution{offset, own}; }), py::arg("offset") = 0,
+           py::arg("own") = false);
   py::class_<HeldSum>(m, "SliceSum")
       .def(py::init([](const at::Tensor& flat, int64_t offset, int64_t length,
                        const std::vector<Contribution>& contributions, double divisor, bool divides, bool adds_zero) {
@@ -69,6 +78,52 @@ void bind_packing(py::module_& m) {
       },
       py::call_guard<py::gil_scoped_release>());
   m.def("leave_out_avx2", &cpu::leave_out_avx2);
+}
+
+// Fills words of a device and of the host, with fill(words of the device, words of the host, the stream), and waits.
+template <size_t kWords, typename Fill>
+std::array<uint32_t, kWords> answer_of_device(c10::Device device, const Fill& fill) {
+  const c10::DeviceGuard guard(device);
+  const auto words = at::TensorOptions(at::kInt);
+  const at::Tensor on_device = at::zeros({kWords}, words.device(device));
+  const at::Tensor on_host = at::zeros({kWords}, words.pinned_memory(true));
+  const auto address = [](const at::Tensor& tensor) { return static_cast<uint32_t*>(tensor.data_ptr()); };
+  check_launch(fill(address(on_device), address(on_host), current_stream_handle(device)), device, "code gradients");
+  current_stream(device).synchronize();
+  std::array<uint32_t, kWords> answer;
+  std::memcpy(answer.data(), on_host.data_ptr(), sizeof(answer));
+  return answer;
+}
+
+int64_t encode_tensor(const at::Tensor& flat, const at::Tensor& to) {
+  const ElementType type = element_type_of(flat);
+  const int64_t most = most_coded_bytes(flat.numel(), type);
+  TORCH_CHECK(to.numel() >= most, "encode: expected a buffer of at least ", most, " bytes, received ", to.numel());
+  char* const coded = static_cast<char*>(to.data_ptr());
+  if (flat.is_cpu()) return encode(flat.data_ptr(), flat.numel(), type, coded);
+  const auto bytes = answer_of_device<2>(flat.device(), [&](uint32_t* words, uint32_t* host, StreamHandle stream) {
+    return kernels_of(flat.device()).encode(flat.data_ptr(), flat.numel(), type, coded, words, host, stream);
+  });
+  return static_cast<int64_t>(bytes[0] | uint64_t{bytes[1]} << 32);
+}
+
+void decode_to_tensor(const at::Tensor& coded, const at::Tensor& to, bool adds) {
+  const ElementType type = element_type_of(to);
+  const char* const message = static_cast<const char*>(coded.data_ptr());
+  if (to.is_cpu()) return decode(message, coded.numel(), to.numel(), type, to.data_ptr(), adds);
+  const auto wrong = answer_of_device<1>(to.device(), [&](uint32_t* words, uint32_t* host, StreamHandle stream) {
+    return kernels_of(to.device())
+        .decode(message, coded.numel(), to.numel(), type, to.data_ptr(), adds, words, host, stream);
+  });
+  TORCH_CHECK(wrong[0] == 0, "expected a coded message that accounts for each of its bytes, received one with flaws ",
+              wrong[0]);
+}
+
+// `to` has room for the most.
+void bind_coding(py::module_& m) {
+  m.def("encode", &encode_tensor, py::arg("flat"), py::arg("to"), py::call_guard<py::gil_scoped_release>());
+  m.def("decode", &decode_to_tensor, py::arg("coded"), py::arg("to"), py::arg("adds") = false,
+        py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_single_kernels(py::module_& m) {
@@ -92,14 +147,15 @@ void bind_single_kernels(py::module_& m) {
           scatter_add(message, to, stretches);
         });
 
-  // For each slice: (any non-zero, any -0.0 if all are zero).
-  py::class_<PendingScan>(m, "PendingScan")
+  // For each slice, which is one unit: (any non-zero, any -0.0 if all are zero).
+  py::class_<ScanOfSlices>(m, "ScanOfSlices")
       .def(
           "wait",
-          [](PendingScan& scan) {
+          [](ScanOfSlices& scan) {
             std::vector<std::pair<bool, bool>> results;
-            for (const ScanResult& result : scan.wait()) {
-              results.emplace_back(result.any_nonzero, result.any_negative_zero);
+            for (const UnitScanResult& result : scan.pending.wait()) {
+              results.emplace_back(!result.nonzero.empty() && result.nonzero.front() != 0,
+                                   !result.negative_zeros.empty());
             }
             return results;
           },
@@ -107,31 +163,23 @@ void bind_single_kernels(py::module_& m) {
   m.def(
       "start_scan",
       [](const at::Tensor& flat, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
-        std::vector<SliceOfTensor> slices;
-        for (const auto& [offset, length] : ranges) slices.push_back({flat, offset, length});
-        return start_scan(slices);
+        std::vector<UnitsToScan> scans;
+        for (const auto& [offset, length] : ranges) {
+          scans.push_back({{flat, offset, length}, std::max<int64_t>(1, length), std::nullopt});
+        }
+        return ScanOfSlices{start_unit_scan(scans)};
       },
       py::keep_alive<0, 1>());
-  m.def("nonzero_scan", [](const at::Tensor& flat) {
-    const ScanResult result = start_scan({{flat, 0, flat.numel()}}).wait().front();
-    return std::make_pair(result.any_nonzero, result.any_negative_zero);
-  });
 
-  // Of each slice (offset, length, unit length): which part of a sample of its units is zero, and which part of the
-  // rest is narrow.
+  // Of each slice (offset, length, unit length): which part of a sample of its units is zero.
   m.def(
       "sample_units",
-      [](const at::Tensor& flat, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& slices, bool widths) {
+      [](const at::Tensor& flat, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& slices) {
         std::vector<UnitsOfSlice> units;
         for (const auto& [offset, length, unit_length] : slices) units.push_back({{flat, offset, length}, unit_length});
-        PendingUnitSample sample = start_unit_sample(units, widths);
-        std::vector<std::pair<double, double>> fractions;
-        for (const SampledUnits& each : sample.wait()) {
-          fractions.emplace_back(each.zero_fraction, each.narrow_fraction);
-        }
-        return fractions;
+        return std::vector<double>(start_unit_sample(units).wait());
       },
-      py::arg("flat"), py::arg("slices"), py::arg("widths") = false, py::call_guard<py::gil_scoped_release>());
+      py::arg("flat"), py::arg("slices"), py::call_guard<py::gil_scoped_release>());
 
   m.def("is_capturing", [](const at::Tensor& tensor) { return is_capturing(tensor.device()); });
 

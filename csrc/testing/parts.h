@@ -8,18 +8,11 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <tuple>
 #include <vector>
 
 #include "kernels/packing.h"
 
 namespace ddp_hooks {
-
-// Slices of one tensor as tests write them: (offset, length, width), and apart from that what each is divided by, if
-// anything is.
-using WidthOfSlices = std::vector<std::tuple<int64_t, int64_t, Width>>;
-std::vector<PackedSlice> slices_to_pack(const at::Tensor& flat, const WidthOfSlices& slices,
-                                        const std::vector<double>& divisors, bool divides);
 
 // As Python holds it, which may let go of the tensor.
 struct HeldSum {
@@ -28,11 +21,17 @@ struct HeldSum {
 };
 std::vector<SliceSum> borrow(const std::vector<HeldSum>& held);
 
+// What a step is planned with: rules and plans.
+void bind_planning(pybind11::module_& m);
+
 // Kernels that the package runs within a step only.
 void bind_single_kernels(pybind11::module_& m);
 
-// Numbers in fewer bits: see packing.h.
+// See packing.h.
 void bind_packing(pybind11::module_& m);
+
+// Coded messages: see coding.h.
+void bind_coding(pybind11::module_& m);
 
 void bind_mask_codec(pybind11::module_& m);
 

@@ -17,8 +17,9 @@
 #include <unordered_set>
 #include <vector>
 
+#include "kernels/cuda/coding_lanes.h"
 #include "kernels/cuda/kernels.h"
-#include "kernels/cuda/widths.h"
+#include "kernels/cuda/samples.h"
 #include "testing/emulation.h"
 
 namespace ddp_hooks::cuda {
@@ -89,8 +90,60 @@ class CheckedMemory {
   std::unordered_set<uintptr_t> sectors_loaded_;
 };
 
+// A value of each lane.
+template <typename T>
+struct PlayedValues {
+  T of[kWarpLanes];
+  const T& at(int lane) const { return of[lane]; }
+};
+
 // A warp whose lanes take turns.
 struct PlayedWarp {
+  template <typename OfLane>
+  auto each(const OfLane& of_lane) const {
+    PlayedValues<decltype(of_lane(0))> values;
+    for (int lane = 0; lane < kWarpLanes; ++lane) values.of[lane] = of_lane(lane);
+    return values;
+  }
+
+  template <typename T, typename SourceOfLane>
+  PlayedValues<T> fetch(const PlayedValues<T>& values, const SourceOfLane& source) const {
+    return each([&](int lane) { return values.of[source(lane) % kWarpLanes]; });
+  }
+
+  template <typename OfLane>
+  uint32_t vote_on(const OfLane& is_so) const {
+    uint32_t votes = 0;
+    for (int lane = 0; lane < kWarpLanes; ++lane) votes |= uint32_t{is_so(lane) ? 1u : 0u} << lane;
+    return votes;
+  }
+
+  template <typename OfLane>
+  uint32_t any_bits(const OfLane& bits) const {
+    uint32_t any = 0;
+    for (int lane = 0; lane < kWarpLanes; ++lane) any |= bits(lane);
+    return any;
+  }
+
+  template <typename OfLane>
+  uint32_t largest(const OfLane& number) const {
+    uint32_t most = 0;
+    for (int lane = 0; lane < kWarpLanes; ++lane) most = std::max<uint32_t>(most, number(lane));
+    return most;
+  }
+
+  template <typename OfLane>
+  int64_t sum(const OfLane& number) const {
+    int64_t total = 0;
+    for (int lane = 0; lane < kWarpLanes; ++lane) total += number(lane);
+    return total;
+  }
+
+  template <typename ActOfLane>
+  void for_lanes(int count, const ActOfLane& act) const {
+    for (int lane = 0; lane < std::min(count, kWarpLanes); ++lane) act(lane);
+  }
+
   template <typename FoundByLane>
   Votes vote(const FoundByLane& found_by_lane) const {
     Votes votes = {};
@@ -100,13 +153,6 @@ struct PlayedWarp {
       if ((found & kFoundNegativeZero) != 0) votes.negative_zero |= uint32_t{1} << lane;
     }
     return votes;
-  }
-
-  template <typename FoundByLane>
-  FoundInUnits combine(const FoundByLane& found_by_lane) const {
-    FoundInUnits found;
-    for (int lane = 0; lane < kWarpLanes; ++lane) found.merge(found_by_lane(lane));
-    return found;
   }
 
   void merge(uint32_t* word, uint32_t bits) const { *word |= bits; }
@@ -174,13 +220,6 @@ struct Play {
   }
 
   template <typename Number, typename Table>
-  void pack(const Table& table, const Scaling<typename Number::Wide>& scaling) const {
-    each_lane_of_stretches(table, [&](int slice, int64_t offset, int64_t position, int bytes, int lane) {
-      pack_stretch<Number>(table, slice, offset, position, bytes, lane, memory, scaling);
-    });
-  }
-
-  template <typename Number, typename Table>
   void sum(const Table& table, const AdditionOf<Number>& addition) const {
     each_lane_of_stretches(table, [&](int slice, int64_t offset, int64_t, int bytes, int lane) {
       sum_stretch<Number>(table, slice, offset, bytes, lane, memory, addition);
@@ -188,30 +227,9 @@ struct Play {
   }
 
   template <typename Table>
-  void scan_slices(const Table& table, int64_t warps_with_work, const ScanMasks& masks, uint32_t* flags) const {
-    for (int64_t warp = 0; warp < warps; ++warp) {
-      const int64_t chunk = chunk_far_apart(warp, warps_with_work);
-      visit_chunk(table, chunk, [&](int slice, const char* address, int64_t, int bytes) {
-        if ((flags[slice] & kFoundNonzero) != 0) return;
-        uint32_t found = 0;
-        for (int lane = 0; lane < kWarpLanes; ++lane) {
-          found |= found_in(bits_of_stretch(address, bytes, lane, memory), masks);
-        }
-        flags[slice] |= found;
-      });
-    }
-  }
-
-  void scan_units(const Units& units, const ScanMasks& masks, uint32_t* nonzero, uint32_t* negative_zero) const {
-    each_portion(units, [&](const Portion& portion) {
-      scan_portion(portion, masks, PlayedWarp{}, memory, nonzero, negative_zero);
-    });
-  }
-
-  template <typename Widths>
-  void scan_widths(const Units& units, uint32_t* bitmaps, int64_t words) const {
-    each_portion(units, [&](const Portion& portion) {
-      scan_widths_of_portion<Widths>(portion, PlayedWarp{}, memory, bitmaps, words);
+  void scan_units(const Table& table, const ScanMasks& masks, uint32_t* bitmaps) const {
+    each_portion(table, bitmaps, [&](const Portion& portion, uint32_t* of_slice, int64_t words) {
+      scan_portion(portion, masks, PlayedWarp{}, memory, of_slice, of_slice + words);
     });
   }
 
@@ -222,10 +240,22 @@ struct Play {
     }
   }
 
-  template <typename Widths, typename Table>
-  void sample_widths(const Table& table, uint32_t* words) const {
+  void code_sizes(const CodedMessage& message) const {
+    for (int64_t warp = 0; warp < warps; ++warp) size_section(message, warp, PlayedWarp{}, memory);
+  }
+
+  void code_sections(const CodedMessage& message, uint32_t* message_bytes) const {
+    for (int64_t warp = 0; warp < warps; ++warp) write_section(message, warp, message_bytes, PlayedWarp{}, memory);
+  }
+
+  void check_coded(const CodedMessage& message, uint32_t* wrong) const {
+    for (int64_t warp = 0; warp < warps; ++warp) check_section(message, warp, wrong, PlayedWarp{}, memory);
+  }
+
+  template <typename Number>
+  void decode(const CodedMessage& message, bool adds, const uint32_t* wrong) const {
     for (int64_t warp = 0; warp < warps; ++warp) {
-      look_at_widths_of_unit<Widths>(sampled_unit_of_warp(table, warp), PlayedWarp{}, memory, words);
+      decode_section<Number>(message, warp, adds, wrong, PlayedWarp{}, memory);
     }
   }
 
@@ -250,15 +280,17 @@ struct Play {
     });
   }
 
-  template <typename Act>
-  void each_portion(const Units& units, const Act& act) const {
+  template <typename Table, typename Act>
+  void each_portion(const Table& table, uint32_t* bitmaps, const Act& act) const {
     for (int64_t warp = 0; warp < warps; ++warp) {
-      const Portion portion = portion_of_warp(units, warp);
-      if (portion.bytes > kLargestPortionBytes || portion.units > kUnitsPerWord ||
-          portion.first_unit % kUnitsPerWord + portion.units > kUnitsPerWord) {
-        throw std::logic_error("a portion of the wrong size");
-      }
-      act(portion);
+      visit_units(table, warp, bitmaps, [&](const Units& units, int64_t of_units, uint32_t* of_slice) {
+        const Portion portion = portion_of_warp(units, of_units);
+        if (portion.bytes > kLargestPortionBytes || portion.units > kUnitsPerWord ||
+            portion.first_unit % kUnitsPerWord + portion.units > kUnitsPerWord) {
+          throw std::logic_error("a portion of the wrong size");
+        }
+        act(portion, of_slice, words_of_bitmap(units.count));
+      });
     }
   }
 };

@@ -5,6 +5,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "kernels/cuda/coding.h"
 #include "kernels/cuda/driver.h"
 #include "kernels/device_kernels.h"
 
@@ -86,42 +87,25 @@ EmulatedRun with_answer(size_t words, std::vector<uint32_t>& answer, const Start
   return run;
 }
 
-EmulatedRun rehearse_nonzero_scan(const std::vector<SliceOfMemory>& slices, ElementType type,
-                                  std::vector<uint32_t>& flags) {
-  watch(slices);
-  return with_answer(slices.size(), flags, [&](uint32_t* on_device, uint32_t* on_host) {
-    return kernels().nonzero_scan(slices.data(), slices.size(), type, on_device, on_host, kStream);
-  });
-}
-
-EmulatedRun rehearse_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type, bool widths,
+EmulatedRun rehearse_unit_scan(const std::vector<UnitsOfMemory>& slices, ElementType type,
                                std::vector<uint32_t>& bitmaps) {
-  watch(std::vector<SliceOfMemory>{slice});
-  const int64_t units = divide_units(slice.address, slice.bytes, unit_bytes).count;
-  const auto words = static_cast<size_t>(bitmap_count(type, widths) * words_of_bitmap(units));
+  watch(slices);
+  size_t words = 0;
+  for (const UnitsOfMemory& slice : slices) {
+    words += static_cast<size_t>(kBitmaps * words_of_bitmap(slice.count()));
+  }
   return with_answer(words, bitmaps, [&](uint32_t* on_device, uint32_t* on_host) {
-    return kernels().unit_scan(slice, unit_bytes, type, widths, on_device, on_host, kStream);
+    return kernels().unit_scan(slices.data(), slices.size(), type, on_device, on_host, kStream);
   });
 }
 
-EmulatedRun rehearse_unit_sample(const std::vector<UnitsOfMemory>& slices, ElementType type, bool widths,
+EmulatedRun rehearse_unit_sample(const std::vector<UnitsOfMemory>& slices, ElementType type,
                                  std::vector<uint32_t>& words) {
   watch(slices);
-  const size_t count = slices.size() * static_cast<size_t>(words_of_sample(type, widths));
+  const size_t count = slices.size() * static_cast<size_t>(kWordsPerSample);
   return with_answer(count, words, [&](uint32_t* on_device, uint32_t* on_host) {
-    return kernels().unit_sample(slices.data(), slices.size(), type, widths, on_device, on_host, kStream);
+    return kernels().unit_sample(slices.data(), slices.size(), type, on_device, on_host, kStream);
   });
-}
-
-EmulatedRun rehearse_pack(char* to, const std::vector<SliceToPack>& slices, ElementType type) {
-  watch(std::vector<SliceOfMemory>{});
-  int64_t total = 0;
-  for (const SliceToPack& slice : slices) {
-    stand_in->allow(slice.address, slice.numel * element_bytes(type));
-    total += packed_bytes(slice.numel, slice.width, element_bytes(type));
-  }
-  stand_in->allow(to, total);
-  return finish(kernels().pack(to, slices.data(), slices.size(), type, kStream));
 }
 
 EmulatedRun rehearse_sum_terms(const char* packed, int64_t packed_bytes, const std::vector<SliceToSum>& slices,
@@ -131,8 +115,34 @@ EmulatedRun rehearse_sum_terms(const char* packed, int64_t packed_bytes, const s
   return finish(kernels().sum_terms(packed, slices.data(), slices.size(), type, factor, adds_zero, kStream));
 }
 
-constexpr Emulation kRehearsal = {rehearse_gather_scaled, rehearse_scatter, rehearse_nonzero_scan, rehearse_unit_scan,
-                                  rehearse_unit_sample,   rehearse_pack,    rehearse_sum_terms};
+EmulatedRun rehearse_encode(const char* values, int64_t count, ElementType type, char* to, int64_t most_bytes,
+                            int64_t& bytes) {
+  watch(std::vector<SliceOfMemory>{});
+  stand_in->allow(values, count * element_bytes(type));
+  stand_in->allow(to, most_bytes);
+  std::vector<uint32_t> words;
+  const EmulatedRun run = with_answer(kWordsOfSize, words, [&](uint32_t* on_device, uint32_t* on_host) {
+    return kernels().encode(values, count, type, to, on_device, on_host, kStream);
+  });
+  bytes = static_cast<int64_t>(words[0] | uint64_t{words[1]} << 32);
+  return run;
+}
+
+EmulatedRun rehearse_decode(const char* coded, int64_t bytes, int64_t count, ElementType type, char* to, bool adds,
+                            uint32_t& wrong) {
+  watch(std::vector<SliceOfMemory>{});
+  stand_in->allow(coded, bytes);
+  stand_in->allow(to, count * element_bytes(type));
+  std::vector<uint32_t> words;
+  const EmulatedRun run = with_answer(1, words, [&](uint32_t* on_device, uint32_t* on_host) {
+    return kernels().decode(coded, bytes, count, type, to, adds, on_device, on_host, kStream);
+  });
+  wrong = words[0];
+  return run;
+}
+
+constexpr Emulation kRehearsal = {rehearse_gather_scaled, rehearse_scatter, rehearse_unit_scan, rehearse_unit_sample,
+                                  rehearse_sum_terms,     rehearse_encode,  rehearse_decode};
 
 }  // namespace
 

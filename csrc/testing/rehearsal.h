@@ -12,11 +12,11 @@ namespace ddp_hooks::cuda {
 struct Emulation {
   decltype(&emulate_gather_scaled) gather_scaled = emulate_gather_scaled;
   decltype(&emulate_scatter) scatter = emulate_scatter;
-  decltype(&emulate_nonzero_scan) nonzero_scan = emulate_nonzero_scan;
   decltype(&emulate_unit_scan) unit_scan = emulate_unit_scan;
   decltype(&emulate_unit_sample) unit_sample = emulate_unit_sample;
-  decltype(&emulate_pack) pack = emulate_pack;
   decltype(&emulate_sum_terms) sum_terms = emulate_sum_terms;
+  decltype(&emulate_encode) encode = emulate_encode;
+  decltype(&emulate_decode) decode = emulate_decode;
 };
 
 // What plays kernels now.

@@ -48,6 +48,39 @@ class OneOfMany : public c10d::Backend {
   AllReduce all_reduce_;
 };
 
+// A gloo group whose next collective sends something else than it is given, as if memory or a link had altered it.
+class Altering : public c10d::Backend {
+ public:
+  using Alter = std::function<void(at::Tensor)>;
+  explicit Altering(c10::intrusive_ptr<c10d::Backend> group)
+      : Backend(group->getRank(), group->getSize()), group_(std::move(group)) {}
+
+  // Of the bytes that are sent, with the GIL.
+  void alter_next(Alter alter) { alter_ = std::move(alter); }
+
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& received, at::Tensor& sent,
+                                               std::vector<int64_t>& received_sizes, std::vector<int64_t>& sent_sizes,
+                                               const c10d::AllToAllOptions& options) override {
+    alter(sent);
+    return group_->alltoall_base(received, sent, received_sizes, sent_sizes, options);
+  }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& received, at::Tensor& sent,
+                                                 const c10d::AllgatherOptions& options) override {
+    alter(sent);
+    return group_->_allgather_base(received, sent, options);
+  }
+
+ private:
+  void alter(const at::Tensor& sent) {
+    if (!alter_) return;
+    py::gil_scoped_acquire gil;
+    std::exchange(alter_, nullptr)(sent);
+  }
+
+  const c10::intrusive_ptr<c10d::Backend> group_;
+  Alter alter_;
+};
+
 // What is told an error is told its text.
 using Told = std::function<void(std::optional<std::string>)>;
 
@@ -86,10 +119,13 @@ void bind_ordered_group(py::module_& m) {
 void bind_transports(py::module_& m) {
   bind_ordered_group(m);
   m.def("elements_in_units", &elements_in);
-  // Of a message, of elements of so many bytes: its payload, and what of that is narrow.
+  py::class_<Altering, c10d::Backend, c10::intrusive_ptr<Altering>>(m, "Altering")
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>>())
+      .def("alter_next", &Altering::alter_next);
+  // Of a message, of elements of so many bytes: the payload of its contributions, and that of its sums.
   m.def("bytes_of_direct_message", [](const DirectMessage& message, int64_t element_bytes) {
     const MessageBytes bytes = bytes_of(message, element_bytes);
-    return std::make_pair(bytes.payload, bytes.narrow);
+    return std::make_pair(bytes.contributions, bytes.sums);
   });
   m.def("contribution_bytes", &contribution_bytes);
   py::enum_<Transport>(m, "Transport")
@@ -98,10 +134,10 @@ void bind_transports(py::module_& m) {
       .value("BY_OWNER", Transport::kByOwner);
   m.def(
       "transport_for",
-      [](RankSet contributors, int world_size, bool owners, Width width) {
-        return transport_for(contributors, width, {world_size, true, owners});
+      [](RankSet contributors, int world_size, bool owners, const std::optional<CodedParts>& coded) {
+        return transport_for(contributors, {world_size, true, owners, coded});
       },
-      py::arg("contributors"), py::arg("world_size"), py::arg("owners"), py::arg("width") = Width::kFull);
+      py::arg("contributors"), py::arg("world_size"), py::arg("owners"), py::arg("coded") = py::none());
   m.def("backend_name", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
     return backend_name(*group, device.type());
   });

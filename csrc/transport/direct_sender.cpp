@@ -3,8 +3,9 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
-#include <bit>
 #include <utility>
+
+#include "transport/collectives.h"
 
 namespace ddp_hooks {
 namespace {
@@ -21,11 +22,7 @@ class Packer {
     for (const DirectPart& part : group.parts) {
       if (!contains(part.contributors, rank)) continue;
       const Place& place = places[part.place];
-      if (part.width != Width::kFull) {
-        parts_.push_back({place.slice(part), part.width});
-      } else {
-        parts_.push_back({place.slice(part), part.width, place.divisor, place.divides});
-      }
+      parts_.push_back({place.slice(part), place.divisor, place.divides});
     }
   }
 
@@ -40,73 +37,8 @@ class Packer {
   std::vector<PackedSlice> parts_;
 };
 
-// All places of a message are of one type, on one device.
-const at::Tensor& one_of(const Places& places) {
-  return std::find_if(places.begin(), places.end(), [](const Place& place) { return place.flat.defined(); })->flat;
-}
-
-size_t count_parts(const std::vector<DirectGroup>& groups) {
-  size_t count = 0;
-  for (const DirectGroup& group : groups) count += group.parts.size();
-  return count;
-}
-
-int64_t element_bytes_of(const Places& places) {
-  return one_of(places).element_size();
-}
-
-// Of each part of a group the sum of contributions, which lie in `positions` by rank, and which are moved past them; it
-// is to be `to(part)`. `here`: this rank, whose narrow contributions lie there; -1 where all have been copied.
-template <typename To>
-void add_sums(const DirectGroup& group, const Places& places, const To& to, int here, int world_size,
-              std::vector<int64_t>& positions, std::vector<SliceSum>& sums) {
-  const int64_t element_bytes = element_bytes_of(places);
-  for (const DirectPart& part : group.parts) {
-    const bool is_narrow = part.width != Width::kFull;
-    const int64_t bytes = packed_bytes(part.length, part.width, element_bytes);
-    SliceSum& sum = sums.emplace_back();
-    sum.to = to(part);
-    sum.divisor = is_narrow ? places[part.place].divisor : 1;
-    sum.adds_zero = std::popcount(part.contributors) < world_size;
-    for (int rank = 0; rank < world_size; ++rank) {
-      if (!contains(part.contributors, rank)) continue;
-      int64_t& position = positions[static_cast<size_t>(rank)];
-      sum.contributions.push_back({position, part.width, is_narrow && rank == here});
-      position += bytes;
-    }
-  }
-}
-
-// Torch 2.13 calls it by another name than those before.
-template <typename Group>
-c10::intrusive_ptr<c10d::Work> start_all_to_all(Group& group, at::Tensor& received, at::Tensor& sent,
-                                                std::vector<int64_t>& received_numels,
-                                                std::vector<int64_t>& sent_numels) {
-  if constexpr (requires { group.all_to_all_single(received, sent, received_numels, sent_numels); }) {
-    return group.all_to_all_single(received, sent, received_numels, sent_numels);
-  } else {
-    return group.alltoall_base(received, sent, received_numels, sent_numels);
-  }
-}
-
-template <typename Group>
-c10::intrusive_ptr<c10d::Work> start_all_gather(Group& group, at::Tensor& received, at::Tensor& sent) {
-  if constexpr (requires { group.all_gather_single(received, sent); }) {
-    return group.all_gather_single(received, sent);
-  } else {
-    return group._allgather_base(received, sent);
-  }
-}
-
 void keep(const Places& places) {
   for (const Place& place : places) keep_for_stream(place.flat);
-}
-
-template <typename Group>
-c10::intrusive_ptr<c10d::Work> all_to_all(Group& group, at::Tensor received, at::Tensor sent,
-                                          std::vector<int64_t> received_bytes, std::vector<int64_t> sent_bytes) {
-  RECORD_FUNCTION("ddp_hooks::all_to_all", std::vector<c10::IValue>());
-  return start_all_to_all(group, received, sent, received_bytes, sent_bytes);
 }
 
 // What this rank has for all others, which lies where its part of the memory begins.
@@ -115,18 +47,12 @@ c10::intrusive_ptr<c10d::Work> send_to_all(Group& group, const DirectMessage& me
                                            const std::vector<int64_t>& begins, int rank) {
   const auto own = static_cast<size_t>(rank);
   if (message.is_gathered) {
-    RECORD_FUNCTION("ddp_hooks::all_gather", std::vector<c10::IValue>());
     // Where its result lies already: NCCL then copies nothing.
-    at::Tensor sent = memory.narrow(0, begins[own], memory.numel() / static_cast<int64_t>(begins.size()));
-    return start_all_gather(group, memory, sent);
+    const at::Tensor sent = memory.narrow(0, begins[own], memory.numel() / static_cast<int64_t>(begins.size()));
+    return all_gather(group, std::move(memory), sent);
   }
-  const int64_t here = message.for_all_bytes[own], others = static_cast<int64_t>(begins.size()) - 1;
-  std::vector<int64_t> received = message.for_all_bytes;
-  std::vector<int64_t> to_each(begins.size(), here);
-  received[own] = to_each[own] = 0;
-  const at::Tensor sent = memory.narrow(0, begins[own], here * others);
-  for (int64_t copy = 1; copy < others; ++copy) sent.narrow(0, copy * here, here).copy_(sent.narrow(0, 0, here));
-  return all_to_all(group, memory.narrow(0, 0, begins[own]), sent, std::move(received), std::move(to_each));
+  const at::Tensor sent = memory.narrow(0, begins[own], memory.numel() - begins[own]);
+  return all_to_all_alike(group, memory.narrow(0, 0, begins[own]), sent, message.for_all_bytes, rank);
 }
 
 }  // namespace
@@ -164,7 +90,7 @@ struct DirectSender::OwnedMessage {
       std::vector<SliceSum> sums;
       sums.reserve(group.parts.size());
       std::vector<int64_t> positions = received.begins;
-      add_sums(group, places, behind, -1, world_size, positions, sums);
+      add_sums(group, places, behind, {}, world_size, positions, sums);
       sum_contributions(received.memory, sums);
     }
   }
@@ -182,22 +108,25 @@ struct DirectSender::OwnedMessage {
   }
 };
 
-bool DirectSender::is_possible(c10d::ProcessGroup& group, c10::Device device) {
+bool DirectSender::is_possible(c10d::ProcessGroup& group, c10::Device device, int count) {
   // A group of several backends, one for each device, has no name of its own; and one written in Python no backend.
   std::string name = backend_name(group, device.type());
   if (name.empty()) name = group.getBackendName();
-  return group.getSize() > 1 && group.getSize() <= kMostRanksInSet &&
-         (name == "gloo" || is_on_streams(name, device.type()));
+  return count > 1 && count <= kMostRanksInSet && (name == "gloo" || is_on_streams(name, device.type()));
 }
 
-bool DirectSender::can_sum(c10d::ProcessGroup& group, c10::Device device) {
-  // Of two ranks neither saves anything as an owner.
-  return group.getSize() > 2 && is_possible(group, device) &&
+bool DirectSender::can_sum(c10d::ProcessGroup& group, c10::Device device, int count) {
+  // Of two neither saves anything as an owner.
+  return count > 2 && is_possible(group, device, count) &&
          (device.is_cpu() || is_on_streams(backend_name(group, device.type()), device.type()));
 }
 
-bool DirectSender::needs_group_for_sums(c10d::ProcessGroup& group, c10::Device device) {
-  return device.is_cpu() && can_sum(group, device);
+bool DirectSender::can_code(c10d::ProcessGroup& group, c10::Device device, int count) {
+  return device.is_cpu() && is_possible(group, device, count);
+}
+
+bool DirectSender::needs_group_for_sums(c10d::ProcessGroup& group, c10::Device device, int count) {
+  return device.is_cpu() && can_sum(group, device, count);
 }
 
 void DirectSender::count(int64_t sent_bytes) {
@@ -205,12 +134,12 @@ void DirectSender::count(int64_t sent_bytes) {
   statistics_.sent_bytes += sent_bytes;
 }
 
-void DirectSender::send(const Launch& launch, const DirectMessage& message, Places places) {
-  const MessageBytes bytes = bytes_of(message, element_bytes_of(places));
-  statistics_.payload_bytes += bytes.payload;
-  statistics_.narrow_bytes += bytes.narrow;
-  (message.is_summed ? statistics_.owner_bytes : statistics_.broadcast_bytes) += bytes.payload;
-  message.is_summed ? collect(launch, message, std::move(places)) : broadcast(launch, message, std::move(places));
+void DirectSender::send(OutgoingMessage outgoing) {
+  const MessageBytes bytes = bytes_of(outgoing.message, element_bytes_of(outgoing.places));
+  const int64_t payload = bytes.contributions + bytes.sums;
+  statistics_.payload_bytes += payload;
+  (outgoing.message.is_summed() ? statistics_.owner_bytes : statistics_.broadcast_bytes) += payload;
+  outgoing.message.is_summed() ? collect(std::move(outgoing)) : broadcast(std::move(outgoing));
 }
 
 DirectSender::FromAll DirectSender::take_room(const Launch& launch, const DirectMessage& message,
@@ -238,7 +167,8 @@ DirectSender::FromAll DirectSender::take_room(const Launch& launch, const Direct
   return room;
 }
 
-void DirectSender::broadcast(const Launch& launch, const DirectMessage& message, Places places) {
+void DirectSender::broadcast(OutgoingMessage outgoing) {
+  auto& [launch, message, places] = outgoing;
   const at::TensorOptions options = one_of(places).options();
   FromAll received = take_room(launch, message, options);
   const auto own = static_cast<size_t>(rank());
@@ -250,21 +180,22 @@ void DirectSender::broadcast(const Launch& launch, const DirectMessage& message,
   const auto work = send_to_all(group_, message, received.memory, received.begins, rank());
   const c10::Device device = received.memory.device();
   when_back(work, device, launch,
-            [groups = message.groups, places = std::move(places), received = std::move(received), rank = rank(),
+            [groups = std::move(message.groups), places = std::move(places), received = std::move(received),
              ranks = world_size()](c10::ivalue::Future&) {
               RECORD_FUNCTION("ddp_hooks::sum", std::vector<c10::IValue>());
               std::vector<SliceSum> sums;
               sums.reserve(count_parts(groups));
               std::vector<int64_t> positions = received.begins;
               const auto to = [&](const DirectPart& part) { return places[part.place].slice(part); };
-              for (const DirectGroup& group : groups) add_sums(group, places, to, rank, ranks, positions, sums);
+              for (const DirectGroup& group : groups) add_sums(group, places, to, {}, ranks, positions, sums);
               sum_contributions(received.memory, sums);
               keep_for_stream(received.memory);
               keep(places);
             });
 }
 
-void DirectSender::collect(const Launch& launch, const DirectMessage& message, Places places) {
+void DirectSender::collect(OutgoingMessage outgoing) {
+  auto& [launch, message, places] = outgoing;
   const at::TensorOptions options = one_of(places).options();
   const int64_t element_bytes = static_cast<int64_t>(options.dtype().itemsize());
   const std::vector<int64_t> nothing(static_cast<size_t>(world_size()), 0);

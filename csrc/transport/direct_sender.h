@@ -6,8 +6,8 @@
 // the completion runs at once, and they follow on the same group. Contributions are added in the order of the ranks.
 // Where some rank contributes nothing, a zero is added, as in plain DDP's sum, which makes a -0.0 a +0.0.
 //
-// A contribution at full width is scaled before it is sent. A narrow one is scaled by whoever adds it up, because a
-// number that was divided may need more bits; and always by 1/divisor, which every rank knows alike.
+// A contribution is scaled before it is sent. What is coded, or crosses between hosts that ranks share, travels another
+// way (transport/coded_sender.h, host_sender.h).
 //
 // Always holds: what is summed by its owner is summed in one place; whoever adds the same contributions gets the same
 // bits. Thread-safety: the engine locks; completions run in the process groups' threads, and hold what they need. Every
@@ -20,25 +20,12 @@
 #include <vector>
 
 #include "agreement/control_groups.h"
-#include "kernels/packing.h"
 #include "plan/direct_plan.h"
+#include "transport/contributions.h"
 #include "transport/launch.h"
 #include "transport/staging.h"
 
 namespace ddp_hooks {
-
-// Where the stretches of one place lie, and what contributions to them are divided by before they are summed.
-struct Place {
-  at::Tensor flat;     // undefined where a message has none
-  int64_t offset = 0;  // where a stretch would begin at offset 0
-  double divisor = 1;
-  bool divides = false;  // as plain DDP does, see BucketViews::is_divided
-
-  BorrowedSlice slice(const Stretch& stretch) const { return {&flat, offset + stretch.offset, stretch.length}; }
-};
-
-// By the number that stretches call it by.
-using Places = std::vector<Place>;
 
 class DirectSender {
  public:
@@ -52,14 +39,17 @@ class DirectSender {
         staging_(staging),
         statistics_(statistics) {}
 
-  // Whether the group has what this needs for gradients on that device; the same on every rank.
-  static bool is_possible(c10d::ProcessGroup& group, c10::Device device);
+  // Whether the group has what this needs for gradients on that device, where messages go between so many ranks or
+  // hosts; the same on every rank.
+  static bool is_possible(c10d::ProcessGroup& group, c10::Device device, int count);
   // And for sums by owners; not where completions on a device know no order, as with gloo.
-  static bool can_sum(c10d::ProcessGroup& group, c10::Device device);
-  // And whether these need a group of their own.
-  static bool needs_group_for_sums(c10d::ProcessGroup& group, c10::Device device);
+  static bool can_sum(c10d::ProcessGroup& group, c10::Device device, int count);
+  // And for coded messages, which need groups of their own.
+  static bool can_code(c10d::ProcessGroup& group, c10::Device device, int count);
+  // And whether sums need a group of their own.
+  static bool needs_group_for_sums(c10d::ProcessGroup& group, c10::Device device, int count);
 
-  void send(const Launch& launch, const DirectMessage& message, Places places);
+  void send(OutgoingMessage message);
 
  private:
   // What comes from all ranks, and where each rank's part of it begins; this rank's own is there, too.
@@ -70,8 +60,8 @@ class DirectSender {
   // Of a message: what goes to owners, and what comes back.
   struct OwnedMessage;
 
-  void broadcast(const Launch& launch, const DirectMessage& message, Places places);
-  void collect(const Launch& launch, const DirectMessage& message, Places places);
+  void broadcast(OutgoingMessage outgoing);
+  void collect(OutgoingMessage outgoing);
   void sum_when_back(const c10::intrusive_ptr<c10d::Work>& contributions, std::shared_ptr<OwnedMessage> owned);
   // Memory for what each rank has for all others.
   FromAll take_room(const Launch& launch, const DirectMessage& message, const at::TensorOptions& options);

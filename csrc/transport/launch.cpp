@@ -72,6 +72,17 @@ void gather(const at::Tensor& to, const std::vector<BorrowedSlice>& from, double
   divides ? gather_divided(to, from, divisor) : gather_scaled(to, from, 1 / divisor);
 }
 
+MessageStatistics& MessageStatistics::operator+=(const MessageStatistics& other) {
+  for (const auto field :
+       {&MessageStatistics::buckets_whole, &MessageStatistics::buckets_packed, &MessageStatistics::buckets_skipped,
+        &MessageStatistics::messages, &MessageStatistics::payload_bytes, &MessageStatistics::broadcast_bytes,
+        &MessageStatistics::owner_bytes, &MessageStatistics::coded_bytes, &MessageStatistics::uncoded_bytes,
+        &MessageStatistics::size_bytes, &MessageStatistics::sent_bytes}) {
+    this->*field += other.*field;
+  }
+  return *this;
+}
+
 void keep_for_stream(const at::Tensor& tensor) {
   if (tensor.defined() && !tensor.is_cpu()) tensor.record_stream(current_stream(tensor.device()));
 }

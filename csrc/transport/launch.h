@@ -59,8 +59,12 @@ struct MessageStatistics {
   int64_t payload_bytes = 0;    // of gradients, however they travel; so many
   int64_t broadcast_bytes = 0;  // of them were broadcast,
   int64_t owner_bytes = 0;      // and so many summed by owners;
-  int64_t narrow_bytes = 0;     // so many travelled narrow, in twice the room otherwise
+  int64_t coded_bytes = 0;      // so many travelled coded,
+  int64_t uncoded_bytes = 0;    // and were so many before that;
+  int64_t size_bytes = 0;       // by which ranks told each other how long coded messages are
   int64_t sent_bytes = 0;       // by this rank; in all-reduces as a ring would
+
+  MessageStatistics& operator+=(const MessageStatistics& other);
 };
 
 }  // namespace ddp_hooks

@@ -5,8 +5,11 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <deque>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
+
+#include "plan/shares.h"
 
 namespace ddp_hooks {
 namespace {
@@ -52,109 +55,112 @@ int64_t payload_bytes(const at::Tensor& tensor) {
 }
 
 void MessageSender::send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t index,
-                         const BucketPlan& plan, bool divided) {
+                         const BucketPlan& plan, const Places& divided) {
   BucketInFlight& bucket = step->buckets[index];
-  // Passes through even with nobody to send to: the all-reduce leaves it coalesced, as plain DDP does.
-  const bool sparse = layout.buckets[index].sparse;
-  bucket.expect_messages(plan.messages_touching + (sparse ? 1 : 0));
-  if (!divided) {  // otherwise it is counted with its units
-    const Disposition disposition = sparse ? Disposition::kWhole : plan.disposition;
-    statistics_.buckets_skipped += disposition == Disposition::kSkipped;
-    statistics_.buckets_packed += disposition == Disposition::kPacked;
-    statistics_.buckets_whole += disposition == Disposition::kWhole;
-  }
-  if (step->plan) prepare_direct(*step, layout.buckets[index], index, *step->plan);
-  if (sparse) send_sparse(step, bucket);
+  bucket.expect_messages(plan.messages_touching);
+  prepare_direct(*step, layout.buckets[index], plan);
+  if (adds_up_in_hosts_) return send_between_hosts(step, layout, index, plan, divided);
   for (const Message& message : plan.launches) {
-    if (message.in_place) {
-      send_in_place(step, layout.buckets[message.stretches.front().place], message);
+    if (!message.in_place) {
+      send_packed(step, layout, index, message, divided);
+    } else if (const size_t place = message.stretches.front().place; place < layout.buckets.size()) {
+      send_in_place(step, layout.buckets[place], message);
     } else {
-      send_packed(step, layout, message);
+      send_where_it_lies(step, bucket, divided[place - layout.buckets.size()], message);
     }
   }
-  for (const DirectMessage& message : plan.direct) send_direct(step, message);
-}
-
-// What this rank contributes is copied into the bucket, scaled; into the other views comes what others contribute.
-void MessageSender::prepare_direct(const StepInFlight& step, const BucketLayout& layout, uint32_t bucket,
-                                   const ReductionPlan& plan) {
-  if (plan.direct.count() == 0) return;
-  for (const ParameterSlice& slice : layout.slices) {
-    if (slice.length == 0 || !plan.direct.test(slice.parameter)) continue;
-    if (contains(step.contributors.ranks(slice.parameter), group_.getRank())) {
-      copy_into_bucket(step, layout, {bucket, slice.offset, slice.length}, true);
-    } else if (views_.is_detached(slice.parameter)) {
-      views_.restore(slice.parameter);
-    }
-  }
-}
-
-void MessageSender::send_direct(const std::shared_ptr<StepInFlight>& step, const DirectMessage& message) {
-  Places places(step->buckets.size());
-  std::vector<BucketInFlight*> buckets;
-  for (const uint32_t bucket : buckets_of(message)) {
-    buckets.push_back(&step->buckets[bucket]);
-    places[bucket].flat = step->buckets[bucket].flat();
-  }
-  direct_.send({step, std::move(buckets)}, message, std::move(places));
-}
-
-void MessageSender::send_units(const std::shared_ptr<StepInFlight>& step, uint32_t index, const Places& gradients,
-                               const UnitPlan& plan) {
-  BucketInFlight& bucket = step->buckets[index];
-  bucket.expect_messages(static_cast<int32_t>(plan.reduced.size() + plan.direct.size()));
-  statistics_.buckets_packed += 1;
-  for (const Message& message : plan.reduced) send_unit_message(step, bucket, gradients, message);
+  std::vector<OutgoingMessage> coded;
   for (const DirectMessage& message : plan.direct) {
-    Places places(gradients.size());  // those that the message has parts of
-    for (const DirectGroup& group : message.groups) {
-      for (const DirectPart& part : group.parts) places[part.place] = gradients[part.place];
-    }
-    direct_.send({step, {&bucket}}, message, std::move(places));
+    OutgoingMessage outgoing = direct_message(step, layout, index, message, divided);
+    message.is_coded ? coded.push_back(std::move(outgoing)) : direct_.send(std::move(outgoing));
   }
-  bucket.release();
+  coded_.send(std::move(coded));
 }
 
-void MessageSender::send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket,
-                                      const Places& gradients, const Message& message) {
-  if (message.in_place) {
-    const Stretch& run = message.stretches.front();
-    const Place& place = gradients[run.place];
-    const at::Tensor view = place.flat.narrow(0, place.offset + run.offset, run.length);
-    const bool averages = group_averages(*step, view);
-    if (!averages) scale(view, place.divisor, place.divides);
-    all_reduce(view, averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM, {step, {&bucket}},
-               [](c10::ivalue::Future&) {});
-    return;
-  }
-  Places places(gradients.size());  // those that the message has runs of
-  const at::Tensor packed = staging_.take(*step, message.numel, gradients.front().flat.options());
-  // Runs of one gradient after the other; each gradient is scaled in its own way.
-  int64_t position = 0;
-  for (size_t first = 0; first < message.stretches.size();) {
-    const size_t gradient = message.stretches[first].place;
-    const Place& place = places[gradient] = gradients[gradient];
-    const int64_t begin = position;
-    std::vector<BorrowedSlice> from;
-    for (; first < message.stretches.size() && message.stretches[first].place == gradient; ++first) {
-      from.push_back(place.slice(message.stretches[first]));
-      position += from.back().length;
+void MessageSender::send_between_hosts(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout,
+                                       uint32_t index, const BucketPlan& plan, const Places& divided) {
+  // Steps of one message overlap with those of others.
+  constexpr int64_t kMostBytes = 4 << 20;
+  for (const Message& message : plan.launches) {
+    for (const Stretch& stretch : message.stretches) {
+      if (stretch.place < layout.buckets.size()) {
+        copy_into_bucket(*step, layout.buckets[stretch.place], stretch, true);
+      }
     }
-    gather(packed.narrow(0, begin, position - begin), from, place.divisor, place.divides);
+    std::vector<BucketInFlight*> planned;
+    for (const DirectMessage& part : between_hosts(message, topology().host_count(), kMostBytes)) {
+      OutgoingMessage outgoing = direct_message(step, layout, index, part, divided);
+      for (BucketInFlight* bucket : outgoing.launch.buckets) {
+        bucket->hold();
+        if (std::find(planned.begin(), planned.end(), bucket) == planned.end()) planned.push_back(bucket);
+      }
+      hosts_.send(std::move(outgoing));
+    }
+    // The plan has counted the message once.
+    for (BucketInFlight* bucket : planned) bucket->release();
   }
-  all_reduce(packed, c10d::ReduceOp::SUM, {step, {&bucket}},
-             [packed, runs = message.stretches, places = std::move(places)](c10::ivalue::Future&) {
-               RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
-               std::vector<BorrowedSlice> to;
-               to.reserve(runs.size());
-               for (const Stretch& run : runs) to.push_back(places[run.place].slice(run));
-               scatter(packed, to);
-               keep_for_stream(packed);
-               for (const Place& place : places) keep_for_stream(place.flat);
-             });
+  for (const DirectMessage& message : plan.direct) {
+    hosts_.send(direct_message(step, layout, index, message, divided));
+  }
 }
 
-void MessageSender::send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket) {
+void MessageSender::count(const BucketLayout& layout, const BucketPlan& plan) {
+  const Disposition disposition = layout.sparse ? Disposition::kWhole : plan.disposition;
+  statistics_.buckets_skipped += disposition == Disposition::kSkipped;
+  statistics_.buckets_packed += disposition == Disposition::kPacked;
+  statistics_.buckets_whole += disposition == Disposition::kWhole;
+}
+
+// What this rank contributes is copied into the bucket, and scaled unless it is coded; into the other views comes what
+// others contribute.
+void MessageSender::prepare_direct(const StepInFlight& step, const BucketLayout& layout, const BucketPlan& plan) {
+  const int here = topology().host_of(group_.getRank());
+  for (const DirectPart& part : plan.not_reduced) {
+    if (contains(part.contributors, here)) {
+      copy_into_bucket(step, layout, part, !plan.is_coded);
+      continue;
+    }
+    for (const ParameterSlice& slice : parameters_in(layout, part)) {
+      if (views_.is_detached(slice.parameter)) views_.restore(slice.parameter);
+    }
+  }
+}
+
+OutgoingMessage MessageSender::direct_message(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout,
+                                              uint32_t index, const DirectMessage& message,
+                                              const Places& divided) const {
+  const size_t bucket_count = layout.buckets.size();
+  std::vector<BucketInFlight*> buckets;
+  for (const uint32_t bucket : buckets_of(message, bucket_count, index)) buckets.push_back(&step->buckets[bucket]);
+  Places places(bucket_count + divided.size());  // those that the message has parts of
+  for (const DirectGroup& group : message.groups) {
+    for (const DirectPart& part : group.parts) {
+      Place& place = places[part.place];
+      if (place.flat.defined()) continue;
+      // What is in a bucket has been scaled, if it is not coded as it is.
+      const double divisor = message.is_coded && !adds_up_in_hosts_ ? step->divisor : 1;
+      place = part.place < bucket_count ? Place{step->buckets[part.place].flat(), 0, divisor}
+                                        : divided[part.place - bucket_count];
+    }
+  }
+  return {{step, std::move(buckets)}, message, std::move(places)};
+}
+
+// A run of a divided gradient.
+void MessageSender::send_where_it_lies(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket,
+                                       const Place& place, const Message& message) {
+  const Stretch& run = message.stretches.front();
+  const at::Tensor view = place.flat.narrow(0, place.offset + run.offset, run.length);
+  const bool averages = group_averages(*step, view);
+  if (!averages) scale(view, place.divisor, place.divides);
+  all_reduce(view, averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM, {step, {&bucket}},
+             [](c10::ivalue::Future&) {});
+}
+
+// Even with nobody to send to: the all-reduce leaves it coalesced, as plain DDP does.
+void MessageSender::send_sparse(const std::shared_ptr<StepInFlight>& step, uint32_t index) {
+  BucketInFlight& bucket = step->buckets[index];
+  bucket.expect_messages(1);
   at::Tensor gradient = bucket.buffer();
   gradient.div_(step->divisor);
   all_reduce(gradient, c10d::ReduceOp::SUM, {step, {&bucket}},
@@ -217,7 +223,8 @@ void MessageSender::copy_into_bucket_early(StepInFlight& step, size_t parameter)
   if (!step.plan || !step.plan->in_place.test(parameter) || !views_.is_detached(parameter)) return;
   const at::Tensor gradient = views_.find(parameter);
   if (!gradient.defined()) return;
-  gather(views_.place(parameter), {{&gradient, 0, gradient.numel()}}, step.divisor, views_.is_divided(parameter));
+  const double divisor = step.plan->coded.test(parameter) ? 1 : step.divisor;
+  gather(views_.place(parameter), {{&gradient, 0, gradient.numel()}}, divisor, views_.is_divided(parameter));
   step.copied_early.set(parameter);
 }
 
@@ -238,45 +245,67 @@ bool MessageSender::group_averages(const StepInFlight& step, const at::Tensor& t
 }
 
 void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout,
-                                const Message& message) {
+                                uint32_t index, const Message& message, const Places& divided) {
+  // Slices borrow tensors: of many rows each would count a reference.
   struct Sources {
-    std::vector<SliceOfTensor> slices;
+    std::vector<BorrowedSlice> slices;
     int64_t numel = 0;
+    double divisor = 1;
     bool divides = false;
   };
   std::vector<Sources> sources;
-  std::vector<SliceOfTensor> to;
+  const auto add = [&](const BorrowedSlice& slice, double divisor, bool divides) {
+    if (sources.empty() || sources.back().divides != divides || sources.back().divisor != divisor) {
+      sources.push_back({{}, 0, divisor, divides});
+    }
+    Sources& from = sources.back();
+    from.numel += slice.length;
+    if (!from.slices.empty() && from.slices.back().continues_in(slice)) {
+      from.slices.back().length += slice.length;
+    } else {
+      from.slices.push_back(slice);
+    }
+  };
+  std::deque<at::Tensor> gradients;  // that lie elsewhere than in the bucket
+  const auto places = std::make_shared<std::deque<Place>>();
+  std::vector<at::Tensor> kept;
+  std::vector<BorrowedSlice> to;
   std::vector<BucketInFlight*> buckets;
-  for (const Stretch& slice : message.stretches) {
-    BucketInFlight* bucket = &step->buckets[slice.place];
+  size_t last_place = 0;
+  for (const Stretch& stretch : message.stretches) {
+    const bool is_divided = stretch.place >= layout.buckets.size();
+    BucketInFlight* bucket = &step->buckets[is_divided ? index : stretch.place];
     if (buckets.empty() || buckets.back() != bucket) buckets.push_back(bucket);
-    const at::Tensor flat = bucket->flat();
-    to.push_back({flat, slice.offset, slice.length});
-    for (const ParameterSlice& part : parameters_in(layout.buckets[slice.place], slice)) {
-      const bool divides = views_.is_divided(part.parameter);
-      if (sources.empty() || sources.back().divides != divides) sources.push_back({{}, 0, divides});
-      Sources& from = sources.back();
-      from.numel += part.length;
+    if (places->empty() || std::exchange(last_place, stretch.place) != stretch.place) {
+      places->push_back(is_divided ? divided[stretch.place - layout.buckets.size()] : Place{bucket->flat()});
+      last_place = stretch.place;
+      if (is_divided) kept.push_back(places->back().flat);
+    }
+    const Place& place = places->back();
+    to.push_back(place.slice(stretch));
+    if (is_divided) {
+      add(to.back(), place.divisor, place.divides);
+      continue;
+    }
+    for (const ParameterSlice& part : parameters_in(layout.buckets[stretch.place], stretch)) {
       const at::Tensor gradient = take_gradient(*step, part.parameter);
-      if (gradient.defined()) {
-        from.slices.push_back({gradient, 0, part.length});
-      } else {
-        append(from.slices, SliceOfTensor{flat, part.offset, part.length});
-      }
+      const at::Tensor& flat = gradient.defined() ? gradients.emplace_back(gradient) : place.flat;
+      add({&flat, gradient.defined() ? 0 : part.offset, part.length}, step->divisor, views_.is_divided(part.parameter));
     }
   }
-  const at::Tensor packed = staging_.take(*step, message.numel, to.front().flat.options());
+  const at::Tensor packed = staging_.take(*step, message.numel, places->front().flat.options());
   // Scaled on the way, so an average would save no pass here, and NCCL has fewer algorithms for it than for a sum.
   int64_t position = 0;
   for (const Sources& from : sources) {
-    gather(packed.narrow(0, position, from.numel), borrow(from.slices), step->divisor, from.divides);
+    gather(packed.narrow(0, position, from.numel), from.slices, from.divisor, from.divides);
     position += from.numel;
   }
   all_reduce(packed, c10d::ReduceOp::SUM, {step, std::move(buckets)},
-             [packed, to = std::move(to)](c10::ivalue::Future&) {
+             [packed, places, kept = std::move(kept), to = std::move(to)](c10::ivalue::Future&) {
                RECORD_FUNCTION("ddp_hooks::scatter", std::vector<c10::IValue>());
-               scatter(packed, borrow(to));
+               scatter(packed, to);
                keep_for_stream(packed);
+               for (const at::Tensor& gradient : kept) keep_for_stream(gradient);
              });
 }
 

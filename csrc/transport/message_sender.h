@@ -14,9 +14,10 @@
 
 #include "kernels/slice_copy.h"
 #include "plan/reduction_plan.h"
-#include "plan/unit_plan.h"
 #include "reducer/bucket_views.h"
+#include "transport/coded_sender.h"
 #include "transport/direct_sender.h"
+#include "transport/host_sender.h"
 #include "transport/launch.h"
 #include "transport/staging.h"
 #include "transport/step_in_flight.h"
@@ -34,44 +35,64 @@ class MessageSender {
                 MessageStatistics& statistics)
       : group_(group),
         is_on_streams_(is_on_streams(backend_name(group, device_type), device_type)),
+        control_groups_(control_groups),
         views_(views),
         statistics_(statistics),
-        direct_(group, is_on_streams_, control_groups, staging_, statistics) {}
+        direct_(group, is_on_streams_, control_groups, staging_, statistics),
+        coded_(group.getRank(), group.getSize(), control_groups, staging_, late_),
+        hosts_(group.getRank(), control_groups, staging_, late_) {}
 
-  // `divided`: parts of the bucket travel beside the plan, by units.
+  // Whether plans count hosts, whose ranks add up what they have; every rank has to agree on it.
+  void set_adds_up_in_hosts(bool adds_up) { adds_up_in_hosts_ = adds_up; }
+
+  // The messages of a bucket's plan. `divided`: where the gradients lie whose places in the plan come after the
+  // buckets.
   void send(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t bucket,
-            const BucketPlan& plan, bool divided);
-
-  // The used units of a bucket's gradients, from their places and back there. The bucket has to be held until then.
-  void send_units(const std::shared_ptr<StepInFlight>& step, uint32_t bucket, const Places& gradients,
-                  const UnitPlan& plan);
+            const BucketPlan& plan, const Places& divided = {});
+  // A sparse bucket, whole; its plan has no message.
+  void send_sparse(const std::shared_ptr<StepInFlight>& step, uint32_t bucket);
+  // Notes how the bucket travels, by the plan that says so.
+  void count(const BucketLayout& layout, const BucketPlan& plan);
 
   // To be called when a parameter's gradient is final, which may be long before its bucket is ready: copies it to where
   // it will be sent from while it is still in the processor's cache.
   void copy_into_bucket_early(StepInFlight& step, size_t parameter);
 
+  // What completions have counted since the last reset, beside the rest.
+  MessageStatistics late_statistics() const { return late_->read(); }
+  void reset_late_statistics() { late_->reset(); }
+
   // Lets go of the staging memory; messages under way keep theirs.
   void drop() { staging_.drop(); }
 
  private:
-  void send_sparse(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket);
   void send_in_place(const std::shared_ptr<StepInFlight>& step, const BucketLayout& layout, const Message& message);
-  void send_packed(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, const Message& message);
-  void send_direct(const std::shared_ptr<StepInFlight>& step, const DirectMessage& message);
-  void prepare_direct(const StepInFlight& step, const BucketLayout& layout, uint32_t bucket, const ReductionPlan& plan);
+  void send_where_it_lies(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, const Place& place,
+                          const Message& message);
+  void send_packed(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t index,
+                   const Message& message, const Places& divided);
+  void send_between_hosts(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout, uint32_t index,
+                          const BucketPlan& plan, const Places& divided);
+  OutgoingMessage direct_message(const std::shared_ptr<StepInFlight>& step, const LayoutOfBuckets& layout,
+                                 uint32_t index, const DirectMessage& message, const Places& divided) const;
+  void prepare_direct(const StepInFlight& step, const BucketLayout& layout, const BucketPlan& plan);
   void copy_into_bucket(const StepInFlight& step, const BucketLayout& layout, const Stretch& sent, bool scales);
   at::Tensor take_gradient(const StepInFlight& step, size_t parameter);
+  const Topology& topology() const { return control_groups_->topology(); }
   bool group_averages(const StepInFlight& step, const at::Tensor& tensor) const;
-  void send_unit_message(const std::shared_ptr<StepInFlight>& step, BucketInFlight& bucket, const Places& gradients,
-                         const Message& message);
   void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
 
   c10d::ProcessGroup& group_;
   const bool is_on_streams_;
+  const std::shared_ptr<const ControlGroups>& control_groups_;
+  bool adds_up_in_hosts_ = false;
   BucketViews& views_;
   MessageStatistics& statistics_;
   Staging staging_;
+  const std::shared_ptr<LateStatistics> late_ = std::make_shared<LateStatistics>();
   DirectSender direct_;
+  CodedSender coded_;
+  HostSender hosts_;
 };
 
 }  // namespace ddp_hooks

@@ -66,10 +66,19 @@ struct StepInFlight {
   double divisor = 1;          // what gradients are divided by before they are summed
   Contributors contributors;   // of each parameter, as far as that was agreed
   UsageMask agreed;            // `skip_zeros` clears bits as buckets settle
-  // Null where `skip_zeros` is on: there it is made bucket by bucket.
+  // Of what is known before the first bucket leaves.
   std::shared_ptr<const ReductionPlan> plan;
   UsageMask copied_early;  // these parameters' gradients lie in their places already, scaled
   size_t next_staging = 0;
+  // What this rank has coded, in bytes before and after. Outlives the step, whose completions add to it.
+  struct CodedBytes {
+    std::atomic<int64_t> contribution_bytes{0};
+    std::atomic<int64_t> coded_contribution_bytes{0};
+    std::atomic<int64_t> sum_bytes{0};
+    std::atomic<int64_t> coded_sum_bytes{0};
+  };
+  const std::shared_ptr<CodedBytes> coded = std::make_shared<CodedBytes>();
+  int64_t coded_messages = 0;  // so far
   // Messages that are under way or have failed: somebody may still write to their memory. Outlives the step.
   const std::shared_ptr<std::atomic<int64_t>> messages_not_back = std::make_shared<std::atomic<int64_t>>(0);
   std::exception_ptr error;  // once set, the buckets still to come fail with it

@@ -53,6 +53,7 @@ class Options:
         script: the script or module, and its own arguments.
         as_module: whether it is a module.
         steps: how many synchronised steps to watch.
+        only_watch: whether to try no policies in them.
         go_on: let the run continue after them.
         json: where to write the findings as JSON, or None.
         html: where to write them as a page, or None.
@@ -61,7 +62,8 @@ class Options:
 
     script: tuple[str, ...]
     as_module: bool = False
-    steps: int = 30
+    steps: int = 48
+    only_watch: bool = False
     go_on: bool = False
     json: Path | None = None
     html: Path | None = None
@@ -86,11 +88,11 @@ def add_to(commands: Any) -> None:
     defaults = Options(())
     parser = commands.add_parser(
         "doctor",
-        usage="torchrun ... -m ddp_hooks doctor [--steps N] [--continue] [--json FILE]\n           [--html FILE] "
-        "[--patience SECONDS] [-m] SCRIPT ...",
-        help="run a script with plain DDP and say which parameters are unused, and what ddp_hooks would save",
-        description="Runs a training script as it is, with plain DDP, watches its first steps, and prints which "
-        "parameters are unused, frozen or zero, what a step consists of, and what ddp_hooks would save.",
+        usage="torchrun ... -m ddp_hooks doctor [--steps N] [--only-watch] [--continue]\n           [--json FILE] "
+        "[--html FILE] [--patience SECONDS] [-m] SCRIPT ...",
+        help="run a script and say which parameters are unused, and what ddp_hooks saves",
+        description="Runs a training script as it is, watches its first steps, tries policies in some of them, and "
+        "prints which parameters are unused, frozen or zero, what a step consists of, and what ddp_hooks saves.",
         epilog="Start every rank with it, as in `torchrun --nproc-per-node 2 -m ddp_hooks doctor train.py --lr 0.1`.",
     )
     parser.add_argument(
@@ -99,6 +101,11 @@ def add_to(commands: Any) -> None:
         metavar="N",
         default=defaults.steps,
         help="how many to watch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only-watch",
+        action="store_true",
+        help="try no policies; by default, the last three quarters of the steps run with the hook",
     )
     parser.add_argument(
         "--continue", dest="go_on", action="store_true", help="let the script go on after them, in place of ending it"
@@ -125,6 +132,7 @@ def read_options(parsed: argparse.Namespace) -> Options:
         tuple(script_of(parsed)),
         parsed.as_module,
         parsed.steps,
+        parsed.only_watch,
         parsed.go_on,
         parsed.json,
         parsed.html,
@@ -250,8 +258,7 @@ def _repeat(options: Options) -> list[str]:
         "--patience",
         f"{options.patience_seconds:g}",
     ]
-    if options.go_on:
-        repeated.append("--continue")
+    repeated += [name for name, given in (("--only-watch", options.only_watch), ("--continue", options.go_on)) if given]
     for name, path in (("--json", options.json), ("--html", options.html)):
         if path is not None:
             repeated += [name, str(path)]
@@ -300,7 +307,7 @@ class _Session:
         """Begin to watch a module that was just made. Every rank makes it."""
         if not self._watches():
             return
-        diagnosis = Diagnosis(ddp).__enter__()
+        diagnosis = Diagnosis(ddp, 0 if self._options.only_watch else self._options.steps).__enter__()
         self._rank = dist.get_rank()
         recorder = diagnosis.recorder
         assert recorder is not None  # it was entered

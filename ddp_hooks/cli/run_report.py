@@ -121,7 +121,7 @@ class RunReport:
 
 
 def _to_dict(statistics: Statistics) -> dict[str, Any]:
-    derived = ("wrapped_bytes", "saved_fraction", "why_full_width")
+    derived = ("wrapped_bytes", "saved_fraction", "why_uncoded")
     return {**statistics.to_dict(), **{name: getattr(statistics, name) for name in derived}}
 
 

@@ -1,4 +1,4 @@
-"""The doctor names parameters that are unused, frozen or zero, and estimates whether ``ddp_hooks`` would help."""
+"""The doctor names parameters that are unused, frozen or zero, and tries whether ``ddp_hooks`` helps."""
 
 from .diagnosis import Diagnosis, diagnose
 from .expectations import ExpectationHandle, expect_unused, expect_used

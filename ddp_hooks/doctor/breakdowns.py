@@ -3,56 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ..hangs.stack import BACKWARD
 from ..wording import describe_ranks, short_list
 from .gradient_watch import CHECKPOINT
 from .problem import Kind, Problem
-from .questions import Facts
-from .records import RankRecord
-from .standing import End, Standing, Unfinished, Way
+from .records import Facts, RankRecord, ShardFacts, ShardRecord
+from .standing import Standing, Unfinished, Way
 from .verdicts import ParameterVerdict, group_by_module
 
 _NAMES_SHOWN = 8
 
 
-class Rank(Protocol):
-    """What one rank reports about a module that is wrapped by DDP or with fully_shard."""
-
-    @property
-    def rank(self) -> int:
-        """The rank's number."""
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """The names of all parameters, in the model's order."""
-
-    @property
-    def standing(self) -> Standing:
-        """The state of its backward passes."""
-
-    @property
-    def end(self) -> End:
-        """How the watched run has ended on this rank."""
-
-
-class Seen(Protocol):
-    """What all ranks that have reported say together."""
-
-    @property
-    def records(self) -> Sequence[Rank]:
-        """The reports, by rank."""
-
-    @property
-    def absent(self) -> Sequence[int]:
-        """The ranks that have not reported."""
-
-    @property
-    def can_join(self) -> bool:
-        """Whether ranks may run different numbers of steps within a join block."""
-
-
+# Modules that are wrapped by DDP, and modules with fully_shard.
+Rank = RankRecord | ShardRecord
+Seen = Facts | ShardFacts
 _Rank = TypeVar("_Rank", bound=Rank)
 
 
@@ -70,68 +36,61 @@ def find_marked_twice(facts: Facts) -> Iterator[Problem]:
         return
     standing = found[0].standing
     names = _everywhere([standing.unexpected or standing.twice], facts)
-    flag = found[0].find_unused_parameters
-    details = ['DDP\'s own error is "Expected to mark a variable ready only once".', *_places(found)]
+    more: list[str] = []  # other ways out
     if standing.nested_in:
-        function = standing.nested_in[0]
+        is_checkpoint = CHECKPOINT in standing.nested_in
         what = (
             "checkpoints with use_reentrant=True"
-            if CHECKPOINT in standing.nested_in
-            else f"{function}, which calls backward() in its own backward()"
+            if is_checkpoint
+            else f"{standing.nested_in[0]}, which calls backward() in its own backward()"
         )
         why = (
             f"find_unused_parameters=True does not see what is within {what}, and takes it for unused"
             if standing.unexpected
             else f"it is within several {what}, which tell DDP of it once each"
         )
-        others = ["Or wrap with static_graph=True, if every step uses the same parameters."]
-        if flag:
-            others.append("Or leave find_unused_parameters out, if every parameter is used in every step.")
-        yield Problem(
-            Kind.MARKED_TWICE,
-            f"Backward raised at {names}: {why}.",
-            "Pass use_reentrant=False to torch.utils.checkpoint.checkpoint (in transformers: "
-            'gradient_checkpointing_kwargs={"use_reentrant": False}).'
-            if CHECKPOINT in standing.nested_in
-            else "Wrap with static_graph=True, or leave find_unused_parameters out.",
-            details=(*others[: 2 if CHECKPOINT in standing.nested_in else 0], *details),
-        )
+        fact = f"Backward raised at {names}: {why}."
+        change = "Wrap with static_graph=True, or leave find_unused_parameters out."
+        if is_checkpoint:
+            change = (
+                "Pass use_reentrant=False to torch.utils.checkpoint.checkpoint (in transformers: "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}).'
+            )
+            more.append("Or wrap with static_graph=True, if every step uses the same parameters.")
+            if found[0].find_unused_parameters:
+                more.append("Or leave find_unused_parameters out, if every parameter is used in every step.")
     elif standing.unexpected and standing.reaches_nothing:
-        yield Problem(
-            Kind.MARKED_TWICE,
+        fact = (
             "Backward raised because DDP found nothing in what forward returned that leads to a parameter, and took "
-            "all of them for unused.",
-            "Return tensors from forward, in tuples, lists, dicts or dataclasses, and compute the loss from them.",
-            details=tuple(details),
+            "all of them for unused."
         )
+        change = "Return tensors from forward, in tuples, lists, dicts or dataclasses, and compute the loss from them."
     elif standing.unexpected and standing.forwards > 1:
-        yield Problem(
-            Kind.MARKED_TWICE,
+        fact = (
             f"Backward raised at {names}: there were {standing.forwards} forward passes before it, and "
-            "find_unused_parameters=True knows only what the last one used.",
+            "find_unused_parameters=True knows only what the last one used."
+        )
+        change = (
             "Make one forward pass of them (with the inputs concatenated, or both calls within the module's "
-            "forward()), or call backward() after each, all but the last one under ddp.no_sync().",
-            details=tuple(details),
+            "forward()), or call backward() after each, all but the last one under ddp.no_sync()."
         )
     elif standing.unexpected:
-        yield Problem(
-            Kind.MARKED_TWICE,
+        fact = (
             f"Backward raised at {names}: the loss uses it past DDP's forward pass (such as ddp.module.part(...), or a "
-            "parameter in the loss), where find_unused_parameters=True does not see it and takes it for unused.",
-            "Use it within the wrapped module's forward(), and return what comes of it.",
-            details=tuple(details),
+            "parameter in the loss), where find_unused_parameters=True does not see it and takes it for unused."
         )
+        change = "Use it within the wrapped module's forward(), and return what comes of it."
     elif standing.passes > 1:
-        yield Problem(
-            Kind.MARKED_TWICE,
+        fact = (
             f"Backward raised at {names}: {standing.passes} backward passes of one step went through it, and DDP "
-            "expects each gradient once.",
-            "Add the losses up and call backward() once.",
-            details=(
-                "Or call ddp(...) and backward() for each loss, all but the last one under ddp.no_sync().",
-                *details,
-            ),
+            "expects each gradient once."
         )
+        change = "Add the losses up and call backward() once."
+        more.append("Or call ddp(...) and backward() for each loss, all but the last one under ddp.no_sync().")
+    else:
+        return
+    more += ['DDP\'s own error is "Expected to mark a variable ready only once".', *_places(found)]
+    yield Problem(Kind.MARKED_TWICE, fact, change, details=tuple(more))
 
 
 def find_changed_graph(facts: Facts) -> Iterator[Problem]:
@@ -408,6 +367,22 @@ def find_silent_rank(facts: Facts) -> Iterator[Problem]:
             "collectives: look for one that is called on some ranks only, or in another order.",
         ),
     )
+
+
+def find_error(facts: Seen) -> Iterator[Problem]:
+    """Find an error that has ended the script outside of a step."""
+    raised = _select(facts.records, lambda one: one.end.way is Way.RAISED)
+    if raised:
+        first = raised[0]
+        where = {"backward": "in backward ", "forward": "in the forward pass "}.get(first.end.left, "")
+        yield Problem(
+            Kind.SCRIPT_RAISED,
+            f"The script ended with an error {where}on {_ranks(raised)}, after "
+            f"{count_steps(first.standing.finished)}: {first.end.error}.",
+            "No parameter had been reached by then, so look for what raised in the loss."
+            if first.end.left == "backward"
+            else "Every step that had begun was finished, so look for the reason in the script.",
+        )
 
 
 def count_steps(steps: int) -> str:

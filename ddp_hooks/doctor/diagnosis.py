@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -13,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import _extension
 from ..fsdp.param_groups import is_sharded
 from ..hangs import watcher
-from ..serving.engine_settings import may_send_directly
 from ..serving.modules import find_ddp
 from ..serving.service import registered_service
 from ..wording import describe_ranks, fill
-from . import timing
+from .block import Block, require_entered
 from .findings import Findings, find
+from .gradient_watch import why_not_watched
 from .naming import class_name, find_names
 from .optimizers import Outsiders
 from .other_hooks import read_other_hook
@@ -28,26 +27,29 @@ from .replicas import read_replica
 from .shards import ShardDiagnosis
 from .side_channel import SideChannel
 from .standing import End, read_end
-from .text import describe
-from .traffic import World
+from .trials import LEAST_STEPS, Trials
 
 _C = _extension.load()
 
 
-class Diagnosis:
+class Diagnosis(Block):
     """Watches a DDP module while its block is open; :func:`ddp_hooks.diagnose` makes it.
 
     Entering and leaving the block are collective: every rank of the module's group has to do so, between two steps. If
     the block raises on a rank, KeyboardInterrupt and SystemExit included, its report covers only that rank.
 
+    Args:
+        ddp: the module.
+        trial_steps: as for :func:`ddp_hooks.diagnose`.
+
     Attributes:
         recorder: the record of this rank.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, trial_steps: int = 0) -> None:
         self._ddp: DistributedDataParallel | None = ddp
-        self._findings: Findings | None = None
-        self._channel: SideChannel | None = None
+        self._trial_steps = trial_steps
+        self._trials: Trials | None = None
         self.recorder: Recorder | None = None
         self._ends: list[Callable[[], None]] = []
 
@@ -62,7 +64,13 @@ class Diagnosis:
             raise RuntimeError("diagnose: expected a diagnosis that is new, received one that was used; make another")
         problem = why_not_watched(ddp, "open the block between two steps")
         self._channel = SideChannel(ddp, "diagnose", problem)
+        asked = [steps.decode() for steps in self._channel.collect(str(self._trial_steps).encode())]
+        if len(set(asked)) > 1:
+            self._channel.close()
+            raise RuntimeError(f"diagnose: expected the same trial_steps on every rank, received {', '.join(asked)}")
         self.recorder = Recorder(ddp)
+        self._trials = Trials(ddp, self.recorder, self._channel, self._trial_steps)
+        self.recorder.on_finished = self._trials.step_ended
         if registered_service(ddp) is None:
             self._ends.append(watcher.watch_module(ddp))
         return self
@@ -77,16 +85,6 @@ class Diagnosis:
         """Call a function when watching ends."""
         self._ends.append(end)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Remove all hooks, and put together what the ranks saw."""
-        if error is None:
-            self.conclude()
-        # Whatever it is, Ctrl-C and sys.exit() too: nobody knows whether the others leave the block.
-        else:
-            self.abandon(error)
-
     def conclude(self, end: End | None = None, outsiders: Outsiders | None = None) -> Findings:
         """Stop watching, and put together what the ranks saw; every rank calls it.
 
@@ -98,6 +96,8 @@ class Diagnosis:
             RuntimeError: the block was not entered, or the ranks watched different modules.
         """
         if self._findings is None:
+            if self._trials is not None:
+                self._trials.close()
             recorder, channel = self._stop()
             own = self.describe(end or End())
             replica = read_replica(recorder.watch.parameters, recorder.samples)
@@ -105,7 +105,7 @@ class Diagnosis:
             records: list[RankRecord] = [unpack(each) for each in channel.collect(pack(own))]
             channel.close()
             _check(records)
-            self._findings = find(records, recorder.layouts, _limits(recorder))
+            self._findings = find(records, _limits(recorder))
             self._ddp = None
         return self._findings
 
@@ -119,6 +119,10 @@ class Diagnosis:
         if self._findings is None:
             if ends_process:
                 self._ends.clear()
+            elif self._trials is not None:
+                # In a pass that has raised, the hook stays.
+                with suppress(RuntimeError):
+                    self._trials.close()
             _, channel = self._stop()
             channel.close()
             self._findings = self.find_with((), self.describe(read_end(error)))
@@ -130,54 +134,30 @@ class Diagnosis:
 
     def find_with(self, others: Sequence[RankRecord], own: RankRecord) -> Findings:
         """Return the findings from what some ranks have seen."""
-        recorder = self.recorder
-        assert recorder is not None  # it was entered
-        alike = [one for one in others if _is_alike(one, own)]
+        recorder = require_entered(self.recorder)
+        alike = [one for one in others if one.names == own.names]
         records = sorted([own, *alike], key=lambda one: one.rank)
         notes = _limits(recorder)
-        if len(records) < own.world.ranks:
+        if len(records) < own.ranks:
             known = describe_ranks([one.rank for one in records])
             notes.insert(0, f"an error has ended what was watched, so only what {known} saw is known")
-        # A Reducer makes its buckets anew after the first step; some rank may not have come to it.
-        return find(records, recorder.layouts, notes)
-
-    @property
-    def findings(self) -> Findings:
-        """The findings.
-
-        Raises:
-            RuntimeError: the block has not ended yet.
-        """
-        if self._findings is None:
-            raise RuntimeError("diagnose: expected the block to have ended; read the findings after it")
-        return self._findings
-
-    def __str__(self) -> str:
-        """Return the report as text for a terminal."""
-        return "a diagnosis that has not ended" if self._findings is None else describe(self._findings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the findings as plain values, for JSON.
-
-        Raises:
-            RuntimeError: the block has not ended yet.
-        """
-        return self.findings.to_dict()
+        return find(records, notes)
 
     def _stop(self) -> tuple[Recorder, SideChannel]:
-        if self.recorder is None or self._channel is None:
-            raise RuntimeError("diagnose: expected a block, as in `with ddp_hooks.diagnose(ddp) as diagnosis:`")
-        self.recorder.close()
+        recorder, channel = require_entered(self.recorder), require_entered(self._channel)
+        recorder.close()
         for end in self._ends:
             end()
-        return self.recorder, self._channel
+        return recorder, channel
 
     def describe(self, end: End) -> RankRecord:
         """Return what this rank has seen so far; any thread may call this."""
-        ddp, recorder = self._ddp, self.recorder
-        assert ddp is not None  # it was entered, and has not ended
-        assert recorder is not None
-        assert self._channel is not None
+        ddp, recorder, trials = (
+            require_entered(self._ddp),
+            require_entered(self.recorder),
+            require_entered(self._trials),
+        )
+        channel = require_entered(self._channel)
         standing = recorder.stand()
         watch = recorder.watch
         held = {id(parameter): name for name, parameter in zip(watch.names, watch.parameters, strict=False)}
@@ -185,20 +165,16 @@ class Diagnosis:
         return RankRecord(
             tuple(watch.names),
             recorder.sizes,
-            watch.reduced_count,
             tuple(name for name in named if name in ddp.parameters_to_ignore),
             tuple(named),
             tuple(recorder.steps),
-            tuple(layout.hash() for layout in recorder.layouts),
+            recorder.units,
             recorder.find_unused_parameters,
             bool(ddp.static_graph),
-            registered_service(ddp) is not None,
-            self._describe_world(ddp),
-            # A device copies beside the host.
-            timing.measure_copying(recorder.largest_bucket_bytes if ddp.device_type == "cpu" else 0),
+            registered_service(ddp) is not None and not trials.serves(),
+            channel.ranks,
             tuple(recorder.missed),
-            recorder.before_accumulating,
-            self._channel.rank,
+            channel.rank,
             standing,
             end,
             strangers=recorder.strangers.read(ddp, held),
@@ -211,75 +187,53 @@ class Diagnosis:
                 for name, part in ddp.module.named_modules()
                 if isinstance(part, DistributedDataParallel) and any(id(one) in held for one in part.parameters())
             ),
-        )
-
-    def _describe_world(self, ddp: DistributedDataParallel) -> World:
-        assert self._channel is not None  # what the callers have made sure of
-        device = torch.device(ddp.device_type)
-        return World(
-            self._channel.ranks,
-            _C.can_send_directly(ddp.process_group, device) and may_send_directly(self._channel.hosts),
-            device.type != "cpu",
+            trials=tuple(trials.done),
+            plain_steps=trials.plain_steps,
+            why_not_tried=trials.why_not_all(),
         )
 
 
-def diagnose(ddp: torch.nn.Module) -> Diagnosis | ShardDiagnosis:
-    """Watch the steps of a DDP module, and find unused parameters and what ``ddp_hooks`` would save.
+def diagnose(ddp: torch.nn.Module, *, trial_steps: int = 0) -> Diagnosis | ShardDiagnosis:
+    """Watch the steps of a DDP module, find unused parameters, and measure what ``ddp_hooks`` saves.
 
-    It does not change gradients, hooks or what DDP sends. Every rank has to enter the block.
+    By default, it does not change gradients, hooks or what DDP sends. Every rank has to enter the block.
 
     Args:
         ddp: the module, or the result of ``torch.compile`` for it. For a root module with ``fully_shard``, the report
-            shows which parameters are unused, but not what would be saved.
+            shows which parameters are unused, and no policy is tried.
+        trial_steps: the number of steps in which to try policies, at least 8: plain DDP runs for a quarter of them, the
+            policy ``"skip_unused"`` for another, and ``"auto"`` for the rest. Gradients stay those of plain DDP, and
+            the hook is removed after these steps or at the end of the block. By default, no policy is tried.
 
     Returns:
         A context manager. After its block, ``print`` it, or read ``findings``.
 
     Raises:
         TypeError: ``ddp`` is not such a module.
+        ValueError: ``trial_steps`` is out of range.
 
     Example::
 
-        with ddp_hooks.diagnose(ddp) as diagnosis:
-            for batch in itertools.islice(loader, 20):
+        with ddp_hooks.diagnose(ddp, trial_steps=48) as diagnosis:
+            for batch in itertools.islice(loader, 48):
                 step(batch)
         print(diagnosis)
     """
+    if not isinstance(trial_steps, int) or 0 != trial_steps < LEAST_STEPS:
+        raise ValueError(f"diagnose: expected trial_steps to be 0 or at least {LEAST_STEPS}, received {trial_steps!r}")
     if is_sharded(ddp):
         return ShardDiagnosis(ddp)
-    return Diagnosis(find_ddp(ddp, "diagnose"))
-
-
-def why_not_watched(ddp: DistributedDataParallel, way_out: str) -> str | None:
-    """Return why a module cannot be watched; None if it can.
-
-    Args:
-        ddp: the module.
-        way_out: what to do if a backward pass is running.
-    """
-    if getattr(ddp, "_delay_all_reduce_all_params", False):
-        return "delay_all_reduce_named_params delays every parameter, so DDP has no buckets; do not set it"
-    if getattr(ddp, "_use_python_reducer", False):
-        return "DDP's Python reducer (compiled autograd) has no buckets; set torch._dynamo.config.optimize_ddp = True"
-    if _C.reducer_is_in_backward(ddp.reducer):
-        return f"a backward pass is under way; {way_out}"
-    return None
+    return Diagnosis(find_ddp(ddp, "diagnose"), trial_steps)
 
 
 def _check(records: Sequence[RankRecord]) -> None:
     first = records[0]
     for rank, other in enumerate(records):
-        if (other.names, other.layouts) != (first.names, first.layouts):
+        if (other.names, other.sizes) != (first.names, first.sizes):
             raise RuntimeError(
-                f"diagnose: expected the same parameters in the same buckets on every rank, received others on rank "
-                f"{rank} than on rank 0; wrap the same model on every rank"
+                f"diagnose: expected the same parameters on every rank, received others on rank {rank} than on rank 0; "
+                "wrap the same model on every rank"
             )
-
-
-def _is_alike(one: RankRecord, other: RankRecord) -> bool:
-    """Return whether two ranks have the same parameters, in the same buckets as far as both have got."""
-    layouts = zip(one.layouts, other.layouts, strict=False)
-    return one.names == other.names and all(first == second for first, second in layouts)
 
 
 def _limits(recorder: Recorder) -> list[str]:

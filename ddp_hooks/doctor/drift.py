@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from ..wording import short_list
 from .gradient_watch import Unreduced
 from .problem import Kind, Problem
-from .questions import Facts
-from .records import RankRecord
-from .replicas import Drift, find_drift
+from .records import Facts, RankRecord
+from .replicas import list_drift
 from .verdicts import ADDED, REPLACED, UNFROZEN
 
 
 def find_drifting(facts: Facts) -> Iterator[Problem]:
     """Compare the replicas; where no pass was reduced at all, there is no need to."""
-    drift = compare_replicas(facts)
+    drift = facts.find_drift()
     cause = _find_cause(facts)
     if any(one.verdict in (UNFROZEN, REPLACED, ADDED) for one in facts.modules):
         return  # that says it all
@@ -23,8 +22,8 @@ def find_drifting(facts: Facts) -> Iterator[Problem]:
     raised = any(record.end.left == "backward" and _is_late(record) for record in facts.records)
     if cause is not None and (drift is not None or facts.finished == 0 or raised):
         fact, change = cause
-        differ = "" if drift is None else f"; {describe_drift(drift)}"
-        yield Problem(Kind.APART, f"{fact}{differ}.", change, details=list_drifted(drift))
+        differ = "" if drift is None else f"; {drift}"
+        yield Problem(Kind.APART, f"{fact}{differ}.", change, details=list_drift(drift))
     elif drift is not None and not facts.finished and not drift.is_rounding:
         called = min(record.standing.forwards for record in facts.records)
         how = (
@@ -34,11 +33,11 @@ def find_drifting(facts: Facts) -> Iterator[Problem]:
         )
         yield Problem(
             Kind.APART,
-            f"DDP averages nothing: {how}; {describe_drift(drift)}.",
+            f"DDP averages nothing: {how}; {drift}.",
             "Call loss.backward(): torch.autograd.grad() and torch.func.grad() do not tell DDP of gradients."
             if called
             else "Call the DistributedDataParallel module itself, ddp(...), in training, and then backward().",
-            details=list_drifted(drift),
+            details=list_drift(drift),
         )
     elif drift is not None and drift.since is not None and not drift.is_rounding and facts.finished:
         hook = facts.records[0].other_hook
@@ -50,22 +49,13 @@ def find_drifting(facts: Facts) -> Iterator[Problem]:
         at_first = drift.since == (0, 0)
         yield Problem(
             Kind.APART,
-            f"{describe_drift(drift)[0].upper()}{describe_drift(drift)[1:]}{averaged}.",
+            f"{str(drift).capitalize()}{averaged}.",
             "Load weights before wrapping, or on every rank, and do not pass init_sync=False."
             if at_first
             else "Look for what changes weights on some ranks only: a step of the optimizer that one rank skips, "
             "another learning rate, gradients that are changed after backward(), weights that are loaded or reset.",
-            details=list_drifted(drift),
+            details=list_drift(drift),
         )
-
-
-def compare_replicas(facts: Facts) -> Drift | None:
-    """Return how the ranks' parameters differ; None if they do not, or if they cannot be compared."""
-    records = facts.records
-    # A rank that has joined is behind until the block ends; after an error ranks have ended at different points.
-    if facts.absent or any(record.missed or record.replica is None for record in records) or len(records) < 2:
-        return None
-    return find_drift(records[0].names, [record.replica for record in records if record.replica is not None])
 
 
 def _find_cause(facts: Facts) -> tuple[str, str] | None:
@@ -139,23 +129,3 @@ def _times(count: int) -> str:
 
 def _passes(count: int) -> str:
     return f"{count} backward pass{'' if count == 1 else 'es'}"
-
-
-def describe_drift(drift: Drift) -> str:
-    """Return a clause that says how much differs."""
-    amount = f", by up to {drift.largest:.2g}" if drift.largest else ""
-    return f"the replicas differ in {len(drift.names)} of {drift.compared} parameters{amount}"
-
-
-def list_drifted(drift: Drift | None) -> tuple[str, ...]:
-    """Return sentences that say which parameters differ, and what to do about it."""
-    if drift is None:
-        return ()
-    since = ""
-    if drift.since is not None and drift.since[0]:
-        since = f", first seen after {drift.since[0]} finished step{'' if drift.since[0] == 1 else 's'}"
-    return (
-        f"Not the same on every rank{since}: {short_list(drift.names)}.",
-        "Weights that have drifted apart stay apart: start again, or call "
-        "ddp_hooks.sync.broadcast_parameters(ddp) once.",
-    )

@@ -25,8 +25,7 @@ from ..serving.agreement import propose, settle
 from ..serving.modules import find_ddp
 from ..serving.parameters import ParameterIndex, Selector
 from ..wording import short_list
-from .diagnosis import why_not_watched
-from .gradient_watch import GradientWatch, Silence
+from .gradient_watch import GradientWatch, Silence, why_not_watched
 from .joining import join_block_of
 from .side_channel import SideChannel
 

@@ -49,73 +49,73 @@ class Unreduced(Enum):
 
 
 class Silence:
-    """A listener that does nothing. Its methods run in the thread that runs the module, or in autograd's."""
+    """A listener that does nothing. Its methods run in the thread that runs the module, or in a thread of autograd."""
 
     def call_begins(self) -> None:
-        """The module is called, whether or not a backward pass will follow. May raise: the call then does."""
+        """The module is called, whether or not a backward pass will follow. The call raises what this raises."""
 
     def forward_begins(self) -> None:
         """A synchronising forward pass is about to begin."""
 
     def model_done(self) -> None:
-        """The model's own forward pass is through; DDP's part comes."""
+        """The model's own forward pass has ended. DDP's part follows."""
 
     def forward_done(self) -> None:
-        """A synchronising forward pass is through."""
+        """A synchronising forward pass has ended."""
 
     def pass_begins(self, synchronises: bool) -> None:
-        """The first gradient of a backward pass is there, and nothing was reduced yet."""
+        """The first gradient of a backward pass has arrived, and nothing has been reduced yet."""
 
     def gradient_done(self, index: int, parameter: torch.Tensor, synchronises: bool) -> None:
-        """A parameter was reached, and its gradient is this rank's own still; it may have got none."""
+        """Backward has reached a parameter. Its gradient, if it got one, has not been reduced yet."""
 
     def gradients_done(self) -> None:
-        """All gradients of a pass are there."""
+        """All gradients of a pass have arrived."""
 
     def pass_left(self, why: Unreduced) -> None:
-        """A pass has ended that DDP does not reduce. May raise: ``backward()`` then does."""
+        """A pass that DDP does not reduce has ended. ``backward()`` raises what this raises."""
 
     def pass_broke(self) -> None:
-        """A pass has begun and not ended, and what comes after it begins: it has raised."""
+        """The next pass begins, but the last one has not ended, so it has raised."""
 
     def step_reduced(self) -> None:
         """DDP has finalised a synchronised pass."""
 
     def step_done(self) -> None:
-        """What follows DDP's end of the pass is done, too. May raise: ``backward()`` then does."""
+        """The callbacks that follow DDP's end of the pass have run. ``backward()`` raises what this raises."""
 
     def joined_step_done(self) -> None:
-        """Others have ended a synchronised pass, and this rank, which has joined (``ddp.join()``), had none.
+        """Other ranks have ended a synchronised pass, and this rank has joined (``ddp.join()``).
 
-        May raise: the end of the join block then does.
+        The end of the join block raises what this raises.
         """
 
     def join_block_ends(self) -> None:
-        """Without an error the end of a join block is reached here, where DDP waits for the others.
+        """Without an error, this rank has reached the end of a join block, where DDP waits for the others.
 
-        May raise: the end of the join block then does.
+        The end of the join block raises what this raises.
         """
 
 
 class GradientWatch:
-    """Tells a listener; see the module.
+    """Tells a listener what happens to the gradients of a module.
 
     Args:
-        ddp: the module; held weakly.
-        listener: who is told.
+        ddp: the module, which is held weakly.
+        listener: the listener.
 
     Attributes:
-        parameters: those of the Reducer, in its order, and then those it does not know.
-        names: of the parameters, in the wrapped model.
-        reduced_count: how many the Reducer knows.
+        parameters: the parameters of the Reducer, in its order, and then those that it does not know.
+        names: the names of the parameters in the wrapped model.
+        reduced_count: the number of parameters that the Reducer knows.
         used: a byte for each parameter: 1 if it got a gradient here since the last synchronised pass ended.
-        held: of the parameters that had a gradient when the pass began, what tells whether it is the same still.
-        forwards: how many synchronising forward passes have begun since the last synchronised pass ended.
-        idle_forwards: how many of those before these no backward pass of their own has followed.
-        failed_forwards: how many forward passes of DDP's, in grad mode, have raised.
-        inner_calls: how often the wrapped model was called in grad mode, but not by DDP.
-        resent: how many synchronised passes have added to gradients that DDP had averaged and nobody had used since.
-        nested_in: the custom functions of autograd whose own backward passes have reached parameters, by name.
+        held: the identity of each gradient that existed when the pass began, by parameter.
+        forwards: the number of synchronising forward passes since the last synchronised pass ended.
+        idle_forwards: the number of earlier synchronising forward passes without a backward pass of their own.
+        failed_forwards: the number of DDP's forward passes in grad mode that have raised.
+        inner_calls: how often something other than DDP called the wrapped model in grad mode.
+        resent: the number of synchronised passes that added to averaged gradients which nobody had used yet.
+        nested_in: the names of custom autograd functions whose own backward passes have reached parameters.
     """
 
     # A copy of a module copies the hooks on its forward pass; the copies hear nothing.
@@ -170,15 +170,15 @@ class GradientWatch:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters; those that are gone are left out only when the module is."""
+        """The parameters that still exist, which are all of them while the module exists."""
         return [parameter for reference in self._parameters if (parameter := reference()) is not None]
 
     def some_parameters(self, indices: Iterable[int]) -> list[torch.Tensor]:
-        """Return a few of the parameters, without a look at the others."""
+        """Return a few of the parameters without reading the others."""
         return [parameter for i in indices if (parameter := self._parameters[i]()) is not None]
 
     def find_moved(self) -> Iterator[tuple[str, str]]:
-        """Yield the names of parameters of another type or device than when watching began, and both."""
+        """Yield the name of each parameter whose type or device has changed since watching began, and the change."""
         for name, before, reference in zip(self.names, self._kinds, self._parameters, strict=True):
             parameter = reference()
             if parameter is not None and (now := (parameter.dtype, parameter.device.type)) != before:
@@ -192,7 +192,7 @@ class GradientWatch:
                 )
 
     def close(self) -> None:
-        """Take every hook off; may be called again."""
+        """Remove all hooks. May be called again."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -232,7 +232,7 @@ class GradientWatch:
 
     @property
     def runs_backward(self) -> bool:
-        """Whether a backward pass has begun that has not come to its end: it runs, or it has raised."""
+        """Whether a backward pass has begun and not ended: it runs, or it has raised."""
         return bool(self._running)
 
     @property
@@ -374,23 +374,39 @@ class GradientWatch:
     # --- join blocks
 
     def joined_step_done(self) -> None:
-        """Tell that the others had a step in which this rank had joined."""
+        """Tell the listener of a step of other ranks in which this rank had joined."""
         if self._listener is not None:
             self._listener.joined_step_done()
 
     def join_block_ends(self) -> None:
-        """Tell that this rank is about to wait for the others at the end of a join block."""
+        """Tell the listener that this rank is about to wait for the others at the end of a join block."""
         if self._listener is not None:
             self._listener.join_block_ends()
 
 
+def why_not_watched(ddp: DistributedDataParallel, way_out: str) -> str | None:
+    """Return why a module cannot be watched; None if it can.
+
+    Args:
+        ddp: the module.
+        way_out: what to do if a backward pass is running.
+    """
+    if getattr(ddp, "_delay_all_reduce_all_params", False):
+        return "delay_all_reduce_named_params delays every parameter, so DDP has no buckets; do not set it"
+    if getattr(ddp, "_use_python_reducer", False):
+        return "DDP's Python reducer (compiled autograd) has no buckets; set torch._dynamo.config.optimize_ddp = True"
+    if _C.reducer_is_in_backward(ddp.reducer):
+        return f"a backward pass is under way; {way_out}"
+    return None
+
+
 def _identify(gradient: torch.Tensor) -> tuple[int, int]:
-    """Return what changes when something is added to a gradient, or another one takes its place."""
+    """Return a value that changes if something is added to a gradient, or if another one takes its place."""
     return gradient._cdata, gradient._version
 
 
 def _find_outer_function() -> str | None:
-    """Return the name of the custom function in whose backward this call of the engine was made; None if in none."""
+    """Return the name of the custom function whose backward has called the engine; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     is_in_engine = False
     while frame is not None:

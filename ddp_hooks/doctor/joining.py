@@ -1,8 +1,7 @@
-"""Tells of join blocks, in which a rank that has joined takes part in synchronised passes that others still run.
+"""Reports steps of other ranks in which this rank has joined (``ddp.join()``).
 
-Within ``ddp.join()`` a rank that has run out of batches has no forward or backward any more: DDP goes through its part
-of the others' passes in the join block's end. Whoever counts passes, or answers the others at the end of each, has to
-hear of these, too.
+Such a rank has run out of batches, and runs no forward or backward any more: at the end of its join block, DDP takes
+part in the passes of the other ranks. Code that counts passes, or answers the others at the end of each, listens here.
 """
 
 from __future__ import annotations
@@ -17,37 +16,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Follower(Protocol):
-    """Who is told; held weakly."""
+    """A listener, which is held weakly."""
 
     def joined_step_done(self) -> None:
-        """Others have ended a synchronised pass, and this rank, which has joined, had none."""
+        """Note that other ranks have ended a synchronised pass, and that this rank has joined."""
 
     def join_block_ends(self) -> None:
-        """Without an error the end of a join block is reached here, where DDP waits for the others."""
+        """Note that this rank has reached the end of a join block, where DDP waits for the others."""
 
 
-# By module, who follows.
+# The followers of each module.
 _followers: weakref.WeakKeyDictionary[DistributedDataParallel, list[weakref.ref[Follower]]] = (
     weakref.WeakKeyDictionary()
 )
-# By module, what stands for the join block that it is in.
+# An object for the join block that a module is in.
 _blocks: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
-# By name: what is wrapped of torch's, its class, and what it is wrapped by. On the classes, because what is put on a
-# module is copied with it.
+# By name: the class, the original method and its wrapper. Classes are patched, because attributes of a module would be
+# copied with it.
 _wrapped: dict[str, tuple[type, Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def follow_join_blocks(ddp: DistributedDataParallel, follower: Follower) -> Callable[[], None]:
-    """Tell ``follower`` of the module's join blocks, as far as they begin from now on.
+    """Tell ``follower`` of the module's join blocks that begin from now on.
 
     What a follower raises ends the join block on this rank.
 
     Args:
-        ddp: the module; held weakly.
-        follower: who is told; held weakly.
+        ddp: the module, which is held weakly.
+        follower: the follower, which is held weakly.
 
     Returns:
-        What ends it; may be called again.
+        A function that ends this. It may be called again.
     """
     reference = weakref.ref(follower)
     if ddp not in _followers:
@@ -72,7 +71,7 @@ def follow_join_blocks(ddp: DistributedDataParallel, follower: Follower) -> Call
 
 
 def join_block_of(ddp: DistributedDataParallel) -> object | None:
-    """Return what stands for the join block that the module is in, if it was heard of; None outside of one."""
+    """Return an object for the join block that the module is in, if that is known; None outside of one."""
     return _blocks.get(ddp) if ddp._join_config.enable else None
 
 
@@ -81,7 +80,7 @@ def _living_followers(ddp: DistributedDataParallel) -> list[Follower]:
 
 
 class _Following(JoinHook):
-    """DDP's part of a join block, and who follows behind it."""
+    """DDP's part of a join block, after which followers are told."""
 
     def __init__(self, hook: JoinHook, ddp: DistributedDataParallel) -> None:
         self._hook = hook
@@ -89,7 +88,7 @@ class _Following(JoinHook):
 
     def main_hook(self) -> None:
         self._hook.main_hook()
-        # So DDP notes whether the pass is reduced.
+        # DDP records here whether the pass is reduced.
         if self._ddp.require_forward_param_sync:
             for follower in _living_followers(self._ddp):
                 follower.joined_step_done()
@@ -121,7 +120,7 @@ def _wrap_exit(original: Callable[..., None]) -> Callable[..., None]:
                     follower.join_block_ends()
             original(self, kind, error, traceback)
         finally:
-            # Also where an error leaves the block: DDP goes on to say that it is in one.
+            # Also after an error, because DDP then still says that it is in a block.
             for module in blocks:
                 _blocks.pop(module, None)
 
@@ -130,7 +129,7 @@ def _wrap_exit(original: Callable[..., None]) -> Callable[..., None]:
 
 def _install(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     current = getattr(owner, name)
-    # Also where somebody else has replaced what we had put there.
+    # Also if somebody else has replaced our wrapper.
     if name not in _wrapped or _wrapped[name][2] is not current:
         _wrapped[name] = owner, current, wrap(current)
         setattr(owner, name, _wrapped[name][2])
@@ -141,11 +140,11 @@ def _is_in_force(wrapper: Callable[..., Any]) -> bool:
 
 
 def _uninstall_if_unneeded() -> None:
-    # A module that is gone is not among them, whether or not its entry is.
+    # Iterating leaves out modules that are gone.
     if any(True for _ in _followers):
         return
     for name, (owner, original, wrapper) in _wrapped.items():
-        # What somebody has put over ours calls it; it then does nothing of its own.
+        # If another wrapper calls ours, ours does nothing any more.
         if getattr(owner, name) is wrapper:
             setattr(owner, name, original)
     _wrapped.clear()

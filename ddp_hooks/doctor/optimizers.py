@@ -1,4 +1,4 @@
-"""Parameters that optimizers step and that are in no DDP module, so that each rank trains its own."""
+"""Finds parameters that optimizers step but no DDP module holds, so that each rank trains its own."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .naming import class_name
 from .replicas import Replica, read_replica
 
-# More of them are a model of their own, which is somebody else's to keep equal.
+# More parameters than this are another model, which something else may keep equal.
 _MOST = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Outsiders:
-    """Plain values, of one rank.
+    """The parameters outside of DDP modules on one rank: plain values.
 
     Attributes:
-        names: of the parameters, after the class of the module that holds them, as in ``ArcFace.weight``.
-        replica: what tells whether they are the other ranks'.
+        names: their names, after the class of the module that holds them, for example ``ArcFace.weight``.
+        replica: their contents, to compare them between ranks.
     """
 
     names: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Outsiders:
 
 
 class OptimizerWatch:
-    """Looks at each optimizer when it steps for the first time, and at its end at what it has found then.
+    """Looks at each optimizer when it first steps, and at the end at the parameters that it found.
 
     Args:
         find_insiders: returns the parameters that DDP modules have.
@@ -47,12 +47,12 @@ class OptimizerWatch:
         self._handle: Any = register_optimizer_step_pre_hook(self._step_begins)
 
     def close(self) -> None:
-        """Look no more; may be called again."""
+        """Stop looking. May be called again."""
         self._handle.remove()
         self._outsiders.clear()
 
     def read(self) -> Outsiders:
-        """Return what belongs to no DDP module by now."""
+        """Return the parameters that belong to no DDP module now."""
         insiders = {id(one) for one in self._find_insiders()}
         found = [(name, one) for key, (name, one) in self._outsiders.items() if key not in insiders]
         if len(found) > _MOST:
@@ -70,7 +70,7 @@ class OptimizerWatch:
             for one in group["params"]
             if id(one) not in insiders and one.requires_grad and not isinstance(one, DTensor)
         ]
-        # Named while what holds them lives.
+        # They get names now, while the modules that hold them exist.
         for name, one in zip(_name(found), found, strict=True):
             self._outsiders[id(one)] = name, one
 
@@ -79,7 +79,7 @@ def _name(parameters: Sequence[torch.Tensor]) -> list[str]:
     names: dict[int, str] = {}
     wanted = {id(one) for one in parameters}
     for module in gc.get_objects() if wanted else ():
-        # Whatever objects there are, training goes on.
+        # Training continues with any kind of object.
         with suppress(Exception):
             if isinstance(module, nn.Module):
                 for name, parameter in module.named_parameters(recurse=False):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..wording import short_list
-from .drift import compare_replicas, describe_drift, list_drifted
 from .gradient_watch import Unreduced
 from .problem import Kind, Problem
-from .questions import Facts, short_names
-from .replicas import find_drift
+from .records import Facts
+from .replicas import find_drift, list_drift
 from .standing import Unfinished
-from .verdicts import ADDED, REMOVED, REPLACED, UNFROZEN, ModuleVerdict
+from .verdicts import ADDED, REMOVED, REPLACED, UNFROZEN, ModuleVerdict, short_names
 
 
 def find_unfrozen(facts: Facts) -> Iterator[Problem]:
@@ -21,8 +20,8 @@ def find_unfrozen(facts: Facts) -> Iterator[Problem]:
     # The hook averages it if something else is used, too.
     if not apart or (facts.has_hook and not alone):
         return
-    drift = compare_replicas(facts)
-    differ = "" if drift is None else f"; {describe_drift(drift)}"
+    drift = facts.find_drift()
+    differ = "" if drift is None else f"; {drift}"
     alone_too = (
         f"In {alone} backward pass{'' if alone == 1 else 'es'} nothing that DDP knows was used; "
         "ddp_hooks.register(ddp) raises there without the rebuild."
@@ -35,7 +34,7 @@ def find_unfrozen(facts: Facts) -> Iterator[Problem]:
         f"{_it(apart)}{differ}.",
         "Wrap the model after unfreezing, or call ddp_hooks.register(ddp) after wrapping and ddp_hooks.rebuild(ddp) "
         "after unfreezing.",
-        details=(alone_too, *list_drifted(drift)),
+        details=(alone_too, *list_drift(drift)),
     )
 
 
@@ -131,7 +130,7 @@ def find_silent_hook(facts: Facts) -> Iterator[Problem]:
         Kind.APART,
         f"The script registers the communication hook {hook.name}, which sends nothing, so DDP averages nothing.",
         "Take it out; it is meant for measuring what a step takes without sending.",
-        details=list_drifted(compare_replicas(facts)),
+        details=list_drift(facts.find_drift()),
     )
 
 

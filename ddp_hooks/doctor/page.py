@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
-from ..wording import describe_bytes, describe_part
+from ..wording import describe_bytes
 from .findings import Findings
 from .problem import open_report
-from .text import describe
+from .text import describe, policy_rows
 from .verdicts import (
     FROZEN_AFTER,
     FROZEN_SINCE,
@@ -72,7 +72,7 @@ def _draw_one(findings: Findings) -> str:
         f'<p class="advice">{escape(open_report(findings.steps, findings.problems, findings.advice))}</p>',
     ]
     if findings.policies:
-        parts += ["<h2>What would be sent</h2>", '<div class="table">', *_draw_policies(findings), "</div>"]
+        parts += ["<h2>What ddp_hooks sends</h2>", '<div class="table">', *_draw_policies(findings), "</div>"]
     if findings.answers:
         parts.append('<h2>Questions</h2><div class="table"><table>')
         parts += [
@@ -101,18 +101,12 @@ def _draw_policies(findings: Findings) -> Iterator[str]:
         '<table><tr><th>Policy</th><th class="number">Bytes a step</th><th></th><th class="number">Saved</th>'
         '<th class="number">A step takes</th></tr>'
     )
-    steps = max(findings.steps, 1)
-    plain = "" if findings.division is None else f"{findings.division.step_seconds * 1e3:.1f} ms"
-    rows = [("plain DDP", findings.dense_bytes, "", plain)]
-    for one in findings.policies:
-        seconds = "" if one.step_seconds is None else f"about {one.step_seconds * 1e3:.1f} ms"
-        name = one.policy if one.exact else f"{one.policy} (once it has settled)"
-        rows.append((name, one.payload_bytes, describe_part(one.saved_fraction), seconds))
-    for name, size, saved, seconds in rows:
-        width = 200 * size / max(findings.dense_bytes, 1)
+    dense = max(findings.dense_bytes // max(findings.steps, 1), 1)
+    for name, size, saved, seconds in policy_rows(findings):
+        width = 200 * size / dense
         yield (
-            f'<tr><td>{escape(name)}</td><td class="number">{describe_bytes(size / steps)}</td>'
-            f'<td><svg width="210" height="12" role="img" aria-label="{describe_bytes(size / steps)}">'
+            f'<tr><td>{escape(name)}</td><td class="number">{describe_bytes(size)}</td>'
+            f'<td><svg width="210" height="12" role="img" aria-label="{describe_bytes(size)}">'
             f'<rect class="used" width="{width:.1f}" height="12"/></svg></td>'
             f'<td class="number">{saved}</td><td class="number">{seconds}</td></tr>'
         )

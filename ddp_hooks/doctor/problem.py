@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
@@ -67,3 +67,10 @@ def open_report(steps: int, problems: Sequence[Problem], advice: str) -> str:
     if not problems:
         return f"Nothing is wrong. {advice}" if steps else advice
     return str(problems[0])
+
+
+def choose_problems(found: Iterable[Problem]) -> list[Problem]:
+    """Return the problems to report, the most serious first: if the run broke down, only those that matter then."""
+    problems = sorted(found, key=lambda problem: problem.kind)
+    is_broken = any(problem.kind.breaks_run for problem in problems)
+    return [problem for problem in problems if not is_broken or problem.kind.forbids_advice]

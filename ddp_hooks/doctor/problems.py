@@ -15,15 +15,14 @@ paragraph each. While there is a problem whose kind ``forbids_advice``, no polic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from statistics import fmean
 
-from ..wording import describe_part, describe_ranks, short_list
+from ..wording import describe_part, short_list
 from .breakdowns import (
     MEND_SEVERED,
     WHY_SEVERED,
-    count_steps,
     find_broken_backward,
     find_changed_graph,
+    find_error,
     find_marked_twice,
     find_missing_gradients,
     find_silent_rank,
@@ -32,20 +31,16 @@ from .breakdowns import (
 )
 from .drift import find_drifting
 from .outsiders import explains_missing, find_silent_hook, find_strangers, find_unfrozen, find_unwrapped
-from .problem import Kind, Problem
-from .questions import Facts, short_names
-from .standing import Way
-from .verdicts import FROZEN_SINCE, NEVER, in_steps, is_inside
+from .problem import Kind, Problem, choose_problems
+from .records import Facts
+from .verdicts import FROZEN_SINCE, NEVER, in_steps, is_inside, short_names
 
 
 def find_problems(facts: Facts) -> list[Problem]:
     """Return what is wrong, the most serious first."""
     # What the model no longer has cannot get a gradient.
     finders = [one for one in _FINDERS if one is not find_missing_gradients or not explains_missing(facts)]
-    found = sorted((problem for finder in finders for problem in finder(facts)), key=lambda problem: problem.kind)
-    # What has broken the run is what matters; the steps before it say little about the rest.
-    is_broken = any(problem.kind.breaks_run for problem in found)
-    return [problem for problem in found if not is_broken or problem.kind.forbids_advice]
+    return choose_problems(problem for finder in finders for problem in finder(facts))
 
 
 def _find_forgotten(facts: Facts) -> Iterator[Problem]:
@@ -92,18 +87,17 @@ def _find_frozen_late(facts: Facts) -> Iterator[Problem]:
     late = [one for one in facts.parameters if one.frozen_since is not None]
     if not late or facts.has_hook:
         return
-    since = max(one.frozen_since or 0 for one in late)
-    gain = ""
-    if facts.saved_by_step:
-        before, after = (fmean(part) for part in (facts.saved_by_step[:since], facts.saved_by_step[since:]))
-        gain = f"ddp_hooks saves {describe_part(before)} of the bytes before step {since} and {after:.1%} after it."
+    searches = facts.find_unused_parameters or facts.static_graph
+    part = sum(one.dense_bytes for one in late) / sum(one.dense_bytes for one in facts.parameters)
     names = short_names([one for one in facts.modules if one.verdict == FROZEN_SINCE])
     yield Problem(
         Kind.FROZEN_LATE,
-        f"{names} is frozen since {in_steps(late)}, and DDP has sent zeros for it since then.",
+        f"{names} is frozen since {in_steps(late)}, and DDP "
+        # Only the hook of a trial has kept such a run going.
+        + ("has sent zeros for it since then." if searches else "without ddp_hooks would wait for its gradients."),
         "Call ddp_hooks.rebuild(ddp) on every rank after freezing for good, or register the hook and freeze with "
         "ddp_hooks.freeze(ddp, ...).",
-        gain,
+        f"Either saves {describe_part(part)} of the bytes.",
     )
 
 
@@ -115,21 +109,6 @@ def _find_wrapped_twice(facts: Facts) -> Iterator[Problem]:
             f"The wrapped model contains other DistributedDataParallel modules ({short_list(parts)}), so their "
             "gradients are averaged and sent twice.",
             "Wrap the whole model once, and none of its parts; ddp_hooks.register(ddp) refuses it as it is.",
-        )
-
-
-def _find_error(facts: Facts) -> Iterator[Problem]:
-    raised = [record for record in facts.records if record.end.way is Way.RAISED]
-    if raised:
-        first = raised[0]
-        where = {"backward": "in backward ", "forward": "in the forward pass "}.get(first.end.left, "")
-        yield Problem(
-            Kind.SCRIPT_RAISED,
-            f"The script ended with an error {where}on {describe_ranks([record.rank for record in raised])}, after "
-            f"{count_steps(first.standing.finished)}: {first.end.error}.",
-            "No parameter of DDP's had been reached by then, so look for what raised in the loss."
-            if first.end.left == "backward"
-            else "DDP had finished every step that had begun, so look for the reason in the script.",
         )
 
 
@@ -148,6 +127,6 @@ _FINDERS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     find_silent_hook,
     _find_frozen_late,
     _find_wrapped_twice,
-    _find_error,
+    find_error,
     _find_forgotten,
 )

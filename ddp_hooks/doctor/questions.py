@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..wording import describe_bytes, describe_part, short_list
 from .other_hooks import OtherHook
-from .records import RankRecord
-from .timing import Division
+from .records import Facts
+from .timing import Division, PolicyTrial
 from .verdicts import (
     FROZEN_AFTER,
     FROZEN_SINCE,
@@ -19,21 +18,17 @@ from .verdicts import (
     SOME_RANKS,
     SOMETIMES,
     ModuleVerdict,
-    ParameterVerdict,
+    count,
     is_inside,
-    unite_names,
-    without_numbers,
+    short_names,
 )
 
 # Below this part of the bytes a hook is not worth a line.
 LEAST_SAVED = 0.02
 # What looking at values has to save besides to be worth it.
 _LEAST_MORE = 0.05
-# How much of the bytes accumulation has to spoil to be worth a word.
-_LEAST_SPOILED = 0.25
 _FROZEN = (FROZEN_AFTER, FROZEN_SINCE)
 _UNUSED = (NEVER, SOMETIMES, SOME_RANKS, *_FROZEN)
-_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,77 +46,11 @@ class Answer:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The facts that the answers follow from.
-
-    Attributes:
-        ranks: how many.
-        steps: how many were watched.
-        find_unused_parameters: DDP's setting.
-        static_graph: DDP's setting, too.
-        has_hook: a hook of this package is registered.
-        parameters: what became of each.
-        modules: the same by module.
-        same_parameters: each rank used the same ones in every step.
-        same_order: and their gradients came in the same order.
-        division: how a step divides, or None.
-        narrow_fraction: which part of plain DDP's bytes a narrow form holds to the bit, on every rank, or None.
-        before_accumulating: the same of a single pass where several are accumulated, on the rank with the least; None
-            where none are.
-        records: what each rank wrote down that was heard of, by rank.
-        absent: the ranks that were not.
-        finished: how many steps the rank has finished that has finished most.
-        saved_by_step: which part of its bytes ``skip_unused`` would save in each step; empty where that is not known.
-        left_out: what some step reached with no gradient, because the loss leaves out an output: the parameters' names.
-    """
-
-    ranks: int
-    steps: int
-    find_unused_parameters: bool
-    static_graph: bool
-    has_hook: bool
-    parameters: tuple[ParameterVerdict, ...]
-    modules: tuple[ModuleVerdict, ...]
-    same_parameters: bool
-    same_order: bool
-    division: Division | None
-    narrow_fraction: float | None
-    before_accumulating: float | None
-    records: tuple[RankRecord, ...]
-    absent: tuple[int, ...]
-    finished: int
-    left_out: frozenset[str]
-    saved_by_step: tuple[float, ...]
-
-    @property
-    def can_join(self) -> bool:
-        """Whether ranks may run different numbers of steps within a join block."""
-        return True
-
-
-class Outlook(Protocol):
-    """What a policy would have made of the steps that were watched."""
-
-    @property
-    def policy(self) -> str:
-        """Its name."""
-
-    @property
-    def saved_fraction(self) -> float:
-        """Of plain DDP's bytes."""
-
-    @property
-    def step_seconds(self) -> float | None:
-        """What a step would take, estimated; None where that is not known."""
-
-
 def answer_all(facts: Facts) -> list[Answer]:
     """Answer every question; none before the first step."""
     if facts.steps == 0:
         return []
     answers = [_is_the_search_needed(facts), _is_a_static_graph_legal(facts), is_something_forgotten(facts.modules)]
-    answers += _are_gradients_too_wide(facts)
     answers += _is_every_pass_to_be_sent(facts)
     if facts.division is not None:
         answers.append(_what_does_the_search_cost(facts, facts.division))
@@ -131,7 +60,7 @@ def answer_all(facts: Facts) -> list[Answer]:
 def _is_the_search_needed(facts: Facts) -> Answer:
     question = "Is find_unused_parameters needed?"
     unused = [one for one in facts.modules if one.verdict in _UNUSED and not _is_reached(one, facts)]
-    seen = f"in {_count(facts.steps, 'step')} on {_count(facts.ranks, 'rank')}"
+    seen = f"in {count(facts.steps, 'step')} on {count(facts.ranks, 'rank')}"
     gone = [one for one in facts.modules if one.verdict in (REPLACED, REMOVED)]
     if gone:
         return Answer(
@@ -212,26 +141,6 @@ def is_something_forgotten(modules: Sequence[ModuleVerdict]) -> Answer:
     return Answer(question, "no", "everything that requires a gradient got one in some step")
 
 
-def _are_gradients_too_wide(facts: Facts) -> Iterator[Answer]:
-    question = "Do gradients take more bits than they need?"
-    narrow, single = facts.narrow_fraction or 0.0, facts.before_accumulating or 0.0
-    if narrow >= LEAST_SAVED:
-        yield Answer(
-            question,
-            "yes",
-            f"{narrow:.0%} of their bytes are exactly numbers of half as many bits, as autocast computes them: policy "
-            '"auto" sends these in half the bytes',
-        )
-    if single >= LEAST_SAVED and single - narrow >= _LEAST_SPOILED:
-        yield Answer(
-            "Does accumulation cost bytes?",
-            "yes",
-            f"{single:.0%} of the bytes of a single backward pass are exactly numbers of half as many bits, but "
-            f"{narrow:.0%} of what several passes add up to: with fewer passes a step, "
-            'of larger batches, policy "auto" could send these in half the bytes',
-        )
-
-
 def _is_every_pass_to_be_sent(facts: Facts) -> Iterator[Answer]:
     resent = min(record.standing.resent for record in facts.records)
     if resent and facts.finished:
@@ -264,37 +173,32 @@ def _what_does_the_search_cost(facts: Facts, division: Division) -> Answer:
     return Answer(question, "nothing", f"DDP does not search here (what it does in its place takes {cost})")
 
 
-def advise(facts: Facts, outlooks: Sequence[Outlook], dense_bytes: float) -> str:
+def advise(facts: Facts, tried: Sequence[PolicyTrial]) -> str:
     """Return the line to add, or why none is worth adding, in at most two sentences.
 
     Args:
-        facts: what was seen.
-        outlooks: what each policy would have made of it; none where one rank sends nothing.
-        dense_bytes: what plain DDP hands over in a step. Bytes.
+        facts: the facts.
+        tried: the policies that were tried.
     """
     if facts.has_hook:
         return "ddp_hooks is registered already; print(state.stats()) says what it saves."
     if facts.steps == 0:
         return "Nothing can be said before a step was watched."
-    if not outlooks:
+    if facts.ranks == 1:
         return "One rank has nobody to send to, so ddp_hooks could save nothing; run the script on two at least."
-    by_policy = {one.policy: one for one in outlooks}
-    chosen, best = by_policy["skip_unused"], max(outlooks, key=lambda one: one.saved_fraction)
-    if "auto" in by_policy and by_policy["auto"].saved_fraction >= chosen.saved_fraction + _LEAST_MORE:
-        chosen = by_policy["auto"]
     hook = facts.records[0].other_hook
     if hook is not None:
-        return _compare_with(hook, chosen if chosen.saved_fraction >= LEAST_SAVED else best, dense_bytes)
+        return _compare_with(hook, facts)
+    if not tried:
+        return _describe_untried(facts.needless_fraction)
+    by_policy = {one.policy: one for one in tried}
+    chosen, auto = tried[0], by_policy.get("auto", tried[0])
+    if auto.saved_fraction >= chosen.saved_fraction + _LEAST_MORE:
+        chosen = auto
+    saved = describe_part(max(chosen.saved_fraction, 0))
     if chosen.saved_fraction < LEAST_SAVED:
-        return (
-            "ddp_hooks is not worth adding: the best policy"
-            + (f", {best.policy}," if best.saved_fraction >= 0.0005 else "")
-            + f" saves {describe_part(max(best.saved_fraction, 0))} of the bytes."
-        )
-    text = (
-        f'Add after wrapping: state = ddp_hooks.register(ddp, "{chosen.policy}"). It saves '
-        f"{describe_part(chosen.saved_fraction)} of the bytes"
-    )
+        return f"ddp_hooks is not worth adding: {chosen.policy} saved {saved} of the bytes when it was tried."
+    text = f'Add after wrapping: state = ddp_hooks.register(ddp, "{chosen.policy}"). It saves {saved} of the bytes'
     if facts.division is not None and chosen.step_seconds is not None:
         gain = 1 - chosen.step_seconds / facts.division.step_seconds
         text += f" and about {max(gain, 0):.0%} of a step"
@@ -303,39 +207,31 @@ def advise(facts: Facts, outlooks: Sequence[Outlook], dense_bytes: float) -> str
     return f"{text}."
 
 
-def _compare_with(hook: OtherHook, ours: Outlook, dense_bytes: float) -> str:
-    """Compare the script's own hook with this package's hook."""
-    payload = (1 - ours.saved_fraction) * dense_bytes
-    sends = "" if hook.step_bytes is None else f" and hands {describe_bytes(hook.step_bytes)} a step to collectives"
-    text = f"The script registers a communication hook of its own, {hook.name}"
-    text += f", which {hook.effect}{sends}" if hook.effect else ""
-    text += f"; plain DDP hands over {describe_bytes(dense_bytes)}. "
-    ours_text = f'ddp_hooks.register(ddp, "{ours.policy}")'
-    if ours.saved_fraction < LEAST_SAVED:
+def _describe_untried(needless: float) -> str:
+    """Say what could be saved if no policy was tried."""
+    if needless < LEAST_SAVED:
         return (
-            f"{text}DDP takes one hook, so ddp_hooks.register(ddp) would be refused beside it; in its place it would "
-            f"save {describe_part(max(ours.saved_fraction, 0))} of plain DDP's bytes, and is not worth it."
-        )
-    if hook.step_bytes is not None and payload >= hook.step_bytes:
-        return (
-            f"{text}DDP takes one hook, so {ours_text} would be refused beside it; in its place it would hand over "
-            f"{describe_bytes(payload)}, and keep every bit."
+            "ddp_hooks could skip next to nothing: in almost all of the bytes, some rank had a gradient that was not "
+            "zero."
         )
     return (
-        f"{text}DDP takes one hook: without that one, {ours_text} would hand over {describe_bytes(payload)} and "
-        "keep every bit."
+        f"Add after wrapping: state = ddp_hooks.register(ddp). {describe_part(needless)} of the bytes held parameters "
+        "that no rank used, or rows of zeros."
     )
 
 
-def short_names(of: Sequence[ModuleVerdict]) -> str:
-    """Return the names of modules in one line, the first few of many."""
-    alike: dict[str, list[str]] = {}
-    for one in of:
-        alike.setdefault(without_numbers(one.name), []).append(one.name)
-    names = [unite_names(some) or "the whole model" for some in alike.values()]
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _compare_with(hook: OtherHook, facts: Facts) -> str:
+    """Compare the script's own hook with this package's hook."""
+    dense = sum(one.dense_bytes for one in facts.parameters)
+    needed = (1 - facts.needless_fraction) * dense
+    sends = "" if hook.step_bytes is None else f" and hands {describe_bytes(hook.step_bytes)} a step to collectives"
+    text = f"The script registers a communication hook of its own, {hook.name}"
+    text += f", which {hook.effect}{sends}" if hook.effect else ""
+    text += f"; plain DDP hands over {describe_bytes(dense)}. "
+    refused = "DDP takes one hook, so ddp_hooks.register(ddp) would be refused beside it; in its place it would"
+    if facts.needless_fraction < LEAST_SAVED:
+        return f"{text}{refused} skip next to nothing."
+    over = f"hand over about {describe_bytes(needed)} and keep every bit"
+    if hook.step_bytes is not None and needed >= hook.step_bytes:
+        return f"{text}{refused} {over}."
+    return f"{text}DDP takes one hook: without that one, ddp_hooks.register(ddp) would {over}."

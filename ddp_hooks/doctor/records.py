@@ -11,11 +11,12 @@ from typing import Any
 
 from .optimizers import Outsiders
 from .other_hooks import OtherHook
-from .recorder import Step
-from .replicas import Replica
+from .replicas import Drift, Replica, find_drift
 from .standing import End, Standing
+from .steps import Step, Units
 from .strangers import Strangers
-from .traffic import World
+from .timing import Division, Trial
+from .verdicts import ModuleVerdict, ParameterVerdict
 
 # A store takes what is longer, but not quickly: what is known of values is left out then. Bytes.
 _MOST_STORED_BYTES = 1 << 20
@@ -28,19 +29,15 @@ class RankRecord:
     Attributes:
         names: the names of its parameters; those that DDP reduces come first.
         sizes: their sizes in bytes.
-        reduced_count: the number of parameters that DDP reduces.
         ignored: the parameters that the user has told DDP to ignore.
         order: all names in the model's order.
         steps: the steps that it recorded.
-        layouts: a hash of each of its bucket layouts.
+        units: the units of each parameter that DDP reduces.
         find_unused_parameters: DDP's setting when recording began.
         static_graph: DDP's setting.
         has_hook: whether a hook of this package is registered.
-        world: what decides how gradients travel.
-        copy_seconds_per_byte: the time of a copy in memory.
+        ranks: the number of ranks in the module's group.
         missed: of the ranks' steps, counted from 0, those in which it had joined (``ddp.join()``).
-        before_accumulating: of the first pass that DDP did not reduce, which part of the bytes a narrow form holds to
-            the bit; None if there was none.
         rank: which it is, in the module's group.
         standing: what has become of its backward passes.
         end: how what was watched has ended here.
@@ -52,22 +49,22 @@ class RankRecord:
         moved: the parameters whose type or device is not what it was when watching began, and how it has changed.
         wrapped_parts: the parts of the model that are DDP modules with parameters of this one.
         outsiders: what optimizers step beside DDP modules, told with one module of a run.
+        trials: the policies that were tried.
+        plain_steps: the number of steps before the first trial; None if there was none.
+        why_not_tried: why policies were not tried, or not all of them; empty if there is no reason.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    reduced_count: int
     ignored: tuple[str, ...]
     order: tuple[str, ...]
     steps: tuple[Step, ...]
-    layouts: tuple[int, ...]
+    units: tuple[Units, ...]
     find_unused_parameters: bool
     static_graph: bool
     has_hook: bool
-    world: World
-    copy_seconds_per_byte: float
+    ranks: int
     missed: tuple[int, ...] = ()
-    before_accumulating: float | None = None
     rank: int = 0
     standing: Standing = field(default_factory=Standing)
     end: End = field(default_factory=End)
@@ -79,6 +76,104 @@ class RankRecord:
     moved: tuple[tuple[str, str], ...] = ()
     wrapped_parts: tuple[str, ...] = ()
     outsiders: Outsiders = field(default_factory=Outsiders)
+    trials: tuple[Trial, ...] = ()
+    plain_steps: int | None = None
+    why_not_tried: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts that the answers follow from.
+
+    Attributes:
+        ranks: how many.
+        steps: how many were watched.
+        find_unused_parameters: DDP's setting.
+        static_graph: DDP's setting, too.
+        has_hook: a hook of this package is registered.
+        parameters: what became of each.
+        modules: the same by module.
+        same_parameters: each rank used the same ones in every step.
+        same_order: and their gradients came in the same order.
+        division: how a step divides, or None.
+        records: what each rank wrote down that was heard of, by rank.
+        absent: the ranks that were not.
+        finished: how many steps the rank has finished that has finished most.
+        left_out: what some step reached with no gradient, because the loss leaves out an output: the parameters' names.
+    """
+
+    ranks: int
+    steps: int
+    find_unused_parameters: bool
+    static_graph: bool
+    has_hook: bool
+    parameters: tuple[ParameterVerdict, ...]
+    modules: tuple[ModuleVerdict, ...]
+    same_parameters: bool
+    same_order: bool
+    division: Division | None
+    records: tuple[RankRecord, ...]
+    absent: tuple[int, ...]
+    finished: int
+    left_out: frozenset[str]
+
+    @property
+    def needless_fraction(self) -> float:
+        """The fraction of plain DDP's bytes that held unused parameters, or rows of zeros, on every rank."""
+        sizes = sum(one.dense_bytes for one in self.parameters) * self.steps
+        needed = sum(one.dense_bytes * one.steps_used * (1 - (one.zero_rows or 0.0)) for one in self.parameters)
+        return 1 - needed / sizes if sizes else 0.0
+
+    def find_drift(self) -> Drift | None:
+        """Return how the ranks' parameters differ; None if they do not, or if they cannot be compared."""
+        replicas = [record.replica for record in self.records if record.replica is not None]
+        # A rank that has joined is behind until the block ends; after an error ranks have ended at different points.
+        if self.absent or any(record.missed for record in self.records) or not len(self.records) == len(replicas) > 1:
+            return None
+        return find_drift(self.records[0].names, replicas)
+
+    @property
+    def can_join(self) -> bool:
+        """Whether ranks may run different numbers of steps within a join block."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """The record of one rank under FSDP2: plain values.
+
+    Attributes:
+        rank: the rank in the default process group.
+        order: the names of all parameters.
+        steps: for each synchronised backward pass that has ended, a text with one character per parameter, as in a
+            pattern.
+        standing: the state of its backward passes.
+        end: how the watched run has ended on this rank.
+        place: where it is, for example "forward of blocks.3"; empty between two steps.
+        layers: the modules with parameters of their own that the forward pass has run, in this order.
+        reached: the parameters with a gradient in the backward pass that has not ended, for each group of parameters
+            whose reduction has begun, by its number.
+    """
+
+    rank: int
+    order: tuple[str, ...]
+    steps: tuple[str, ...]
+    standing: Standing
+    end: End
+    place: str = ""
+    layers: tuple[str, ...] = ()
+    reached: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFacts:
+    """The facts that problems with FSDP2 follow from."""
+
+    records: tuple[ShardRecord, ...]
+    absent: tuple[int, ...]
+    modules: tuple[ModuleVerdict, ...]
+    sends_unused: bool
+    can_join: bool = False
 
 
 def pack(record: object) -> bytes:
@@ -97,7 +192,7 @@ def write_word(records: Mapping[str, Any]) -> dict[str, str]:
     for module, record in records.items():
         packed = pack(record)
         if len(packed) > _MOST_STORED_BYTES and isinstance(record, RankRecord):
-            steps = tuple(replace(step, masks={}, inexact={}, looked=False) for step in record.steps)
+            steps = tuple(replace(step, masks={}, looked=False) for step in record.steps)
             packed = pack(replace(record, steps=steps))
         word[module] = base64.b64encode(packed).decode()
     return word

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from .. import _extension
+from ..wording import short_list
 
 _C = _extension.load()
 
-# So many elements of a parameter tell by how much replicas differ.
+# The number of elements of a parameter that show by how much replicas differ.
 _ELEMENTS = 16
 # From here on a difference, relative to the larger of two elements, is no rounding. Hosts of different kinds may round
 # differently.
@@ -25,11 +26,11 @@ _LEAST_DIFFERENCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What one rank knows of its own parameters.
+    """The contents of one rank's parameters.
 
     Attributes:
-        hashes: of each; None of what cannot be read.
-        elements: some of each.
+        hashes: a hash of each parameter; None if it cannot be read.
+        elements: some elements of each parameter.
         samples: some elements of some parameters at the beginnings of backward passes, by the number of finished steps
             and of passes that were not reduced.
     """
@@ -58,13 +59,18 @@ class Drift:
     is_rounding: bool
     since: tuple[int, int] | None
 
+    def __str__(self) -> str:
+        """Return a clause that says how much differs."""
+        amount = f", by up to {self.largest:.2g}" if self.largest else ""
+        return f"the replicas differ in {len(self.names)} of {self.compared} parameters{amount}"
+
 
 def read_replica(parameters: Sequence[torch.Tensor], samples: Mapping[tuple[int, int], torch.Tensor]) -> Replica:
     """Read the parameters once, in place."""
     hashes: list[int | None] = [None] * len(parameters)
     elements: list[tuple[float, ...]] = [()] * len(parameters)
     for index, parameter in enumerate(parameters):
-        # Whatever parameters there are, a report is made.
+        # A report is made with any kind of parameter.
         with suppress(Exception):
             flat = parameter.detach()
             if flat.is_complex():
@@ -96,3 +102,17 @@ def find_drift(names: Sequence[str], replicas: Sequence[Replica]) -> Drift | Non
     keys = sorted(set.intersection(*(set(replica.samples) for replica in replicas)))
     apart = [key for key in keys if len({repr(replica.samples[key]) for replica in replicas}) > 1]
     return Drift(tuple(differ), compared, largest, is_rounding, apart[0] if apart else None)
+
+
+def list_drift(drift: Drift | None) -> tuple[str, ...]:
+    """Return sentences that say which parameters differ, and what to do about it."""
+    if drift is None:
+        return ()
+    since = ""
+    if drift.since is not None and drift.since[0]:
+        since = f", first seen after {drift.since[0]} finished step{'' if drift.since[0] == 1 else 's'}"
+    return (
+        f"Not the same on every rank{since}: {short_list(drift.names)}.",
+        "Weights that have drifted apart stay apart: start again, or call "
+        "ddp_hooks.sync.broadcast_parameters(ddp) once.",
+    )

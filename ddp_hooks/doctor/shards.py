@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,68 +23,30 @@ from ..hangs.watcher import watch_forward
 from ..serving.agreement import exchange_proposals, settle
 from ..serving.modules import uncompiled
 from ..wording import describe_ranks, short_list
-from .breakdowns import count_steps, find_broken_backward, find_standstill, find_uneven
+from .block import Block, require_entered
+from .breakdowns import count_steps, find_broken_backward, find_error, find_standstill, find_uneven
 from .findings import Findings
 from .naming import class_name
-from .problem import Kind, Problem
-from .questions import is_something_forgotten, short_names
-from .records import pack, unpack
+from .problem import Kind, Problem, choose_problems
+from .questions import is_something_forgotten
+from .records import ShardFacts, ShardRecord, pack, unpack
 from .side_channel import SideChannel
-from .standing import End, Standing, Unfinished, Way, read_end
-from .text import describe
+from .standing import End, Standing, Unfinished, read_end
 from .verdicts import (
     NEVER,
     SOME_RANKS,
     SOMETIMES,
-    ModuleVerdict,
     ParameterVerdict,
     group_by_module,
     judge_patterns,
     mark,
+    short_names,
 )
 
 _FUNCTION = "diagnose"
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRecord:
-    """What a rank brings to the others: plain values.
-
-    Attributes:
-        rank: which it is, in the default process group.
-        order: the names of all parameters.
-        steps: of each synchronised backward pass that has ended a text with a character for each parameter, as in a
-            pattern.
-        standing: what has become of its backward passes.
-        end: how what was watched has ended here.
-        place: what it is in, as in "forward of blocks.3"; empty between two steps.
-        layers: the modules with parameters of their own that the forward pass has run, in this order.
-        reached: of the backward pass that has not ended, the parameters with a gradient, for each group of parameters
-            whose reduction has begun, by its number.
-    """
-
-    rank: int
-    order: tuple[str, ...]
-    steps: tuple[str, ...]
-    standing: Standing
-    end: End
-    place: str = ""
-    layers: tuple[str, ...] = ()
-    reached: tuple[tuple[int, tuple[str, ...]], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What problems follow from; see :class:`~ddp_hooks.doctor.breakdowns.Seen`."""
-
-    records: tuple[ShardRecord, ...]
-    absent: tuple[int, ...]
-    modules: tuple[ModuleVerdict, ...]
-    sends_unused: bool
-    can_join: bool = False
-
-
-class ShardDiagnosis:
+class ShardDiagnosis(Block):
     """Watches a module with ``fully_shard`` while its block is open; :func:`ddp_hooks.diagnose` makes it.
 
     Entering and leaving the block are collective over the default process group. If the block raises on a rank, its
@@ -98,9 +59,7 @@ class ShardDiagnosis:
     def __init__(self, module: nn.Module, on_step: Callable[[int], None] | None = None) -> None:
         self._module: nn.Module | None = module
         self.on_step = on_step
-        self._findings: Findings | None = None
         self._watch: _Watch | None = None
-        self._channel: SideChannel | None = None
 
     def __enter__(self) -> ShardDiagnosis:
         """Begin to watch.
@@ -116,22 +75,14 @@ class ShardDiagnosis:
             f"{names.count(chr(10)) + 1} of digest {hashlib.blake2b(names.encode(), digest_size=4).hexdigest()}"
         )
         problem = next((found for group in groups if (found := group.why_unwatched())), None)
-        world = _World(dist.group.WORLD, groups[0].device)
+        device = groups[0].device
+        world = SimpleNamespace(process_group=dist.group.WORLD, device=device, device_type=device.type)
         settle(_FUNCTION, exchange_proposals(world.process_group, _FUNCTION, {"parameters": parameters}, problem))
         self._channel = SideChannel(world, _FUNCTION)
         # FSDP2 has given it a class of its own.
         self._watch = _Watch(groups, uncompiled(self._module), class_name(self._module).removeprefix("FSDP"))
         self._watch.on_step = self.on_step
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Stop watching, and put together what the ranks saw."""
-        if error is None:
-            self.conclude()
-        else:
-            self.abandon(error)
 
     def conclude(self, end: End | None = None) -> Findings:
         """Stop watching, and put together what the ranks saw; every rank calls it.
@@ -163,14 +114,12 @@ class ShardDiagnosis:
 
     def describe(self, end: End) -> ShardRecord:
         """Return what this rank has seen until now; by any thread."""
-        assert self._watch is not None  # it was entered
-        return self._watch.describe(end)
+        return require_entered(self._watch).describe(end)
 
     def find_with(self, others: Sequence[Any], own: ShardRecord) -> Findings:
         """Return what follows from what some ranks have seen."""
-        assert self._watch is not None  # it was entered
         alike = [one for one in others if isinstance(one, ShardRecord) and one.order == own.order]
-        return _conclude(self._watch, sorted([own, *alike], key=lambda one: one.rank))
+        return _conclude(require_entered(self._watch), sorted([own, *alike], key=lambda one: one.rank))
 
     def is_unfinished(self) -> bool:
         """Return whether this rank is within a step."""
@@ -181,46 +130,10 @@ class ShardDiagnosis:
         """When the last step ended, or watching began, by the monotonic clock. Seconds."""
         return 0.0 if self._watch is None else self._watch.last_progress
 
-    @property
-    def findings(self) -> Findings:
-        """What was found: as for DDP, without what would be sent.
-
-        Raises:
-            RuntimeError: the block has not ended yet.
-        """
-        if self._findings is None:
-            raise RuntimeError("diagnose: expected the block to have ended; read the findings after it")
-        return self._findings
-
-    def __str__(self) -> str:
-        """Return the report as text for a terminal."""
-        return "a diagnosis that has not ended" if self._findings is None else describe(self._findings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the findings as plain values, for JSON.
-
-        Raises:
-            RuntimeError: the block has not ended yet.
-        """
-        return self.findings.to_dict()
-
     def _stop(self) -> tuple[_Watch, SideChannel]:
-        if self._watch is None or self._channel is None:
-            raise RuntimeError("diagnose: expected a block, as in `with ddp_hooks.diagnose(model) as diagnosis:`")
-        self._watch.close()
-        return self._watch, self._channel
-
-
-@dataclass(frozen=True, slots=True)
-class _World:
-    """The default process group, for a side channel."""
-
-    process_group: Any
-    device: torch.device
-
-    @property
-    def device_type(self) -> str:
-        return self.device.type
+        watch, channel = require_entered(self._watch), require_entered(self._channel)
+        watch.close()
+        return watch, channel
 
 
 class _Watch:
@@ -345,12 +258,10 @@ def _conclude(watch: _Watch, records: Sequence[ShardRecord]) -> Findings:
             verdicts.append(judge_patterns(name, nbytes, pattern))
     modules = tuple(group_by_module(verdicts))
     absent = tuple(rank for rank in range(watch.ranks) if rank not in heard)
-    facts = _Facts(tuple(records), absent, modules, watch.sends_unused)
+    facts = ShardFacts(tuple(records), absent, modules, watch.sends_unused)
     problems = [problem for find_some in _FINDERS for problem in find_some(facts)]
     if not any(one.kind.breaks_run for one in problems):
         problems += find_standstill(facts)
-    problems.sort(key=lambda one: one.kind)
-    is_broken = any(one.kind.breaks_run for one in problems)
     forbids_advice = bool(absent) or any(one.kind.forbids_advice for one in problems)
     return Findings(
         ranks=watch.ranks,
@@ -359,12 +270,11 @@ def _conclude(watch: _Watch, records: Sequence[ShardRecord]) -> Findings:
         parameters=tuple(verdicts),
         modules=modules,
         policies=(),
-        narrow_fraction=None,
         division=None,
         answers=() if forbids_advice or not count else (is_something_forgotten(modules),),
         advice="" if forbids_advice else _advise(watch, verdicts),
         notes=tuple(notes),
-        problems=tuple(one for one in problems if not is_broken or one.kind.forbids_advice),
+        problems=tuple(choose_problems(problems)),
         heard=heard,
         model=watch.model,
     )
@@ -379,12 +289,12 @@ def _advise(watch: _Watch, verdicts: list[ParameterVerdict]) -> str:
     if not verdicts:
         return "Nothing can be said before a step was watched."
     return (
-        "What ddp_hooks.fsdp.register(model) would save, state.stats() says: it also sends 16 bits instead of 32 where "
-        "that is lossless."
+        "Whether ddp_hooks.fsdp.register(model) would save anything, state.stats() says: between hosts, it also sends "
+        "gradients in fewer bits."
     )
 
 
-def _find_differing(facts: _Facts) -> Iterator[Problem]:
+def _find_differing(facts: ShardFacts) -> Iterator[Problem]:
     """Find parameters that only some ranks used, in steps that have ended or in the one in which the ranks stand."""
     differ = [one for one in facts.modules if one.verdict == SOME_RANKS]
     names = short_names(differ) if differ else short_list(_differing_now(facts.records))
@@ -407,7 +317,7 @@ def _differing_now(records: Sequence[ShardRecord]) -> list[str]:
     return sorted(names)
 
 
-def _find_different_places(facts: _Facts) -> Iterator[Problem]:
+def _find_different_places(facts: ShardFacts) -> Iterator[Problem]:
     """Find ranks that stand in different layers: FSDP2 gathers a layer's parameters from all ranks at once."""
     if facts.absent or not all(record.place for record in facts.records) or _differing_now(facts.records):
         return
@@ -452,19 +362,7 @@ def _passes(record: ShardRecord) -> int:
     return record.standing.finished + record.standing.forwards
 
 
-def _find_error(facts: _Facts) -> Iterator[Problem]:
-    raised = [record for record in facts.records if record.end.way is Way.RAISED]
-    if raised:
-        first = raised[0]
-        yield Problem(
-            Kind.SCRIPT_RAISED,
-            f"The script ended with an error on {describe_ranks([one.rank for one in raised])}, after "
-            f"{count_steps(first.standing.finished)}: {first.end.error}.",
-            "FSDP2 had finished every step that had begun, so look for the reason in the script.",
-        )
-
-
-def _find_never_used(facts: _Facts) -> Iterator[Problem]:
+def _find_never_used(facts: ShardFacts) -> Iterator[Problem]:
     never = [one for one in facts.modules if one.verdict == NEVER and one.is_module]
     if never:
         yield Problem(
@@ -474,11 +372,11 @@ def _find_never_used(facts: _Facts) -> Iterator[Problem]:
         )
 
 
-_FINDERS: tuple[Callable[[_Facts], Iterator[Problem]], ...] = (
+_FINDERS: tuple[Callable[[ShardFacts], Iterator[Problem]], ...] = (
     _find_differing,
     find_broken_backward,
     find_uneven,
     _find_different_places,
-    _find_error,
+    find_error,
     _find_never_used,
 )

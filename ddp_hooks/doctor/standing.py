@@ -30,34 +30,34 @@ class Unfinished(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Plain values, of one rank.
+    """The state of the backward passes on one rank: plain values.
 
     Attributes:
-        finished: how many synchronised backward passes DDP has finished.
-        unfinished: what has become of the one after these, if it has begun.
-        missing: the parameters whose gradients DDP waits for in it.
-        frozen: those that it waits for and that are frozen, where it does not search the graph.
-        twice: those that it reached more than once.
-        unexpected: those that it reached and that the search of DDP's forward pass (with a static graph, the first
-            step) had not.
-        reaches_nothing: that search had not reached any parameter.
-        passes: how many calls of ``backward()`` are part of it.
-        forwards: how many synchronising forward passes have begun since the last finished backward pass.
-        idle_forwards: how many before those no backward pass of their own has followed.
-        failed_forwards: how many forward passes have raised.
-        nested_in: the custom functions of autograd whose own backward passes have reached parameters, by name.
-        inner_calls: how often the wrapped model was called in grad mode, but not by DDP.
-        unreduced: how many backward passes DDP did not reduce, by the value of
+        finished: the number of synchronised backward passes that DDP has finished.
+        unfinished: the state of the pass after these, if it has begun.
+        missing: the parameters whose gradients DDP waits for in that pass.
+        frozen: the parameters that DDP waits for although they are frozen, if it does not search the graph.
+        twice: the parameters that the pass reached more than once.
+        unexpected: the parameters that the pass reached, but the search in DDP's forward pass (with a static graph, the
+            first step) did not.
+        reaches_nothing: whether that search reached no parameter.
+        passes: the number of calls of ``backward()`` that are part of the pass.
+        forwards: the number of synchronising forward passes since the last finished backward pass.
+        idle_forwards: the number of earlier synchronising forward passes without a backward pass of their own.
+        failed_forwards: the number of forward passes that have raised.
+        nested_in: the names of custom autograd functions whose own backward passes have reached parameters.
+        inner_calls: how often something other than DDP called the wrapped model in grad mode.
+        unreduced: the number of backward passes that DDP did not reduce, by the value of
             :class:`~ddp_hooks.doctor.gradient_watch.Unreduced`.
-        unreduced_names: the parameters that got gradients in those.
-        broken: after how many finished passes others have raised, each that was noticed.
+        unreduced_names: the parameters that got gradients in those passes.
+        broken: for each other pass that has raised, the number of passes that had finished.
         left_behind: how often parameters changed after passes under no_sync() and before DDP had averaged anything.
         in_forward: whether DDP's forward pass runs.
-        early_breaks: how many backward passes have raised before they reached a parameter, after a forward pass.
-        raised_with: what the last one that raised said, with its type, in a line; or nothing.
-        resent: how many passes have added to gradients that DDP had averaged and nobody had used since.
-        severed: those that are within reentrant checkpoints no input of which requires a gradient, as far as seen.
         stepped_early: the parameters that changed while backward ran, before DDP had averaged their gradients.
+        early_breaks: the number of backward passes that raised, after a forward pass, before they reached a parameter.
+        raised_with: the type and message of the last error that a backward pass raised, in one line; or empty.
+        severed: the parameters within reentrant checkpoints none of whose inputs requires a gradient, as far as seen.
+        resent: the number of passes that added to averaged gradients which nobody had used yet.
     """
 
     finished: int = 0

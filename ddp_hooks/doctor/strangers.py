@@ -35,12 +35,12 @@ class Strangers:
 
 
 class StrangerWatch:
-    """Looks for such parameters at intervals, and listens for their gradients.
+    """Looks for added parameters at intervals, and listens for their gradients.
 
-    A look reads the names of all parameters. It happens at the first calls, and then each time after twice as many.
+    Each look reads the names of all parameters. The calls with the numbers 1, 2, 4, 8 and so on look.
 
     Attributes:
-        trained: the names of those that have got a gradient.
+        trained: the names of added parameters that have got a gradient.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class StrangerWatch:
         self._handles: list[Any] = []
 
     def call_begins(self, ddp: DistributedDataParallel) -> None:
-        """Look, if it is time for it; called before the module runs."""
+        """Look if this is due. Called before the module runs."""
         self._calls += 1
         if self._calls & (self._calls - 1):
             return
@@ -79,7 +79,7 @@ class StrangerWatch:
             held.get(id(p), f"#{i}") for i, p in enumerate(_C.reducer_parameters(ddp.reducer)) if id(p) not in present
         ]
         strangers = _find_strangers(ddp)
-        # What is replaced before watching began has left no name.
+        # The name of a parameter that was replaced before watching began is unknown.
         is_nameless = any(name.startswith("#") for name in gone)
         replaced = [name for name in strangers if name in gone or is_nameless]
         added = [
@@ -99,6 +99,6 @@ class StrangerWatch:
 
 def _find_strangers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
     known = {id(parameter) for parameter in _C.reducer_parameters(ddp.reducer)}
-    # Those that were frozen then are among them, too.
+    # These include parameters that were frozen when the module was wrapped.
     known.update(id(parameter) for parameter in getattr(ddp, "_module_parameters", ()))
     return {name: parameter for name, parameter in reducible_parameters(ddp).items() if id(parameter) not in known}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..wording import describe_bytes, describe_part, describe_ranks, fill
+from ..wording import describe_bytes, describe_part, describe_ranks, describe_seconds, fill
 from .naming import choose_names
 from .problem import open_report
 from .verdicts import (
@@ -17,6 +17,7 @@ from .verdicts import (
     USED,
     ModuleVerdict,
     ParameterVerdict,
+    count,
     in_steps,
     is_inside,
     unite_names,
@@ -34,9 +35,9 @@ _LINES_SHOWN = 40
 def describe(findings: Findings) -> str:
     """Return the report on one module."""
     lines = _wrap(
-        f"ddp_hooks doctor: {_count(findings.steps, 'step')} on {_describe_heard(findings)}"
+        f"ddp_hooks doctor: {count(findings.steps, 'step')} on {_describe_heard(findings)}"
         + (
-            f", {_count(len(findings.parameters), 'parameter')}, "
+            f", {count(len(findings.parameters), 'parameter')}, "
             f"{describe_bytes(findings.dense_bytes // findings.steps)} of gradients a step"
             if findings.steps
             else ""
@@ -58,11 +59,11 @@ def describe(findings: Findings) -> str:
         lines += ["", "Questions"]
         for answer in findings.answers:
             lines += _wrap(f"{answer.question} {answer.verdict[:1].upper()}{answer.verdict[1:]}: {answer.reason}.")
-    if findings.division is not None and findings.policies:
+    if findings.division is not None and findings.advice:
         lines += ["", "A step", *_step_lines(findings.division)]
-    # What keeps ranks apart comes first, and changes what would be sent.
+    # While replicas differ, policies do not matter.
     if findings.policies and findings.advice:
-        lines += ["", "What ddp_hooks would send", *_policy_lines(findings)]
+        lines += ["", "What ddp_hooks sends", *_policy_lines(findings)]
     if findings.problems and findings.advice:
         lines += ["", *_wrap(findings.advice, indent="")]
     for note in findings.notes:
@@ -95,7 +96,7 @@ def _label(findings: Findings, name: str | None) -> str:
 def _describe_heard(findings: Findings) -> str:
     if findings.ranks > len(findings.heard) > 0:
         return f"{describe_ranks(findings.heard)} of {findings.ranks}"
-    return _count(findings.ranks, "rank")
+    return count(findings.ranks, "rank")
 
 
 def _parameter_lines(findings: Findings) -> Iterator[str]:
@@ -151,7 +152,7 @@ def _verdict(group: ModuleVerdict, findings: Findings) -> str:
 
 
 def _count_parts(groups: Sequence[ModuleVerdict]) -> str:
-    parameters = _count(sum(one.parameters for one in groups), "parameter")
+    parameters = count(sum(one.parameters for one in groups), "parameter")
     if len(groups) > 1 and groups[0].is_module:
         return f" ({len(groups)} modules, {parameters})"
     return f" ({parameters})" if len(groups) > 1 or groups[0].is_module else ""
@@ -175,38 +176,27 @@ def _step_lines(division: Division) -> Iterator[str]:
     yield f"  {division.step_seconds * 1e3:.1f} ms in all"
     yield f"  {division.compute_seconds * 1e3:.1f} ms of computing, until the slowest rank has its gradients"
     yield f"  {division.exposed_seconds * 1e3:.1f} ms ({part:.0%}) of sending that no computing hides"
-    if division.bytes_per_second is not None:
-        yield f"  the link carries {describe_bytes(division.bytes_per_second)} of gradients a second"
 
 
 def _policy_lines(findings: Findings) -> Iterator[str]:
-    steps = max(findings.steps, 1)
     yield f"  {'policy':<12} {'bytes a step':>12} {'saved':>7} {'a step takes':>13}"
-    division = findings.division
-    watched = "" if division is None else f"{division.step_seconds * 1e3:.1f} ms"
-    # With a hook the steps were not plain DDP's, and nothing is estimated.
-    plain = watched if any(one.step_seconds is not None for one in findings.policies) else ""
-    yield f"  {'plain DDP':<12} {describe_bytes(findings.dense_bytes // steps):>12} {'':>7} {plain:>13}"
-    hook = findings.other_hook
-    if hook is not None and hook.step_bytes is not None:
-        saved = describe_part(1 - hook.step_bytes * steps / max(findings.dense_bytes, 1))
-        yield f"  {'your hook':<12} {describe_bytes(hook.step_bytes):>12} {saved:>7} {watched:>13}"
-    for one in findings.policies:
-        seconds = "" if one.step_seconds is None else f"~{one.step_seconds * 1e3:.1f} ms"
-        settled = "" if one.exact else "  once it has settled"
-        size = describe_bytes(one.payload_bytes // steps)
-        yield f"  {one.policy:<12} {size:>12} {describe_part(one.saved_fraction):>7} {seconds:>13}{settled}"
-    estimated = (
-        " Times are estimated for a link that sends one bucket after the other, without what the hook itself takes."
-        if plain
-        else ""
+    for name, size, saved, seconds in policy_rows(findings):
+        yield f"  {name:<12} {describe_bytes(size):>12} {saved:>7} {seconds:>13}"
+    tried = " and ".join(f"{one.policy} in {count(one.steps, 'step')}" for one in findings.policies)
+    yield from _wrap(
+        f"Bytes, with masks, were measured: {tried} of this run. Times follow from them and from plain DDP's step, "
+        "without what the hook itself takes."
     )
-    yield from _wrap(f"Bytes are exact, without masks.{estimated}")
+
+
+def policy_rows(findings: Findings) -> Iterator[tuple[str, int, str, str]]:
+    """Yield a row for plain DDP and for each policy: its name, bytes per step, the part saved, and a step's time."""
+    plain = "" if findings.division is None else describe_seconds(findings.division.step_seconds)
+    yield "plain DDP", findings.dense_bytes // max(findings.steps, 1), "", plain
+    for one in findings.policies:
+        seconds = "" if one.step_seconds is None else f"~{describe_seconds(one.step_seconds)}"
+        yield one.policy, one.step_bytes, describe_part(one.saved_fraction), seconds
 
 
 def _wrap(text: str, indent: str = "  ") -> list[str]:
     return fill(text, indent, f"{indent}  ").splitlines()
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

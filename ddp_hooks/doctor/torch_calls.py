@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-# What makes of a function the one that takes its place, and tells a listener.
+# Given a function and a listener, returns the replacement of the function.
 _Wrap = Callable[[Callable[..., Any], Callable[[Any], None]], Callable[..., Any]]
 
 
 class _Followed:
-    """A function of a module of torch's, and who listens.
+    """A function in one of torch's modules, and its listeners.
 
     Args:
         owner: the module.
-        name: of the function.
-        wrap: makes what takes its place.
+        name: the name of the function.
+        wrap: makes the replacement.
     """
 
     def __init__(self, owner: Any, name: str, wrap: _Wrap) -> None:
@@ -35,9 +35,9 @@ class _Followed:
         self._wrapper: Any = None
 
     def follow(self, listener: Callable[[Any], object]) -> Callable[[], None]:
-        """Listen; return what ends it, which may be called again."""
+        """Listen; return a function that ends this and may be called again."""
         current = getattr(self._owner, self._name)
-        # Also where somebody else has replaced what we had put there.
+        # Also if somebody else has replaced our wrapper.
         if current is not self._wrapper:
             self._original, self._wrapper = current, self._wrap(current, self._tell)
             setattr(self._owner, self._name, self._wrapper)
@@ -46,7 +46,7 @@ class _Followed:
         def stop() -> None:
             if listener in self._listeners:
                 self._listeners.remove(listener)
-            # What somebody has put over ours calls it; it then does nothing of its own.
+            # If another wrapper calls ours, ours does nothing any more.
             if not self._listeners and getattr(self._owner, self._name) is self._wrapper:
                 setattr(self._owner, self._name, self._original)
                 self._original = self._wrapper = None
@@ -59,7 +59,7 @@ class _Followed:
 
 
 def _wrap_backward(original: Callable[..., Any], tell: Callable[[Any], None]) -> Callable[..., Any]:
-    # A compiler comes to this only where it would come to torch's own, and stops at that.
+    # A compiler stops here, as it does at the original function.
     @functools.wraps(original)
     def backward(*args: Any, **options: Any) -> None:
         try:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from .recorder import Step
-from .traffic import UnionStep, zero_units
+from .steps import EVERYTHING, SOMETHING, Step, Units
 
 NEVER = "never used"
 SOMETIMES = "used in some steps"
@@ -48,6 +47,7 @@ MEANING = {
 _LEAST_FROZEN = 2
 # From here on a gradient counts as mostly zero.
 _MOSTLY = 0.5
+_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,6 @@ class ParameterVerdict:
         """The number of steps in which every rank used it."""
         return sum(set(step) == {"#"} for step in zip(*self.pattern, strict=True))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class ModuleVerdict:
@@ -105,18 +101,13 @@ class ModuleVerdict:
     dense_bytes: int
     is_module: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return asdict(self)
-
 
 def judge(
     names: Sequence[str],
     sizes: Sequence[int],
-    reduced_count: int,
     heard: Sequence[int],
     ranks: Sequence[Sequence[Step]],
-    united: Sequence[UnionStep],
+    units: Sequence[Units],
     known: Mapping[str, str],
 ) -> list[ParameterVerdict]:
     """Judge each parameter.
@@ -124,14 +115,13 @@ def judge(
     Args:
         names: of the parameters, those that DDP reduces first.
         sizes: their bytes.
-        reduced_count: how many DDP reduces.
         heard: the ranks that were heard of.
         ranks: for each rank its steps, the same number on each.
-        united: the steps as all ranks together saw them.
+        units: the units of each parameter that DDP reduces.
         known: verdicts by name that do not follow from steps; of names that DDP does not know, too.
     """
     judged = [
-        _judge_one(index, name, size, index < reduced_count, heard, ranks, united)
+        _judge_one(index, name, size, units[index] if index < len(units) else None, heard, ranks)
         for index, (name, size) in enumerate(zip(names, sizes, strict=True))
     ]
     judged = [replace(one, verdict=known.get(one.name, one.verdict)) for one in judged]
@@ -143,26 +133,27 @@ def _judge_one(
     index: int,
     name: str,
     size: int,
-    reduced: bool,
+    units: Units | None,
     heard: Sequence[int],
     ranks: Sequence[Sequence[Step]],
-    united: Sequence[UnionStep],
 ) -> ParameterVerdict:
     received = [[bool(step.received[index]) for step in steps] for steps in ranks]
     frozen = [[bool(step.frozen[index]) for step in steps] for steps in ranks]
     pattern = tuple("".join(map(mark, *rows)) for rows in zip(received, frozen, strict=True))
-    by_step = [[rank[number] for rank in received] for number in range(len(united))]
+    by_step = list(zip(*received, strict=True))
     steps_used = sum(any(step) for step in by_step)
     ranks_used = tuple(rank for rank, steps in zip(heard, received, strict=True) if any(steps))
-    looked = [
-        step for step, here in zip(united, by_step, strict=True) if any(here) and step.looked and index in step.slots
+    zero = [
+        _zero_part(steps, index, units.count)
+        for steps, here in zip(zip(*ranks, strict=True), by_step, strict=True)
+        if units is not None and any(here) and all(step.looked for step in steps)
     ]
-    zero_rows = sum(zero_units(step, index) for step in looked) / len(looked) if looked else None
-    frozen_since = _find_freezing(pattern) if reduced and steps_used else None
+    zero_rows = sum(zero) / len(zero) if zero else None
+    frozen_since = _find_freezing(pattern) if units is not None and steps_used else None
     always_frozen = all(all(steps) for steps in frozen)
-    if not united:
+    if not by_step:
         verdict = NOT_SEEN
-    elif not reduced:
+    elif units is None:
         verdict = UNFROZEN if steps_used else FROZEN_BEFORE
     elif always_frozen and steps_used == 0:
         verdict = FROZEN_AFTER
@@ -170,15 +161,26 @@ def _judge_one(
         verdict = FROZEN_SINCE
     elif kind := _kind_of_use(by_step):
         verdict = kind
-    elif looked and all(index not in step.units for step in looked):
+    elif zero_rows == 1:
         verdict = ALL_ZERO
     elif zero_rows is not None and zero_rows >= _MOSTLY:
         verdict = MOSTLY_ZERO
     else:
         verdict = USED
     return ParameterVerdict(
-        name, size if reduced else 0, verdict, steps_used, ranks_used, zero_rows, pattern, frozen_since
+        name, 0 if units is None else size, verdict, steps_used, ranks_used, zero_rows, pattern, frozen_since
     )
+
+
+def _zero_part(steps: Sequence[Step], index: int, units: int) -> float:
+    """Return the part of a parameter's units that was zero on every rank in a step."""
+    used = 0
+    for step in steps:
+        if step.values[index] == EVERYTHING:
+            return 0.0
+        if step.values[index] == SOMETHING:
+            used |= int.from_bytes(step.masks[index], sys.byteorder)
+    return 1 - used.bit_count() / max(units, 1)
 
 
 def _find_freezing(pattern: Sequence[str]) -> int | None:
@@ -262,6 +264,16 @@ def unite_names(names: Sequence[str]) -> str:
     )
 
 
+def short_names(of: Sequence[ModuleVerdict]) -> str:
+    """Return the names of modules in one line, the first few of many."""
+    alike: dict[str, list[str]] = {}
+    for one in of:
+        alike.setdefault(without_numbers(one.name), []).append(one.name)
+    names = [unite_names(some) or "the whole model" for some in alike.values()]
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
 def _ranges(numbers: Sequence[int]) -> str:
     runs: list[list[int]] = []
     for number in numbers:
@@ -277,9 +289,6 @@ def _modules_around(name: str) -> list[str]:
     return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
-def bytes_by_verdict(verdicts: Sequence[ParameterVerdict]) -> Mapping[str, int]:
-    """Return how many bytes of a dense step have which verdict."""
-    totals: dict[str, int] = {}
-    for one in verdicts:
-        totals[one.verdict] = totals.get(one.verdict, 0) + one.dense_bytes
-    return totals
+def count(number: int, what: str) -> str:
+    """Return a number of things in words."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Serves modules with FSDP2: reduce-scatters send only non-zero gradients, in 16 bits where that is lossless.
+"""Serves modules with FSDP2: reduce-scatters send only non-zero gradients, and code them between hosts.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Averages reduced gradients over hosts, without zeros, and in fewer bits where that is lossless.
+"""Averages reduced gradients over hosts, without zeros, coded.
 
 Each rank of a host holds a shard. With two hosts, the two ranks with the same shard swap their gradients, and both add
 them up. With more hosts, the ranks with the same shard divide it: each owns a part, receives that part from the others,
@@ -18,7 +18,7 @@ from .. import _extension
 from ..policies import Policy
 from ..statistics import Statistics
 from .param_groups import Participants
-from .reduction import DTYPES, Announcement, Exchange, Looks, Questions, Staging, digest_of
+from .reduction import DTYPES, Announcement, Coding, Exchange, Looks, Parcels, Questions, Staging, digest_of
 
 _C = _extension.load()
 
@@ -51,9 +51,9 @@ class AverageOverHosts:
         self._hosts, self._own = dist.get_world_size(group), dist.get_rank(group)
         self._looks = Looks(policy, questions.always)
         most = numel if self._hosts == 2 else self._part_of(numel)
-        self._exchange = Exchange(staging, len(names), _units(most, 8).code_bytes)
+        self._exchange = Exchange(staging, len(names), _units(most, 8).mask_bytes, Coding(policy, questions.coded))
         self._names = names
-        self.announced: list[Announcement] | None = None  # in the last average, if ranks exchanged codes
+        self.announced: list[Announcement] | None = None  # in the last average, if ranks exchanged masks
 
     @property
     def statistics(self) -> Statistics:
@@ -101,42 +101,38 @@ class AverageOverHosts:
         return Announcement(digest, sent_bytes, participants.used, frozenset(participants.included))
 
     def _swap(self, shard: torch.Tensor, participants: Participants, dense_bytes: int) -> bool:
-        exchange, questions, other = self._exchange, self._questions, 1 - self._own
+        exchange, other = self._exchange, 1 - self._own
         start = time.perf_counter()
         units = _units(shard.numel(), shard.element_size())
-        message = exchange.new_codes(2)
-        own_codes = exchange.codes_of(message)[other : other + 1]
-        (size,), narrow_bytes, sent, narrow = units.choose(own_codes, shard, -1, questions.zeros, questions.narrow, [])
+        message = exchange.new_masks(2)
+        own_mask = exchange.masks_of(message)[other : other + 1]
+        sent = units.choose(own_mask, shard, -1, self._questions.zeros, [])
+        parcels = self._for_hosts(exchange.pack(units, shard, own_mask, -1), [other])
         exchange.count(hook_seconds=time.perf_counter() - start)
-        codes, self.announced = exchange.announce(self._group, message, self._announcement(shard, size, participants))
+        announcement = self._announcement(shard, sum(parcels.sizes), participants)
+        masks, self.announced, sizes = exchange.announce(self._group, message, announcement, parcels.sizes)
         most = max(each.sent_bytes for each in self.announced)
         if not self._looks.observe(most, dense_bytes):
             return False
-        codes = codes[other : other + 1]
-        (received_size,) = received_sizes = units.packed_bytes(codes, -1, shard)
-        received = torch.empty(0, dtype=torch.uint8, device="cpu")
+        received = torch.empty(0, dtype=shard.dtype, device="cpu")
         if most > 0:
-            sizes = [(0, size), (size, 0)][self._own]
-            expected = [(0, received_size), (received_size, 0)][self._own]
-            received = exchange.send(self._group, sizes, expected, lambda to: units.pack(to, shard, own_codes, -1))
+            received = exchange.send(self._group, parcels, sizes, units.sent_elements(masks), shard.dtype)
         start = time.perf_counter()
         theirs = self._staging.take("theirs", shard.nbytes).view(shard.dtype)
-        units.unpack(theirs, received, codes, -1, received_sizes)
+        units.unpack(theirs, received, masks[other : other + 1], -1)
         # In the order of hosts, so that both get the same bits, including those of NaN.
         torch.add(*((shard, theirs) if other == 1 else (theirs, shard)), out=shard)
         exchange.count(
             hook_seconds=time.perf_counter() - start,
-            narrow_bytes=narrow_bytes,
             units_agreed_on=len(units),
             units_sent=sent,
-            units_narrow=narrow,
             buckets_packed=int(most > 0),
             buckets_skipped=int(most == 0),
         )
         return True
 
     def _sum_by_owner(self, shard: torch.Tensor, participants: Participants, dense_bytes: int) -> bool:
-        exchange, questions, own = self._exchange, self._questions, self._own
+        exchange, own = self._exchange, self._own
         start = time.perf_counter()
         part = self._part_of(shard.numel())
         units = _units(part, shard.element_size())
@@ -146,33 +142,28 @@ class AverageOverHosts:
             whole = self._staging.take("whole", part * self._hosts * shard.element_size()).view(shard.dtype)
             whole[: shard.numel()] = shard
             whole[shard.numel() :] = 0
-        message = exchange.new_codes(self._hosts)
-        own_codes = exchange.codes_of(message)
-        sizes, narrow_bytes, sent, narrow = units.choose(own_codes, whole, own, questions.zeros, questions.narrow, [])
+        message = exchange.new_masks(self._hosts)
+        own_masks = exchange.masks_of(message)
+        sent = units.choose(own_masks, whole, own, self._questions.zeros, [])
+        parcels = exchange.pack(units, whole, own_masks, own)
         exchange.count(hook_seconds=time.perf_counter() - start)
-        codes, self.announced = exchange.announce(
-            self._group, message, self._announcement(shard, sum(sizes), participants)
-        )
+        announcement = self._announcement(shard, sum(parcels.sizes), participants)
+        masks, self.announced, sizes = exchange.announce(self._group, message, announcement, parcels.sizes)
         # A sum is non-zero wherever a contribution is, so it takes at least as many bytes as the largest one.
         most = 2 * max(each.sent_bytes for each in self.announced)
         if not self._looks.observe(most, dense_bytes):
             return False
-        received_sizes = units.packed_bytes(codes, own, shard)
-        received = torch.empty(0, dtype=torch.uint8, device="cpu")
+        received = torch.empty(0, dtype=shard.dtype, device="cpu")
         if most > 0:
-            received = exchange.send(
-                self._group, sizes, received_sizes, lambda to: units.pack(to, whole, own_codes, own)
-            )
+            received = exchange.send(self._group, parcels, sizes, units.sent_elements(masks), shard.dtype)
         start = time.perf_counter()
         total = torch.empty(part, dtype=shard.dtype, device=shard.device)
-        units.sum(total, whole, received, codes, own, received_sizes, range(self._hosts))
+        units.sum(total, whole, received, masks, own, range(self._hosts))
         whole[own * part : (own + 1) * part] = total
         exchange.count(
             hook_seconds=time.perf_counter() - start,
-            narrow_bytes=narrow_bytes,
             units_agreed_on=len(units) * (self._hosts - 1),
             units_sent=sent,
-            units_narrow=narrow,
             buckets_packed=int(most > 0),
             buckets_skipped=int(most == 0),
         )
@@ -183,25 +174,27 @@ class AverageOverHosts:
 
     def _send_sums(self, units: Any, whole: torch.Tensor, total: torch.Tensor) -> None:
         """Send this rank's sum to all ranks, and write the sums of the others."""
-        exchange, questions, own, hosts = self._exchange, self._questions, self._own, self._hosts
-        message = exchange.new_codes(hosts)
-        codes = exchange.codes_of(message)
-        (size,), _, _, _ = units.choose(codes[:1], total, -1, questions.zeros, questions.narrow, [])
-        message[1:] = message[0]
-        received_codes, announced = exchange.announce(
-            self._group, message, Announcement(0, size, frozenset(), frozenset())
+        exchange, own = self._exchange, self._own
+        others = [host for host in range(self._hosts) if host != own]
+        message = exchange.new_masks(self._hosts)
+        mask = torch.zeros(1, units.mask_bytes, dtype=torch.uint8, device="cpu")
+        units.choose(mask, total, -1, self._questions.zeros, [])
+        exchange.masks_of(message)[others, : units.mask_bytes] = mask
+        parcels = self._for_hosts(exchange.pack(units, total, mask, -1), others)
+        masks, announced, sizes = exchange.announce(
+            self._group, message, Announcement(0, sum(parcels.sizes), frozenset(), frozenset()), parcels.sizes
         )
-        sizes = [0 if host == own else size for host in range(hosts)]
-        received_sizes = units.packed_bytes(received_codes, own, total)
-
-        def pack(to: torch.Tensor) -> None:
-            for begin in range(0, to.numel(), max(size, 1)):
-                units.pack(to[begin : begin + size], total, codes[:1], -1)
-
-        received = torch.empty(0, dtype=torch.uint8, device="cpu")
+        received = torch.empty(0, dtype=total.dtype, device="cpu")
         if any(each.sent_bytes for each in announced):
-            received = exchange.send(self._group, sizes, received_sizes, pack)
-        units.unpack(whole, received, received_codes, own, received_sizes)
+            received = exchange.send(self._group, parcels, sizes, units.sent_elements(masks), total.dtype)
+        units.unpack(whole, received, masks, own)
+
+    def _for_hosts(self, parcel: Parcels, hosts: Sequence[int]) -> Parcels:
+        """Return parcels with the same content for some hosts, and none for the others."""
+        (size,) = parcel.sizes
+        sizes = [size if host in hosts else 0 for host in range(self._hosts)]
+        content = parcel.content if len(hosts) == 1 else parcel.content.repeat(len(hosts))
+        return Parcels(content, sizes, len(hosts) * parcel.uncoded_bytes)
 
 
 def divisor_before_hosts(dtype: torch.dtype, local_ranks: int, hosts: int) -> float:

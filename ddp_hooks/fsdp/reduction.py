@@ -1,9 +1,9 @@
-"""Reduces gradients so that each rank sends each owner only the units that are not zero.
+"""Reduces gradients so that each rank sends each owner only the units that are not zero, coded.
 
-There are two collectives. The first one sends *codes*, which say for each unit of each owner's part in which form it
-follows; the second one sends those units. The sender alone chooses a code, so ranks need to agree on two things only:
-the units, which follow from the layout, whose digest travels with the codes; and whether the second collective takes
-place, which follows from every rank's total, which travels as well.
+There are two collectives. The first one sends *masks*, which say which units of each owner's part follow, and in how
+many bytes; the second one sends those units. The sender alone chooses, so ranks need to agree on two things only: the
+units, which follow from the layout, whose digest travels with the masks; and whether the second collective takes place,
+which follows from every rank's total, which travels as well.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # The bits of a word that describe a set of parameters: all but the sign.
 _BITS_OF_WORD = 62
 _WORD_BYTES = 8
+# Numbers of more bytes are not coded.
+_MOST_CODED_ELEMENT_BYTES = 4
 # The number of cached layouts: each step may have gradients of other parameters.
 _KEPT = 32
 K = TypeVar("K")
@@ -43,33 +45,33 @@ class Questions:
     Attributes:
         skip_unused: leave out parameters that have no gradient.
         zeros: read gradients, and leave out zeros.
-        narrow: read gradients, and send them in fewer bits where that is lossless.
+        coded: code what is sent if this saves at least this fraction of the bytes; None if nothing is coded.
         divides: decide for each row instead of each parameter.
         always: ask in every step, however little it saves.
     """
 
     skip_unused: bool
     zeros: bool
-    narrow: bool
+    coded: float | None
     divides: bool
     always: bool
 
     @classmethod
-    def of(cls, policy: Policy, narrow_pays: bool) -> Questions:
-        """Read a policy."""
-        asked = (policy.skip_zeros, policy.skip_zero_rows, policy.narrow)
+    def of(cls, policy: Policy, least_coded_saving: float | None) -> Questions:
+        """Read a policy; with ``coded="auto"``, coding has to save this fraction, or is left out if this is None."""
+        asked = (policy.skip_zeros, policy.skip_zero_rows, policy.coded)
         return cls(
             skip_unused=policy.skip_unused,
             zeros=policy.skip_zeros != "off" or policy.skip_zero_rows != "off",
-            narrow=policy.narrow == "on" or (policy.narrow == "adaptive" and narrow_pays),
-            divides=policy.skip_zero_rows != "off" or policy.narrow != "off",
-            always="on" in asked or (policy.skip_unused and "adaptive" not in asked),
+            coded={"off": None, "on": 0.0, "auto": least_coded_saving}[policy.coded],
+            divides=policy.skip_zero_rows != "off",
+            always="on" in asked or (policy.skip_unused and not {"adaptive", "auto"} & {*asked}),
         )
 
     @property
     def any(self) -> bool:
         """Whether there is any question."""
-        return self.skip_unused or self.zeros or self.narrow
+        return self.skip_unused or self.zeros or self.coded is not None
 
 
 class Looks:
@@ -90,6 +92,30 @@ class Looks:
         """Return whether sending only the announced units saves enough to do so."""
         saved = dense_bytes - sent_bytes
         return saved > 0 if self._always else self._rule.observe(self._step, saved, dense_bytes)
+
+
+class Coding:
+    """Decides in which steps a rank codes what it sends. Ranks may differ: sizes tell the receiver.
+
+    Args:
+        policy: the policy.
+        least_saving: the fraction of the bytes that coding has to save; None if nothing is coded.
+    """
+
+    def __init__(self, policy: Policy, least_saving: float | None) -> None:
+        settings = adaptive_settings(policy, is_on_device=False, least_saving=least_saving or 0.0)
+        self._rule = _C.AdaptiveRule(settings, looks_after_pay=settings.hold_steps, starts_paused=False)
+        self._least_saving = least_saving
+        self._step = 0
+
+    def codes(self) -> bool:
+        """Count a message; return whether it is coded."""
+        self._step += 1
+        return self._least_saving == 0 or (self._least_saving is not None and self._rule.is_due(self._step))
+
+    def observe(self, coded_bytes: int, uncoded_bytes: int) -> None:
+        """Learn from the size of a coded message."""
+        self._rule.observe(self._step, uncoded_bytes - coded_bytes, uncoded_bytes)
 
 
 @dataclass(slots=True)
@@ -165,12 +191,27 @@ def digest_of(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The information that a rank sends with its codes."""
+    """The information that a rank sends with its masks."""
 
     digest: int
     sent_bytes: int
     used: frozenset[int]
     included: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcels:
+    """What a rank sends to each rank.
+
+    Attributes:
+        content: the messages, one after the other, as bytes.
+        sizes: their sizes in bytes.
+        uncoded_bytes: their size together before they were coded; 0 if nothing was.
+    """
+
+    content: torch.Tensor
+    sizes: list[int]
+    uncoded_bytes: int = 0
 
 
 class LayoutsDiffer(Exception):
@@ -182,39 +223,57 @@ class LayoutsDiffer(Exception):
 
 
 class Exchange:
-    """Exchanges codes and units between all ranks of a process group, and counts bytes and time.
+    """Exchanges masks and units between all ranks of a process group, and counts bytes and time.
 
     Args:
         staging: memory for messages.
         parameter_count: the number of parameters in the group.
-        most_code_bytes: the largest size of a layout's codes, so that ranks with different layouts send equal sizes.
+        most_mask_bytes: the largest size of a layout's masks, so that ranks with different layouts send equal sizes.
+        coding: decides which messages are coded.
     """
 
-    def __init__(self, staging: Staging, parameter_count: int, most_code_bytes: int) -> None:
-        self._staging = staging
-        self._mask_words = -(-parameter_count // _BITS_OF_WORD)
-        self._words = 2 + 2 * self._mask_words
-        self._row_bytes = -(-(self._words * _WORD_BYTES + most_code_bytes) // _WORD_BYTES) * _WORD_BYTES
+    def __init__(self, staging: Staging, parameter_count: int, most_mask_bytes: int, coding: Coding) -> None:
+        self._staging, self._coding = staging, coding
+        self._set_words = -(-parameter_count // _BITS_OF_WORD)
+        self._words = 3 + 2 * self._set_words
+        self._row_bytes = -(-(self._words * _WORD_BYTES + most_mask_bytes) // _WORD_BYTES) * _WORD_BYTES
         self.statistics = Statistics()
 
-    def new_codes(self, ranks: int) -> torch.Tensor:
-        """Return a message with a row for each rank, in which `codes_of` must be filled in."""
+    def new_masks(self, ranks: int) -> torch.Tensor:
+        """Return a message with a row for each rank, in which `masks_of` must be filled in."""
         return torch.zeros(ranks, self._row_bytes, dtype=torch.uint8, device="cpu")
 
-    def codes_of(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the codes in a message, a row for each rank."""
+    def masks_of(self, message: torch.Tensor) -> torch.Tensor:
+        """Return the masks in a message, a row for each rank."""
         return message[:, self._words * _WORD_BYTES :]
 
+    def pack(self, units: Any, flat: torch.Tensor, masks: torch.Tensor, own: int) -> Parcels:
+        """Put together what the masks say, of all parts but that of ``own``."""
+        counts = units.sent_elements(masks)
+        packed = self._staging.take("packed", sum(counts) * flat.element_size()).view(flat.dtype)
+        units.pack(packed, flat, masks, own)
+        if packed.nbytes == 0 or flat.element_size() > _MOST_CODED_ELEMENT_BYTES or not self._coding.codes():
+            return Parcels(packed.view(torch.uint8), [count * flat.element_size() for count in counts])
+        room = self._staging.take("coded", sum(_C.most_coded_bytes(count, flat) for count in counts))
+        sizes = _C.encode_messages(room, packed, counts)
+        self._coding.observe(sum(sizes), packed.nbytes)
+        return Parcels(room[: sum(sizes)], sizes, packed.nbytes)
+
     def announce(
-        self, group: dist.ProcessGroup, message: torch.Tensor, own: Announcement
-    ) -> tuple[torch.Tensor, list[Announcement]]:
-        """Send each rank its row; return the received rows and the announcements.
+        self, group: dist.ProcessGroup, message: torch.Tensor, own: Announcement, sizes: Sequence[int]
+    ) -> tuple[torch.Tensor, list[Announcement], list[int]]:
+        """Send each rank its row, with the size of its message.
+
+        Returns:
+            The received masks, the announcements, and the sizes of the messages that follow.
 
         Raises:
             LayoutsDiffer: on every rank.
         """
-        words = [own.digest, own.sent_bytes, *self._to_words(own.used), *self._to_words(own.included)]
-        message.view(torch.int64)[:, : self._words] = torch.tensor(words, dtype=torch.int64, device="cpu")
+        words = [own.digest, own.sent_bytes, 0, *self._to_words(own.used), *self._to_words(own.included)]
+        head = message.view(torch.int64)[:, : self._words]
+        head[:] = torch.tensor(words, dtype=torch.int64, device="cpu")
+        head[:, 2] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         received = torch.empty_like(message)
         start = time.perf_counter()
         dist.all_to_all_single(received, message, group=group)
@@ -223,30 +282,39 @@ class Exchange:
             exchanges=1,
             mask_bytes=self._row_bytes * (message.shape[0] - 1),
         )
-        announced = [self._read(words) for words in received.view(torch.int64)[:, : self._words].tolist()]
+        rows = received.view(torch.int64)[:, : self._words].tolist()
+        announced = [self._read(words) for words in rows]
         if any(each.digest != own.digest for each in announced):
             raise LayoutsDiffer(announced)
-        return self.codes_of(received), announced
+        return self.masks_of(received), announced, [words[2] for words in rows]
 
     def send(
         self,
         group: dist.ProcessGroup,
-        sent_sizes: Sequence[int],
+        parcels: Parcels,
         received_sizes: Sequence[int],
-        pack: Callable[[torch.Tensor], None],
+        received_counts: Sequence[int],
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Send the bytes that ``pack`` writes, and return the received bytes in the order of ranks."""
-        message = self._staging.take("sent", sum(sent_sizes))
-        pack(message)
+        """Send the parcels, and return the received elements in the order of ranks."""
         received = self._staging.take("received", sum(received_sizes))
-        dist.all_to_all_single(received, message, list(received_sizes), list(sent_sizes), group=group)
-        self.count(messages=1, payload_bytes=sum(sent_sizes), sent_bytes=sum(sent_sizes))
-        return received
+        dist.all_to_all_single(received, parcels.content, list(received_sizes), parcels.sizes, group=group)
+        sent_bytes = sum(parcels.sizes)
+        self.count(messages=1, payload_bytes=sent_bytes, sent_bytes=sent_bytes)
+        if parcels.uncoded_bytes:
+            self.count(coded_steps=1, coded_bytes=sent_bytes, uncoded_bytes=parcels.uncoded_bytes)
+        if list(received_sizes) == [count * dtype.itemsize for count in received_counts]:
+            return received.view(dtype)
+        start = time.perf_counter()
+        elements = self._staging.take("elements", sum(received_counts) * dtype.itemsize).view(dtype)
+        _C.decode_messages(elements, received, received_sizes, received_counts)
+        self.count(hook_seconds=time.perf_counter() - start)
+        return elements
 
     def receive_all(self, group: dist.ProcessGroup, flat: torch.Tensor) -> torch.Tensor:
-        """Send each rank its part unchanged; return the bytes of all ranks, including this one."""
-        received = self._staging.take("received", flat.nbytes)
-        dist.all_to_all_single(received.view(flat.dtype), flat, group=group)
+        """Send each rank its part unchanged; return the elements of all ranks, including this one."""
+        received = self._staging.take("received", flat.nbytes).view(flat.dtype)
+        dist.all_to_all_single(received, flat, group=group)
         sent_bytes = flat.nbytes - flat.nbytes // dist.get_world_size(group)
         self.count(messages=1, payload_bytes=sent_bytes, sent_bytes=sent_bytes)
         return received
@@ -258,16 +326,15 @@ class Exchange:
 
     def _to_words(self, indices: frozenset[int]) -> list[int]:
         mask = sum(1 << i for i in indices)
-        return [mask >> _BITS_OF_WORD * i & (1 << _BITS_OF_WORD) - 1 for i in range(self._mask_words)]
+        return [mask >> _BITS_OF_WORD * i & (1 << _BITS_OF_WORD) - 1 for i in range(self._set_words)]
 
     def _read(self, words: Sequence[int]) -> Announcement:
         def indices(masks: Sequence[int]) -> frozenset[int]:
             mask = sum(each << _BITS_OF_WORD * i for i, each in enumerate(masks))
             return frozenset(i for i in range(mask.bit_length()) if mask >> i & 1)
 
-        return Announcement(
-            words[0], words[1], indices(words[2 : 2 + self._mask_words]), indices(words[2 + self._mask_words :])
-        )
+        sets = words[3:]
+        return Announcement(words[0], words[1], indices(sets[: self._set_words]), indices(sets[self._set_words :]))
 
 
 class ReduceScatter:
@@ -289,13 +356,13 @@ class ReduceScatter:
         self._layouts: Recent[tuple[tuple[int, ...], int], Layout] = Recent()
         # The layout of all parameters has the most units.
         most = max(
-            Layout(columns, names, range(len(columns)), element_bytes, policy, questions.divides).units.code_bytes
+            Layout(columns, names, range(len(columns)), element_bytes, policy, questions.divides).units.mask_bytes
             for element_bytes in (2, 4, 8)
         )
-        self._exchange = Exchange(staging, len(columns), most)
+        self._exchange = Exchange(staging, len(columns), most, Coding(policy, questions.coded))
         # Units of parts that travel unchanged, by number of elements.
         self._wholes: Recent[int, Any] = Recent()
-        self.announced: list[Announcement] | None = None  # in the last reduction, if ranks exchanged codes
+        self.announced: list[Announcement] | None = None  # in the last reduction, if ranks exchanged masks
 
     @property
     def statistics(self) -> Statistics:
@@ -349,38 +416,30 @@ class ReduceScatter:
                 f"ddp_hooks.fsdp: expected {units.numel} elements to be reduced for each rank, received "
                 f"{output.numel()}: this version of FSDP2 lays out gradients differently"
             )
-        message = exchange.new_codes(ranks)
-        sizes, narrow_bytes, units_sent, units_narrow = units.choose(
-            exchange.codes_of(message),
-            flat,
-            own,
-            questions.zeros,
-            questions.narrow,
-            [questions.skip_unused and i not in participants.used for i in layout.parameters],
-        )
+        message = exchange.new_masks(ranks)
+        own_masks = exchange.masks_of(message)
+        known_zero = [questions.skip_unused and i not in participants.used for i in layout.parameters]
+        units_sent = units.choose(own_masks, flat, own, questions.zeros, known_zero)
+        parcels = exchange.pack(units, flat, own_masks, own)
         exchange.count(hook_seconds=time.perf_counter() - start)
-        codes, self.announced = exchange.announce(
+        masks, self.announced, sizes = exchange.announce(
             group,
             message,
-            Announcement(layout.digest, sum(sizes), participants.used, frozenset(participants.included)),
+            Announcement(layout.digest, sum(parcels.sizes), participants.used, frozenset(participants.included)),
+            parcels.sizes,
         )
         most = max(each.sent_bytes for each in self.announced)
         if not self._looks.observe(most, dense_bytes):
             return False
-        received_sizes = units.packed_bytes(codes, own, output)
-        received = torch.empty(0, dtype=torch.uint8, device="cpu")
+        received = torch.empty(0, dtype=output.dtype, device="cpu")
         if most > 0:
-            own_codes = exchange.codes_of(message)
-            received = exchange.send(group, sizes, received_sizes, lambda to: units.pack(to, flat, own_codes, own))
+            received = exchange.send(group, parcels, sizes, units.sent_elements(masks), output.dtype)
         start = time.perf_counter()
-        units.sum(output, flat, received, codes, own, received_sizes, order_of_ring(own, ranks))
+        units.sum(output, flat, received, masks, own, order_of_ring(own, ranks))
         exchange.count(
             hook_seconds=time.perf_counter() - start,
             units_agreed_on=len(units) * (ranks - 1),
             units_sent=units_sent,
-            units_narrow=units_narrow,
-            narrow_bytes=narrow_bytes,
-            narrow_steps=int(questions.narrow),
             skip_zeros_steps=int(self._policy.skip_zeros != "off"),
             skip_zero_rows_steps=int(self._policy.skip_zero_rows != "off"),
             buckets_packed=int(most > 0),
@@ -398,9 +457,8 @@ class ReduceScatter:
         start = time.perf_counter()
         numel = output.numel()
         units = self._wholes.get(numel, lambda: _C.ShardUnits([(numel, numel)]))
-        codes = torch.full((ranks, units.code_bytes), 255, dtype=torch.uint8, device="cpu")
-        sizes = [output.nbytes] * ranks
-        units.sum(output, flat, received, codes, own, sizes, order_of_ring(own, ranks))
+        masks = torch.full((ranks, units.mask_bytes), 255, dtype=torch.uint8, device="cpu")
+        units.sum(output, flat, received, masks, own, order_of_ring(own, ranks))
         self._exchange.count(hook_seconds=time.perf_counter() - start, buckets_whole=1)
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._version import __version__
 from ..policies import Policy, resolve
-from ..serving.absentees import naming_absent_ranks
 from ..serving.agreement import exchange_proposals, settle
-from ..serving.collective_costs import measure_collective_costs
 from ..serving.disabling import VARIABLE, check_alike, is_disabled, warn_of_it
-from ..serving.endpoints import host_of_this_rank
-from ..serving.engine_settings import FAST_LINKS, SHARED_HOSTS
+from ..serving.endpoints import Endpoint, find_endpoint, slowest_link
+from ..serving.engine_settings import SHARED_HOSTS, fast_link, least_coded_saving
 from ..statistics import ParameterUsage, Statistics
 from ..wording import short
 from . import param_groups
@@ -36,16 +34,16 @@ class ShardState:
         self,
         policy: Policy,
         groups: Sequence[ParamGroup],
-        narrow_pays: Mapping[str, bool],
+        links: Mapping[str, Link],
         mesh: DeviceMesh | None,
     ) -> None:
         self._policy, self.mesh = policy, mesh
         hosts = None if mesh is None else mesh.get_group(0)
         self._staging = Staging()
-        self._served = [_ServedGroup(self, group, policy, narrow_pays, self._staging, hosts) for group in groups]
+        self._served = [_ServedGroup(self, group, policy, links, self._staging, hosts) for group in groups]
         self._earlier, self._earlier_of_hosts = Statistics(), Statistics()
-        self._why_full_width = _why_full_width(policy, narrow_pays, [group.process_group for group in groups])
-        self._why_full_width_of_hosts = _why_full_width(policy, narrow_pays, [hosts])
+        self._why_uncoded = _why_uncoded(policy, links, [group.process_group for group in groups])
+        self._why_uncoded_of_hosts = _why_uncoded(policy, links, [hosts])
         self._is_open = True
 
     @property
@@ -60,7 +58,7 @@ class ShardState:
             Bytes are those that this rank sends in reduce-scatters: ``payload_bytes`` were sent, ``dense_bytes`` would
             be sent in full. A bucket is one reduce-scatter. All-gathers of parameters are not counted.
         """
-        return replace(self._total() - self._earlier, why_full_width=self._why_full_width)
+        return replace(self._total() - self._earlier, why_uncoded=self._why_uncoded)
 
     def host_stats(self) -> Statistics:
         """Return the same counters for the averages over hosts; all are zero unless a mesh was passed.
@@ -69,7 +67,7 @@ class ShardState:
             ``dense_bytes`` are those that a ring all-reduce over hosts would send.
         """
         counted = self._total_of_hosts() - self._earlier_of_hosts
-        return replace(counted, why_full_width=self._why_full_width_of_hosts)
+        return replace(counted, why_uncoded=self._why_uncoded_of_hosts)
 
     def reset_stats(self) -> None:
         """Set the counters to zero."""
@@ -107,14 +105,27 @@ class ShardState:
         return f"ShardState(policy={self._policy.name!r}, {'attached' if self._is_open else 'closed'})"
 
 
-def _why_full_width(
-    policy: Policy, narrow_pays: Mapping[str, bool], process_groups: Sequence[dist.ProcessGroup | None]
-) -> str:
-    """Say why no gradient is sent in fewer bits; empty if some are, or if the policy does not ask for it."""
-    pays = [narrow_pays[name] for name in map(_name_of, process_groups) if name in narrow_pays]
-    if policy.narrow != "adaptive" or not pays or any(pays):
+class Link(NamedTuple):
+    """What the messages of a process group travel over."""
+
+    leaves_hosts: bool
+    """Whether each rank has a host of its own."""
+    mbits: int | None
+    """The speed of the slowest network interface in Mbit/s; None if it is unknown."""
+
+    @property
+    def least_coded_saving(self) -> float | None:
+        """The fraction of the bytes that coding has to save to be worth its time; None if nothing is coded."""
+        least = least_coded_saving(None, self.mbits)
+        return least if self.leaves_hosts and least < 1 else None
+
+
+def _why_uncoded(policy: Policy, links: Mapping[str, Link], process_groups: Sequence[dist.ProcessGroup | None]) -> str:
+    """Say why no gradient is coded; empty if some are, or if the policy does not ask for it."""
+    found = [links[name] for name in map(_name_of, process_groups) if name in links]
+    if policy.coded != "auto" or not found or any(link.least_coded_saving is not None for link in found):
         return ""
-    return FAST_LINKS if policy.tuning.calibrate else SHARED_HOSTS
+    return next((fast_link(link.mbits) for link in found if link.leaves_hosts), SHARED_HOSTS)
 
 
 def _sum(counted: Sequence[Statistics]) -> Statistics:
@@ -124,7 +135,7 @@ def _sum(counted: Sequence[Statistics]) -> Statistics:
     # Otherwise, each group would count the step again.
     steps: dict[str, Any] = {
         name: max((getattr(each, name) for each in counted), default=0)
-        for name in ("steps", "narrow_steps", "skip_zeros_steps", "skip_zero_rows_steps")
+        for name in ("steps", "coded_steps", "skip_zeros_steps", "skip_zero_rows_steps")
     }
     return replace(total, **steps)
 
@@ -137,19 +148,20 @@ class _ServedGroup:
         owner: ShardState,
         group: ParamGroup,
         policy: Policy,
-        narrow_pays: Mapping[str, bool],
+        links: Mapping[str, Link],
         staging: Staging,
         hosts: dist.ProcessGroup | None,
     ) -> None:
         self.group = group
         columns = group.columns()
         self._ranks = [] if group.process_group is None else dist.get_process_group_ranks(group.process_group)
-        questions = Questions.of(policy, narrow_pays.get(_name_of(group.process_group), False))
+        link = links.get(_name_of(group.process_group), Link(False, None))
+        questions = Questions.of(policy, link.least_coded_saving)
         self.reduce_scatter = ReduceScatter(columns, group.names, policy, questions, staging)
         self.over_hosts = None
         if hosts is not None:
             numel = sum(column.length for column in columns)
-            questions = Questions.of(policy, narrow_pays[_name_of(hosts)])
+            questions = Questions.of(policy, links[_name_of(hosts)].least_coded_saving)
             self.over_hosts = AverageOverHosts(hosts, group.names, numel, policy, questions, staging)
         self._last: Participants | None = None
         self._announced: list[Announcement] | None = None
@@ -280,16 +292,7 @@ def register(
         return ShardState(registration.policy, [], {}, None)
     if registration.known is not None:
         return registration.known
-    chosen, groups = registration.policy, registration.groups
-    narrow_pays = dict(registration.has_hosts_of_their_own)
-    if chosen.tuning.calibrate and chosen.narrow == "adaptive":
-        for process_group in registration.process_groups:
-            ranks = dist.get_world_size(process_group)
-            if ranks > 1:
-                with naming_absent_ranks(process_group, _FUNCTION):
-                    costs = measure_collective_costs(process_group, groups[0].device)
-                narrow_pays[_name_of(process_group)] = costs.narrow_pays(ranks)
-    return ShardState(chosen, groups, narrow_pays, mesh)
+    return ShardState(registration.policy, registration.groups, registration.links, mesh)
 
 
 class _Registration:
@@ -300,8 +303,7 @@ class _Registration:
         groups: the groups of parameters.
         known: the existing state of the module, or None.
         process_groups: the process groups of its reductions, each once, in the same order on every rank.
-        has_hosts_of_their_own: for each process group that has exchanged, by name, whether each of its ranks has a host
-            of its own.
+        links: for each process group that has exchanged, by name, what its messages travel over.
         error: the exception to raise on this rank, while the others raise a RefusedError.
     """
 
@@ -312,7 +314,7 @@ class _Registration:
         self.groups: list[ParamGroup] = []
         self.known: ShardState | None = None
         self.process_groups: list[dist.ProcessGroup] = []
-        self.has_hosts_of_their_own: dict[str, bool] = {}
+        self.links: dict[str, Link] = {}
         self.error: Exception | None = None
         self._problem: str | None = None
         self._description: dict[str, str] = {}
@@ -330,11 +332,12 @@ class _Registration:
         """Raise on every rank of the group if one of them has a problem, or if they differ."""
         is_ours = any(_name_of(process_group) == _name_of(each) for each in self.process_groups)
         description = self._description if is_ours else {}
-        own = (host_of_this_rank(), is_disabled())
+        own = (tuple(find_endpoint(process_group)), is_disabled())
         offers = exchange_proposals(process_group, _FUNCTION, description, self._problem, own)
         check_alike(_FUNCTION, [each.own[1] for each in offers])
-        hosts = [host for host, _ in settle(_FUNCTION, offers, self.error)]
-        self.has_hosts_of_their_own[_name_of(process_group)] = len(set(hosts)) == len(hosts)
+        endpoints = [Endpoint(*endpoint) for endpoint, _ in settle(_FUNCTION, offers, self.error)]
+        hosts = {endpoint.host for endpoint in endpoints}
+        self.links[_name_of(process_group)] = Link(len(hosts) == len(endpoints), slowest_link(endpoints))
 
     def _look(
         self, module: nn.Module, policy: Policy | str, mesh: DeviceMesh | None, settings: Mapping[str, Any]

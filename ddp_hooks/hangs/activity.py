@@ -100,6 +100,7 @@ class Activity:
     remarks: list[Callable[[], list[str]]] = field(default_factory=list)
     thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
     clock: int | None = field(default_factory=lambda: _clock_of(threading.main_thread().ident or 0))
+    _of_the_parent: list[Callable[[], list[str]]] = field(default_factory=list)
     _waits: list[_FunctionWait] = field(default_factory=list)
     _calls: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
     _steps_of_removed: int = 0
@@ -169,6 +170,8 @@ class Activity:
         self.forked_by_trainer = threading.get_ident() == self.thread
         self._trains_here()
         self.modules.clear()
+        # Not dropped: they may be the last to hold a module of the parent's, whose group would join threads not here.
+        self._of_the_parent += self.remarks
         self.remarks.clear()
         self._waits.clear()
         self._calls.clear()

@@ -40,8 +40,8 @@ BUDGET_SECONDS = 0.1
 # If the times per byte of all-reduces and all-to-alls are this close, they count as equal: measurements are no more
 # precise, and links treat both alike.
 SAME_WITHIN = 1.5
-# The size of a gradient that is made narrow: more than fits in caches, like most gradients.
-NARROWED_BYTES = 16 << 20
+# The size of a gradient that is summed as one part: more than fits in caches, like most gradients.
+WHOLE_BYTES = 16 << 20
 # The size of a gradient that is summed in parts as long as rows.
 SUMMED_BYTES = 8 << 20
 PART_LENGTH = 256
@@ -51,14 +51,13 @@ _FIELDS = (
     "all_reduce_seconds_per_byte",
     "all_to_all_seconds",
     "all_to_all_seconds_per_byte",
-    "narrowing_seconds_per_byte",
     "summing_seconds_per_byte",
     "seconds_per_part",
 )
 
 
 def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Measure the times of all-reduces, all-to-alls and narrowing. Every rank calls it and gets the same times.
+    """Measure the times of all-reduces, all-to-alls and summing. Every rank calls it and gets the same times.
 
     At 1 Gbit/s it takes about 0.7 s. A slow link gets fewer bytes and rounds.
 
@@ -91,14 +90,13 @@ def measure_collective_costs(group: dist.ProcessGroup, device: torch.device) -> 
     per_byte = [seconds / sent for seconds in large]
     if 1 / SAME_WITHIN < per_byte[0] / per_byte[1] < SAME_WITHIN:
         per_byte = [math.sqrt(per_byte[0] * per_byte[1])] * 2
-    narrowing, summing, for_a_part = _slowest(group, device, _working_seconds(device))
+    summing, for_a_part = _slowest(group, device, _working_seconds(device))
     return _C.CollectiveCosts(
         all_reduce_seconds=small[0] / SMALL_MESSAGES,
         all_reduce_seconds_per_byte=per_byte[0],
         all_to_all_seconds=small[1] / SMALL_MESSAGES,
         all_to_all_seconds_per_byte=per_byte[1],
-        narrowing_seconds_per_byte=narrowing / NARROWED_BYTES,
-        summing_seconds_per_byte=summing / NARROWED_BYTES,
+        summing_seconds_per_byte=summing / WHOLE_BYTES,
         seconds_per_part=for_a_part,
     )
 
@@ -147,30 +145,27 @@ def _round(group: dist.ProcessGroup, device: torch.device, sent_bytes: int, firs
     return _slowest(group, device, seconds)
 
 
-def _working_seconds(device: torch.device) -> tuple[float, float, float]:
-    """Return the CPU and wall-clock seconds of narrowing on this rank, and the wall-clock seconds of a sum's part.
-
-    All 0 on a device.
-    """
+def _working_seconds(device: torch.device) -> tuple[float, float]:
+    """Return the wall-clock seconds of a sum on this rank, and those of a sum's part; both 0 on a device."""
     if device.type != "cpu":
-        return 0.0, 0.0, 0.0
-    gradient = torch.ones(NARROWED_BYTES // 4, dtype=torch.float32, device=device)
-    packed = torch.zeros(NARROWED_BYTES // 2, dtype=torch.uint8, device=device)
+        return 0.0, 0.0
+    gradient = torch.ones(WHOLE_BYTES // 4, dtype=torch.float32, device=device)
+    packed = torch.zeros(WHOLE_BYTES, dtype=torch.uint8, device=device)
     summed, contributions = gradient[: SUMMED_BYTES // 4], packed[:SUMMED_BYTES]
-    narrowing, summing, by_clock = [], [], []
+    whole, in_parts, by_clock = [], [], []
     for _ in range(_TIMES):
         started, start = time.perf_counter(), time.thread_time()
-        _C.narrow_once(gradient, packed)
-        narrowing.append(time.thread_time() - start)
+        _C.sum_parts_once(gradient, packed, gradient.numel())
+        whole.append(time.thread_time() - start)
         by_clock.append(time.perf_counter() - started)
         start = time.thread_time()
         _C.sum_parts_once(summed, contributions, PART_LENGTH)
-        summing.append(time.thread_time() - start)
+        in_parts.append(time.thread_time() - start)
     # If ranks take turns on cores, a mean is more meaningful than a median.
-    clock, busy = statistics.fmean(by_clock), statistics.fmean(narrowing)
+    clock, busy = statistics.fmean(by_clock), statistics.fmean(whole)
     # A thread's clock may be too coarse to measure it.
     sharing = max(1.0, clock / busy) if busy > 0 else 1.0
-    return min(narrowing), clock, sharing * min(summing) / (SUMMED_BYTES // 4 // PART_LENGTH)
+    return clock, sharing * min(in_parts) / (SUMMED_BYTES // 4 // PART_LENGTH)
 
 
 def _slowest(group: dist.ProcessGroup, device: torch.device, times: Sequence[float]) -> Sequence[float]:

@@ -18,7 +18,8 @@ from ..errors import RefusedError
 from ..hangs.watcher import waited_in_vain
 from .agreement import Distributed, propose, settle
 from .endpoints import Endpoint, Listener, advise, choose_listener, find_endpoint, group_by_host
-from .groups import store_of
+from .groups import control_device, host_groups, store_of
+from .topology import Topology, topology_of
 
 _C = _extension.load()
 
@@ -63,8 +64,7 @@ class ControlGroups:
     """The same on every rank of the module, and given only once."""
     groups: Any
     """A ``_C.ControlGroups``, which closes them."""
-    hosts: tuple[tuple[int, ...], ...] = ()
-    """The ranks of each host."""
+    topology: Topology
     costs: Any = None
     """What collectives take on the group that gradients travel on, a ``_C.CollectiveCosts``; None if not measured."""
 
@@ -104,8 +104,23 @@ def open_small_group(ddp: Distributed, function: str, problem: str | None = None
         return _open_group(ddp, f"{name}/{attempt}/small", dist.get_rank(ddp.process_group), ranks, devices)
 
     backend = _open_on_every_rank(ddp, function, "a group for small messages", endpoints, open_one)
-    keeper = _C.ControlGroups(world_size=ranks, all=backend, axes=[])
+    keeper = _C.ControlGroups(hosts=_one_rank_each(ranks), all=backend, axes=[])
     return SmallGroup(backend, keeper, group_by_host([endpoint.host for endpoint in endpoints]))
+
+
+def open_host_group(ddp: Distributed, function: str) -> None:
+    """Open a group for the small messages of a group without the CPU, which then do not wait for its device.
+
+    Args:
+        ddp: the module.
+        function: the function that every rank calls.
+
+    Raises:
+        RuntimeError: on every rank, if some rank could not open it.
+    """
+    group = ddp.process_group
+    if group not in host_groups and dist.get_world_size(group) > 1 and control_device(group).type != "cpu":
+        host_groups[group] = open_small_group(ddp, function)
 
 
 def new_name() -> str:
@@ -125,13 +140,13 @@ def open_control_groups(ddp: Distributed, function: str, name: str, endpoints: S
     Raises:
         RuntimeError: on every rank, if some rank could not open them.
     """
+    topology = topology_of(ddp.process_group, ddp.device, endpoints)
 
     def open_all(attempt: int, listener: Listener) -> Any:
-        return _open_groups(ddp, f"{name}/{attempt}", listener)
+        return _open_groups(ddp, f"{name}/{attempt}", listener, topology)
 
-    return ControlGroups(
-        name, _open_on_every_rank(ddp, function, "the groups for the mask exchange", endpoints, open_all)
-    )
+    what = "the groups for the mask exchange"
+    return ControlGroups(name, _open_on_every_rank(ddp, function, what, endpoints, open_all), topology)
 
 
 def _open_on_every_rank(
@@ -196,11 +211,15 @@ def _outcome(error: RuntimeError | None) -> str:
     return _NOT_MADE if _TIMED_OUT.search(str(error)) else _LOST
 
 
-def _open_groups(ddp: Distributed, name: str, listener: Listener) -> Any:
+def _one_rank_each(ranks: int) -> list[list[int]]:
+    return [[rank] for rank in range(ranks)]
+
+
+def _open_groups(ddp: Distributed, name: str, listener: Listener, topology: Topology) -> Any:
     group = ddp.process_group
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
-        return _C.ControlGroups(world_size=1, all=None, axes=[])
+        return _C.ControlGroups(hosts=[[0]], all=None, axes=[])
     devices = listener.make_devices()
     everyone = _open_group(ddp, f"{name}/all", here, ranks, devices)
     axes = []
@@ -212,11 +231,28 @@ def _open_groups(ddp: Distributed, name: str, listener: Listener) -> Any:
         first = here - position * stride
         axes.append(_open_group(ddp, f"{name}/axis{number}/{first}", position, length, devices))
         stride *= length
-    sums = None
-    if _C.needs_group_for_sums(group, ddp.device):
-        # Gradients travel on this group, and masks must not wait for them.
-        sums = _open_group(ddp, f"{name}/sums", here, ranks, listener.make_devices())
-    return _C.ControlGroups(world_size=ranks, all=everyone, axes=axes, sums=sums)
+    # Gradients travel on these groups, and masks must not wait for them.
+    hosts = topology.hosts
+    adds_up = topology.adds_up_in_hosts
+    own_host = next(host for host in hosts if here in host)
+    position = own_host.index(here)
+    # Those at the same position on all hosts; with a rank for each host, all of them.
+    between = [host[position] for host in hosts] if adds_up else list(range(ranks))
+
+    def open_data_group(kind: str, members: Sequence[int]) -> Any:
+        own_name = f"{name}/{members[0]}/{kind}"
+        return _open_group(ddp, own_name, members.index(here), len(members), listener.make_devices())
+
+    kinds: dict[str, Sequence[int]] = {}
+    if _C.needs_group_for_sums(group, ddp.device, len(between)):
+        kinds["sums"] = between
+    # Nothing is coded within a host.
+    if adds_up or (topology.has_one_rank_each and _C.can_code(group, ddp.device, ranks)):
+        kinds["contributions"] = between
+    if adds_up:
+        kinds |= {"sizes": between, "shares": own_host, "results": own_host}
+    data = {kind: open_data_group(kind, members) for kind, members in kinds.items()}
+    return _C.ControlGroups(hosts=hosts if adds_up else _one_rank_each(ranks), all=everyone, axes=axes, **data)
 
 
 def grid(ranks: int, largest_axis: int) -> list[int]:

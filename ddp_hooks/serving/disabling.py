@@ -78,6 +78,8 @@ class DisabledService:
         """The module; None if it is gone."""
         return self._ddp()
 
+    topology = None
+
     @property
     def engine(self) -> DisabledService:
         """The object that averages buckets, in case the hook is registered with DDP in spite of the variable."""

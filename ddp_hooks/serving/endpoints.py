@@ -18,7 +18,7 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,10 @@ from .groups import store_of
 
 # Overrides the name of this rank's host.
 HOST_VARIABLE = "DDP_HOOKS_HOST"
+# Overrides the speed of this host's network interface, in Mbit/s.
+LINK_VARIABLE = "DDP_HOOKS_LINK_MBITS"
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_INTERFACES = Path("/sys/class/net")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _ANY_PORT = 9  # nothing is sent there
 
@@ -43,13 +46,31 @@ class Endpoint(NamedTuple):
     """Equal on ranks that share a host."""
     address: str | None
     """Its own on the way to the process group's store; None if that is not known."""
+    link_mbits: int | None = None
+    """The speed of its network interface in Mbit/s; None if that is not known."""
 
 
 def find_endpoint(group: dist.ProcessGroup) -> Endpoint:
-    """Return the host of this rank, and the address at which others may reach it."""
+    """Return the host of this rank, the address at which others may reach it, and the speed of its interface."""
+    address = None
     with suppress(RuntimeError, ValueError):  # the store is gone or does not answer
-        return Endpoint(host_of_this_rank(), _address_towards_store(group))
-    return Endpoint(host_of_this_rank(), None)
+        address = _address_towards_store(group)
+    return Endpoint(host_of_this_rank(), address, _link_mbits(address))
+
+
+def _link_mbits(address: str | None) -> int | None:
+    """Return the speed of the interfaces that gradients probably travel on, in Mbit/s; None if it is unknown."""
+    if named := os.environ.get(LINK_VARIABLE):
+        with suppress(ValueError):
+            return max(1, int(named))
+    interfaces = os.environ.get(_INTERFACE_VARIABLE)
+    names = interfaces.split(",") if interfaces else [] if address is None else [interface_of(address)]
+    speeds = []
+    for name in names:
+        # Virtual interfaces have no speed, -1, or one that means nothing.
+        with suppress(OSError, ValueError):
+            speeds.append(int((_INTERFACES / str(name) / "speed").read_text()))
+    return sum(speeds) if len(speeds) == len(names) and all(speed > 0 for speed in speeds) and speeds else None
 
 
 def host_of_this_rank() -> str:
@@ -64,6 +85,11 @@ def host_of_this_rank() -> str:
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/net"))
     return " ".join(parts)
+
+
+def slowest_link(endpoints: Iterable[Endpoint]) -> int | None:
+    """Return the speed of the slowest of the endpoints' interfaces, in Mbit/s; None if none is known."""
+    return min((endpoint.link_mbits for endpoint in endpoints if endpoint.link_mbits is not None), default=None)
 
 
 def group_by_host(hosts: Sequence[object]) -> tuple[tuple[int, ...], ...]:

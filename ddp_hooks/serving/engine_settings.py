@@ -12,29 +12,42 @@ import torch.distributed as dist
 from .. import _extension
 from ..policies import Policy
 from ..statistics import Statistics
-from ..wording import describe_bytes
+from .topology import Topology
 
 _C = _extension.load()
 
-_WHEN = {"off": _C.When.OFF, "on": _C.When.ON, "adaptive": _C.When.ADAPTIVE}
+_WHEN = {"off": _C.When.OFF, "on": _C.When.ON, "adaptive": _C.When.ADAPTIVE, "auto": _C.When.ADAPTIVE}
 # A guess, not measured on a GPU yet: a quarter of the bytes makes up for a host that no longer runs ahead.
 _MIN_ZERO_FRACTION_ON_DEVICE = 0.25
-# The largest set of ranks that a message can describe (csrc/layout/contributors.h).
-_MOST_RANKS = 64
-# Reasons why adaptive policies send nothing narrow.
+# The largest set of hosts that a message can describe (csrc/layout/contributors.h).
+_MOST_HOSTS = 64
+# What it takes to code a byte of a gradient and to decode one; coding has to save more time than that on the link. With
+# two hosts on two cores, a byte took 0.5e-9 s of a step at 1 Gbit/s and 1.1e-9 s at 10 Gbit/s, where gloo needs the
+# cores (benchmarks/results.md). With more cores it takes less.
+_CODING_SECONDS_PER_BYTE = 0.6e-9
+# With less than this fraction saved, a second phase or adding up on every rank costs more (csrc/layout/transports.cpp).
+_LEAST_CODED_SAVING = 0.1
+# Assumed if no rank knows the speed of its network interface, as is usual in virtual machines.
+_USUAL_LINK_MBITS = 10_000
+# Numbers of more bytes are not coded (csrc/plan/reduction_plan.cpp).
+_MOST_CODED_ELEMENT_BYTES = 4
+# Reasons why policies code nothing.
 SHARED_HOSTS = "several ranks share a host"
-FAST_LINKS = "calibrate=True measured that sending full width is faster than making gradients narrow"
+_UNEVEN_HOSTS = "hosts have different numbers of ranks"
 
 
 def engine_settings(
-    policy: Policy, description: Mapping[str, str], hosts: Sequence[Sequence[int]], costs: Any = None
+    policy: Policy,
+    description: Mapping[str, str],
+    topology: Topology,
+    costs: Any = None,
 ) -> Any:
     """Translate a policy for the engine of one module.
 
     Args:
         policy: the policy.
         description: what all ranks of the module have in common. The engine's messages carry a hash of it.
-        hosts: the ranks of each host.
+        topology: its ranks' hosts.
         costs: measured times of collectives on the module's process group, a ``_C.CollectiveCosts``; None if there are
             none.
 
@@ -48,105 +61,100 @@ def engine_settings(
         skip_unused=policy.skip_unused,
         skip_zeros=_WHEN[policy.skip_zeros],
         skip_zero_rows=_WHEN[policy.skip_zero_rows],
-        narrow=_WHEN[policy.narrow],
+        coded=_C.When.OFF if _why_links_need_no_code(policy, topology, costs) else _WHEN[policy.coded],
+        least_coded_saving=least_coded_saving(costs, topology.link_mbits),
         units=unit_settings(policy),
         # The engine takes the number of ranks from the module's group.
-        plan=plan_settings(policy, may_send_directly(hosts, costs), 1, costs),
+        # Without measured times, bytes decide, if they say something about links.
+        plan=plan_settings(policy, costs is not None or topology.counts_bytes, 1, costs),
         adaptive=adaptive_settings(policy, is_on_device=description.get("device", "cpu") != "cpu"),
         rebuild_after=policy.rebuild_after,
         configuration=int.from_bytes(digest, "little"),
     )
 
 
-def may_send_directly(hosts: Sequence[Sequence[int]], costs: Any = None) -> bool:
-    """Say whether gradients may be sent directly instead of being all-reduced.
+def _why_links_need_no_code(policy: Policy, topology: Topology, costs: Any) -> str:
+    if not topology.counts_bytes:
+        return SHARED_HOSTS if len(topology.hosts) == 1 else _UNEVEN_HOSTS
+    if policy.coded == "auto" and least_coded_saving(costs, topology.link_mbits) >= 1:
+        return fast_link(topology.link_mbits if costs is None else None)
+    return ""
 
-    Without measured times, bytes decide. They count what each rank sends, so they are meaningful only if every rank has
-    a host, and therefore a link, of its own.
+
+def fast_link(link_mbits: int | None) -> str:
+    """Say that nothing is coded because of the links, as a clause."""
+    speed = "" if link_mbits is None else f" ({link_mbits:,} Mbit/s)"
+    return f"the network{speed} is faster than coding"
+
+
+def least_coded_saving(costs: Any, link_mbits: int | None) -> float:
+    """Return the fraction of the bytes on the link that coding has to save to be worth its time.
 
     Args:
-        hosts: the ranks of each host.
         costs: measured times of collectives, or None.
+        link_mbits: the speed of the slowest host's network interface, in Mbit/s; None if it is unknown.
     """
-    return costs is not None or all(len(ranks) == 1 for ranks in hosts)
+    mbits = _USUAL_LINK_MBITS if link_mbits is None else link_mbits
+    seconds_per_byte = 8e-6 / mbits if costs is None else costs.all_to_all_seconds_per_byte
+    return max(_LEAST_CODED_SAVING, _CODING_SECONDS_PER_BYTE / seconds_per_byte)
 
 
-def why_nothing_is_narrow(
+def why_nothing_is_coded(
     policy: Policy,
-    hosts: Sequence[Sequence[int]],
+    topology: Topology,
     costs: Any,
     group: dist.ProcessGroup,
     device: torch.device,
     parameters: Sequence[torch.Tensor],
 ) -> str:
-    """Say why gradients travel at full width whatever their values, which the engine decides from its settings.
+    """Say why no gradient is coded whatever its values, which the engine decides from its settings.
 
     Args:
         policy: the policy.
-        hosts: the ranks of each host.
+        topology: the hosts of the module's ranks.
         costs: measured times of collectives, or None.
         group: the module's process group.
         device: the module's device.
         parameters: the parameters in its Reducer.
 
     Returns:
-        A clause; empty if there is no such reason, or if the policy does not ask for narrow gradients.
+        A clause; empty if there is no such reason, or if the policy does not ask for coded gradients.
     """
-    ranks = group.size()
-    if policy.narrow == "off" or ranks == 1:
+    if policy.coded == "off" or group.size() == 1:
         return ""
     if not policy.tuning.calibrate:
         costs = None
     if not policy.tuning.direct:
-        return "narrow gradients need direct=True"
-    if not may_send_directly(hosts, costs):
-        return SHARED_HOSTS
-    if ranks > _MOST_RANKS:
-        return f"narrow gradients need at most {_MOST_RANKS} ranks, and there are {ranks}"
-    if not _C.can_send_directly(group, device):
-        return "narrow gradients need a gloo or NCCL process group"
-    if policy.narrow == "adaptive" and costs is not None and not costs.narrow_pays(ranks):
-        return FAST_LINKS
-    if all(parameter.dtype.itemsize <= 2 for parameter in parameters):
-        return "every gradient has 16 bits or fewer"
-    settings = unit_settings(policy)
-    if all(_is_one_unit(parameter, settings) for parameter in parameters):
-        return f"every parameter has less than {describe_bytes(settings.min_divided_bytes)}"
+        return "coded gradients need direct=True"
+    if why := _why_links_need_no_code(policy, topology, costs):
+        return why
+    hosts = len(topology.hosts)
+    if hosts > _MOST_HOSTS:
+        return f"coded gradients need at most {_MOST_HOSTS} hosts, and there are {hosts}"
+    if not _C.can_code(group, device, hosts):
+        return "only gradients on the CPU are coded, over gloo"
+    real_bytes = [parameter.element_size() // (2 if parameter.is_complex() else 1) for parameter in parameters]
+    if all(size > _MOST_CODED_ELEMENT_BYTES for size in real_bytes):
+        return "numbers of 64 bits are not coded"
     return ""
 
 
-def _is_one_unit(parameter: torch.Tensor, settings: Any) -> bool:
-    length = parameter.numel() * (2 if parameter.is_complex() else 1)
-    row_length = length // parameter.shape[0] if length > 0 and parameter.dim() > 0 else 0
-    element_bytes = parameter.numel() * parameter.element_size() // max(length, 1)
-    return len(_C.units_of(_C.ParameterSlice(0, 0, length, row_length), element_bytes, settings)) <= 1
-
-
-def why_little_is_narrow(policy: Policy, counted: Statistics) -> str:
-    """Say why gradients travelled at full width because of their values.
+def why_little_is_coded(policy: Policy, counted: Statistics) -> str:
+    """Say why gradients were not coded because of their values.
 
     Args:
         policy: the policy.
         counted: the counters since this policy is in force.
 
     Returns:
-        A clause; empty if the reason is unknown, or if the policy does not ask for narrow gradients.
+        A clause; empty if the reason is unknown, or if the policy does not ask for coded gradients.
     """
-    # The sample of the first step decides for the second step.
-    if policy.narrow == "off" or counted.steps < 2:
+    # What the first step saves decides for the second one.
+    if policy.coded == "off" or counted.steps < 2:
         return ""
-    if counted.accumulated_steps:
-        return (
-            f"{counted.accumulated_steps:,} of {counted.steps:,} steps sent sums of several passes, which need full "
-            "width"
-        )
-    if counted.narrow_bytes:
-        return ""
-    if counted.units_narrow:
-        return "sending narrow gradients in separate messages would save too little"
-    if counted.narrow_steps:
-        return "gradients needed all of their bits"
-    return "samples of the gradients needed all of their bits"
+    if counted.coded_steps == 0:
+        return "no step had enough gradients that could be"
+    return "coding the others would have saved too little" if counted.coded_steps < counted.steps - 1 else ""
 
 
 def _constants(policy: Policy, *names: str) -> dict[str, Any]:
@@ -187,11 +195,17 @@ def unit_settings(policy: Policy) -> Any:
     )
 
 
-def adaptive_settings(policy: Policy, *, is_on_device: bool) -> Any:
-    """Return a ``_C.AdaptiveSettings``, which says when adaptive settings look at values."""
+def adaptive_settings(policy: Policy, *, is_on_device: bool, least_saving: float = 0.0) -> Any:
+    """Return a ``_C.AdaptiveSettings``, which says when adaptive settings look at values.
+
+    Args:
+        policy: the policy.
+        is_on_device: whether gradients are on another device than the CPU.
+        least_saving: the fraction of the bytes that a look has to save at least.
+    """
     # On a GPU, the host stays at most one bucket ahead of a scan's answer, so zeros must save more.
     least_zeros = _MIN_ZERO_FRACTION_ON_DEVICE if is_on_device else 0.0
     return _C.AdaptiveSettings(
-        min_zero_fraction=max(policy.tuning.min_zero_fraction, least_zeros),
+        min_zero_fraction=max(policy.tuning.min_zero_fraction, least_zeros, least_saving),
         **_constants(policy, "hold_steps", "first_pause_steps", "longest_pause_steps"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import weakref
 from typing import Any
 
 import torch
@@ -79,11 +80,16 @@ def store_of(group: dist.ProcessGroup) -> Any:
     return distributed_c10d._get_default_store() if store is None else store
 
 
+# Beside groups of devices only, over which small messages would hold up the host: a group of the same ranks on it, if
+# they have opened one (control_groups.py). It lasts as long as the other, so that all ranks agree on which to use.
+host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+
+
 def control_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device for small messages: the CPU if the group supports it, otherwise the current accelerator.
 
-    As for torch's object collectives, the current device must be a different one on each rank
-    (``torch.cuda.set_device``).
+    As for torch's object collectives, the current device must be a different one on each rank, unless
+    ``init_process_group`` was given a ``device_id``.
 
     Raises:
         ValueError: the group was destroyed.
@@ -91,6 +97,8 @@ def control_device(group: dist.ProcessGroup) -> torch.device:
     check_in_use(group)
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
+    if group.bound_device_id is not None:
+        return group.bound_device_id
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return torch.device("cpu")
@@ -107,10 +115,14 @@ def gather_tensor(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
     Returns:
         A host tensor whose first dimension is the rank.
     """
-    device = control_device(group)
+    on_host = host_groups.get(group)
+    device = torch.device("cpu") if on_host else control_device(group)
     flat = own.contiguous().reshape(-1).to(device)
     gathered = torch.empty(dist.get_world_size(group), flat.numel(), dtype=flat.dtype, device=device)
-    dist.all_gather(list(gathered), flat, group=group)
+    if on_host:
+        on_host.backend.allgather([list(gathered)], [flat]).wait()
+    else:
+        dist.all_gather(list(gathered), flat, group=group)
     return gathered.cpu().view(-1, *own.shape)
 
 

@@ -106,6 +106,16 @@ def why_unsupported(ddp: DistributedDataParallel) -> str | None:
     return _why_reduced_twice(ddp) or _why_no_gradients(ddp)
 
 
+def why_not_coded(policy: Policy, ddp: DistributedDataParallel) -> str | None:
+    """Say why a policy that always codes gradients cannot serve the module; None if it can."""
+    if policy.coded == "on" and ddp.device_type != "cpu":
+        return (
+            f"coded='on' was set for gradients on {ddp.device_type}, and only gradients on the CPU are coded; set "
+            "coded='auto' or 'off'"
+        )
+    return None
+
+
 def _why_reduced_twice(ddp: DistributedDataParallel) -> str | None:
     """Say which DDP module inside the module also all-reduces some of its gradients."""
     reduced, unmanaged = parameters_of(ddp)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
@@ -17,9 +18,10 @@ from .collective_costs import costs_as_numbers, measure_collective_costs
 from .control_groups import ControlGroups, new_name, open_control_groups
 from .ddp_methods import keep_place
 from .disabling import DisabledService, check_alike, disabled_service, is_disabled, warn_of_it
-from .endpoints import Endpoint, find_endpoint, group_by_host
-from .modules import describe, parameters_of, why_unsupported
+from .endpoints import Endpoint, find_endpoint
+from .modules import describe, parameters_of, why_not_coded, why_unsupported
 from .service import REGISTERED, Service, groups_to_share, registered_service
+from .topology import topology_of
 
 _C = _extension.load()
 
@@ -91,7 +93,7 @@ def _agree(ddp: DistributedDataParallel, function: str, policy: Policy, problem:
         check_alike(function, [each.own is None for each in proposals])
         settle(function, proposals)
         return None
-    problem = problem or why_unsupported(ddp)
+    problem = problem or why_unsupported(ddp) or why_not_coded(policy, ddp)
     # An unsupported module may lack some of what is described.
     description = {} if problem else {REGISTERED: "no", **describe(policy, ddp, *parameters_of(ddp))}
     sharable = groups_to_share(ddp)
@@ -109,9 +111,12 @@ def _agree(ddp: DistributedDataParallel, function: str, policy: Policy, problem:
     groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0], endpoints)
     if len({theirs.get(groups.name) for _, _, theirs, _ in offers}) > 1:
         groups = replace(groups, costs=None)
-    groups = replace(groups, hosts=group_by_host([endpoint.host for endpoint in endpoints]))
-    measures = all(may_measure for _, _, _, may_measure in offers)
-    if groups.costs is None and measures and _C.can_send_directly(ddp.process_group, ddp.device):
+    topology = topology_of(ddp.process_group, ddp.device, endpoints)
+    groups = replace(groups, topology=topology)
+    # Times on the module's group say nothing about messages that ranks of a host have added up before.
+    measures = all(may_measure for _, _, _, may_measure in offers) and not topology.adds_up_in_hosts
+    possible = _C.can_send_directly(ddp.process_group, ddp.device, dist.get_world_size(ddp.process_group))
+    if groups.costs is None and measures and possible:
         with naming_absent_ranks(ddp.process_group, function):
             groups = replace(groups, costs=measure_collective_costs(ddp.process_group, ddp.device))
     return groups

@@ -25,7 +25,7 @@ from ..wording import short, short_list
 from .absentees import meet_to_close
 from .agreement import propose, settle
 from .control_groups import ControlGroups, timeout_of
-from .engine_settings import engine_settings, why_little_is_narrow, why_nothing_is_narrow
+from .engine_settings import engine_settings, why_little_is_coded, why_nothing_is_coded
 from .groups import is_in_use
 from .modules import (
     describe,
@@ -33,8 +33,10 @@ from .modules import (
     parameters_of,
     rebuild_reducer,
     reducible_parameters,
+    why_not_coded,
 )
 from .parameters import ParameterIndex, ParameterPlaces, Selector
+from .topology import Topology
 
 _C = _extension.load()
 
@@ -118,7 +120,7 @@ class Service:
         self._timeout_seconds = timeout_of(ddp).total_seconds()
         self._is_closed = False
         self._policy = policy
-        self._why_full_width = ""  # whatever the gradients' values
+        self._why_uncoded = ""  # whatever the gradients' values
         self._native = native
         self._ddp: weakref.ref[DistributedDataParallel] | None = weakref.ref(ddp)
         self._earlier = Statistics()  # of earlier engines and earlier policies
@@ -152,6 +154,7 @@ class Service:
         _services[ddp] = weakref.ref(self)
         activity.add(self._activity)
         watcher.begin(policy.tuning.report_hang_after)
+        self._warn_of_uncoded_gradients(ddp, 5)
         if native:
             # As DDP does for a hook that is registered through it.
             ddp._comm_hooks.append((hook, state))
@@ -278,7 +281,7 @@ class Service:
         sizes = {self._names[i]: parameter.numel() * parameter.element_size() for i, parameter in enumerate(reduced)}
         self._reduced_bytes |= sizes
         self._bytes_now = sum(sizes.values())
-        self._note_width(ddp)
+        self._note_coding(ddp)
         assert self._control_groups is not None
         engine = _C.Engine(
             reducer=ddp.reducer,
@@ -286,7 +289,7 @@ class Service:
             settings=engine_settings(
                 self._policy,
                 describe(self._policy, ddp, reduced, unmanaged),
-                self._control_groups.hosts,
+                self._control_groups.topology,
                 self._control_groups.costs,
             ),
             unmanaged_parameters=unmanaged,
@@ -385,14 +388,16 @@ class Service:
         ddp = self._served()
         if problem is None and _C.reducer_is_in_backward(ddp.reducer):
             problem = "a backward pass is under way; call set_policy between two steps"
+        problem = problem or why_not_coded(policy, ddp)
         description = describe(policy, ddp, *parameters_of(ddp))
         self._agree_between_steps("set_policy", description, problem)
         assert self._control_groups is not None
         groups = self._control_groups
         self._restart_counters(self.statistics())  # some of them count per policy
-        self.engine.configure(engine_settings(policy, description, groups.hosts, groups.costs))
+        self.engine.configure(engine_settings(policy, description, groups.topology, groups.costs))
         self._policy = policy
-        self._note_width(ddp)
+        self._note_coding(ddp)
+        self._warn_of_uncoded_gradients(ddp, 3)
         watcher.begin(policy.tuning.report_hang_after)
 
     def _agree_between_steps(
@@ -514,8 +519,13 @@ class Service:
         counted = Statistics.read(
             self.engine.statistics(), self._bytes_now, removed, accumulated_steps=self._accumulated_steps
         )
-        why = self._why_full_width or why_little_is_narrow(self._policy, counted)
-        return self._earlier + replace(counted, why_full_width=why)
+        why = self._why_uncoded or why_little_is_coded(self._policy, counted)
+        return self._earlier + replace(counted, why_uncoded=why)
+
+    @property
+    def topology(self) -> Topology | None:
+        """Which ranks share a host."""
+        return None if self._control_groups is None else self._control_groups.topology
 
     def reset_statistics(self) -> None:
         """Set all counters to zero."""
@@ -526,13 +536,20 @@ class Service:
         if self.engine is not None:
             self.engine.reset_statistics()
 
-    def _note_width(self, ddp: DistributedDataParallel) -> None:
+    def _note_coding(self, ddp: DistributedDataParallel) -> None:
         groups = self._control_groups
         assert groups is not None
         reduced, _ = parameters_of(ddp)
-        self._why_full_width = why_nothing_is_narrow(
-            self._policy, groups.hosts, groups.costs, ddp.process_group, ddp.device, reduced
+        self._why_uncoded = why_nothing_is_coded(
+            self._policy, groups.topology, groups.costs, ddp.process_group, ddp.device, reduced
         )
+
+    def _warn_of_uncoded_gradients(self, ddp: DistributedDataParallel, stacklevel: int) -> None:
+        if self._policy.coded == "on" and self._why_uncoded and dist.get_rank(ddp.process_group) == 0:
+            warnings.warn(
+                f"ddp_hooks: coded='on' does nothing, because {self._why_uncoded}; gradients are sent as they are",
+                stacklevel=stacklevel + 1,
+            )
 
     def usage(self) -> dict[str, ParameterUsage]:
         """Return how each parameter was used in the last step, by name, in DDP's order; empty before the first step."""

@@ -13,7 +13,7 @@ from ..serving.agreement import agree, refuse
 from ..serving.groups import gather_tensor, resolve_group
 from ..wording import check_int, short
 from .parameters import average_named
-from .tensors import check_not_empty, describe_layout, named_tensors, read_tensors
+from .tensors import check_not_empty, describe_layout, named_tensors, on_their_device, read_tensors
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -72,10 +72,11 @@ def _average_those_with_gradients(params: Parameters, schedule: dict[str, int], 
         named = named_tensors(parameters)
     except Exception as error:  # any error must reach the other ranks, which wait
         refuse(group, name, error)
-    agree(group, name, schedule, describe_layout(named))
     has_gradient = [parameter.grad is not None for parameter in parameters]
     with_gradient = torch.tensor(has_gradient, dtype=torch.uint8, device="cpu")
-    on_any_rank = gather_tensor(group, with_gradient).any(dim=0).tolist()
+    with on_their_device(named):
+        agree(group, name, schedule, describe_layout(named))
+        on_any_rank = gather_tensor(group, with_gradient).any(dim=0).tolist()
     used_anywhere = [each for each, used in zip(named, on_any_rank, strict=True) if used]
     average_named(name, lambda: used_anywhere, group)
 

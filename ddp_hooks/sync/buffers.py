@@ -13,11 +13,12 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from .. import _C
 from ..serving.agreement import RECORD_BYTES, agree, refuse
+from ..serving.control_groups import open_host_group
 from ..serving.groups import gather_tensor, resolve_group
 from ..serving.modules import uncompiled
 from ..wording import did_you_mean, short
 from .parameters import average_named, broadcast_named, broadcast_tensors
-from .tensors import NamedTensor, check_writable, describe_layout, named_buffers
+from .tensors import NamedTensor, check_writable, describe_layout, named_buffers, on_their_device
 from .work import SyncReport
 
 BufferMode = Literal["broadcast", "average", "changed", "before_eval", "never"]
@@ -57,7 +58,7 @@ class BufferSync:
         - ``"average"``: averages buffers over ranks in every forward pass, so that every rank's statistics count.
           Integers take the maximum.
         - ``"changed"``: like ``"broadcast"``, but sends only buffers that have changed on some rank since the last
-          time.
+          time. On a device, the host waits for the buffers to look at them, in every forward pass.
         - ``"before_eval"``: sends nothing in forward passes, and averages once when ``ddp.eval()`` is called after
           training, or ``.eval()`` of ``torch.compile(ddp)``. That call is then collective: every rank must make it, and
           must have called ``.train()`` before if any rank has.
@@ -66,6 +67,9 @@ class BufferSync:
     It uses DDP's buffer hook, so buffers are exchanged when DDP would have exchanged them: before forward passes, but
     not inside ``no_sync``, and not after a forward pass without a backward pass. ``"before_eval"`` also wraps
     ``ddp.train`` on this object. :meth:`remove` undoes both. A copied or pickled DDP module keeps its own copy.
+
+    If the module's process group serves only devices, as with NCCL, the modes of forward passes open a small gloo group
+    beside it, so that the host does not wait for the device.
 
     Args:
         ddp: a DDP module, or the result of ``torch.compile`` for one; the same on all ranks.
@@ -76,6 +80,7 @@ class BufferSync:
         ValueError: ``mode`` is unknown, or works in forward passes but DDP does not synchronise buffers there; or
             ``ddp`` already has a buffer hook. Forward passes and ``ddp.eval()`` also raise it if the module's process
             group was destroyed; call :meth:`remove` first to go on without it.
+        RuntimeError: the ranks could not open the gloo group.
         RanksDisagreeError: mode or buffers differ between ranks, or another rank raised a ValueError.
         RanksAbsentError: some rank did not make one within the group's timeout. Forward passes and ``ddp.eval()`` also
             raise it if other ranks do not call them.
@@ -106,7 +111,10 @@ class BufferSync:
             check_writable(buffers)
         except Exception as error:  # any error must reach the other ranks, which wait
             refuse(group, "BufferSync", error)
-        training = agree(group, "BufferSync", {"mode": mode}, describe_layout(buffers), words=[ddp.training])
+        with on_their_device(buffers):
+            training = agree(group, "BufferSync", {"mode": mode}, describe_layout(buffers), words=[ddp.training])
+        if mode in _IN_FORWARD:
+            open_host_group(ddp, "BufferSync")
         self.mode = mode
         self._ddp = ddp
         # Whether the module has trained since buffers were averaged; the same on all ranks, whatever their modes. Not

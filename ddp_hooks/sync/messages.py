@@ -207,8 +207,8 @@ class MaximumMessage(_StagedMessage):
 def run(messages: Sequence[Message]) -> None:
     """Send all messages, a few at a time.
 
-    If a collective fails, the tensors of earlier messages have been written, and all others are unchanged. No tensor is
-    written in part.
+    If a collective fails on the host, the tensors of earlier messages have been written, and all others are unchanged.
+    No tensor is written in part.
     """
     buffers = StagingBuffers()
     in_flight: deque[Message] = deque()

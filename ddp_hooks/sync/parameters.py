@@ -5,7 +5,8 @@ same names, dtypes and shapes. Ranks check this before anything is exchanged (se
 differs, every rank raises and nothing changes. Tensors then travel in a few large messages (messages.py).
 
 If a connection breaks, each tensor has either its old or its new value, never a mixture. Call the function again, once
-the process group works, to synchronise all of them.
+the process group works, to synchronise all of them. On a device's stream, as with NCCL, the host does not wait for
+messages, so a tensor may then hold anything, and NCCL ends the process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from ..serving.groups import resolve_group
 from ..wording import check_flag, did_you_mean, short
 from . import sharing
 from .messages import BroadcastMessage, MaximumMessage, MeanMessage, Message, run, split
-from .tensors import NamedTensor, TensorSource, check_writable, describe_layout, is_convertible, named_tensors
+from .tensors import (
+    NamedTensor,
+    TensorSource,
+    check_writable,
+    describe_layout,
+    is_convertible,
+    named_tensors,
+    on_their_device,
+)
 from .work import SyncReport, SyncWork, carry_out, report_on
 
 BufferTreatment = Literal["average", "broadcast", "ignore"]
@@ -123,7 +132,8 @@ def broadcast_named(
         private, shared = sharing.partition(tensors, group)
     except Exception as error:  # any error must reach the other ranks, which wait
         refuse(group, function, error)
-    agree(group, function, {"src": src, **arguments}, _layout(tensors, shared))
+    with on_their_device(tensors):
+        agree(group, function, {"src": src, **arguments}, _layout(tensors, shared))
 
     messages = _broadcasts(private, src, group)
     for handle, there in shared.items():
@@ -235,13 +245,9 @@ def average_named(
         "buffers": buffers,
         **arguments,
     }
-    words = agree(
-        group,
-        function,
-        alike,
-        _layout(tensors, shared),
-        words=struct.unpack("<q", struct.pack("<d", weight)),
-    )
+    bits = struct.unpack("<q", struct.pack("<d", weight))
+    with on_their_device(tensors):
+        words = agree(group, function, alike, _layout(tensors, shared), words=bits)
     rank_weights = [struct.unpack("<d", struct.pack("<q", word[0]))[0] for word in words]
     if not 0 < sum(rank_weights) < math.inf:
         # All ranks know of this error, and raise it together.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,14 @@ def describe_layout(tensors: Iterable[NamedTensor]) -> dict[str, str]:
         place = tensor.device.type if len(devices) == 1 else f"{tensor.device.type} (device {devices[tensor.device]})"
         layout[named.label] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {place}"
     return layout
+
+
+def on_their_device(tensors: Iterable[NamedTensor]) -> AbstractContextManager[object]:
+    """Make the device of some tensors the current one, on which a group without the CPU exchanges records."""
+    for named in tensors:
+        if named.tensor.device.type != "cpu":
+            return torch.accelerator.device_index(named.tensor.device.index)
+    return nullcontext()
 
 
 # A module, a DDP module, a tensor, or any iterable of tensors.

@@ -34,7 +34,9 @@ class SyncWork:
     """A synchronisation under way, which functions return with ``async_op=True``.
 
     Do not read or write the tensors before :meth:`wait` has returned. It writes all of them after the last message has
-    arrived; if it fails, none has changed.
+    arrived; if it fails, none has changed. With a process group that puts collectives on a device's stream, as NCCL
+    does, :meth:`wait` returns before the messages have arrived, and cannot fail with them: if one fails, the tensors
+    hold anything, and NCCL ends the process.
     """
 
     def __init__(

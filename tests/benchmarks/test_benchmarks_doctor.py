@@ -25,8 +25,6 @@ def read(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "table"),
     [
-        ("doctor_estimate_1gbit", doctor_tables.estimate_table),
-        ("doctor_estimate_rows_1gbit", doctor_tables.estimate_table),
         ("watching", doctor_tables.watching_table),
     ],
 )
@@ -39,11 +37,6 @@ def test_the_tables_in_the_documentation_are_the_results(name: str, table: Any) 
 
 
 def test_what_the_documentation_promises_is_what_was_measured() -> None:
-    for row in read("doctor_estimate_1gbit")["rows"] + read("doctor_estimate_rows_1gbit")["rows"]:
-        if row["policy"] == "plain DDP":
-            continue
-        assert row["payload_bytes"] == row["predicted_payload_bytes"], row["label"]
-        assert 1 / 1.2 <= row["ratio"] <= 1.2, f"{row['policy']} on {row['label']}: {row['ratio']:.2f}"
     for row in read("watching")["rows"]:
         most = 1.13 if row["link"] == "loopback" else 1.02
         assert row["ratio"]["median"] <= most, f"{row['label']} at {row['link']}"
@@ -52,7 +45,10 @@ def test_what_the_documentation_promises_is_what_was_measured() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("script", "options"),
-    [("doctor_estimate.py", ["--steps", "4", "--settling", "0"]), ("watching.py", ["--pairs", "2"])],
+    [
+        ("doctor_estimate.py", ["--trial-steps", "12", "--settling", "2", "--rounds", "1"]),
+        ("watching.py", ["--pairs", "2"]),
+    ],
 )
 def test_the_scripts_run(script: str, options: list[str], tmp_path: Path) -> None:
     name = f"try_{os.getpid()}"
@@ -62,12 +58,10 @@ def test_the_scripts_run(script: str, options: list[str], tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads((tmp_path / f"{name}.json").read_text())
     assert results["sentence"] in done.stdout
-    for row in results["rows"]:
-        if "ratio" in row and "predicted_payload_bytes" in row and row["policy"] != "auto":
-            assert row["payload_bytes"] == row["predicted_payload_bytes"]
     if script == "watching.py":
         assert [row["pairs"] for row in results["rows"]] == [2]
         assert doctor_tables.watching_table(results["rows"]).count("\n") == 2
     else:
-        assert [row["policy"] for row in results["rows"]] == ["plain DDP", *doctor_tables.POLICIES]
-        assert doctor_tables.estimate_table(results["rows"]).count("\n") == 2
+        assert [row["policy"] for row in results["rows"]] == ["plain DDP", "skip_unused", "auto"]
+        # Steps leave out different layers.
+        assert all(0.8 < row["byte_ratio"] < 1.25 for row in results["rows"] if "byte_ratio" in row)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tools import row_workloads, width_workloads, workloads
+from tools import autocast_workloads, row_workloads, workloads
 from tools.usage import Usage, find_usage
 from tools.workload import Workload
 
@@ -26,7 +26,7 @@ def has_transformers() -> bool:
 
 
 needs_transformers = pytest.mark.skipif(not has_transformers(), reason="transformers 5 or later is not installed")
-FROM_CONFIGURATIONS = ("e5", "mixtral", "qwen3_moe", "gpt2_dense", *width_workloads.NAMES)
+FROM_CONFIGURATIONS = ("e5", "mixtral", "qwen3_moe", "gpt2_dense", *autocast_workloads.NAMES)
 
 
 def make(name: str) -> tuple[Workload, nn.Module]:
@@ -203,7 +203,7 @@ def test_the_least_that_ranks_could_send_by_hand() -> None:
 # --- under autocast
 
 
-def narrow_share(model: nn.Module, dtype: torch.dtype) -> float:
+def share_held_by(model: nn.Module, dtype: torch.dtype) -> float:
     """Which share of the numbers of gradients another dtype holds exactly."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return sum(int((g.to(dtype).float() == g).sum()) for g in gradients) / sum(g.numel() for g in gradients)
@@ -211,12 +211,12 @@ def narrow_share(model: nn.Module, dtype: torch.dtype) -> float:
 
 @needs_transformers
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", width_workloads.NAMES)
-def test_gradients_are_as_wide_as_what_they_were_computed_in(name: str, dtype: str) -> None:
+@pytest.mark.parametrize("name", autocast_workloads.NAMES)
+def test_gradients_hold_what_they_were_computed_in(name: str, dtype: str) -> None:
     workload, model = make(f"{name}:{dtype}")
     check_every_parameter_has_the_same_gradient_twice(workload, model)
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    shares = {other: narrow_share(model, getattr(torch, other)) for other in ("bfloat16", "float16")}
+    shares = {other: share_held_by(model, getattr(torch, other)) for other in ("bfloat16", "float16")}
     # Rows of the word embeddings that nobody looked up are zero, without autocast, too.
     zeros = sum(int((p.grad == 0).sum()) for p in model.parameters()) / sum(p.numel() for p in model.parameters())
     for other, share in shares.items():

@@ -160,6 +160,8 @@ def test_an_extension_that_does_not_load(
     assert all(len(line) <= 80 or " " not in line for line in informed.stderr.splitlines())
 
 
+# test_any_torch_still_needs_an_extension gets as far with that variable.
+@pytest.mark.thorough
 def test_an_untested_torch_can_be_tried(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     untested_torch(unbuilt)
     monkeypatch.setenv("DDP_HOOKS_ANY_TORCH", "1")
@@ -239,18 +241,7 @@ def test_one_file_serves_every_build_of_a_commit(unbuilt: Path) -> None:
 
 
 # What a method or a function returns; nobody calls them by name.
-RETURNED = {
-    "BucketLayout",
-    "BucketPlan",
-    "DirectGroup",
-    "DirectMessage",
-    "DirectPart",
-    "Disposition",
-    "Message",
-    "PendingUnitScan",
-    "Statistics",
-    "Stretch",
-}
+RETURNED = {"BucketLayout", "LayoutOfBuckets", "PendingUnitScan", "Statistics", "Units", "UsageMask"}
 # What extensions of other people call, for devices of theirs.
 OFFERED = {"register_device_kernels"}
 # Each extension has memory of its own, and so switches and a driver of its own.

@@ -73,13 +73,17 @@ class Round:
     stop_seconds: float
     # alone: whether the victim alone makes the call; otherwise it alone leaves it out.
     makes: bool = False
+    hosts: str = "aaaa"  # by rank
 
     @staticmethod
     def random(seed: int, kind: str | None, registrations: list[str], call_alone: str | None = None) -> Round:
         rng = random.Random(seed)
         drawn = rng.choices(KINDS, SHARES)[0]
         kind = drawn if kind is None else kind
-        ranks = 3 if rng.random() < 0.2 and kind != "slow" else 2
+        # Ranks share one host; or two hosts, where they add up what they have first; or each has one of its own.
+        ranks, hosts = rng.choices([(2, "aa"), (2, "ab"), (3, "abc"), (4, "aabb")], (5, 5, 3, 4))[0]
+        if kind == "slow":
+            ranks = 2
         calls = [rng.choice(CALLS) for _ in range(rng.randrange(3, 9))]
         calls = ["init", "wrap", "register", *calls, "step", "end"]
         at = rng.randrange(1, len(calls))
@@ -104,12 +108,14 @@ class Round:
             delay_seconds=10 ** rng.uniform(-4.5, -1.5),
             stop_seconds=TIMEOUT_SECONDS + 3 if kind == "freeze" else 10 ** rng.uniform(-2, 0.2),
             makes=rng.random() < 0.5,
+            hosts=hosts,
         )
 
     def __str__(self) -> str:
         calls = [f"[{call}]" if i == self.at else call for i, call in enumerate(self.calls)]
         return (
-            f"seed {self.seed}: {self.kind} rank {self.victim} of {self.ranks}, {self.registration}, {self.policy}, "
+            f"seed {self.seed}: {self.kind} rank {self.victim} of hosts {self.hosts}, {self.registration}, "
+            f"{self.policy}, "
             f"{' '.join(calls)}, after {self.delay_seconds * 1e3:.2f} ms"
             + (f" for {self.stop_seconds:.2f} s" if self.kind in ("stop", "late", "freeze") else "")
             + (f", {'makes' if self.makes else 'leaves out'} the call alone" if self.kind == "alone" else "")
@@ -132,6 +138,7 @@ class Training:
         import torch
         import torch.distributed as dist
 
+        os.environ["DDP_HOOKS_HOST"] = self.plan.hosts[self.rank]
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(self.store, self.plan.ranks),

@@ -159,8 +159,8 @@ DELETIONS = (
     Deletion(
         "a packed message is kept until it is scattered",
         "transport/message_sender.cpp",
-        "               scatter(packed, borrow(to));\n               keep_for_stream(packed);",
-        "               scatter(packed, borrow(to));\n               if (!@) keep_for_stream(packed);",
+        "               scatter(packed, to);\n               keep_for_stream(packed);",
+        "               scatter(packed, to);\n               if (!@) keep_for_stream(packed);",
         test="engine/test_pretend.py -k 'moves and packed'",
     ),
     Deletion(
@@ -185,7 +185,7 @@ DELETIONS = (
     Deletion(
         "gradients are kept until units are scattered into them",
         "transport/message_sender.cpp",
-        "for (const Place& place : places) keep_for_stream(place.flat);",
+        "for (const at::Tensor& gradient : kept) keep_for_stream(gradient);",
         test="engine/test_pretend.py -k dropped_within_backward",
     ),
     Deletion(

@@ -13,7 +13,7 @@ from typing import Any
 
 import ddp_hooks
 from ddp_hooks import doctor, errors, fsdp, statistics, sync
-from ddp_hooks.doctor import findings
+from ddp_hooks.doctor import questions, timing, verdicts
 from ddp_hooks.integrations import lightning, transformers
 
 ROOT = Path(__file__).parents[2]
@@ -67,11 +67,11 @@ SECTIONS = {
             doctor.Diagnosis,
             doctor.ShardDiagnosis,
             doctor.Findings,
-            findings.ParameterVerdict,
-            findings.ModuleVerdict,
-            findings.PolicyOutlook,
-            findings.Division,
-            findings.Answer,
+            verdicts.ParameterVerdict,
+            verdicts.ModuleVerdict,
+            timing.PolicyTrial,
+            timing.Division,
+            questions.Answer,
             ddp_hooks.expect_used,
             ddp_hooks.expect_unused,
             doctor.ExpectationHandle,
@@ -109,7 +109,7 @@ SECTIONS = {
 RETURNED = (
     *(statistics.Statistics, statistics.ParameterUsage, statistics.UnitUsage),
     *(doctor.Diagnosis, doctor.ShardDiagnosis, doctor.Findings, doctor.ExpectationHandle),
-    *(findings.ParameterVerdict, findings.ModuleVerdict, findings.PolicyOutlook, findings.Division, findings.Answer),
+    *(verdicts.ParameterVerdict, verdicts.ModuleVerdict, timing.PolicyTrial, timing.Division, questions.Answer),
     *(sync.ReplicaReport, sync.TensorDifference, sync.BufferStatistics),
     fsdp.ShardState,
     *(sync.SharedParameters, sync.SyncReport, sync.SyncWork),
@@ -117,7 +117,8 @@ RETURNED = (
 # Methods that the modules of this package call, and nobody else has a use for.
 INNER = {
     "Statistics": {"read", "from_dict"},
-    "Diagnosis": {"conclude", "abandon"},
+    "Diagnosis": {"conclude", "abandon", "parameters", "when_stopped", "find_with", "describe"},
+    "ShardDiagnosis": {"conclude", "abandon", "find_with", "describe", "is_unfinished", "last_progress"},
 }
 # The same heading twice would have one anchor.
 HEADINGS = {
@@ -199,8 +200,10 @@ def anchors() -> dict[str, str]:
 
 
 def members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield a class's own public methods and properties, in the order of its source."""
-    for name, member in vars(kind).items():
+    """Yield the public methods and properties of a class and of its bases in this package, in their order there."""
+    ours = [base for base in reversed(kind.__mro__) if base.__module__.split(".")[0] == "ddp_hooks"]
+    for name in dict.fromkeys(name for base in ours for name in vars(base)):
+        member = inspect.getattr_static(kind, name)
         own = isinstance(member, (property, classmethod)) or inspect.isfunction(member)
         inner = name.startswith("_") or name in INNER.get(kind.__name__, ())
         if own and not inner and not is_trainers(kind, name):

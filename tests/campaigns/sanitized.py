@@ -38,6 +38,7 @@ PLANTED = {
 # Beside all tests without processes, for CI. Completions run in threads of the process groups: that is where races are.
 QUICK = {
     "asan": [
+        "transport/test_coded.py::test_so_many_bytes",
         "transport/test_direct.py::test_same_as_plain_ddp[3-False]",
         "engine/test_equivalence.py::test_every_way_to_pack",
         "serving/test_freezing.py::test_unfrozen_under_any_policy",
@@ -51,6 +52,7 @@ QUICK = {
         "engine/test_unusual_passes.py",
     ],
     "tsan": [
+        "transport/test_coded.py::test_so_many_bytes",
         "transport/test_direct.py::test_same_as_plain_ddp[2-True]",
         "engine/test_equivalence.py::test_every_way_to_pack",
         "serving/test_freezing.py::test_unfrozen_under_any_policy",

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fuzzer.campaign import Verdict, judge, run_many
-from fuzzer.generate import HAS_NARROW, generate
+from fuzzer.generate import HAS_CODED, generate
 from fuzzer.odd import KINDS, odd_gradient
 from fuzzer.program import Program
 from fuzzer.shrink import shrink
@@ -37,8 +37,8 @@ def assert_same(program: Program, verdict: Verdict) -> None:
 @pytest.mark.parametrize(
     ("ranks", "first", "end"),
     [
-        (2, 0, FIXED[2] // 4),
-        pytest.param(2, FIXED[2] // 4, FIXED[2], marks=pytest.mark.thorough),
+        (2, 0, FIXED[2] // 8),
+        pytest.param(2, FIXED[2] // 8, FIXED[2], marks=pytest.mark.thorough),
         pytest.param(3, 0, FIXED[3], marks=pytest.mark.thorough),
     ],
 )
@@ -110,7 +110,7 @@ def test_everything_is_generated() -> None:
         *('"declare":"once"', '"declare":"block"', '"how":"package"', '"kind":"tensor"', '"kind":"accumulate"'),
     ):
         assert value in text, value
-    for value in ('"narrow":"on"', '"narrow":"off"', '"narrow":"adaptive"') if HAS_NARROW else ():
+    for value in ('"coded":"on"', '"coded":"off"', '"coded":"auto"') if HAS_CODED else ():
         assert value in text, value
     joins = [program for program in programs if program.options.join is not None]
     assert any(operation["do"] == "rebuild" for program in joins for operation in program.operations)
@@ -131,14 +131,14 @@ def exact_in(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_odd_gradients(kind: str) -> None:
     """They are what their kind says, but for a few numbers or none, and the same for the same seed."""
-    narrow = {
+    holds = {
         "bfloat16": lambda x: exact_in(x, torch.bfloat16),
         "float16": lambda x: exact_in(x, torch.float16),
         "float32": lambda x: exact_in(x, torch.float32),
         "24 bits": lambda x: exact_in(x, torch.float32) & (x.float().view(torch.int32) & 255 == 0),
         "signed zeros": lambda x: x == 0,
     }
-    wide_counts = set()
+    other_counts = set()
     for seed in range(40):
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
             gradient = torch.zeros(20, 30, dtype=dtype)
@@ -151,8 +151,8 @@ def test_odd_gradients(kind: str) -> None:
             assert not torch.equal(odd_gradient(gradient, {**odd, "on": "b"}, kind, seed), numbers) or kind[0] == "s"
             if seed % 2:
                 assert torch.equal(numbers[gradient == 0], gradient[gradient == 0])
-            elif kind in narrow and dtype is torch.float64:
-                wide_counts.add(int((~narrow[kind](numbers)).sum()))
+            elif kind in holds and dtype is torch.float64:
+                other_counts.add(int((~holds[kind](numbers)).sum()))
             elif kind == "mixed" and dtype is torch.float32:
                 assert numbers.isnan().any()
                 assert numbers.isinf().any()
@@ -160,10 +160,10 @@ def test_odd_gradients(kind: str) -> None:
                 assert len(numbers.view(torch.int32)[numbers.isnan()].unique()) >= 5
             assert kind == "mixed" or numbers.isfinite().all()
     if kind == "signed zeros":
-        assert wide_counts == {0}
+        assert other_counts == {0}
     elif kind != "mixed":
-        assert {0, 1} < wide_counts
-        assert max(wide_counts) < 30
+        assert {0, 1} < other_counts
+        assert max(other_counts) < 30
 
 
 # --- hooks that are wrong
@@ -209,7 +209,7 @@ def skips_what_one_rank_uses(ddp: DistributedDataParallel, policy: ddp_hooks.Pol
     return _broken(ddp, policy, hook)
 
 
-def rounds_what_is_nearly_narrow(ddp: DistributedDataParallel, policy: ddp_hooks.Policy, native: bool) -> Any:
+def rounds_what_is_nearly_exact(ddp: DistributedDataParallel, policy: ddp_hooks.Policy, native: bool) -> Any:
     """Register a hook that sends gradients in 16 bits if the first few numbers are exactly that."""
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations as objects
@@ -236,7 +236,7 @@ def without_rebuilding(program: Program) -> Program:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "register",
-    [drops_a_gradient, skips_what_one_rank_uses, rounds_what_is_nearly_narrow],
+    [drops_a_gradient, skips_what_one_rank_uses, rounds_what_is_nearly_exact],
     ids=lambda f: f.__name__,
 )
 def test_finds_and_shrinks(register: Any) -> None:

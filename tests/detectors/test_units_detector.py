@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
 
 CPU, CUDA = 0, 1
 FIRST_PAUSE, LONGEST_PAUSE = 16, 128
@@ -15,11 +16,10 @@ LEAST = 0.25
 ROWS, ROW = 64, 8
 
 
-def make_detector(device: int, parameters: int = 1) -> _C.UnitsDetector:
+def make_detector(device: int, parameters: int = 1) -> testing.UnitsDetector:
     """A detector of parameters with a unit a row, a bucket each, the last one without rows."""
-    detector = _C.UnitsDetector(
+    detector = testing.UnitsDetector(
         skip_zero_rows=_C.When.ADAPTIVE,
-        narrow=_C.When.OFF,
         units=_C.UnitSettings(min_divided_bytes=0, min_unit_bytes=1, max_unit_bytes=1 << 20),
         adaptive=_C.AdaptiveSettings(
             min_zero_fraction=LEAST, first_pause_steps=FIRST_PAUSE, longest_pause_steps=LONGEST_PAUSE
@@ -48,11 +48,11 @@ def looks(device: int, steps: int, sparse_from: int | None = None) -> tuple[list
     detector = make_detector(device)
     objects, sampled, chosen = True, [], []
     for step in range(steps):
-        is_chosen = detector.choose(mask([True, True]), mask([objects]), step)[0].test(0)
+        is_chosen = detector.choose(mask([True, True]), mask([objects]), step).test(0)
         is_sparse = sparse_from is not None and step >= sparse_from
         if is_chosen:
             chosen.append(step)
-            detector.observe(0, step, ROWS * ROW, *[ROW if is_sparse else ROWS * ROW] * 2)
+            detector.observe(0, step, ROWS * ROW, ROW if is_sparse else ROWS * ROW)
         elif detector.is_due(0, step + 1):
             sampled.append(step)
             objects = not is_sparse
@@ -91,9 +91,9 @@ def test_what_nobody_has_looked_at_is_not_left_alone() -> None:
     detector = make_detector(CUDA)
     for step in range(20):
         detector.choose(mask([False, True]), mask([True]), step)
-    assert not detector.choose(mask([True, True]), mask([True]), 20)[0].test(0)
+    assert not detector.choose(mask([True, True]), mask([True]), 20).test(0)
     assert detector.is_due(0, 21)
-    assert detector.choose(mask([True, True]), mask([False]), 21)[0].test(0)
+    assert detector.choose(mask([True, True]), mask([False]), 21).test(0)
 
 
 @pytest.mark.parametrize("first", range(4))
@@ -105,7 +105,7 @@ def test_what_is_used_now_and_then_is_looked_at_before_it_is_left_alone_again(fi
     objects = True
     for step in range(2000):
         used = step in steps
-        if detector.choose(mask([used, True]), mask([objects]), step)[0].test(0):
+        if detector.choose(mask([used, True]), mask([objects]), step).test(0):
             break
         if used and detector.is_due(0, step + 1):
             objects = step < 300
@@ -165,11 +165,11 @@ def test_every_rank_comes_to_the_same_from_what_was_agreed(seed: int) -> None:
         pays = [rng.random() < paying for _ in range(count)]
         expected = [twin.is_chosen(step, u, o) for twin, u, o in zip(twins, used, objected, strict=True)]
         for detector in ranks:
-            chosen, _ = detector.choose(mask([*used, True]), mask(objected), step)
+            chosen = detector.choose(mask([*used, True]), mask(objected), step)
             assert [chosen.test(i) for i in range(count)] == expected
             for i in range(count):
                 if expected[i]:
-                    detector.observe(i, step, ROWS * ROW, *[ROW if pays[i] else ROWS * ROW] * 2)
+                    detector.observe(i, step, ROWS * ROW, ROW if pays[i] else ROWS * ROW)
         for i, twin in enumerate(twins):
             if expected[i]:
                 twin.observe(step, pays[i])

@@ -243,12 +243,10 @@ def check_hooks(rank: int) -> None:
         assert found.problems == ()
         assert "Add after wrapping" not in text
         assert f"{name}, which rounds every gradient to float16" in found.advice
-        assert 'without that one, ddp_hooks.register(ddp, "auto")' in found.advice, found.advice
-        assert all(one.step_seconds is None for one in found.policies)
-        assert "~" not in text
+        assert "without that one, ddp_hooks.register(ddp) would hand over about 6.40 kB" in found.advice, found.advice
     # Where it sends less than ours would, nobody is sent away from it.
     found, text = hooked(rank, 8, default_hooks.fp16_compress_hook)
-    assert "would be refused beside it; in its place it would save 0.0% of plain DDP's bytes" in found.advice
+    assert "would be refused beside it; in its place it would skip next to nothing" in found.advice
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     with counted() as sizes:
         found, text = hooked(rank, 20_000, powerSGD_hook.powerSGD_hook, state)

@@ -67,7 +67,7 @@ def test_the_page_shows_what_is_printed(number: int, tmp_path: Path) -> None:
     assert without_times(doctors_part(printed)) == without_times(shown)
     if number == 0:
         assert "trained for" not in printed, "the run went on after the last step that is watched"
-        assert printed.count("Stopped your script after 12 steps; --continue lets it go on.") == 1
+        assert printed.count("Stopped your script after 24 steps; --continue lets it go on.") == 1
         found = json.loads((tmp_path / "d.json").read_text())
         (diagnosis,) = found["diagnoses"]
         assert diagnosis["ranks"] == 2

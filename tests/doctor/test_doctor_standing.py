@@ -89,7 +89,6 @@ def tell_apart(rank: int) -> None:
         for step in recorder.steps:
             used = {name for name, one in zip(recorder.watch.names, step.received, strict=True) if one}
             assert used == {f"{part}.{kind}" for part in ("trunk", "left") for kind in ("weight", "bias")}
-            assert all(step.sent)
 
     standing, _ = stand(lambda ddp: ddp(x)[0].sum().backward())
     assert (standing.finished, standing.unfinished) == (0, Unfinished.SHORT)

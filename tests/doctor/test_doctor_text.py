@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from ddp_hooks.doctor.findings import Findings, PolicyOutlook, leave_error_to_its_module
+from ddp_hooks.doctor.findings import Findings, leave_error_to_its_module
 from ddp_hooks.doctor.page import draw_page
 from ddp_hooks.doctor.problem import Kind, Problem
-from ddp_hooks.doctor.questions import Answer, short_names
+from ddp_hooks.doctor.questions import Answer
 from ddp_hooks.doctor.text import describe, describe_all
+from ddp_hooks.doctor.timing import PolicyTrial
 from ddp_hooks.doctor.verdicts import (
     ALL_ZERO,
     FROZEN_AFTER,
@@ -27,6 +28,7 @@ from ddp_hooks.doctor.verdicts import (
     USED,
     ParameterVerdict,
     group_by_module,
+    short_names,
     unite_names,
 )
 
@@ -48,8 +50,7 @@ def a_bert(layers: int, ranks: int, steps: int) -> Findings:
         dense_bytes=10**9,
         parameters=tuple(parameters),
         modules=modules,
-        policies=(PolicyOutlook("skip_unused", 10**9 + 10, (10**9 + 10,), 0, 0, (0,) * ranks, True, -1e-8, 1.5),),
-        narrow_fraction=None,
+        policies=(PolicyTrial("skip_unused", 7, 10**9 + 10, -1e-8, (0,) * ranks, 1.5),),
         division=None,
         answers=(Answer("Is find_unused_parameters needed?", "yes", f"unused: {names}"),),
         advice="Add, after wrapping: a line of code that is followed by its reason, which takes some more words.",
@@ -83,7 +84,7 @@ def test_the_text_fits_in_a_terminal() -> None:
 
 def a_model_of(*parameters: ParameterVerdict) -> Findings:
     modules = tuple(group_by_module(parameters))
-    return Findings(2, 4, 10**7, parameters, modules, (), None, None, (), "Add nothing.", ())
+    return Findings(2, 4, 10**7, parameters, modules, (), None, (), "Add nothing.", ())
 
 
 def used(name: str, *patterns: str) -> ParameterVerdict:

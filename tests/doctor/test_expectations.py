@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import thorough
 from spawn import RankFailure, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -162,54 +163,54 @@ def remove_on_one_rank(rank: int, keep: bool) -> None:
     second.remove()
 
 
-def expect_of_what_is_compiled(rank: int) -> None:
+def expect_of_what_is_compiled(rank: int, place: str) -> None:
     """Expectations, and a diagnosis, hear of the steps of a compiled call, and leave the model's graph whole."""
-    for place in ("around DDP", "of DDP", "of the model", "around the model"):
-        graphs: list[list[str]] = []
+    graphs: list[list[str]] = []
 
-        def compile_it(graph: torch.fx.GraphModule, inputs: Any, graphs: list[list[str]] = graphs) -> Any:
-            graphs.append([node.op for node in graph.graph.nodes])
-            return graph
+    def compile_it(graph: torch.fx.GraphModule, inputs: Any, graphs: list[list[str]] = graphs) -> Any:
+        graphs.append([node.op for node in graph.graph.nodes])
+        return graph
 
-        outcomes = []
-        for watched in (False, True):
-            torch._dynamo.reset()
-            graphs.clear()
-            model = Heads()
-            if place == "of the model":
-                model.compile(backend=compile_it, fullgraph=True)
-            inner = torch.compile(model, backend=compile_it, fullgraph=True) if place == "around the model" else model
-            ddp = DistributedDataParallel(inner, find_unused_parameters=True)  # type: ignore[arg-type]
-            if place == "of DDP":
-                ddp.compile(backend=compile_it)
-            called: Any = torch.compile(ddp, backend=compile_it) if place == "around DDP" else ddp
-            handle = ddp_hooks.expect_used(called, model.left) if watched else None
-            raised = [step(called, left, False) for left in (True, False, rank == 1, False)]
-            assert [error is not None for error in raised] == [False, watched, False, watched], (place, raised)
-            model.left.requires_grad_(False)
-            if handle is not None:
-                handle.remove()
-                with ddp_hooks.diagnose(called) as diagnosis:
-                    assert step(called, True, rank == 0) is None
-                    model.left.requires_grad_(True)  # unfrozen, so the watch has to look again
-                    assert step(called, True, False) is None
-                found = diagnosis.findings
-                prefix = "_orig_mod." if place == "around the model" else ""
-                assert found.steps == 2
-                assert found.verdict(f"{prefix}right.weight").pattern == ("#.", "..")
-                assert found.verdict(f"{prefix}left.weight").pattern == ("-#", "-#")
-                (cost,) = [one for one in found.answers if one.question == "What does the search of the graph cost?"]
-                assert (cost.verdict == "not timed") == (place != "around the model")
-            else:
+    outcomes = []
+    for watched in (False, True):
+        torch._dynamo.reset()
+        graphs.clear()
+        model = Heads()
+        if place == "of the model":
+            model.compile(backend=compile_it, fullgraph=True)
+        inner = torch.compile(model, backend=compile_it, fullgraph=True) if place == "around the model" else model
+        ddp = DistributedDataParallel(inner, find_unused_parameters=True)  # type: ignore[arg-type]
+        if place == "of DDP":
+            ddp.compile(backend=compile_it)
+        called: Any = torch.compile(ddp, backend=compile_it) if place == "around DDP" else ddp
+        handle = ddp_hooks.expect_used(called, model.left) if watched else None
+        raised = [step(called, left, False) for left in (True, False, rank == 1, False)]
+        assert [error is not None for error in raised] == [False, watched, False, watched], (place, raised)
+        model.left.requires_grad_(False)
+        if handle is not None:
+            handle.remove()
+            with ddp_hooks.diagnose(called) as diagnosis:
                 assert step(called, True, rank == 0) is None
-                model.left.requires_grad_(True)
+                model.left.requires_grad_(True)  # unfrozen, so the watch has to look again
                 assert step(called, True, False) is None
-            outcomes.append(list(graphs))
-        assert outcomes[0] == outcomes[1], place
+            found = diagnosis.findings
+            prefix = "_orig_mod." if place == "around the model" else ""
+            assert found.steps == 2
+            assert found.verdict(f"{prefix}right.weight").pattern == ("#.", "..")
+            assert found.verdict(f"{prefix}left.weight").pattern == ("-#", "-#")
+            (cost,) = [one for one in found.answers if one.question == "What does the search of the graph cost?"]
+            assert (cost.verdict == "not timed") == (place != "around the model")
+        else:
+            assert step(called, True, rank == 0) is None
+            model.left.requires_grad_(True)
+            assert step(called, True, False) is None
+        outcomes.append(list(graphs))
+    assert outcomes[0] == outcomes[1], place
 
 
-def test_what_is_compiled_is_heard_and_left_whole() -> None:
-    run_ranks(2, expect_of_what_is_compiled, collective_timeout=15)
+@pytest.mark.parametrize("place", ["of DDP", "around the model", *thorough("around DDP", "of the model")])
+def test_what_is_compiled_is_heard_and_left_whole(place: str) -> None:
+    run_ranks(2, expect_of_what_is_compiled, place, collective_timeout=15)
 
 
 def expectations_at_odds(rank: int) -> None:

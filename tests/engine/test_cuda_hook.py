@@ -19,7 +19,6 @@ import pytest
 import test_direct
 import test_equivalence as on_cpu
 import test_freezing
-import test_narrow
 import test_units
 import torch
 import torch.distributed as dist
@@ -49,7 +48,7 @@ def _on_gpu(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> A
 
 
 def run_on_gpu(world_size: int, backend: str, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    options = {"environment": gpu.environment, **options}
+    options = {"environment": gpu.environment, "before_import": True, **options}
     return run_ranks(world_size, _on_gpu, function, args, backend=backend, **options)
 
 
@@ -150,32 +149,6 @@ def test_units_of_rows(scenario: type[Scenario], policy: ddp_hooks.Policy, world
 @pytest.mark.parametrize("world", ["gloo", "three on gloo", "nccl"], indirect=True)
 def test_every_transport(scenario: type[Scenario], world: tuple[int, str]) -> None:
     run_on_gpu(*world, compare, on_cuda(scenario()), test_direct.DIRECT_ROWS, True)
-
-
-# --- numbers in fewer bits
-
-
-@pytest.mark.parametrize(
-    "scenario",
-    [test_narrow.Autocast, test_narrow.Float16Autocast, test_narrow.Accumulated, test_narrow.AutocastBucketViews],
-    ids=lambda s: s.__name__,
-)
-@pytest.mark.parametrize(
-    "policy", [test_narrow.NARROW, test_narrow.SMALL_SEGMENTS, test_narrow.ADAPTIVE], ids=lambda p: p.name
-)
-def test_narrow_under_autocast(scenario: type[Scenario], policy: ddp_hooks.Policy, world: tuple[int, str]) -> None:
-    run_on_gpu(*world, compare, on_cuda(scenario()), policy, True)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_odd_numbers(ranks: int, dtype: torch.dtype) -> None:
-    run_on_gpu(ranks, "gloo", test_narrow.odd, 0, dtype, test_narrow.SMALL_SEGMENTS, True, "cuda")
-
-
-@pytest.mark.parametrize("world", ["gloo", "nccl"], indirect=True)
-def test_half_of_the_bytes(world: tuple[int, str]) -> None:
-    run_on_gpu(*world, test_narrow.count_bytes, torch.bfloat16, test_narrow.is_bfloat16, "cuda")
 
 
 # --- streams, loss scaling, mixed groups

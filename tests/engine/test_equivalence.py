@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import in_turn, thorough
 from spawn import run_ranks, run_ranks_with_sparse_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -829,12 +830,11 @@ SLOW = (Compiled, ManyTinyParameters, OneHugeParameter)
 def ways_to_serve() -> Iterator[Any]:
     """Yield all of a scenario, a way and a number of ranks.
 
-    Without ``--all``, each scenario runs the first way on two or three ranks, and the next of the others on as many as
-    it did not run before.
+    Without ``--all``, each scenario runs the first way on two ranks, where results are the same to the bit; and every
+    other one the next of the other ways on three. test_coded runs each scenario once more.
     """
     for turn, scenario in enumerate(SCENARIOS):
-        first, other = (2, 3) if turn % 2 else (3, 2)
-        chosen = {(0, first), (1 + turn % 3, other)}
+        chosen = {(0, 2)} | ({(1 + turn // 2 % 3, 3)} if turn % 2 else set())
         for (number, way), world_size in itertools.product(enumerate(WAYS), (2, 3)):
             is_chosen = (number, world_size) in chosen and not (scenario in SLOW and world_size == 3)
             name = f"{scenario.__name__}-{way}-{world_size}"
@@ -847,14 +847,18 @@ def test_same_as_plain_ddp(scenario: type[Scenario], way: str, world_size: int) 
     run(world_size, compare, scenario(), *WAYS[way])
 
 
-@pytest.mark.parametrize("policy", [PACK_ALL, SPLIT_ALL, "allreduce"], ids=["pack", "split", "allreduce"])
-@pytest.mark.parametrize("scenario", [StepBranches, MixedDtypes, Experts, ManyTinyParameters, Complex, Joined])
+PACKED = [StepBranches, MixedDtypes, Experts, ManyTinyParameters, Complex, Joined]
+
+
+@pytest.mark.parametrize(("scenario", "policy"), in_turn(PACKED, [PACK_ALL, SPLIT_ALL, "allreduce"]))
 def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | str) -> None:
     run_ranks(2, compare, scenario(), policy, True)
 
 
-@pytest.mark.parametrize("scenario", [AllUsed, StepBranches, NoSync, StaticGraph, SparseEmbedding, Joined])
-@pytest.mark.parametrize("policy", ["skip_unused", "skip_zeros"])
+ALONE = [AllUsed, StepBranches, NoSync, StaticGraph, SparseEmbedding, Joined]
+
+
+@pytest.mark.parametrize(("scenario", "policy"), in_turn(ALONE, ["skip_unused", "skip_zeros"]))
 def test_alone(scenario: type[Scenario], policy: str) -> None:
     run_ranks(1, compare, scenario(), policy, True)
 
@@ -898,14 +902,17 @@ def gradients_of_rank_0(
     return gradients
 
 
-def compare_scaling(rank: int, dtype: torch.dtype, sparse: bool) -> None:
+def compare_scaling(rank: int, dtype: torch.dtype, sparse: bool, every_way: bool) -> None:
+    """With every policy in every way; or with two, of which one is registered natively and the other in Python."""
     batched = "batched_grad_copy" in inspect.signature(DistributedDataParallel.__init__).parameters
-    for views, set_to_none, in_batches in itertools.product((False, True), (False, True), (False, True)[: 1 + batched]):
+    switches = itertools.product((False, True), (False, True), (False, True)[: 1 + batched])
+    for number, (views, set_to_none, in_batches) in enumerate(switches):
         options: dict[str, object] = {"gradient_as_bucket_view": views}
         if in_batches:
             options["batched_grad_copy"] = True
         plain = gradients_of_rank_0(rank, dtype, options, set_to_none, sparse, None)
-        for policy in itertools.product((PACK_ALL, SPLIT_ALL), (False, True)):
+        in_turns = [(PACK_ALL, number % 2 == 0), (SPLIT_ALL, number % 2 == 1)]
+        for policy in itertools.product((PACK_ALL, SPLIT_ALL), (False, True)) if every_way else in_turns:
             ours = gradients_of_rank_0(rank, dtype, options, set_to_none, sparse, policy)
             for x, y in zip(ours, plain, strict=True):
                 what = f"{options}, {set_to_none=}, {policy[0].name}, native={policy[1]}"
@@ -913,19 +920,23 @@ def compare_scaling(rank: int, dtype: torch.dtype, sparse: bool) -> None:
                 assert x is None or y is None or torch.equal(x, y), f"{what}: {int((x != y).sum())} of {x.numel()}"
 
 
+# test_sparse_gradients_are_scaled_as_plain_ddp_scales has a model of float32.
+IN_EVERY_WAY = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+
+
 @pytest.mark.parametrize(
-    "dtype",
+    ("dtype", "every_way"),
     [
-        torch.float32,
-        torch.bfloat16,
-        *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in (torch.float16, torch.float64, torch.complex64)),
+        (torch.bfloat16, False),
+        *(pytest.param(dtype, True, marks=pytest.mark.thorough) for dtype in IN_EVERY_WAY),
     ],
     ids=str,
 )
-def test_scaled_as_plain_ddp_scales(dtype: torch.dtype) -> None:
+def test_scaled_as_plain_ddp_scales(dtype: torch.dtype, every_way: bool) -> None:
     """A third is no binary fraction. With zeros from all ranks but one no sum is rounded, whatever its order."""
-    run_ranks(3, compare_scaling, dtype, False)
+    run_ranks(3, compare_scaling, dtype, False, every_way)
 
 
-def test_sparse_gradients_are_scaled_as_plain_ddp_scales() -> None:
-    run_ranks(3, compare_scaling, torch.float32, True)
+@pytest.mark.parametrize("every_way", [False, *thorough(True)])
+def test_sparse_gradients_are_scaled_as_plain_ddp_scales(every_way: bool) -> None:
+    run_ranks(3, compare_scaling, torch.float32, True, every_way)

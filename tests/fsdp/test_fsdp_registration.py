@@ -298,18 +298,18 @@ def test_layouts_of_changing_participants() -> None:
     run_ranks(2, change_participants)
 
 
-def why_full_width(rank: int) -> None:
+def why_uncoded(rank: int) -> None:
     def why(**settings: Any) -> str:
         state = fsdp.register(fully_shard(nn.Linear(8, 8)), **settings)
-        assert state.host_stats().why_full_width == ""  # there are no hosts to average over
-        return state.stats().why_full_width
+        assert state.host_stats().why_uncoded == ""  # there are no hosts to average over
+        return state.stats().why_uncoded
 
     assert why() == ""
     os.environ["DDP_HOOKS_HOST"] = "one for both"
     assert why() == SHARED_HOSTS
-    assert why(narrow="on") == why(policy="skip_zeros") == ""
+    assert why(coded="on") == why(policy="skip_zeros") == ""
 
 
 @served
-def test_why_gradients_travel_at_full_width() -> None:
-    run_ranks(2, why_full_width)
+def test_why_gradients_are_not_coded() -> None:
+    run_ranks(2, why_uncoded)

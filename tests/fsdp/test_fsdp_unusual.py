@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from spawn import RankFailure, run_ranks
-from test_fsdp import NARROW, ON, POLICIES, WIDTH, Block, Experts, Model, assert_same, batches, local, recover
+from test_fsdp import MIXED, ON, POLICIES, WIDTH, Block, Experts, Model, assert_same, batches, local, recover
 from test_fsdp_registration import served
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -38,7 +38,7 @@ class Way:
 
     ranks: tuple[int, ...] = (2, 3)
     settings: dict[str, Any] = {}
-    mixed: MixedPrecisionPolicy = NARROW
+    mixed: MixedPrecisionPolicy = MIXED
     sends_unused = False
     precision: float | None = None  # of sums on three ranks, if less than gradients have
     mesh_shape: tuple[int, ...] = ()  # over which it is sharded, if not over all ranks
@@ -162,8 +162,8 @@ class MixedAccumulation(Way):
             self.loss(model, rank, 4 * step + number).backward()
 
 
-class MixedAccumulationNarrow(MixedAccumulation):
-    mixed = NARROW
+class MixedAccumulationInBfloat16(MixedAccumulation):
+    mixed = MIXED
 
 
 class NotResharded(MixedAccumulation):
@@ -443,7 +443,7 @@ WAYS: list[type[Way]] = [
 # Those that make sense where register averages over hosts, in place of HSDP.
 WAYS_OVER_HOSTS: list[type[Way]] = [
     *(Offloaded, NeverResharded, SmallerThanTheWorld, Tied, FrozenInBetween, FrozenInBetweenWithZeros),
-    *(SeveralForwards, SeveralBackwards, MixedAccumulation, MixedAccumulationNarrow, TwoTypes, Bfloat16Throughout),
+    *(SeveralForwards, SeveralBackwards, MixedAccumulation, MixedAccumulationInBfloat16, TwoTypes, Bfloat16Throughout),
     *(DividedOtherwise, DividedInFloat16, Grouped, ForwardsForNothing, OptimizedInBackward, UnusedInAccumulation),
 ]
 

@@ -910,7 +910,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 import ddp_hooks
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 ddp = DistributedDataParallel(nn.Linear(4, 4))
 if sys.argv[1] != "register" or dist.get_rank() == 0:
     ddp_hooks.register(ddp, report_hang_after=1)

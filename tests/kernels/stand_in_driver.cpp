@@ -72,8 +72,12 @@ template <int kCapacity>
 int64_t work_of(const SampleTable<kCapacity>& table) {
   return warp_count(table);
 }
-int64_t work_of(const Units& units) {
-  return portion_count(units);
+template <int kCapacity>
+int64_t work_of(const UnitsTable<kCapacity>& table) {
+  return warp_count(table);
+}
+int64_t work_of(const CodedMessage& message) {
+  return section_count(message);
 }
 
 // The kernels, each as a member with its own parameters.

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from test_coding import encode, like_gradients
 from test_nonzero_scan import nonzero_words
-from test_packing import FULL, WIDTHS, make_case, some_of
+from test_packing import OWN, PACKED, make_case
 from test_slice_copy import (
     DTYPES,
     FACTORS,
@@ -20,8 +21,8 @@ from test_slice_copy import (
     random_ranges,
     total,
 )
-from test_unit_sample import random_slices, random_slices_of_widths, sampled_fractions, sampled_zeros
-from test_unit_scan import FLOAT_UNITS, random_slice, random_widths
+from test_unit_sample import random_slices, sampled_zeros
+from test_unit_scan import FLOAT_UNITS, random_slice
 
 from ddp_hooks import _C
 from ddp_hooks_testing import _C as testing
@@ -253,7 +254,7 @@ def test_units_of_more_elements_than_an_int_counts() -> None:
 def test_samples_of_units(dtype: torch.dtype, seed: int, stream: torch.cuda.Stream) -> None:
     flat, slices = random_slices(dtype, random.Random(seed))
     expected = [zeros / taken for zeros, taken in (sampled_zeros(flat, *one) for one in slices)]
-    assert testing.sample_units(flat.cuda(), slices) == [(fraction, 0.0) for fraction in expected]
+    assert testing.sample_units(flat.cuda(), slices) == expected
 
 
 def test_samples_of_more_gradients_than_a_launch_holds() -> None:
@@ -261,79 +262,39 @@ def test_samples_of_more_gradients_than_a_launch_holds() -> None:
     flat = torch.zeros(100 * count, device="cuda")
     flat[3::200] = 1.0
     slices = [(100 * i, 100, 10) for i in range(count)]
-    assert testing.sample_units(flat, slices) == [(0.9 if i % 2 == 0 else 1.0, 0.0) for i in range(count)]
-
-
-def check_widths(flat: torch.Tensor, offset: int, length: int, unit_length: int) -> None:
-    expected = _C.start_unit_scan(flat.cpu(), offset, length, unit_length, widths=True)
-    received = _C.start_unit_scan(flat, offset, length, unit_length, widths=True)
-    assert received.wait() == expected.wait()
-    assert received.inexact() == expected.inexact()
-
-
-@DTYPES
-@pytest.mark.parametrize("unit_length", [*FLOAT_UNITS, 4, 7, 8, 9, 1024, 1025, 5000, 100_000, 1 << 62])
-def test_widths_of_units_of_every_length(dtype: torch.dtype, unit_length: int, stream: torch.cuda.Stream) -> None:
-    rng = random.Random(unit_length)
-    torch.manual_seed(unit_length)
-    for _ in range(6):
-        length, offset = rng.randrange(1, 8 * min(unit_length, 20_000)), rng.randrange(40)
-        check_widths(random_widths(dtype, rng, length, unit_length, offset).cuda(), offset, length, unit_length)
-
-
-@pytest.mark.parametrize("row", [1, 7, 64, 384, 16_384, 1_000_001])
-def test_widths_of_a_large_table(row: int) -> None:
-    for megabytes in (4, 16, 150):
-        rows = max(3, megabytes * 1_000_000 // 4 // row)
-        flat = torch.randn(rows * row, device="cuda").mul_(1e-6).bfloat16().float()
-        check_widths(flat, 0, flat.numel(), row)
-        table = flat.view(rows, row)
-        chosen = torch.randperm(rows, device="cuda")
-        table[chosen[: rows // 3]] = table[chosen[: rows // 3]].half().float()
-        table[chosen[rows // 4 : rows // 2], row - 1] = 1.0 + 2.0**-20
-        table[chosen[rows // 2 : rows // 2 + rows // 4]] = -0.0
-        check_widths(flat, 0, flat.numel(), row)
-        check_widths(torch.randn(rows * row, device="cuda"), 0, flat.numel(), row)
-
-
-@DTYPES
-@pytest.mark.parametrize("seed", range(6))
-def test_samples_of_widths(dtype: torch.dtype, seed: int, stream: torch.cuda.Stream) -> None:
-    torch.manual_seed(seed)
-    flat, slices = random_slices_of_widths(dtype, random.Random(seed))
-    expected = [sampled_fractions(flat, *one) for one in slices]
-    assert testing.sample_units(flat.cuda(), slices, widths=True) == expected
+    assert testing.sample_units(flat, slices) == [0.9 if i % 2 == 0 else 1.0 for i in range(count)]
 
 
 @DTYPES
 @pytest.mark.parametrize("longest", [3, 100, 5000])
 def test_packs_random_slices(dtype: torch.dtype, longest: int, stream: torch.cuda.Stream) -> None:
     rng = random.Random(longest)
-    for width in (FULL, *WIDTHS.get(dtype, ())):
-        for flat_offset in range(16 // dtype.itemsize):
-            numbers_of_width = some_of(width, dtype, 20_000 + flat_offset, 1)
-            slices = [(offset, length, width) for offset, length in random_ranges(rng, 20_000, longest)]
-            rng.shuffle(slices)
-            size = sum(testing.packed_bytes(length, width, dtype.itemsize) for _, length, _ in slices)
-            skip = flat_offset * dtype.itemsize * 3 % 16  # what the buffer begins at
-            expected = torch.full((size + 32,), 0xA5, dtype=torch.uint8)
-            received = expected.cuda()
-            for divisors in ([], [3.0 if width == FULL else 1.0] * len(slices)):
-                testing.pack(expected[skip:], numbers_of_width[flat_offset:], slices, divisors)
-                testing.pack(received[skip:], numbers_of_width.cuda()[flat_offset:], slices, divisors)
-                if not divisors or width != FULL:
-                    assert torch.equal(received.cpu(), expected)
-                else:
-                    end = skip + size
-                    assert_same_numbers(received.cpu()[skip:end].view(dtype), expected[skip:end].view(dtype))
+    for flat_offset in range(16 // dtype.itemsize):
+        flat = all_kinds_of_numbers(dtype, 20_000 + flat_offset)[flat_offset:]
+        on_device = flat.cuda()
+        slices = random_ranges(rng, 20_000, longest)
+        rng.shuffle(slices)
+        size = total(slices) * dtype.itemsize
+        skip = flat_offset * dtype.itemsize * 3 % 16  # what the buffer begins at
+        expected = torch.full((size + 32,), 0xA5, dtype=torch.uint8)
+        received = expected.cuda()
+        testing.pack(expected[skip:], flat, slices)
+        testing.pack(received[skip:], on_device, slices)
+        assert torch.equal(received.cpu(), expected)
+        divisors = [rng.choice([1.0, 2.0, 3.0])] * len(slices)
+        divisors[len(slices) // 2 :] = [7.0] * (len(slices) - len(slices) // 2)
+        testing.pack(expected[skip:], flat, slices, divisors)
+        testing.pack(received[skip:], on_device, slices, divisors)
+        end = skip + size
+        assert_same_numbers(received.cpu()[skip:end].view(dtype), expected[skip:end].view(dtype))
+        assert torch.equal(received.cpu()[end:], expected[end:])
 
 
 @DTYPES
-@pytest.mark.parametrize("count", [0, 1, 156, 157, 1300, 1301, 4000])
+@pytest.mark.parametrize("count", [0, 1, 248, 249, 2000, 2001, 4100])
 def test_packs_many_slices(dtype: torch.dtype, count: int) -> None:
-    choices = [FULL, *WIDTHS.get(dtype, ())]
-    flat = (torch.arange(7 * count) % 64).to(dtype)  # which every form holds
-    slices = [(7 * i, i % 7, choices[i % len(choices)]) for i in range(count)]
+    flat = (torch.arange(7 * count) % 64).to(dtype)
+    slices = [(7 * i, i % 7) for i in range(count)]
     expected = torch.zeros(56 * count, dtype=torch.uint8)
     received = expected.cuda()
     testing.pack(expected, flat, slices)
@@ -349,8 +310,8 @@ def test_sums_of_contributions(dtype: torch.dtype, divisor: float, terms: int, s
     for offset in range(16 // dtype.itemsize):
         plan = []
         for _ in range(rng.choice([1, 5, 900])):
-            kinds = [rng.randrange(3) for _ in range(terms)]
-            kinds[rng.randrange(terms)] = rng.choice([-1, 1])
+            kinds = [PACKED] * terms
+            kinds[rng.randrange(terms)] = rng.choice([OWN, PACKED])
             plan.append((rng.choice([0, 1, 3, 64, 257, rng.randrange(3000)]), kinds))
         case = make_case(dtype, plan, divisor, False, offset % 2 == 0, offset, offset, 8)
         flat = torch.zeros(case.flat.numel() + offset, dtype=dtype, device="cuda")[offset:]
@@ -362,12 +323,11 @@ def test_sums_of_contributions(dtype: torch.dtype, divisor: float, terms: int, s
 
 
 def test_sums_wait_for_nothing(no_waiting: None) -> None:
-    flat, buffer = torch.ones(1000, device="cuda"), torch.zeros(2000, dtype=torch.uint8, device="cuda")
-    width = WIDTHS[torch.float32][0]
+    flat, buffer = torch.ones(1000, device="cuda"), torch.zeros(4000, dtype=torch.uint8, device="cuda")
     for _ in range(2):  # the first launch of a kernel loads it, which may wait
         torch.cuda._sleep(LONG_SLEEP_CYCLES)
-        testing.pack(buffer, flat, [(0, 1000, width)])
-        contributions = [testing.Contribution(own=True), testing.Contribution(0, width)]
+        testing.pack(buffer, flat, [(0, 1000)])
+        contributions = [testing.Contribution(own=True), testing.Contribution(0)]
         testing.sum_contributions(buffer, [testing.SliceSum(flat, 0, 1000, contributions, 4.0)])
         done = torch.cuda.Event()
         done.record()
@@ -377,14 +337,45 @@ def test_sums_wait_for_nothing(no_waiting: None) -> None:
     assert bool((flat == 0.25).all())
 
 
+@DTYPES
+@pytest.mark.parametrize("length", [1, 31, 32, 4096, 100_000, 3_000_001])
+def test_codes(dtype: torch.dtype, length: int, stream: torch.cuda.Stream) -> None:
+    for flat in (
+        like_gradients(dtype, length, 0),
+        like_gradients(dtype, length, 1, 0.7),
+        all_kinds_of_numbers(dtype, length + 50)[:length],
+    ):
+        expected = encode(flat)
+        buffer = torch.empty(_C.most_coded_bytes(length, flat), dtype=torch.uint8, device="cuda")
+        size = testing.encode(flat.cuda(), buffer)
+        assert torch.equal(buffer[:size].cpu(), expected)
+        result = torch.empty_like(flat, device="cuda")
+        testing.decode(buffer[:size], result)
+        assert_same_bits(result.cpu(), flat)
+        summed = torch.roll(flat, 3)
+        on_device = summed.cuda()
+        testing.decode(expected, summed, True)
+        testing.decode(buffer[:size], on_device, True)
+        assert_same_bits(on_device.cpu(), summed)
+
+
+def test_refuses_altered_messages() -> None:
+    flat = like_gradients(torch.float32, 5000, 0)
+    coded = encode(flat)
+    for place, value in ((3, 0x77), (3, 0xF0), (0, 0xFF)):
+        altered, result = coded.clone(), torch.zeros(5000, device="cuda")
+        altered[place] = value
+        with pytest.raises(RuntimeError, match="received one with flaws"):
+            testing.decode(altered.cuda(), result)
+        assert not result.any()
+
+
 def test_refuses_packed_numbers_that_are_not_aligned() -> None:
     flat, buffer = torch.ones(8, device="cuda"), torch.zeros(64, dtype=torch.uint8, device="cuda")
-    width = WIDTHS[torch.float32][0]
-    with pytest.raises(RuntimeError, match=r"expected packed numbers of \d bytes at multiples of that"):
-        testing.pack(buffer[2:], flat, [(0, 8, width)])
-    for place, each in ((1, width), (2, FULL)):
-        with pytest.raises(RuntimeError, match=r"expected packed numbers of \d bytes at multiples of that"):
-            testing.sum_contributions(buffer, [testing.SliceSum(flat, 0, 8, [testing.Contribution(place, each)])])
+    with pytest.raises(RuntimeError, match="expected packed numbers of 4 bytes at multiples of that"):
+        testing.pack(buffer[2:], flat, [(0, 8)])
+    with pytest.raises(RuntimeError, match="expected packed numbers of 4 bytes at multiples of that"):
+        testing.sum_contributions(buffer, [testing.SliceSum(flat, 0, 8, [testing.Contribution(2)])])
 
 
 def test_a_unit_scan_is_like_any_other(no_waiting: None) -> None:

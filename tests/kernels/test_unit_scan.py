@@ -1,4 +1,4 @@
-"""start_unit_scan against a look at every element's bits, unit by unit; of widths against the twin of test_packing."""
+"""start_unit_scan against a look at every element's bits, unit by unit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_nonzero_scan import DTYPES, WORDS, nonzero_words, oracle
-from test_packing import WIDTHS, narrow, some_of, unsigned
 
 from ddp_hooks import _C
 
 LINE_BYTES, BLOCK_BYTES = 64, 1024  # what the CPU kernel tests first in a unit, and then at once
 FLOAT_UNITS = (1, 3, 15, 16, 17, 64, 100, 271, 272, 273, 384, 528, 2000)  # around lines and blocks, and between them
 
-Inexact = tuple[list[int], list[int]]
 UnitScan = Callable[[torch.Tensor, int, int, int], tuple[list[int], list[int]]]
 
 
@@ -213,137 +211,3 @@ def test_refuses_a_range_outside(offset: int, length: int) -> None:
 def test_refuses_what_is_not_flat() -> None:
     with pytest.raises(RuntimeError, match="expected a flat, contiguous tensor, received sizes"):
         _C.start_unit_scan(torch.zeros(2, 3), 0, 6, 3)
-
-
-# --- widths
-
-
-def slow_inexact(flat: torch.Tensor, offset: int, length: int, unit_length: int) -> Inexact:
-    """The twin: one element after another. A form that a type does not have holds zeros only."""
-    bits = unsigned(flat[offset : offset + length])
-    sign = 1 << (8 * flat.element_size() - 1)
-    bitmaps: list[list[int]] = []
-    for k in range(2):
-        widths = WIDTHS.get(flat.dtype, ())
-        words = [0] * -(-len(range(0, length, unit_length)) // 64)
-        for unit, begin in enumerate(range(0, length, unit_length)):
-            nonzeros = [each for each in bits[begin : begin + unit_length] if each not in (0, sign)]
-            if any(k >= len(widths) or narrow(each, flat.dtype, widths[k]) is None for each in nonzeros):
-                words[unit // 64] |= 1 << unit % 64
-        bitmaps.append(words)
-    return bitmaps[0], bitmaps[1]
-
-
-def check_widths(flat: torch.Tensor, offset: int, length: int, unit_length: int) -> Inexact:
-    scan = _C.start_unit_scan(flat, offset, length, unit_length, widths=True)
-    assert scan.wait() == slow_unit_scan(flat, offset, length, unit_length)
-    first, second = scan.inexact()
-    received = first, second
-    assert received == slow_inexact(flat, offset, length, unit_length)
-    return received
-
-
-def random_widths(dtype: torch.dtype, rng: random.Random, length: int, unit_length: int, offset: int) -> torch.Tensor:
-    """Return a flat tensor with a slice at `offset`, each of its units of one width, some with one bit that is not.
-
-    What lies before and after the slice is a NaN that no form holds: one element too many on either side would be
-    found.
-    """
-    words = torch.full((offset + length + 9,), -1, dtype=WORDS[dtype])
-    for begin in range(offset, offset + length, unit_length):
-        unit = words[begin : min(begin + unit_length, offset + length)]
-        size = unit.numel()
-        unit.zero_()
-        if rng.random() < 0.2:
-            continue
-        width = rng.choice([_C.Width.FULL, *2 * WIDTHS.get(dtype, ())])
-        unit.copy_(some_of(width, dtype, size, rng.randrange(1 << 30)).view(WORDS[dtype]))
-        unit.masked_fill_(
-            torch.rand(size) < rng.choice([0.0, 0.5, 0.97]), rng.choice([0, torch.iinfo(words.dtype).min])
-        )
-        if rng.random() < 0.5:
-            unit[rng.randrange(size)] ^= 1 << rng.randrange(8 * dtype.itemsize - 1)
-    return words.view(dtype)
-
-
-@DTYPES
-@pytest.mark.parametrize("unit_length", [*FLOAT_UNITS, 10**6, 1 << 62])
-def test_widths_of_units_of_every_length(dtype: torch.dtype, unit_length: int, instructions: None) -> None:
-    rng = random.Random(unit_length)
-    torch.manual_seed(unit_length)
-    for _ in range(4):
-        length, offset = rng.randrange(1, 4 * min(unit_length, 700)), rng.randrange(40)
-        check_widths(random_widths(dtype, rng, length, unit_length, offset), offset, length, unit_length)
-
-
-@DTYPES
-@settings(deadline=None, max_examples=60)
-@given(
-    length=st.one_of(st.integers(0, 200), st.integers(0, 2500)),
-    unit_length=st.one_of(st.integers(1, 20), st.integers(1, 700), st.integers(1, 3000)),
-    offset=st.integers(0, 40),
-    seed=st.integers(0, 1 << 30),
-)
-def test_widths_of_random_slices(dtype: torch.dtype, length: int, unit_length: int, offset: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    check_widths(random_widths(dtype, random.Random(seed), length, unit_length, offset), offset, length, unit_length)
-
-
-@pytest.mark.parametrize("dtype", list(WIDTHS), ids=["float32", "float64"])
-def test_a_single_wider_number_is_found_anywhere(dtype: torch.dtype, instructions: None) -> None:
-    for unit_length in (1, 3, 15, 17, 273, 528):
-        for k, width in enumerate(WIDTHS[dtype]):
-            flat = some_of(width, dtype, 5 * unit_length // 2 + 1, unit_length)
-            words = flat.view(WORDS[dtype])
-            words[words == 0] = words[-1] = 1 << (8 * dtype.itemsize - 2)  # 2.0, which every form holds
-            assert _C.start_unit_scan(flat, 0, flat.numel(), unit_length, widths=True).inexact()[k] == [0]
-            for position in range(flat.numel()):
-                before = int(words[position])
-                words[position] = 1  # a denormal that only the type itself has
-                inexact = check_widths(flat, 0, flat.numel(), unit_length)[k] if position % 50 == 0 else None
-                scan = _C.start_unit_scan(flat, 0, flat.numel(), unit_length, widths=True)
-                assert scan.inexact()[k] == [1 << position // unit_length]
-                assert inexact in (None, [1 << position // unit_length])
-                words[position] = before
-
-
-@DTYPES
-def test_zeros_of_either_sign_are_held_by_every_form(dtype: torch.dtype) -> None:
-    flat = torch.zeros(1000, dtype=dtype)
-    flat[::3] = -0.0
-    scan = _C.start_unit_scan(flat, 0, 1000, 300, widths=True)
-    assert scan.wait() == ([0], [0, 1, 2, 3])
-    assert scan.inexact() == [[0], [0]]
-
-
-@DTYPES
-@pytest.mark.parametrize("seed", range(4))
-def test_widths_of_candidates(dtype: torch.dtype, seed: int) -> None:
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    flat = random_widths(dtype, rng, 3000, 20, 3)
-    words = slow_unit_scan(flat, 3, 3000, 20)[0]
-    received = _C.start_unit_scan(flat, 3, 3000, 20, words, True)
-    assert received.wait()[0] == words
-    assert tuple(received.inexact()) == slow_inexact(flat, 3, 3000, 20)
-    none = _C.start_unit_scan(flat, 3, 3000, 20, [0, 0, 0], True)
-    assert none.inexact() == [[0, 0, 0], [0, 0, 0]]
-
-
-def test_widths_that_nobody_asks_for() -> None:
-    flat = torch.ones(10)
-    assert _C.start_unit_scan(flat, 0, 10, 2).inexact() == [[], []]
-    assert _C.start_unit_scan(flat, 0, 0, 2, widths=True).inexact() == [[], []]
-    assert _C.start_unit_scan(flat, 0, 10, 2, widths=True).inexact() == [[0], [0]]
-
-
-@DTYPES
-def test_widths_of_memory_that_is_not_aligned(dtype: torch.dtype, instructions: None) -> None:
-    torch.manual_seed(0)
-    words = random_widths(dtype, random.Random(7), 1500, 100, 0)[:1500]
-    memory = bytearray(1502 * dtype.itemsize)
-    flat = torch.frombuffer(memory, dtype=WORDS[dtype], offset=1, count=1500)
-    flat.copy_(words.view(WORDS[dtype]))
-    flat = flat.view(dtype)
-    assert flat.data_ptr() % dtype.itemsize != 0
-    check_widths(flat, 0, 1500, 100)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pairwise import thorough
 from profiling import profiled
 from spawn import run_ranks, run_ranks_with_sparse_gradients
 from torch import nn
@@ -118,7 +119,7 @@ def test_every_used_unit_is_sent_once(seed: int) -> None:
         in_place_bytes=generator.choice([0, 40, 1 << 20]), pack_bytes=generator.choice([0, 100]), gap_fraction=0.0
     )
     element_bytes = 4
-    messages = _C.make_unit_plan(units, used, element_bytes, plan)[0]
+    messages = testing.make_unit_plan(units, used, element_bytes, plan)[0]
     sent: dict[int, list[tuple[int, int]]] = {i: [] for i in range(len(units))}
     for message in messages:
         runs = message.stretches
@@ -145,9 +146,9 @@ def test_no_gap_holds_what_travels_otherwise() -> None:
     agreed, divided = _C.UsageMask(3, True), _C.UsageMask(3)
     agreed.clear(1)
     plan = _C.PlanSettings(in_place_bytes=1000, pack_bytes=1000, gap_fraction=0.5)
-    assert [len(m.gaps) for m in _C.make_reduction_plan(layout, agreed, plan)[0].launches] == [1]
+    assert [len(m.gaps) for m in testing.make_reduction_plan(layout, agreed, plan)[0].launches] == [1]
     divided.set(1)
-    for make in (_C.make_reduction_plan, _C.plan_bucket_by_bucket):
+    for make in (testing.make_reduction_plan, testing.plan_bucket_by_bucket):
         assert [len(m.gaps) for m in make(layout, agreed, plan, divided)[0].launches] == [0, 0]
 
 
@@ -367,10 +368,10 @@ class Mixed(Rows):
         class Two(nn.Module):
             def __init__(self, rows: int) -> None:
                 super().__init__()
-                self.narrow, self.wide = Table(rows), Table(rows).double()
+                self.float32, self.float64 = Table(rows), Table(rows).double()
 
             def forward(self, indices: torch.Tensor) -> torch.Tensor:
-                return self.narrow(indices) + self.wide(indices)
+                return self.float32(indices) + self.float64(indices)
 
         return Two(self.rows)
 
@@ -408,15 +409,16 @@ class SpecialNumbers(Rows):
 
     def loss(self, t: Trainer, i: int) -> torch.Tensor:
         output = t.ddp(tokens(t, i, self.rows, 4)).sum()
+        rank = t.rank  # the hook would keep the trainer, and with it the module, alive
         values = [1.0, -1.0, 1e-44, -0.0, 0.0, float("inf"), float("nan"), 2.0]
 
         def overwrite(gradient: torch.Tensor) -> torch.Tensor:
             gradient = torch.zeros_like(gradient)
-            gradient[5 + t.rank] = torch.tensor(values[:2] + [0.0] * 6)
+            gradient[5 + rank] = torch.tensor(values[:2] + [0.0] * 6)
             gradient[20 + i, 7] = 1e-44
-            gradient[40, t.rank] = float("inf") if i == 2 else 0.0
-            gradient[41, 3] = float("nan") if i == 3 and t.rank == 0 else 0.0
-            gradient[60 + t.rank] = -0.0
+            gradient[40, rank] = float("inf") if i == 2 else 0.0
+            gradient[41, 3] = float("nan") if i == 3 and rank == 0 else 0.0
+            gradient[60 + rank] = -0.0
             gradient[299, 7] = 1.0
             return gradient
 
@@ -437,9 +439,10 @@ class NegativeZeros(Rows):
     def loss(self, t: Trainer, i: int) -> torch.Tensor:
         if i == 0:
             generator = torch.Generator().manual_seed(t.rank)
+            rows, share = self.rows, [0.5, 0.05, 1.0][t.rank % 3]  # not the trainer, which the hook would keep alive
 
             def negate(gradient: torch.Tensor) -> torch.Tensor:
-                negative = torch.rand(self.rows, 1, generator=generator) < [0.5, 0.05, 1.0][t.rank % 3]
+                negative = torch.rand(rows, 1, generator=generator) < share
                 return torch.where(negative, -gradient, gradient)
 
             t.model.table.weight.register_hook(negate)
@@ -581,9 +584,11 @@ def test_same_as_plain_ddp(world_size: int, part: int, every_way: bool) -> None:
     run_ranks_with_sparse_gradients(world_size, compare_all, SCENARIOS[part::4], [EVERY_ROW, ADAPTIVE], every_way)
 
 
+@pytest.mark.parametrize("every_way", [False, *thorough(True)])
 @pytest.mark.parametrize("policy", [SMALL_MESSAGES, WITH_VALUES], ids=lambda policy: policy.name)
-def test_every_way_to_send_units(policy: Policy) -> None:
-    run_ranks(2, compare_all, [Rows, ManyBuckets, RankBuckets, OnOneRank, Experts, Views, NothingAtAll], [policy])
+def test_every_way_to_send_units(policy: Policy, every_way: bool) -> None:
+    scenarios = [Rows, ManyBuckets, RankBuckets, OnOneRank, Experts, Views, NothingAtAll]
+    run_ranks(2, compare_all, scenarios, [policy], every_way)
 
 
 class FewRows(Rows):
@@ -591,17 +596,18 @@ class FewRows(Rows):
     steps = 4
 
 
-def pieces(rank: int) -> None:
+def pieces(rank: int, every_way: bool) -> None:
     """Units of several rows, and units that are parts of a row."""
     for changes in ({"min_unit_bytes": 100}, {"max_unit_bytes": 8}, {"min_unit_bytes": 100_000}):
-        compare_all(rank, [FewRows, Experts, PrunedFilters], [with_settings(ADAPTIVE, **changes)])
-        for scenario in (FewRows, Experts, PrunedFilters):
-            for native in (True, False):
+        compare_all(rank, [FewRows, Experts, PrunedFilters], [with_settings(ADAPTIVE, **changes)], every_way)
+        for number, scenario in enumerate((FewRows, Experts, PrunedFilters)):
+            for native in (True, False) if every_way else (number % 2 == 0,):
                 compare(rank, scenario(), with_settings(EVERY_ROW, **changes), native)
 
 
-def test_pieces() -> None:
-    run_ranks(2, pieces)
+@pytest.mark.parametrize("every_way", [False, *thorough(True)])
+def test_pieces(every_way: bool) -> None:
+    run_ranks(2, pieces, every_way)
 
 
 def masks_that_grow(rank: int, direct: bool = True) -> None:

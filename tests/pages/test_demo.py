@@ -43,7 +43,7 @@ def run_command(*arguments: str, cwd: Path, **variables: str) -> subprocess.Comp
 @pytest.fixture(scope="module")
 def finished_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     directory = tmp_path_factory.mktemp("demo")
-    completed = run_command("--width", "128", "--steps", "5", "--batch-size", "8", cwd=directory)
+    completed = run_command("--width", "64", "--steps", "3", "--batch-size", "8", cwd=directory)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed, directory / "demo-output"
 

@@ -35,12 +35,13 @@ PAGES = {
     "docs/doctor.md": 2,
     "docs/freezing.md": 8,
     "docs/fsdp.md": 3,
+    "docs/gpus.md": 0,
     "docs/several-machines.md": 0,
     "docs/synchronising.md": 7,
     "docs/troubleshooting.md": 0,
 }
-# What one test runs, one after another. That of the trainers takes as long as all others, for what it imports.
-WITH_CODE = [page for page in PAGES if PAGES[page] and page not in ("README.md", "docs/trainers.md")]
+# What one launch runs, one after another. That of the trainers takes as long as all others, for what it imports.
+WITH_CODE = [page for page in PAGES if PAGES[page] and page != "docs/trainers.md"]
 # For developers, or made by a program.
 OTHERS = ("*.md", "docs/*.md", "docs/internals/*.md", "benchmarks/*.md", "examples/*.md")
 ALL_PAGES = sorted(path.relative_to(ROOT).as_posix() for pattern in OTHERS for path in ROOT.glob(pattern))
@@ -74,24 +75,14 @@ def paste(page: str, folder: Path) -> Path:
     return script
 
 
-def test_the_script_of_the_readme_prints_what_it_shows(tmp_path: Path) -> None:
-    script = paste("README.md", tmp_path)
-    # A fresh environment has no numpy, and torch does without.
-    script.write_text(f"import sys; sys.modules['numpy'] = None\n{script.read_text()}")
-    done = torchrun(tmp_path, script.name)
-    assert done.returncode == 0, done.stderr
-    (shown,) = blocks("README.md", "text")
-    assert without_numbers(done.stdout) == without_numbers(shown)
-
-
 # Runs scripts one after another in the same processes, because importing torch takes longer than most of them. Each
 # has a store of its own: in torchrun's it would find the addresses of the one before. As in other tests, each rank
-# has a host of its own, so that bytes decide what leaves the all-reduces.
+# has a host of its own, so that bytes decide what leaves the all-reduces; but for README's script, which shows what it
+# prints on one machine.
 ONE_AFTER_ANOTHER = """
-import os, pathlib, runpy, sys
+import contextlib, io, os, pathlib, runpy, sys
 from torch.distributed import TCPStore
 
-os.environ["DDP_HOOKS_HOST"] = os.environ["RANK"]
 host = os.environ["MASTER_ADDR"]
 launchers = TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False)
 stores = []  # kept: another rank may not be through with its script
@@ -100,26 +91,43 @@ for script in sys.argv[1:]:
         stores.append(TCPStore(host, 0, is_master=True, wait_for_workers=False))
         launchers.set(script, str(stores[-1].port))
     os.environ["MASTER_PORT"] = launchers.get(script).decode()
+    if not script.startswith("README"):
+        os.environ["DDP_HOOKS_HOST"] = os.environ["RANK"]
     sys.argv = [script]
-    runpy.run_path(script, run_name="__main__")
-    pathlib.Path(f"{script}.{os.environ['RANK']}").write_text("done")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(script, run_name="__main__")
+    pathlib.Path(f"{script}.{os.environ['RANK']}").write_text(printed.getvalue())
 """
 
 
 @pytest.fixture(scope="module")
-def pasted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """Return for each page with code what went wrong, or None."""
+def pasted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | None, str]]:
+    """Return for each page with code what went wrong, or None; and what it printed on both ranks."""
     folder = tmp_path_factory.mktemp("pasted")
     scripts = {page: paste(page, folder) for page in WITH_CODE}
-    (folder / "one_after_another.py").write_text(ONE_AFTER_ANOTHER)
+    # A fresh environment has no numpy, and torch does without.
+    without_numpy = "import sys; sys.modules['numpy'] = None"
+    (folder / "one_after_another.py").write_text(without_numpy + ONE_AFTER_ANOTHER)
     done = torchrun(folder, "one_after_another.py", *(script.name for script in scripts.values()))
-    ended = {page for page, script in scripts.items() if all(Path(f"{script}.{rank}").exists() for rank in range(2))}
-    return {page: None if page in ended else done.stderr for page in scripts}
+    outcomes: dict[str, tuple[str | None, str]] = {}
+    for page, script in scripts.items():
+        printed = [Path(f"{script}.{rank}") for rank in range(2)]
+        has_ended = all(each.exists() for each in printed)
+        outcomes[page] = (None, "".join(e.read_text() for e in printed)) if has_ended else (done.stderr, "")
+    if done.returncode != 0 and all(problem is None for problem, _ in outcomes.values()):
+        pytest.fail(f"all scripts ran, and then their processes ended with an error: {done.stderr}")
+    return outcomes
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
-def test_the_code_runs_as_pasted(page: str, pasted: dict[str, str | None]) -> None:
-    assert pasted[page] is None, pasted[page]
+def test_the_code_runs_as_pasted(page: str, pasted: dict[str, tuple[str | None, str]]) -> None:
+    problem, _ = pasted[page]
+    assert problem is None, problem
+
+
+def test_the_script_of_the_readme_prints_what_it_shows(pasted: dict[str, tuple[str | None, str]]) -> None:
+    (shown,) = blocks("README.md", "text")
+    assert without_numbers(pasted["README.md"][1]) == without_numbers(shown)
 
 
 @pytest.mark.thorough
@@ -229,7 +237,7 @@ def check_benchmark(command: str) -> None:
 
 
 # Where a row of the README's table comes from: the file, the workload.
-RESULTS = (("calibrate_e5_1gbit", "e5"), ("calibrate_1gbit", "frozen:0.5"), ("calibrate_1gbit", "gpt2_autocast"))
+RESULTS = tuple(("readme_1gbit", workload) for workload in ("e5", "frozen:0.5", "gpt2_autocast", "linears"))
 
 
 def test_the_results_are_those_that_were_measured() -> None:

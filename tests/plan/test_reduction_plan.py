@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tuned import Tuning
 
 from ddp_hooks import _C
+from ddp_hooks_testing import _C as testing
 
 # A message without its position in the plan: kind, in place or not, slices as (bucket, offset, length).
 Packet = tuple[int, bool, tuple[tuple[int, int, int], ...]]
@@ -79,11 +80,11 @@ class Case:
             in_place_bytes=self.in_place_bytes, pack_bytes=self.pack_bytes, gap_fraction=self.gap_fraction
         )
 
-    def plan(self) -> list[_C.BucketPlan]:
-        return _C.make_reduction_plan(self.layout(), self.agreed(), self.settings())
+    def plan(self) -> list[testing.BucketPlan]:
+        return testing.make_reduction_plan(self.layout(), self.agreed(), self.settings())
 
-    def plan_bucket_by_bucket(self) -> list[_C.BucketPlan]:
-        return _C.plan_bucket_by_bucket(self.layout(), self.agreed(), self.settings())
+    def plan_bucket_by_bucket(self) -> list[testing.BucketPlan]:
+        return testing.plan_bucket_by_bucket(self.layout(), self.agreed(), self.settings())
 
 
 def with_default_settings(buckets: tuple[Bucket, ...], used: frozenset[int]) -> Case:
@@ -146,15 +147,15 @@ def oracle(case: Case, whole_plan: bool) -> list[Counter[Packet]]:
 # --- what must hold of every plan ---
 
 
-def packet(message: _C.Message) -> Packet:
+def packet(message: testing.Message) -> Packet:
     return message.kind, message.in_place, tuple((s.place, s.offset, s.length) for s in message.stretches)
 
 
-def packets(plans: list[_C.BucketPlan]) -> list[list[Packet]]:
+def packets(plans: list[testing.BucketPlan]) -> list[list[Packet]]:
     return [[packet(message) for message in plan.launches] for plan in plans]
 
 
-def same_plan(plans: list[_C.BucketPlan]) -> list[tuple[list[Packet], int, int]]:
+def same_plan(plans: list[testing.BucketPlan]) -> list[tuple[list[Packet], int, int]]:
     """Return all of a plan, in order, in a form that can be compared."""
     return [
         (messages, plan.messages_touching, int(plan.disposition))
@@ -162,7 +163,7 @@ def same_plan(plans: list[_C.BucketPlan]) -> list[tuple[list[Packet], int, int]]
     ]
 
 
-def check_coverage(case: Case, plans: list[_C.BucketPlan]) -> None:
+def check_coverage(case: Case, plans: list[testing.BucketPlan]) -> None:
     covered = [Counter[int]() for _ in case.buckets]
     gaps = [Counter[int]() for _ in case.buckets]
     for plan in plans:
@@ -190,7 +191,7 @@ def check_coverage(case: Case, plans: list[_C.BucketPlan]) -> None:
         assert plans[b].disposition.name == ("SKIPPED" if not counts else expected)
 
 
-def check_messages(case: Case, plans: list[_C.BucketPlan], whole_plan: bool) -> None:
+def check_messages(case: Case, plans: list[testing.BucketPlan], whole_plan: bool) -> None:
     touching = Counter[int]()
     for b, plan in enumerate(plans):
         for message in plan.launches:
@@ -305,7 +306,7 @@ def test_nothing_used_sends_nothing() -> None:
     case = with_default_settings((Bucket((5, 0, 7)), Bucket((1 << 12,), 2, 1)), frozenset())
     check(case)
     assert packets(case.plan()) == [[], []]
-    assert [plan.disposition for plan in case.plan()] == [_C.Disposition.SKIPPED] * 2
+    assert [plan.disposition for plan in case.plan()] == [testing.Disposition.SKIPPED] * 2
     assert [plan.messages_touching for plan in case.plan()] == [0, 0]
 
 
@@ -315,14 +316,14 @@ def test_everything_used_sends_whole_buckets_in_place() -> None:
     check(case)
     for plans in (case.plan(), case.plan_bucket_by_bucket()):
         assert packets(plans) == [[(0, True, ((0, 0, 12),))], [(1, True, ((1, 0, 9),))], [(0, True, ((2, 0, 6),))]]
-        assert {plan.disposition for plan in plans} == {_C.Disposition.WHOLE}
+        assert {plan.disposition for plan in plans} == {testing.Disposition.WHOLE}
 
 
 def test_small_whole_buckets_share_a_message() -> None:
     case = Case((Bucket((5,)), Bucket((7,))), frozenset({0, 1}), in_place_bytes=1000, pack_bytes=1000)
     check(case)
     assert packets(case.plan()) == [[], [(0, False, ((0, 0, 5), (1, 0, 7)))]]
-    assert {plan.disposition for plan in case.plan()} == {_C.Disposition.WHOLE}
+    assert {plan.disposition for plan in case.plan()} == {testing.Disposition.WHOLE}
 
 
 def test_no_buckets() -> None:
@@ -381,7 +382,7 @@ def test_a_hundred_nearly_empty_buckets_cost_one_message() -> None:
     for plans in (case.plan(), case.plan_bucket_by_bucket()):
         assert packets(plans) == [[]] * 99 + [[(0, False, tuple((b, 6_000_000, 1000) for b in range(100)))]]
         assert [plan.messages_touching for plan in plans] == [1] * 100
-        assert {plan.disposition for plan in plans} == {_C.Disposition.PACKED}
+        assert {plan.disposition for plan in plans} == {testing.Disposition.PACKED}
 
 
 @pytest.mark.parametrize("seed", range(10))

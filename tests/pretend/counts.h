@@ -13,6 +13,7 @@ struct Counts {
   std::atomic<uint64_t> stream_waits{0};  // of a stream for an event or a collective
   std::atomic<uint64_t> host_waits{0};    // of the host for the device
   std::atomic<uint64_t> collectives{0};
+  std::atomic<uint64_t> collective_bytes{0};  // that they were given
 
   static Counts& get() {
     static Counts counts;

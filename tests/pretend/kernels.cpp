@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "costs.h"
 #include "counts.h"
-#include "kernels/cuda/widths.h"
 #include "memory.h"
 #include "queues.h"
 #include "testing/emulation.h"
@@ -23,10 +23,12 @@ using namespace ddp_hooks::cuda;  // NOLINT
 
 void put(StreamHandle stream, const char* name, const std::vector<Use>& uses, std::function<void()> act) {
   ++Counts::get().launches;
-  const Ticket work = Queues::get().put(reinterpret_cast<intptr_t>(stream), [act = std::move(act)] {
+  const auto run = [act = std::move(act)] {
     act();
     return true;
-  });
+  };
+  const Costs& costs = Costs::get();
+  const Ticket work = Queues::get().put(reinterpret_cast<intptr_t>(stream), run, costs.of_kernel(uses), costs.launch);
   note_uses(work, name, uses);
 }
 
@@ -78,45 +80,30 @@ const char* play_scatter(const void* message, const SliceOfMemory* slices, size_
   return nullptr;
 }
 
-const char* play_nonzero_scan(const SliceOfMemory* slices, size_t count, ElementType type, uint32_t* device_flags,
-                              uint32_t* host_flags, StreamHandle stream) {
-  put_with_answer(stream, "a scan", uses_of(slices, count, false), device_flags, host_flags, count,
-                  [all = std::vector<SliceOfMemory>(slices, slices + count), type](std::vector<uint32_t>& flags) {
-                    emulate_nonzero_scan(all, type, flags);
+const char* play_unit_scan(const UnitsOfMemory* slices, size_t count, ElementType type, uint32_t* device_bitmaps,
+                           uint32_t* host_bitmaps, StreamHandle stream) {
+  size_t words = 0;
+  std::vector<Use> uses;
+  for (size_t i = 0; i < count; ++i) {
+    words += static_cast<size_t>(kBitmaps * words_of_bitmap(slices[i].count()));
+    uses.push_back({slices[i].address, slices[i].bytes, false});
+  }
+  put_with_answer(stream, "a scan of units", std::move(uses), device_bitmaps, host_bitmaps, words,
+                  [all = std::vector<UnitsOfMemory>(slices, slices + count), type](std::vector<uint32_t>& bitmaps) {
+                    emulate_unit_scan(all, type, bitmaps);
                   });
   return nullptr;
 }
 
-const char* play_unit_scan(const SliceOfMemory& slice, int64_t unit_bytes, ElementType type, bool widths,
-                           uint32_t* device_bitmaps, uint32_t* host_bitmaps, StreamHandle stream) {
-  const Units units = divide_units(slice.address, slice.bytes, unit_bytes);
-  const auto words = static_cast<size_t>(bitmap_count(type, widths) * words_of_bitmap(units.count));
-  put_with_answer(stream, "a scan of units", uses_of(&slice, 1, false), device_bitmaps, host_bitmaps, words,
-                  [=](std::vector<uint32_t>& bitmaps) { emulate_unit_scan(slice, unit_bytes, type, widths, bitmaps); });
-  return nullptr;
-}
-
-const char* play_unit_sample(const UnitsOfMemory* slices, size_t count, ElementType type, bool widths,
-                             uint32_t* device_words, uint32_t* host_words, StreamHandle stream) {
-  const auto words = count * static_cast<size_t>(words_of_sample(type, widths));
+const char* play_unit_sample(const UnitsOfMemory* slices, size_t count, ElementType type, uint32_t* device_words,
+                             uint32_t* host_words, StreamHandle stream) {
+  const auto words = count * static_cast<size_t>(kWordsPerSample);
   std::vector<Use> uses;
   for (size_t i = 0; i < count; ++i) uses.push_back({slices[i].address, slices[i].bytes, false});
   put_with_answer(stream, "a sample", std::move(uses), device_words, host_words, words,
-                  [all = std::vector<UnitsOfMemory>(slices, slices + count), type,
-                   widths](std::vector<uint32_t>& found) { emulate_unit_sample(all, type, widths, found); });
-  return nullptr;
-}
-
-const char* play_pack(char* to, const SliceToPack* slices, size_t count, ElementType type, StreamHandle stream) {
-  std::vector<Use> uses;
-  int64_t packed = 0;
-  for (size_t i = 0; i < count; ++i) {
-    uses.push_back({slices[i].address, slices[i].numel * element_bytes(type), false});
-    packed += packed_bytes(slices[i].numel, slices[i].width, element_bytes(type));
-  }
-  uses.push_back({to, packed, true});
-  put(stream, "pack", uses,
-      [to, all = std::vector<SliceToPack>(slices, slices + count), type] { emulate_pack(to, all, type); });
+                  [all = std::vector<UnitsOfMemory>(slices, slices + count), type](std::vector<uint32_t>& found) {
+                    emulate_unit_sample(all, type, found);
+                  });
   return nullptr;
 }
 
@@ -134,10 +121,8 @@ const char* play_sum_terms(const char* packed, const SliceToSum* slices, size_t 
     const SliceToSum& slice = slices[i];
     sums.push_back({slice, {slice.terms, slice.terms + slice.count}});
     uses.push_back({slice.address, slice.bytes, true});
-    const int64_t numel = slice.bytes / element_bytes(type);
     for (const Contribution& term : sums.back().terms) {
-      if (term.own) continue;
-      packed_bytes = std::max(packed_bytes, term.offset + numel * bytes_of_number(term.width, element_bytes(type)));
+      if (!term.own) packed_bytes = std::max(packed_bytes, term.offset + slice.bytes);
     }
   }
   uses.push_back({packed, packed_bytes, false});
@@ -158,10 +143,8 @@ const DeviceKernels& kernels() {
   static const DeviceKernels all{.backends = {"pretend"},
                                  .gather_scaled = play_gather_scaled,
                                  .scatter = play_scatter,
-                                 .nonzero_scan = play_nonzero_scan,
                                  .unit_scan = play_unit_scan,
                                  .unit_sample = play_unit_sample,
-                                 .pack = play_pack,
                                  .sum_terms = play_sum_terms,
                                  .is_capturing = [](StreamHandle /*stream*/) { return false; }};
   return all;

@@ -22,9 +22,13 @@ PYBIND11_MODULE(_pretend, m) {
   m.def("stop", [] { Queues::get().stop(); }, py::call_guard<py::gil_scoped_release>());
   m.def("counts", [] {
     const pretend::Counts& counts = pretend::Counts::get();
-    return std::map<std::string, uint64_t>{{"launches", counts.launches},     {"allocations", counts.allocations},
-                                           {"events", counts.events},         {"stream_waits", counts.stream_waits},
-                                           {"host_waits", counts.host_waits}, {"collectives", counts.collectives}};
+    return std::map<std::string, uint64_t>{{"launches", counts.launches},
+                                           {"allocations", counts.allocations},
+                                           {"events", counts.events},
+                                           {"stream_waits", counts.stream_waits},
+                                           {"host_waits", counts.host_waits},
+                                           {"collectives", counts.collectives},
+                                           {"collective_bytes", counts.collective_bytes}};
   });
   m.def("make_group", &pretend::make_group, py::call_guard<py::gil_scoped_release>());
   m.def("make_host_group", &pretend::make_host_group, py::call_guard<py::gil_scoped_release>());

@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "costs.h"
 #include "counts.h"
 #include "memory.h"
 #include "queues.h"
@@ -43,12 +44,14 @@ at::Tensor as_cpu(const at::Tensor& tensor) {
 
 void put_on_current_stream(const std::string& name, const std::vector<Use>& uses, std::function<void()> act) {
   ++Counts::get().launches;
-  const Ticket work = Queues::get().put(current_stream(), [act = std::move(act)] {
+  const Costs& costs = Costs::get();
+  const auto run = [act = std::move(act)] {
     const at::NoGradGuard no_grad;
     const c10::impl::ExcludeDispatchKeyGuard without_autograd(c10::autograd_dispatch_keyset);
     act();
     return true;
-  });
+  };
+  const Ticket work = Queues::get().put(current_stream(), run, costs.of_kernel(uses), costs.launch);
   note_uses(work, name, uses);
 }
 

@@ -23,6 +23,7 @@
 #include <thread>
 #include <utility>
 
+#include "costs.h"
 #include "counts.h"
 #include "memory.h"
 #include "operators.h"
@@ -155,6 +156,20 @@ class QueuedGroup final : public CarriedGroup {
     return next++;
   }
 
+  // As a ring over the hosts carries it.
+  static double seconds_of(c10d::OpType type, const Tensors& inputs) {
+    double bytes = 0;
+    for (const at::Tensor& tensor : inputs) bytes += static_cast<double>(tensor.nbytes());
+    Counts::get().collective_bytes += static_cast<uint64_t>(bytes);
+    const Costs& costs = Costs::get();
+    const double others = costs.hosts - 1;
+    double share = 1;
+    if (type == c10d::OpType::ALLREDUCE) share = 2 * others / costs.hosts;
+    if (type == c10d::OpType::ALLGATHER || type == c10d::OpType::_ALLGATHER_BASE) share = others;
+    if (type == c10d::OpType::ALLTOALL_BASE) share = others / costs.hosts;
+    return costs.latency + share * bytes / costs.link;
+  }
+
   c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs, Start start) override {
     TORCH_CHECK(--collectives_until_failure != 0, "failed on purpose");
     ++Counts::get().collectives;
@@ -168,12 +183,14 @@ class QueuedGroup final : public CarriedGroup {
       c10::intrusive_ptr<Work> work;
     };
     auto under_way = std::make_shared<UnderWay>(UnderWay{all_as_cpu(inputs), all_as_cpu(outputs), nullptr});
-    const Ticket work = queues.put(stream_, [gloo = gloo_, under_way, start = std::move(start)] {
+    const auto run = [gloo = gloo_, under_way, start = std::move(start)] {
       if (!under_way->work) under_way->work = start(*gloo, under_way->inputs, under_way->outputs);
       if (!under_way->work->isCompleted()) return false;
       under_way->work->wait();  // throws what went wrong
       return true;
-    });
+    };
+    const Costs& costs = Costs::get();
+    const Ticket work = queues.put(stream_, run, seconds_of(type, inputs), costs.collective_launch);
     std::vector<Use> uses;
     for (const at::Tensor& tensor : inputs) uses.push_back(use_of(tensor, false));
     for (const at::Tensor& tensor : outputs) uses.push_back(use_of(tensor, true));

@@ -29,25 +29,30 @@ void Queues::seed(uint64_t seed, double lateness) {
   longest_rest_seconds_ = kLongest[random_() % kLongest.size()];
 }
 
-Ticket Queues::put(StreamId id, Work work) {
+Ticket Queues::put(StreamId id, Work work, double seconds, double host_seconds) {
   std::lock_guard lock(mutex_);
   Stream& stream = streams_[id];
+  host_seconds_ += host_seconds;
+  stream.seconds = std::max(stream.seconds, host_seconds_) + seconds;
   stream.waiting.push_back(std::move(work));
   add(stream.passed, host_);
   stream.passed[id] = ++stream.put;
   put_.notify_all();
-  return {id, stream.put, stream.passed};
+  return {id, stream.put, stream.passed, stream.seconds};
 }
 
 Ticket Queues::ticket(StreamId stream) {
   std::lock_guard lock(mutex_);
-  return {stream, streams_[stream].put, streams_[stream].passed};
+  const Stream& here = streams_[stream];
+  return {stream, here.put, here.passed, std::max(here.seconds, host_seconds_)};
 }
 
 void Queues::wait(StreamId stream, const Ticket& ticket) {
   {
     std::lock_guard lock(mutex_);
-    add(streams_[stream].passed, ticket.passed);
+    Stream& here = streams_[stream];
+    add(here.passed, ticket.passed);
+    here.seconds = std::max(here.seconds, ticket.seconds);
   }
   if (ticket.stream == stream || has_passed(ticket.stream, ticket.count)) return;
   put(stream, [this, from = ticket.stream, count = ticket.count] { return has_passed(from, count); });
@@ -74,6 +79,7 @@ void Queues::synchronize(const Ticket& ticket) {
   std::unique_lock lock(mutex_);
   through_.wait(lock, [&] { return streams_[ticket.stream].through >= ticket.count; });
   add(host_, ticket.passed);
+  host_seconds_ = std::max(host_seconds_, ticket.seconds);
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
@@ -86,7 +92,7 @@ void Queues::synchronize_all() {
   std::vector<Ticket> tickets;
   {
     std::lock_guard lock(mutex_);
-    for (const auto& [id, stream] : streams_) tickets.push_back({id, stream.put, stream.passed});
+    for (const auto& [id, stream] : streams_) tickets.push_back({id, stream.put, stream.passed, stream.seconds});
   }
   for (const Ticket& ticket : tickets) synchronize(ticket);
 }

@@ -11,6 +11,11 @@
 // And whatever runs when: with each piece of work goes what has run by then on every stream, however late those are. It
 // follows from waits alone. memory.h holds uses of memory against that.
 //
+// There is a virtual time, too, which is counted when work is put somewhere, and so is the same in every run. A piece
+// of work begins when what it waits for has ended, and not before the host has put it there; it takes as long as
+// whoever puts it says (costs.h). The host's own time is what its launches take, and what it waits for. Timed events
+// tell it.
+//
 // Always holds: what was put on a stream runs in the end. Thread-safety: all functions may be called from any thread;
 // work runs in the device's own thread, without the GIL, and may call them, too, but for synchronize.
 #pragma once
@@ -40,7 +45,8 @@ void add(Passed& passed, const Passed& more);
 struct Ticket {
   StreamId stream = 0;
   uint64_t count = 0;
-  Passed passed;  // when this has
+  Passed passed;       // when this has
+  double seconds = 0;  // the virtual time then
 };
 
 class Queues {
@@ -51,7 +57,8 @@ class Queues {
   // drawn, for as long as is drawn.
   void seed(uint64_t seed, double lateness);
 
-  Ticket put(StreamId stream, Work work);
+  // The host takes `host_seconds` to put it there, and the stream `seconds` to run it.
+  Ticket put(StreamId stream, Work work, double seconds = 0, double host_seconds = 0);
   Ticket ticket(StreamId stream);
   void wait(StreamId stream, const Ticket& ticket);  // what is put on the stream from now on runs after the ticket
   // The host asks. What it knows to have run, all that it puts anywhere from then on runs after.
@@ -70,6 +77,7 @@ class Queues {
     uint64_t put = 0;
     uint64_t through = 0;
     Passed passed;  // when everything that was put here has
+    double seconds = 0;
     Clock::time_point rests_until{};
   };
 
@@ -82,6 +90,7 @@ class Queues {
   std::condition_variable put_, through_;
   std::map<StreamId, Stream> streams_;
   Passed host_;
+  double host_seconds_ = 0;
   std::mt19937_64 random_;
   double lateness_ = 0.3;
   double rest_probability_ = 0;

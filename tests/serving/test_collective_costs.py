@@ -87,21 +87,6 @@ def test_only_bytes_count_without_a_measurement(seed: int) -> None:
     assert without == with_costs
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
-def test_narrow_gradients_pay_on_slow_links(ranks: int) -> None:
-    def pays(seconds_per_byte: float, narrowing: float) -> bool:
-        return _C.CollectiveCosts(
-            all_reduce_seconds_per_byte=seconds_per_byte,
-            all_to_all_seconds_per_byte=seconds_per_byte,
-            narrowing_seconds_per_byte=narrowing,
-        ).narrow_pays(ranks)
-
-    assert _C.CollectiveCosts().narrow_pays(ranks)  # without a measurement
-    assert pays(8e-9, 3e-10)  # 1 Gbit/s
-    assert not pays(7e-10, 3e-10)  # loopback
-    assert not pays(0.0, 1e-12)
-
-
 # --- the measurement
 
 
@@ -113,7 +98,7 @@ def measured(rank: int) -> list[float]:
 @pytest.mark.parametrize("world_size", [2, *thorough(3)])
 def test_every_rank_measures_the_same(world_size: int) -> None:
     by_rank = run_ranks(world_size, measured)
-    assert len(by_rank[0]) == len(COSTS) == 7
+    assert len(by_rank[0]) == len(COSTS) == 6
     assert all(0 < seconds < 1 for seconds in by_rank[0])
     assert all(costs == by_rank[0] for costs in by_rank)
 
@@ -203,26 +188,26 @@ def test_nothing_is_measured_where_runs_have_to_have_the_same_bits() -> None:
     run_ranks(2, deterministic_on_a_rank)
 
 
-def narrow_steps(rank: int, narrow: Any, narrowing_seconds_per_byte: float) -> int:
-    Measured(_C.CollectiveCosts(narrowing_seconds_per_byte=narrowing_seconds_per_byte))
+def coded_steps(rank: int, coded: Any, all_to_all_seconds_per_byte: float) -> int:
+    Measured(_C.CollectiveCosts(all_to_all_seconds_per_byte=all_to_all_seconds_per_byte))
     ddp = DistributedDataParallel(nn.Linear(256, 256))
-    state = register(ddp, with_settings(DIRECT, narrow=narrow), True)
+    state = register(ddp, with_settings(DIRECT, coded=coded), True)
     for _ in range(4):
         ddp.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             ddp(torch.ones(8, 256)).float().sum().backward()
-    return state.stats().narrow_steps
+    return state.stats().coded_steps
 
 
-@pytest.mark.parametrize(("narrow", "narrowing", "steps"), [("adaptive", 0.1, 3), ("adaptive", 0.2, 0), ("on", 0.2, 4)])
-def test_fast_links_are_not_asked_for_narrow_gradients(narrow: str, narrowing: float, steps: int) -> None:
-    assert run_ranks(2, narrow_steps, narrow, narrowing) == [steps, steps]
+@pytest.mark.parametrize(("coded", "seconds", "steps"), [("auto", 8e-9, 4), ("auto", 1e-10, 0), ("on", 1e-10, 4)])
+def test_nothing_is_coded_on_links_that_are_faster(coded: str, seconds: float, steps: int) -> None:
+    assert run_ranks(2, coded_steps, coded, seconds) == [steps, steps]
 
 
 # --- against plain DDP, with what is really measured
 
 
-def as_measured(rank: int, narrow: bool, all_to_all_seconds_per_byte: float | None = None) -> set[str]:
+def as_measured(rank: int, coded: bool, all_to_all_seconds_per_byte: float | None = None) -> set[str]:
     """Return what the steps have recorded."""
     if all_to_all_seconds_per_byte is None:
         Measured(collective_costs.measure_collective_costs)
@@ -231,15 +216,15 @@ def as_measured(rank: int, narrow: bool, all_to_all_seconds_per_byte: float | No
     torch.manual_seed(0)
     model = test_direct.Heads(3)
     plain, ours = (DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True) for _ in range(2))
-    register(ours, with_settings(DIRECT, narrow="adaptive" if narrow else "off", min_divided_bytes=1024), True)
+    register(ours, with_settings(DIRECT, coded="on" if coded else "off", min_divided_bytes=1024), True)
     torch.manual_seed(rank)
-    with profiled() as profile:
+    with profiled(all_threads=True) as profile:
         for i in range(6):
             batch, head = torch.randn(4, 64), (rank + i) % 3 if i % 2 else i % 3
             grads = []
             for ddp in (plain, ours):
                 ddp.zero_grad()
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=coded):
                     ddp(batch, head).float().square().sum().backward()
                 grads.append([None if p.grad is None else p.grad.clone() for p in ddp.parameters()])
             for theirs, mine in zip(*grads, strict=True):
@@ -248,9 +233,9 @@ def as_measured(rank: int, narrow: bool, all_to_all_seconds_per_byte: float | No
     return {event.name() for event in profile.profiler.kineto_results.events()}
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_two_ranks_bit_by_bit(narrow: bool) -> None:
-    run_ranks(2, as_measured, narrow)
+@pytest.mark.parametrize("coded", [False, True])
+def test_two_ranks_bit_by_bit(coded: bool) -> None:
+    run_ranks(2, as_measured, coded)
 
 
 @pytest.mark.parametrize(("all_to_all_seconds_per_byte", "gather"), [(1.0, False), (100.0, True)])

@@ -34,6 +34,7 @@ from ddp_hooks.hangs.activity import activity
 from ddp_hooks.serving import control_groups
 from ddp_hooks.serving import modules as ddp_modules
 from ddp_hooks.serving.engine_settings import engine_settings
+from ddp_hooks.serving.topology import Topology
 
 # Probes soon and often, so that a few steps see skip_zeros="adaptive" at work.
 EAGER_AUTO = ddp_hooks.Policy(
@@ -196,11 +197,13 @@ def exchange_on_a_grid(rank: int) -> None:
                 torch.testing.assert_close(ours.grad, expected.grad)
                 ours.grad = expected.grad = None
         assert state.usage()[f"branches.{step % 3}.weight"].used_anywhere
-    # In each step the graph's mask and the one bucket's, six header words and one of bits, along two axes; along the
-    # second axis a rank hands on the graph's masks of two, because it is asked who.
-    assert (state.stats().exchanges, state.stats().mask_bytes) == (6 * 2, 6 * 7 * (1 + 2 + 1 + 1) * 8)
+    # In each step the graph's mask and the one bucket's, along two axes; along the second a rank hands on the masks of
+    # two, because it is asked who. Words: six of a header and one of bits; of a compressed mask, two more.
+    assert (state.stats().exchanges, state.stats().mask_bytes) == (6 * 2, 6 * (7 + 9) * (1 + 2) * 8)
     if rank == 3:
-        state._service.engine.configure(engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}, [[0]]))
+        state._service.engine.configure(
+            engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}, Topology(((0,),)))
+        )
     assert "rank 3: exchange 12" in error_of(lambda: run_step(ddp, 0))
 
 
@@ -937,7 +940,7 @@ def drifting_ranks(rank: int) -> None:
     if rank == 1:
         other = ddp_hooks.Policy("other")
         description = {"policy": repr(other)}
-        state._service.engine.configure(engine_settings(other, description, [[0], [1]]))
+        state._service.engine.configure(engine_settings(other, description, Topology(((0,), (1,)))))
     message = error_of(lambda: run_step(ddp, 0))
     assert "the ranks drifted apart" in message
     assert "rank 0: exchange 1" in message

@@ -699,8 +699,9 @@ def _typos(rank: int) -> None:
     assert_names(
         lambda: ddp_hooks.Tuning(pack_byte=1), TypeError, "Tuning: ", "'pack_byte'; did you mean 'pack_bytes'?"
     )
-    adaptive = "received 'adaptve'; did you mean 'adaptive'?"
-    assert_names(lambda: ddp_hooks.Policy("mine", narrow="adaptve"), ValueError, "Policy.narrow: expected", adaptive)
+    assert_names(
+        lambda: ddp_hooks.Policy("mine", coded="aut"), ValueError, "Policy.coded: expected", "did you mean 'auto'?"
+    )
     assert "did you mean 'broadcast'?" in str(error_of(lambda: sync.average_parameters(ddp, buffers="brodcast")))
     assert "did you mean 'before_eval'?" in str(error_of(lambda: sync.BufferSync(ddp, "before-eval")))
 

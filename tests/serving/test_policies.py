@@ -42,18 +42,18 @@ def test_a_policy_has_few_fields() -> None:
 def test_presets() -> None:
     assert list(PRESETS) == ["allreduce", "skip_unused", "skip_zeros", "auto"]
     assert {
-        name: (policy.skip_unused, policy.skip_zeros, policy.skip_zero_rows, policy.narrow)
+        name: (policy.skip_unused, policy.skip_zeros, policy.skip_zero_rows, policy.coded)
         for name, policy in PRESETS.items()
     } == {
         "allreduce": (False, "off", "off", "off"),
         "skip_unused": (True, "off", "off", "off"),
         "skip_zeros": (True, "on", "on", "off"),
-        "auto": (True, "adaptive", "adaptive", "adaptive"),
+        "auto": (True, "adaptive", "adaptive", "auto"),
     }
     for name, policy in PRESETS.items():
         assert policy.name == name
         plain = Policy(name)
-        what = ("skip_unused", "skip_zeros", "skip_zero_rows", "narrow")
+        what = ("skip_unused", "skip_zeros", "skip_zero_rows", "coded")
         assert dataclasses.replace(policy, **{field: getattr(plain, field) for field in what}) == plain
 
 
@@ -113,7 +113,7 @@ def test_resolve_checks_what_is_set(settings: dict[str, Any], kind: type[Excepti
         (["rebuild_after=-1"], {"rebuild_after": -1}),  # which the policy itself refuses
         (["skip_unused=false", "owners=True"], {"skip_unused": False, "owners": True}),
         (["report_hang_after=1", "min_zero_fraction=1e-3"], {"report_hang_after": 1.0, "min_zero_fraction": 1e-3}),
-        (["skip_zeros=on", "narrow=off", "name=a=b"], {"skip_zeros": "on", "narrow": "off", "name": "a=b"}),
+        (["skip_zeros=on", "coded=off", "name=a=b"], {"skip_zeros": "on", "coded": "off", "name": "a=b"}),
         (["pack_bytes=1", "pack_bytes=2"], {"pack_bytes": 2}),
         ([], {}),
     ],
@@ -238,7 +238,7 @@ def test_round_trips() -> None:
 
 def test_rows_are_agreed_on_where_usage_is() -> None:
     """What ranks object to travels with the masks of skip_unused."""
-    for field in ("skip_zero_rows", "narrow"):
+    for field in ("skip_zero_rows", "coded"):
         message = rf"Policy.{field}: expected 'off' with skip_unused=False, received 'on'; set skip_unused=True"
         with pytest.raises(ValueError, match=message):
             Policy(**{"name": "mine", "skip_unused": False, field: "on"})
@@ -246,7 +246,7 @@ def test_rows_are_agreed_on_where_usage_is() -> None:
 
 def test_a_policy_shows_what_differs_from_the_defaults() -> None:
     assert repr(PRESETS["skip_unused"]) == "Policy(name='skip_unused')"
-    assert repr(Policy("mine", narrow="on")) == "Policy(name='mine', narrow='on')"
+    assert repr(Policy("mine", coded="on")) == "Policy(name='mine', coded='on')"
     assert repr(Tuning()) == "Tuning()"
     tuned = Policy("mine", tuning=Tuning(owners=False, pack_bytes=1))
     assert repr(tuned) == "Policy(name='mine', tuning=Tuning(pack_bytes=1, owners=False))"
@@ -259,7 +259,7 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
         "skip_unused": False,
         "skip_zeros": "on",
         "skip_zero_rows": "on",
-        "narrow": "on",
+        "coded": "on",
         "direct": False,
         "owners": False,
         "calibrate": True,
@@ -291,7 +291,7 @@ def test_an_older_checkpoint_is_read_with_the_default_of_a_new_field(monkeypatch
 
 
 def test_every_checkpoint_has_held_what_is_there_today() -> None:
-    assert set(policies._FIRST_FIELDS) == {*FIELDS, "tuning"} - {"narrow"}
+    assert set(policies._FIRST_FIELDS) == {*FIELDS, "tuning"} - {"coded"}
     assert set(policies._FIRST_FIELDS_OF_TUNING) == set(FIELDS_OF_TUNING) - {"report_hang_after", "calibrate"}
 
 

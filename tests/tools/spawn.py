@@ -1,6 +1,6 @@
 """Runs a function on several ranks: brings tracebacks home, shows the stack of what hangs, and kills it.
 
-Importing torch takes longer than most tests, so a process for each rank number (and environment) does that once, and
+Importing torch takes longer than most tests, so one process for even and one for odd rank numbers does that once, and
 forks itself into rank processes. Those stay and run one test after another; each call gets a process group of its own.
 A rank that fails or hangs costs the ranks that it ran with: nothing a broken rank left behind reaches the next test.
 """
@@ -47,7 +47,10 @@ class RankDied(RankFailure):
 
 
 def _fork_ranks(environment: dict[str, str], orders: socket.socket) -> None:
-    """Import torch, and fork a process for each order; each runs what comes through the pipe that came with it."""
+    """Import torch, and fork a process for each order; each runs what comes through the pipe that came with it.
+
+    An order is the environment of the rank and the file for its stack; or the process id of one to wait for.
+    """
     # Before torch is imported: some of it is read only once.
     os.environ.update({"OMP_NUM_THREADS": "1", **environment})
     import torch
@@ -67,7 +70,9 @@ def _fork_ranks(environment: dict[str, str], orders: socket.socket) -> None:
                 if not FORKS:
                     orders.sendall(repr(os.getpid()).encode())
                 orders.close()
-                return _run_tasks(order.decode(), pipe)
+                environment, stack_file = ast.literal_eval(order.decode())
+                os.environ.update(environment)
+                return _run_tasks(stack_file, pipe)
             pipe.close()
         else:
             answer = _wait_for(int(order))
@@ -103,6 +108,7 @@ def _run_tasks(stack_file: str, pipe: Connection) -> None:
                 torch.manual_seed(1234)
                 # As if each rank were on a host of its own, so that bytes decide what leaves the all-reduces.
                 os.environ["DDP_HOOKS_HOST"] = str(rank)
+                os.environ.pop("DDP_HOOKS_LINK_MBITS", None)  # which the task before may have set
                 dist.init_process_group(
                     backend,
                     store=dist.FileStore(store_file, world_size),
@@ -126,19 +132,23 @@ def _run_tasks(stack_file: str, pipe: Connection) -> None:
 
 
 class Parent:
-    """A process that has imported torch, and forks the ranks of one number, in one environment."""
+    """A process that has imported torch, and forks ranks."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        self._orders, theirs = socket.socketpair()
+        # Each order and each answer is a message, however many are on their way.
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_fork_ranks, args=(environment, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
-    def order_fork(self, stack_file: Path) -> Connection:
+    def order_fork(self, environment: dict[str, str], stack_file: Path) -> Connection:
         """Have it fork once it has imported torch; :meth:`answer` is the process id."""
         ours, theirs = multiprocessing.Pipe()
-        socket.send_fds(self._orders, [os.fsencode(stack_file)], [theirs.fileno()])
+        order = repr((environment, str(stack_file))).encode()
+        if len(order) > ORDER_BYTES:
+            raise ValueError(f"expected an environment of at most {ORDER_BYTES} bytes, received {environment}")
+        socket.send_fds(self._orders, [order], [theirs.fileno()])
         theirs.close()
         return ours
 
@@ -157,20 +167,22 @@ class Parent:
         return self.answer()
 
 
-# One for each rank number, because hashes of strings, by which sets are ordered, and addresses differ between ranks.
+# One for even and one for odd rank numbers, because hashes of strings, by which sets are ordered, and addresses differ
+# between ranks. Two suffice to show whatever depends on them, and each takes seconds to import torch.
 _parents: dict[str, Parent] = {}
 
 
 class Rank:
     """A process that runs one task after another."""
 
-    def __init__(self, number: int, environment: dict[str, str], stack_file: Path) -> None:
+    def __init__(self, number: int, environment: dict[str, str], stack_file: Path, before_import: bool) -> None:
         self.stack_file = stack_file
-        key = repr((number, environment))
+        of_parent = environment if before_import or not FORKS else {}
+        key = repr((number % 2, of_parent))
         if key not in _parents or not FORKS:
-            _parents[key] = Parent(environment)
+            _parents[key] = Parent(of_parent)
         self._parent = _parents[key]
-        self.pipe = self._parent.order_fork(stack_file)
+        self.pipe = self._parent.order_fork(environment, stack_file)
         self._pid: int | None = None
         self._exit_code: int | None = None
 
@@ -202,12 +214,14 @@ class Rank:
 class RankPool:
     """`world_size` processes that run one function after another, each time in a fresh process group."""
 
-    def __init__(self, world_size: int, environments: list[dict[str, str]]) -> None:
+    def __init__(self, world_size: int, environments: list[dict[str, str]], before_import: bool = False) -> None:
         self.world_size = world_size
         self._directory = tempfile.TemporaryDirectory(prefix="ddp_hooks_ranks_")
         self._runs = 0
         folder = Path(self._directory.name)
-        self._ranks = [Rank(rank, environments[rank], folder / f"stack{rank}") for rank in range(world_size)]
+        self._ranks = [
+            Rank(rank, environments[rank], folder / f"stack{rank}", before_import) for rank in range(world_size)
+        ]
         for rank in self._ranks:
             rank.await_start()
 
@@ -288,23 +302,25 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     environment: Callable[[int], dict[str, str]] = lambda rank: {},
+    before_import: bool = False,
     **options: Any,
 ) -> list[Any]:
     """Run ``function(rank, *args)`` on ``world_size`` ranks; see :meth:`RankPool.run`.
 
     ``function`` and ``args`` are pickled, so ``function`` stands at the top level of its module. ``environment(rank)``
-    are variables that are set before the rank imports anything; ``DDP_HOOKS_IMPORT_FIRST`` names a module
+    are variables of processes that run no tests of another environment. They are set before these import anything but
+    torch, or with ``before_import`` anything at all, which takes seconds. ``DDP_HOOKS_IMPORT_FIRST`` names a module
     that is imported before there is a process group.
     """
     environments = [environment(rank) for rank in range(world_size)]
-    key = repr(environments)
+    key = repr((environments, before_import))
     pool = _pools.pop(key, None)
     if pool is not None and not pool.alive:
         pool.kill()
         pool = None
     if pool is None:
         _make_room(world_size)
-        pool = RankPool(world_size, environments)
+        pool = RankPool(world_size, environments, before_import)
     _pools[key] = pool  # so that what was used longest ago comes first
     return pool.run(function, *args, **options)
 

@@ -66,7 +66,7 @@ class Branching(nn.Module):
     def forward(self, item: Tensor) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(int(item))
         branch = self.branches[int(torch.randint(3, (), generator=generator))]
-        samples = torch.randn(4, WIDTH, generator=generator)
+        samples = torch.randn(4, WIDTH, generator=generator).to(self.head.weight.device)
         return {"loss": self.head(torch.relu(branch(torch.relu(self.backbone(samples))))).square().mean()}
 
 

@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -34,26 +35,34 @@ def test_owners_sum_only_if_they_are_asked_to() -> None:
     assert testing.transport_for(0b0011, 4, True) == testing.Transport.BY_OWNER
     assert testing.transport_for(0b0011, 4, False) == testing.Transport.ALL_REDUCE
     assert testing.transport_for(0b0010, 4, False) == testing.Transport.BROADCAST  # nothing to sum
-    # Two narrow contributions to each of three others take half of a ring's transfers.
-    assert testing.transport_for(0b0011, 4, False, _C.Width.BFLOAT16) == testing.Transport.BROADCAST
+    # Two coded contributions to each of three others may take half of a ring's transfers.
+    assert testing.transport_for(0b0011, 4, False, HALVES) == testing.Transport.BROADCAST
 
 
-def transfers(contributors: int, ranks: int, width: _C.Width) -> dict[testing.Transport, float]:
+HALVES = testing.CodedParts(contribution=0.5, sum=1.0)
+
+
+def transfers(contributors: int, ranks: int, coded: testing.CodedParts | None) -> dict[testing.Transport, float]:
     """How often a byte crosses a link, counted by hand."""
-    count, part = contributors.bit_count(), 1.0 if width == _C.Width.FULL else 0.5
+    count = contributors.bit_count()
+    part, sums = (1.0, 1.0) if coded is None else (coded.contribution, coded.sum)
     return {
         testing.Transport.ALL_REDUCE: 2 * (ranks - 1),
         testing.Transport.BROADCAST: count * part * (ranks - 1),
-        testing.Transport.BY_OWNER: (count - 1) * part + (ranks - 1),
+        testing.Transport.BY_OWNER: (count - 1) * part + (ranks - 1) * sums,
     }
 
 
-@pytest.mark.parametrize("width", [_C.Width.FULL, _C.Width.BFLOAT16])
+@pytest.mark.parametrize(
+    "coded",
+    [None, HALVES, testing.CodedParts(contribution=0.875, sum=0.875)],
+    ids=["uncoded", "contributions by half", "both by an eighth"],
+)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_the_transport_with_the_fewest_transfers(ranks: int, width: _C.Width) -> None:
+def test_the_transport_with_the_fewest_transfers(ranks: int, coded: testing.CodedParts | None) -> None:
     for contributors in range(1, 2**ranks):
-        possible = transfers(contributors, ranks, width)
-        chosen = testing.transport_for(contributors, ranks, True, width)
+        possible = transfers(contributors, ranks, coded)
+        chosen = testing.transport_for(contributors, ranks, True, coded)
         # But a second phase that saves next to nothing is not worth its latency.
         least = min(possible.values())
         assert possible[chosen] == least or possible[chosen] * 0.9 < least
@@ -94,7 +103,7 @@ class Case:
 
     def plan(
         self, least: int = 0, *, owners: bool = True, costs: _C.CollectiveCosts | None = None
-    ) -> list[_C.BucketPlan]:
+    ) -> list[testing.BucketPlan]:
         direct = _C.DirectSettings(
             direct=True,
             world_size=self.ranks,
@@ -105,7 +114,7 @@ class Case:
             costs=costs or _C.CollectiveCosts(),
         )
         settings = _C.PlanSettings(in_place_bytes=400, pack_bytes=4000, gap_fraction=0.0, direct=direct)
-        return _C.make_reduction_plan(self.layout, self.agreed, settings, by_rank=self.by_rank)
+        return testing.make_reduction_plan(self.layout, self.agreed, settings, by_rank=self.by_rank)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -240,11 +249,19 @@ ROWS = [
 ]
 
 
+WAYS = [
+    (DIRECT, True),
+    (DIRECT, False),
+    (with_settings(DIRECT, in_place_bytes=0, segment_bytes=64), True),
+    (with_settings(DIRECT, skip_zeros="on"), True),
+]
+
+
 def same_as_plain_ddp(rank: int, every_policy: bool) -> None:
-    for scenario in SCENARIOS:
-        for native in (True, False):
-            compare(rank, scenario(), DIRECT, native)
-        compare(rank, scenario(), with_settings(DIRECT, in_place_bytes=0, segment_bytes=64), True)
+    for number, scenario in enumerate(SCENARIOS):
+        # All of them, or the first and the next of the others.
+        for policy, native in WAYS if every_policy else [WAYS[0], WAYS[1 + number % 3]]:
+            compare(rank, scenario(), policy, native)
     for number, scenario in enumerate(ROWS):
         compare(rank, scenario(), DIRECT_ROWS, True)
         if every_policy or number % 3 == 0:
@@ -328,6 +345,49 @@ def on_a_grid(rank: int) -> None:
 @pytest.mark.thorough
 def test_on_a_grid() -> None:
     run_ranks(6, on_a_grid, timeout=300.0)
+
+
+def values_by_rank(rank: int) -> None:
+    """What one rank alone has travels as with `skip_unused`, also where values are looked at."""
+    ddp = DistributedDataParallel(Heads(2), find_unused_parameters=True)
+    state = register(ddp, DIRECT, True)
+    sent = []
+    for policy in (DIRECT, with_settings(DIRECT, skip_zeros="on")):
+        state.set_policy(policy)
+        for head in (rank, 1 - rank, 0):
+            state.reset_stats()
+            ddp.zero_grad()
+            ddp(torch.ones(2, 64), head).sum().backward()
+            stats = state.stats()
+            sent.append((stats.payload_bytes, stats.broadcast_bytes, stats.sent_bytes))
+    assert sent[:3] == sent[3:]
+    assert sent[0][1] > 0
+
+
+class Weighted(nn.Module):
+    """Both layers are in every graph, but the gradient of one that counts nothing is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+        return sum(weight * layer(x) for weight, layer in zip(weights, self.layers, strict=True))
+
+
+def zeros_by_rank(rank: int) -> None:
+    ddp = DistributedDataParallel(Weighted())
+    state = register(ddp, with_settings(DIRECT, skip_zeros="on"), True)
+    ddp(torch.ones(2, 64), (float(rank == 0), float(rank == 1))).sum().backward()
+    layer = sum(p.numel() for p in ddp.module.layers[0].parameters()) * 4
+    assert (state.stats().payload_bytes, state.stats().broadcast_bytes) == (2 * layer, 2 * layer)
+    assert state.stats().sent_bytes == layer
+    assert torch.equal(ddp.module.layers[0].weight.grad, torch.ones(64, 64))
+
+
+@pytest.mark.parametrize("body", [values_by_rank, zeros_by_rank])
+def test_values_by_rank(body: Callable[[int], None]) -> None:
+    run_ranks(2, body)
 
 
 def rows_by_rank(rank: int) -> None:

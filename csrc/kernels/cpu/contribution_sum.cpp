@@ -5,56 +5,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
-#include <type_traits>
 
+#include "kernels/cpu/addition.h"
 #include "kernels/cpu/elements.h"
 #include "kernels/cpu/instructions.h"
-#include "kernels/narrow_forms.h"
 
 namespace ddp_hooks::cpu {
 namespace {
 
 // What sums of more than two terms are kept in meanwhile; stays in the first-level cache.
 constexpr int64_t kBlockBytes = 4096;
-
-// `Wide` is the type that ATen computes in.
-template <typename T>
-struct Arithmetic {
-  using Wide = float;
-};
-template <>
-struct Arithmetic<double> {
-  using Wide = double;
-};
-
-template <typename T>
-DDP_HOOKS_ALWAYS_INLINE T add(T a, T b) {
-  using Wide = typename Arithmetic<T>::Wide;
-  return static_cast<T>(static_cast<Wide>(a) + static_cast<Wide>(b));
-}
-
-// Of two NaN a processor keeps the first, and which that is compilers choose; every rank has to get the same bits.
-template <typename T>
-DDP_HOOKS_ALWAYS_INLINE T add_terms(T a, T b) {
-  using Wide = typename Arithmetic<T>::Wide;
-  const Wide sum = static_cast<Wide>(a) + static_cast<Wide>(b);
-  return static_cast<T>(sum == sum ? sum : std::numeric_limits<Wide>::quiet_NaN());
-}
-
-// What one term is, element by element; by its form.
-template <typename T>
-struct FullTerm {
-  const char* from;
-  DDP_HOOKS_ALWAYS_INLINE T operator[](int64_t index) const { return load_element<T>(from, index); }
-};
-template <typename T, typename Form>
-struct NarrowTerm {
-  const char* from;
-  DDP_HOOKS_ALWAYS_INLINE T operator[](int64_t index) const {
-    return bits_as<T>(Form::widen(load_element<typename Form::Narrow>(from, index)));
-  }
-};
 
 template <typename T>
 struct Product {
@@ -70,17 +30,6 @@ struct Quotient {
     return static_cast<T>(static_cast<typename Arithmetic<T>::Wide>(number) / divisor);
   }
 };
-
-template <typename T, typename Act>
-void with_term(const Term& term, const Act& act) {
-  if constexpr (std::is_same_v<T, float>) {
-    if (term.width == Width::kBFloat16) return act(NarrowTerm<T, BFloat16Form>{term.from});
-    if (term.width == Width::kFloat16) return act(NarrowTerm<T, Float16Form>{term.from});
-  } else if constexpr (std::is_same_v<T, double>) {
-    if (term.width == Width::kFloat32) return act(NarrowTerm<T, Float32Form>{term.from});
-  }
-  act(FullTerm<T>{term.from});
-}
 
 template <typename T, typename Act>
 void with_scale(const Scaling& scaling, const Act& act) {
@@ -117,39 +66,32 @@ void fill(char* to, int64_t numel, const ElementAt& element_at) {
 // These three add `last` at the end: +0.0, or -0.0, which changes nothing.
 
 template <typename T>
-void scale_one(char* to, const Term& term, int64_t numel, const Scaling& scaling, T last) {
+void scale_one(char* to, const char* term, int64_t numel, const Scaling& scaling, T last) {
   with_scale<T>(scaling, [&](auto scale) {
-    with_term<T>(term, [&](auto numbers) {
-      fill<T>(to, numel, [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(scale(numbers[i]), last); });
+    fill<T>(to, numel, [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(scale(load_element<T>(term, i)), last); });
+  });
+}
+
+template <typename T>
+void add_two(char* to, const char* a, const char* b, int64_t numel, const Scaling& scaling, T last) {
+  with_scale<T>(scaling, [&](auto scale) {
+    fill<T>(to, numel, [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA {
+      return add(add_terms(scale(load_element<T>(a, i)), scale(load_element<T>(b, i))), last);
     });
   });
 }
 
 template <typename T>
-void add_two(char* to, const Term& first, const Term& second, int64_t numel, const Scaling& scaling, T last) {
+void add_one_more(char* to, const char* sums, const char* term, int64_t numel, const Scaling& scaling, T last) {
   with_scale<T>(scaling, [&](auto scale) {
-    with_term<T>(first, [&](auto a) {
-      with_term<T>(second, [&](auto b) {
-        fill<T>(to, numel,
-                [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(add_terms(scale(a[i]), scale(b[i])), last); });
-      });
+    fill<T>(to, numel, [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA {
+      return add(add_terms(load_element<T>(sums, i), scale(load_element<T>(term, i))), last);
     });
   });
 }
 
 template <typename T>
-void add_one_more(char* to, const char* sums, const Term& term, int64_t numel, const Scaling& scaling, T last) {
-  const FullTerm<T> before{sums};
-  with_scale<T>(scaling, [&](auto scale) {
-    with_term<T>(term, [&](auto numbers) {
-      fill<T>(to, numel,
-              [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(add_terms(before[i], scale(numbers[i])), last); });
-    });
-  });
-}
-
-template <typename T>
-void sum(char* to, const Term* terms, size_t count, int64_t numel, const Scaling& scaling, bool adds_zero) {
+void sum(char* to, const char* const* terms, size_t count, int64_t numel, const Scaling& scaling, bool adds_zero) {
   constexpr auto kElementBytes = static_cast<int64_t>(sizeof(T));
   const T nothing = static_cast<T>(-0.0f);
   const T last = adds_zero ? static_cast<T>(0.0f) : nothing;
@@ -158,9 +100,7 @@ void sum(char* to, const Term* terms, size_t count, int64_t numel, const Scaling
   alignas(64) char sums[kBlockBytes];
   for (int64_t begin = 0; begin < numel; begin += kBlockBytes / kElementBytes) {
     const int64_t length = std::min(numel - begin, kBlockBytes / kElementBytes);
-    const auto from_here = [&](size_t i) {
-      return Term{terms[i].from + begin * bytes_of_number(terms[i].width, kElementBytes), terms[i].width};
-    };
+    const auto from_here = [&](size_t i) { return terms[i] + begin * kElementBytes; };
     add_two<T>(sums, from_here(0), from_here(1), length, scaling, nothing);
     for (size_t i = 2; i + 1 < count; ++i) add_one_more<T>(sums, sums, from_here(i), length, scaling, nothing);
     add_one_more<T>(to + begin * kElementBytes, sums, from_here(count - 1), length, scaling, last);
@@ -169,8 +109,8 @@ void sum(char* to, const Term* terms, size_t count, int64_t numel, const Scaling
 
 }  // namespace
 
-void sum_terms(char* to, const Term* terms, size_t count, int64_t numel, ElementType type, const Scaling& scaling,
-               bool adds_zero) {
+void sum_terms(char* to, const char* const* terms, size_t count, int64_t numel, ElementType type,
+               const Scaling& scaling, bool adds_zero) {
   switch (type) {
     case ElementType::kFloat32:
       return sum<float>(to, terms, count, numel, scaling, adds_zero);

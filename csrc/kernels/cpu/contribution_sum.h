@@ -1,8 +1,8 @@
 // Adds up what several ranks contribute to one slice of CPU memory, in one pass.
 //
-// Each contribution is unpacked, scaled and rounded, and then added to those before it, rounded again: number by number
-// what unpacking it whole, cpu/slice_copy.h and an addition of torch's would make of it. A NaN is a NaN: which of two
-// is left is the processor's choice.
+// Each contribution is scaled and rounded, and then added to those before it, rounded again: number by number what
+// cpu/slice_copy.h and an addition of torch's would make of it. A NaN is a NaN: which of two is left is the processor's
+// choice.
 //
 // Addresses need no alignment. Thread-safety: pure function.
 #pragma once
@@ -11,14 +11,8 @@
 #include <cstdint>
 
 #include "kernels/element_type.h"
-#include "kernels/width.h"
 
 namespace ddp_hooks::cpu {
-
-struct Term {
-  const char* from;
-  Width width;  // kFull or one of narrow_widths(type)
-};
 
 // As copy_divided or copy_scaled with the reciprocal would.
 struct Scaling {
@@ -26,9 +20,9 @@ struct Scaling {
   bool divides = false;
 };
 
-// to[i] = terms[0][i] scaled + terms[1][i] scaled + ..., and where `adds_zero`, + 0.0. There is a term at least. One of
-// full width may lie in `to` itself; the others do not overlap it.
-void sum_terms(char* to, const Term* terms, size_t count, int64_t numel, ElementType type, const Scaling& scaling,
-               bool adds_zero);
+// to[i] = terms[0][i] scaled + terms[1][i] scaled + ..., and where `adds_zero`, + 0.0. There is a term at least. One
+// may lie in `to` itself; the others do not overlap it.
+void sum_terms(char* to, const char* const* terms, size_t count, int64_t numel, ElementType type,
+               const Scaling& scaling, bool adds_zero);
 
 }  // namespace ddp_hooks::cpu

@@ -7,7 +7,8 @@ namespace {
 
 bool has_avx2() {
 #if DDP_HOOKS_HAS_AVX2_KERNELS
-  return __builtin_cpu_supports("avx2") != 0;
+  // F16C is older, and not every compiler can ask for it.
+  return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("bmi2") != 0;
 #else
   return false;
 #endif

@@ -26,6 +26,7 @@
 
 namespace ddp_hooks::cpu {
 
+// And BMI2 and F16C, which all processors with AVX2 have.
 bool uses_avx2();
 
 // For tests: what processors without AVX2 run is run here, too. Holds for the whole process.

@@ -5,9 +5,6 @@
 #include <cstddef>
 #include <cstring>
 
-#include "kernels/cpu/narrowing.h"
-#include "kernels/narrow_forms.h"
-
 namespace ddp_hooks::cpu {
 namespace {
 
@@ -109,98 +106,30 @@ uint64_t bits_of_unit(const char* unit, int64_t bytes, int64_t expected_end, uin
   return bits;
 }
 
-// What is looked for in units of some type.
-struct Question {
-  int64_t element_bytes;
-  uint64_t magnitude;
-  size_t forms = 0;  // narrow ones, if widths are asked for
-  // Bits that are zero in all numbers that the form holds.
-  std::array<uint64_t, 2> never_set{};
-  // Tells where those bits alone do not.
-  std::array<LostBits, 2> lost{};
-};
-
-Question question_of(ElementType type, bool widths) {
-  Question question{element_bytes(type), ~sign_bits(type)};
-  if (!widths) return question;
-  const auto in_eight_bytes = [](uint32_t bits) { return uint64_t{bits} << 32 | bits; };
-  if (type == ElementType::kFloat32) {
-    question.forms = 2;
-    question.never_set = {in_eight_bytes(BFloat16Form::kNeverSet), in_eight_bytes(Float16Form::kNeverSet)};
-    question.lost = {nullptr, lost_bits(Width::kFloat16)};
-  } else if (type == ElementType::kFloat64) {
-    question.forms = 1;
-    question.never_set[0] = Float32Form::kNeverSet;
-    question.lost[0] = lost_bits(Width::kFloat32);
-  }
-  return question;
-}
-
-struct Answer {
-  uint64_t bits = 0;  // the OR of the unit, or of enough of it to tell
-  std::array<bool, 2> inexact{};
-};
-
-Answer ask(const char* unit, int64_t bytes, int64_t expected_end, const Question& question) {
-  if (question.forms == 0) {
-    const uint64_t bits = bits_of_unit(unit, bytes, expected_end, question.magnitude);
-    const bool is_nonzero = (bits & question.magnitude) != 0;
-    return {bits, {is_nonzero, is_nonzero}};
-  }
-  Answer answer;
-  // A line, and if that leaves it open, a block at a time, which is in a cache when it is looked at once more.
-  for (int64_t begin = 0, end = 0; begin < bytes; begin = end) {
-    end = std::min(bytes, begin == 0 ? kLineBytes : begin + kBlockBytes);
-    const uint64_t bits = bytes < kLineBytes ? bits_of_few(unit, bytes)
-                          : begin == 0       ? bits_of_line(unit)
-                                             : bits_of_block(unit, begin, end, expected_end);
-    answer.bits |= bits;
-    if ((bits & question.magnitude) == 0) continue;
-    bool any_exact = false;
-    for (size_t k = 0; k < question.forms; ++k) {
-      if (answer.inexact[k]) continue;
-      answer.inexact[k] =
-          (bits & question.never_set[k]) != 0 ||
-          (question.lost[k] != nullptr && question.lost[k](unit + begin, (end - begin) / question.element_bytes) != 0);
-      any_exact |= !answer.inexact[k];
-    }
-    if (!any_exact) break;
-  }
-  if (question.forms == 1) answer.inexact[1] = (answer.bits & question.magnitude) != 0;
-  return answer;
-}
-
 // `visit(units, look_at)` calls `look_at` with the units that are to be read, in ascending order: all of them, unless
 // they `are_chosen`.
 template <typename Visit>
-UnitScanResult scan(const void* data, int64_t numel, int64_t unit_length, ElementType type, bool widths,
-                    bool are_chosen, const Visit& visit) {
+UnitScanResult scan(const void* data, int64_t numel, int64_t unit_length, ElementType type, bool are_chosen,
+                    const Visit& visit) {
   UnitScanResult result;
   if (numel == 0) return result;
-  const Question question = question_of(type, widths);
+  const uint64_t magnitude = ~sign_bits(type);
   const int64_t total_bytes = numel * element_bytes(type);
   // A unit may be said to be longer than everything, in as many bytes as no number counts.
   const int64_t unit_bytes = std::min(unit_length, numel) * element_bytes(type);
   const int64_t units = (total_bytes - 1) / unit_bytes + 1;
   result.nonzero.resize(static_cast<size_t>((units + 63) / 64));
-  if (widths) result.inexact.fill(result.nonzero);
   visit(units, [&](int64_t index) {
     const char* unit = static_cast<const char*>(data) + index * unit_bytes;
     __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(unit) + kUnitsAhead * unit_bytes));
     const int64_t left = total_bytes - index * unit_bytes;
     const int64_t bytes = std::min(unit_bytes, left);
-    const Answer answer = ask(unit, bytes, are_chosen ? bytes : left, question);
-    if (answer.bits == 0) return;
-    if ((answer.bits & question.magnitude) == 0) {
+    const uint64_t bits = bits_of_unit(unit, bytes, are_chosen ? bytes : left, magnitude);
+    if (bits == 0) return;
+    if ((bits & magnitude) == 0) {
       result.negative_zeros.push_back(static_cast<uint32_t>(index));
-      return;
-    }
-    const auto word = static_cast<size_t>(index / 64);
-    const uint64_t bit = uint64_t{1} << (index % 64);
-    result.nonzero[word] |= bit;
-    if (!widths) return;
-    for (size_t k = 0; k < answer.inexact.size(); ++k) {
-      if (answer.inexact[k]) result.inexact[k][word] |= bit;
+    } else {
+      result.nonzero[static_cast<size_t>(index / 64)] |= uint64_t{1} << (index % 64);
     }
   });
   return result;
@@ -208,15 +137,15 @@ UnitScanResult scan(const void* data, int64_t numel, int64_t unit_length, Elemen
 
 }  // namespace
 
-UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, ElementType type, bool widths) {
-  return scan(data, numel, unit_length, type, widths, false, [](int64_t units, const auto& look_at) {
+UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, ElementType type) {
+  return scan(data, numel, unit_length, type, false, [](int64_t units, const auto& look_at) {
     for (int64_t index = 0; index < units; ++index) look_at(index);
   });
 }
 
 UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, ElementType type,
-                         const std::vector<uint64_t>& candidates, bool widths) {
-  return scan(data, numel, unit_length, type, widths, true, [&](int64_t units, const auto& look_at) {
+                         const std::vector<uint64_t>& candidates) {
+  return scan(data, numel, unit_length, type, true, [&](int64_t units, const auto& look_at) {
     for (size_t word = 0; word < candidates.size(); ++word) {
       for (uint64_t left = candidates[word]; left != 0; left &= left - 1) {
         const int64_t index = static_cast<int64_t>(word) * 64 + std::countr_zero(left);
@@ -226,13 +155,10 @@ UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, E
   });
 }
 
-UnitFindings scan_unit(const void* data, int64_t numel, ElementType type, bool widths) {
-  if (numel == 0) return {};
-  const Question question = question_of(type, widths);
-  const int64_t bytes = numel * question.element_bytes;
-  const Answer answer = ask(static_cast<const char*>(data), bytes, bytes, question);
-  const bool any_nonzero = (answer.bits & question.magnitude) != 0;
-  return {any_nonzero, !any_nonzero && answer.bits != 0, answer.inexact};
+bool holds_nonzero(const void* unit, int64_t numel, ElementType type) {
+  const int64_t bytes = numel * element_bytes(type);
+  const uint64_t magnitude = ~sign_bits(type);
+  return numel > 0 && (bits_of_unit(static_cast<const char*>(unit), bytes, bytes, magnitude) & magnitude) != 0;
 }
 
 }  // namespace ddp_hooks::cpu

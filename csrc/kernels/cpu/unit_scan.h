@@ -4,43 +4,29 @@
 // A unit is `unit_length` consecutive elements; the last one may be shorter. Zero means +0.0 or -0.0. NaN, Inf and
 // denormals are non-zero. Decided on bit patterns: no arithmetic whose result depends on the floating-point mode.
 //
-// Asked for widths, too, it also says which narrow forms hold a unit to the bit. It then leaves a unit when none of
-// them does any more, so that numbers of full width are found out as soon; others are read in full, once from memory.
-//
 // Thread-safety: pure function.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <vector>
 
 #include "kernels/element_type.h"
-#include "kernels/width.h"
 
 namespace ddp_hooks::cpu {
 
 struct UnitScanResult {
   std::vector<uint64_t> nonzero;         // bit u % 64 of word u / 64: unit u holds a non-zero; past the last unit zero
   std::vector<uint32_t> negative_zeros;  // units, ascending, that are zero and hold a -0.0
-  // Bitmaps like `nonzero`: unit u holds a number that narrow_widths(type)[k] does not hold exactly. A form that is not
-  // in use holds nothing but zeros. Empty where widths were not asked for.
-  std::array<std::vector<uint64_t>, 2> inexact;
 };
 
 // `data` needs no alignment, and may be null when `numel` is 0. At most 2^32 units of at least one element.
-UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, ElementType type, bool widths = false);
+UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, ElementType type);
 
 // The same where all but the `candidates`, bit u % 64 of word u / 64, are known to be +0.0: these are not read.
 UnitScanResult unit_scan(const void* data, int64_t numel, int64_t unit_length, ElementType type,
-                         const std::vector<uint64_t>& candidates, bool widths = false);
+                         const std::vector<uint64_t>& candidates);
 
-// What a single unit holds.
-struct UnitFindings {
-  bool any_nonzero = false;
-  bool any_negative_zero = false;  // and no non-zero
-  std::array<bool, 2> inexact{};   // by narrow_widths(type), where widths were asked for
-};
-
-UnitFindings scan_unit(const void* data, int64_t numel, ElementType type, bool widths = false);
+// Whether a single unit does.
+bool holds_nonzero(const void* unit, int64_t numel, ElementType type);
 
 }  // namespace ddp_hooks::cpu

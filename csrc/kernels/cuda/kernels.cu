@@ -1,8 +1,8 @@
 // All kernels, as they run on a GPU. What each does is decided in the headers, which compile for the host, too.
+#include "kernels/cuda/coding_lanes.h"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/warp.cuh"
-#include "kernels/cuda/widths.h"
 
 namespace ddp_hooks::cuda {
 
@@ -28,15 +28,6 @@ __device__ __forceinline__ void gather_scaled(const Table& table, typename Numbe
 }
 
 template <typename Number, typename Table>
-__device__ __forceinline__ void pack(const Table& table, const Scaling<typename Number::Wide>& scaling) {
-  const int lane = lane_of_thread();
-  DeviceMemory memory;
-  visit_stretches(table, warp_of_grid(), [&](int slice, int64_t offset, int64_t position, int bytes) {
-    pack_stretch<Number>(table, slice, offset, position, bytes, lane, memory, scaling);
-  });
-}
-
-template <typename Number, typename Table>
 __device__ __forceinline__ void sum(const Table& table, const AdditionOf<Number>& addition) {
   const int lane = lane_of_thread();
   DeviceMemory memory;
@@ -46,36 +37,12 @@ __device__ __forceinline__ void sum(const Table& table, const AdditionOf<Number>
 }
 
 template <typename Table>
-__device__ __forceinline__ void scan_slices(const Table& table, int64_t warps, const ScanMasks& masks,
-                                            uint32_t* flags) {
-  const int lane = lane_of_thread();
+__device__ __forceinline__ void scan_units(const Table& table, const ScanMasks& masks, uint32_t* bitmaps) {
   DeviceMemory memory;
-  // In the order of memory all warps of a slice would run at once: each would read its chunk before another has found
-  // something, and all would write to the same flag. Far apart, most of a slice's warps come when its flag is set.
-  visit_chunk(table, chunk_far_apart(warp_of_grid(), warps), [&](int slice, const char* address, int64_t, int bytes) {
-    // Volatile, because other warps write it meanwhile. Lanes may read different values; the vote makes them agree.
-    volatile uint32_t* flag = flags + slice;
-    if (__any_sync(kWholeWarp, (*flag & kFoundNonzero) != 0)) return;
-    const uint32_t mine = found_in(bits_of_stretch(address, bytes, lane, memory), masks);
-    const uint32_t found = (__any_sync(kWholeWarp, (mine & kFoundNonzero) != 0) ? kFoundNonzero : 0) |
-                           (__any_sync(kWholeWarp, (mine & kFoundNegativeZero) != 0) ? kFoundNegativeZero : 0);
-    // Looked at again before it is written, or all warps of a large gradient would queue up to write the same.
-    if (lane == 0 && found != 0 && (found & ~*flag) != 0) atomicOr(flags + slice, found);
+  visit_units(table, warp_of_grid(), bitmaps, [&](const Units& units, int64_t warp, uint32_t* of_slice) {
+    scan_portion(portion_of_warp(units, warp), masks, WarpOfLane{lane_of_thread()}, memory, of_slice,
+                 of_slice + words_of_bitmap(units.count));
   });
-}
-
-__device__ __forceinline__ void scan_units(const Units& units, const ScanMasks& masks, uint32_t* nonzero,
-                                           uint32_t* negative_zero) {
-  DeviceMemory memory;
-  scan_portion(portion_of_warp(units, warp_of_grid()), masks, WarpOfLane{lane_of_thread()}, memory, nonzero,
-               negative_zero);
-}
-
-template <typename Widths>
-__device__ __forceinline__ void scan_widths(const Units& units, uint32_t* bitmaps, int64_t words) {
-  DeviceMemory memory;
-  scan_widths_of_portion<Widths>(portion_of_warp(units, warp_of_grid()), WarpOfLane{lane_of_thread()}, memory, bitmaps,
-                                 words);
 }
 
 template <typename Table>
@@ -84,11 +51,25 @@ __device__ __forceinline__ void sample_units(const Table& table, const ScanMasks
   look_at_unit(sampled_unit_of_warp(table, warp_of_grid()), masks, WarpOfLane{lane_of_thread()}, memory, words);
 }
 
-template <typename Widths, typename Table>
-__device__ __forceinline__ void sample_widths(const Table& table, uint32_t* words) {
+__device__ __forceinline__ void code_sizes(const CodedMessage& message) {
   DeviceMemory memory;
-  look_at_widths_of_unit<Widths>(sampled_unit_of_warp(table, warp_of_grid()), WarpOfLane{lane_of_thread()}, memory,
-                                 words);
+  size_section(message, warp_of_grid(), WarpOfLane{lane_of_thread()}, memory);
+}
+
+__device__ __forceinline__ void code_sections(const CodedMessage& message, uint32_t* message_bytes) {
+  DeviceMemory memory;
+  write_section(message, warp_of_grid(), message_bytes, WarpOfLane{lane_of_thread()}, memory);
+}
+
+__device__ __forceinline__ void check_coded(const CodedMessage& message, uint32_t* wrong) {
+  DeviceMemory memory;
+  check_section(message, warp_of_grid(), wrong, WarpOfLane{lane_of_thread()}, memory);
+}
+
+template <typename Number>
+__device__ __forceinline__ void decode(const CodedMessage& message, bool adds, const uint32_t* wrong) {
+  DeviceMemory memory;
+  decode_section<Number>(message, warp_of_grid(), adds, wrong, WarpOfLane{lane_of_thread()}, memory);
 }
 
 #define DDP_HOOKS_KERNEL(name, bounds, parameters, ...)                             \

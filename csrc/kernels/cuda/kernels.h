@@ -10,11 +10,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/cuda/coding_lanes.h"
 #include "kernels/cuda/lanes.h"
-#include "kernels/cuda/packing_lanes.h"
-#include "kernels/cuda/packing_tables.h"
 #include "kernels/cuda/samples.h"
 #include "kernels/cuda/slice_table.h"
+#include "kernels/cuda/sum_lanes.h"
+#include "kernels/cuda/sum_tables.h"
 #include "kernels/cuda/units.h"
 
 // A parameter that is read where it lies, in the constant bank; the word keeps it from being copied to each thread.
@@ -29,8 +30,7 @@ namespace ddp_hooks::cuda {
 constexpr int kBlockThreads = kWarpsPerBlock * kWarpLanes;
 
 // Scans and samples: eight blocks a multiprocessor are enough, and let a thread have 64 registers. Not told so, the
-// compiler kept to 32 and loaded a chunk in three turns instead of one. What lanes note for themselves about widths
-// takes more registers than votes do, so five blocks.
+// compiler kept to 32 and loaded a chunk in three turns instead of one.
 // clang-format off
 #define DDP_HOOKS_KERNELS(KERNEL) \
   KERNEL(copy_small, (kBlockThreads), (DDP_HOOKS_IN_PLACE SliceTable<kSmallTable> table, bool to_message), copy(table, to_message)) \
@@ -39,26 +39,20 @@ constexpr int kBlockThreads = kWarpsPerBlock * kWarpLanes;
   DDP_HOOKS_KERNELS_OF_TYPE(KERNEL, float64, Float64, uint64_t, double) \
   DDP_HOOKS_KERNELS_OF_TYPE(KERNEL, float16, Float16, uint16_t, float) \
   DDP_HOOKS_KERNELS_OF_TYPE(KERNEL, bfloat16, BFloat16, uint16_t, float) \
-  KERNEL(nonzero_scan_small, (kBlockThreads, 8), (DDP_HOOKS_IN_PLACE SliceTable<kSmallTable> table, int64_t warps, ScanMasks masks, uint32_t* flags), scan_slices(table, warps, masks, flags)) \
-  KERNEL(nonzero_scan_large, (kBlockThreads, 8), (DDP_HOOKS_IN_PLACE SliceTable<kLargeTable> table, int64_t warps, ScanMasks masks, uint32_t* flags), scan_slices(table, warps, masks, flags)) \
-  KERNEL(unit_scan, (kBlockThreads, 8), (DDP_HOOKS_IN_PLACE Units units, ScanMasks masks, uint32_t* nonzero, uint32_t* negative_zero), scan_units(units, masks, nonzero, negative_zero)) \
+  KERNEL(unit_scan_small, (kBlockThreads, 8), (DDP_HOOKS_IN_PLACE UnitsTable<kSmallUnits> table, ScanMasks masks, uint32_t* bitmaps), scan_units(table, masks, bitmaps)) \
+  KERNEL(unit_scan_large, (kBlockThreads, 8), (DDP_HOOKS_IN_PLACE UnitsTable<kLargeUnits> table, ScanMasks masks, uint32_t* bitmaps), scan_units(table, masks, bitmaps)) \
   KERNEL(unit_sample_small, (kBlockThreads, 8), (DDP_HOOKS_IN_PLACE SampleTable<kSmallSamples> table, ScanMasks masks, uint32_t* words), sample_units(table, masks, words)) \
   KERNEL(unit_sample_large, (kBlockThreads, 8), (DDP_HOOKS_IN_PLACE SampleTable<kLargeSamples> table, ScanMasks masks, uint32_t* words), sample_units(table, masks, words)) \
-  DDP_HOOKS_KERNELS_OF_WIDTHS(KERNEL, float32, WidthsOfFloat32) \
-  DDP_HOOKS_KERNELS_OF_WIDTHS(KERNEL, float64, WidthsOfFloat64)
+  KERNEL(code_sizes, (kBlockThreads), (DDP_HOOKS_IN_PLACE CodedMessage message), code_sizes(message)) \
+  KERNEL(code_sections, (kBlockThreads), (DDP_HOOKS_IN_PLACE CodedMessage message, uint32_t* message_bytes), code_sections(message, message_bytes)) \
+  KERNEL(check_coded, (kBlockThreads), (DDP_HOOKS_IN_PLACE CodedMessage message, uint32_t* wrong), check_coded(message, wrong))
 
 #define DDP_HOOKS_KERNELS_OF_TYPE(KERNEL, type, Number, Bits, Wide) \
   KERNEL(gather_scaled_small_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE SliceTable<kSmallTable> table, Wide factor), gather_scaled<Number>(table, factor)) \
   KERNEL(gather_scaled_large_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE SliceTable<kLargeTable> table, Wide factor), gather_scaled<Number>(table, factor)) \
-  KERNEL(pack_small_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE PackTable<kSmallPackTable> table, Scaling<Wide> scaling), pack<Number>(table, scaling)) \
-  KERNEL(pack_large_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE PackTable<kLargePackTable> table, Scaling<Wide> scaling), pack<Number>(table, scaling)) \
   KERNEL(sum_small_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE SmallSumTable table, Addition<Bits, Wide> addition), sum<Number>(table, addition)) \
-  KERNEL(sum_large_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE LargeSumTable table, Addition<Bits, Wide> addition), sum<Number>(table, addition))
-
-#define DDP_HOOKS_KERNELS_OF_WIDTHS(KERNEL, type, Widths) \
-  KERNEL(widths_scan_##type, (kBlockThreads, 5), (DDP_HOOKS_IN_PLACE Units units, uint32_t* bitmaps, int64_t words), scan_widths<Widths>(units, bitmaps, words)) \
-  KERNEL(widths_sample_small_##type, (kBlockThreads, 5), (DDP_HOOKS_IN_PLACE SampleTable<kSmallSamples> table, uint32_t* words), sample_widths<Widths>(table, words)) \
-  KERNEL(widths_sample_large_##type, (kBlockThreads, 5), (DDP_HOOKS_IN_PLACE SampleTable<kLargeSamples> table, uint32_t* words), sample_widths<Widths>(table, words))
+  KERNEL(sum_large_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE LargeSumTable table, Addition<Bits, Wide> addition), sum<Number>(table, addition)) \
+  KERNEL(decode_##type, (kBlockThreads), (DDP_HOOKS_IN_PLACE CodedMessage message, bool adds, const uint32_t* wrong), decode<Number>(message, adds, wrong))
 // clang-format on
 
 #define DDP_HOOKS_KERNEL(name, ...) name,

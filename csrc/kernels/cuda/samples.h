@@ -20,8 +20,6 @@ namespace ddp_hooks::cuda {
 
 // So many units of a slice are looked at, evenly spread over it.
 constexpr int kSampledUnits = 64;
-// By so many of its first elements a unit counts as narrow or not.
-constexpr int64_t kWidthElements = 1024;
 constexpr int kWordsPerSample = kSampledUnits / kUnitsPerWord;
 
 constexpr int kSmallSamples = 160;

@@ -59,18 +59,6 @@ int64_t chunk_count(const Table& table) {
   return (table.begin[table.count] + table.chunk_bytes - 1) / table.chunk_bytes;
 }
 
-// Where warps that run at the same time are to be far apart in the message, the first of them begin one each of so many
-// parts of it; there are a few warps more than chunks then, for which no chunk is left.
-constexpr int64_t kParts = 4096;
-
-inline int64_t warps_far_apart(int64_t chunks) {
-  return chunks <= kParts ? chunks : (chunks + kParts - 1) / kParts * kParts;
-}
-
-DDP_HOOKS_HOST_DEVICE int64_t chunk_far_apart(int64_t warp, int64_t warps) {
-  return warps <= kParts ? warp : warp % kParts * (warps / kParts) + warp / kParts;
-}
-
 template <int kCapacity>
 void fill_table(SliceTable<kCapacity>& table, const SliceOfMemory* slices, size_t count, char* message) {
   int64_t position = 0;

@@ -1,6 +1,9 @@
-// Many units of one stretch of memory, as the unit scan's kernel sees them: which warp takes which, and what it does.
+// The units of many slices of memory, as the unit scan's kernel sees them: which warp takes which, and what it does.
 //
-// A warp takes one *portion*: several whole units, or a piece of a unit that is longer than a portion. The units of a
+// A table of slices travels by value, as in slice_table.h. Each slice has its own warps, one after the other, and its
+// own bitmaps. In its slice, a warp takes what follows.
+//
+// It is one *portion*: several whole units, or a piece of a unit that is longer than a portion. The units of a
 // portion have their bits in one word of 32, so that what a warp has found is one atomic OR; pieces of one unit, whose
 // warps know nothing of each other, then need nothing besides.
 //
@@ -43,6 +46,20 @@ struct Units {
   int64_t piece_bytes;  // of a whole piece
 };
 
+constexpr int kSmallUnits = 55;
+constexpr int kLargeUnits = 450;
+
+template <int kCapacity>
+struct UnitsTable {
+  Units slices[kCapacity];
+  int64_t begin[kCapacity + 1];   // each one's first warp; begin[count] is how many there are
+  int64_t first_word[kCapacity];  // of each one's bitmaps
+  int32_t count;
+};
+
+static_assert(sizeof(UnitsTable<kSmallUnits>) + 64 <= 4096);
+static_assert(sizeof(UnitsTable<kLargeUnits>) + 64 <= 32764);
+
 struct Portion {
   int64_t first_unit;
   const char* address;
@@ -82,6 +99,64 @@ DDP_HOOKS_HOST_DEVICE Portion portion_of_warp(const Units& units, int64_t warp) 
   const int bytes = begin < end ? static_cast<int>(end - begin) : 0;
   const int unit_bytes = static_cast<int>(units.piece_bytes);
   return {first_unit, units.address + begin, bytes, unit_bytes, (bytes + unit_bytes - 1) / unit_bytes, is_piece};
+}
+
+// The bitmaps of a slice lie one after the other: of units with a non-zero, and of others with a -0.0. Each has an even
+// number of words.
+constexpr int kBitmaps = 2;
+
+DDP_HOOKS_HOST_DEVICE int64_t words_of_bitmap(int64_t units) {
+  return (units + 63) / 64 * 2;
+}
+
+template <int kCapacity>
+DDP_HOOKS_HOST_DEVICE int64_t warp_count(const UnitsTable<kCapacity>& table) {
+  return table.begin[table.count];
+}
+
+// Calls visit(units, warp in these, the slice's bitmaps) for the slice whose warp this is. Blocks are launched whole,
+// so some warps find no slice.
+template <typename Table, typename Visit>
+DDP_HOOKS_HOST_DEVICE void visit_units(const Table& table, int64_t warp, uint32_t* bitmaps, const Visit& visit) {
+  if (warp >= warp_count(table)) return;
+  const int slice = find_slice(table, warp);
+  visit(table.slices[slice], warp - table.begin[slice], bitmaps + table.first_word[slice]);
+}
+
+// Calls launch(table) for one table after another, until one returns an error (not null); returns that.
+template <typename Launch>
+const char* for_each_units_table(const UnitsOfMemory* slices, size_t count, const Launch& launch) {
+  int64_t word = 0;
+  const auto run = [&](auto& table, size_t first, size_t length) -> const char* {
+    int64_t warps = 0;
+    for (size_t i = 0; i < length; ++i) {
+      const UnitsOfMemory& slice = slices[first + i];
+      table.slices[i] = divide_units(slice.address, slice.bytes, slice.unit_bytes);
+      table.begin[i] = warps;
+      table.first_word[i] = word;
+      warps += portion_count(table.slices[i]);
+      word += kBitmaps * words_of_bitmap(table.slices[i].count);
+    }
+    table.begin[length] = warps;
+    table.count = static_cast<int32_t>(length);
+    return launch(table);
+  };
+  for (size_t first = 0; first < count;) {
+    const size_t left = count - first;
+    const size_t length = left < kLargeUnits ? left : kLargeUnits;
+    const char* error = nullptr;
+    // Left as they are: only the first `length` entries are read.
+    if (length <= kSmallUnits) {
+      UnitsTable<kSmallUnits> table;
+      error = run(table, first, length);
+    } else {
+      UnitsTable<kLargeUnits> table;
+      error = run(table, first, length);
+    }
+    if (error != nullptr) return error;
+    first += length;
+  }
+  return nullptr;
 }
 
 // What the lanes of a warp found, a bit each.
@@ -173,11 +248,6 @@ DDP_HOOKS_HOST_DEVICE void scan_portion(const Portion& portion, const ScanMasks&
   }
   warp.merge(nonzero_word, nonzero << shift);
   warp.merge(negative_zero_word, (negative_zero & ~nonzero) << shift);
-}
-
-// Both bitmaps lie in one piece of memory, first that of units with a non-zero. Each has an even number of words.
-inline int64_t words_of_bitmap(int64_t units) {
-  return (units + 63) / 64 * 2;
 }
 
 // What the bitmaps say. A unit in pieces may hold a -0.0 in one and a non-zero in another.

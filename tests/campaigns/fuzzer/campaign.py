@@ -48,7 +48,7 @@ def judge(program: Program, register: Register | None = None) -> Verdict:
         where = {"backend": "cpu:gloo,pretend:pretend", "environment": _with_pretended_device}
     if program.options.device == "cuda":
         on_gpu = "nccl" if program.options.group == "stream" else "gloo"
-        where = {"backend": f"cpu:gloo,cuda:{on_gpu}", "environment": gpu.environment}
+        where = {"backend": f"cpu:gloo,cuda:{on_gpu}", "environment": gpu.environment, "before_import": True}
     processes = (program.ranks, where["backend"])
     if processes not in _warm:
         run_ranks(program.ranks, warm_up, timeout=START_TIMEOUT, **where)
@@ -133,8 +133,11 @@ def _bytes(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
         allowed = (used_bytes if known else dense) * (1 + with_settings(policy).tuning.gap_fraction) + sum(
             sizes[name] for name in unmanaged
         )
-        # What is narrow may travel in half of its bits.
-        least = 0.5 if getattr(policy, "narrow", "off") != "off" else 1.0
+        # What is coded may take a quarter of its bits or a few more than all; messages of one number take many more.
+        least = 1.0
+        if getattr(policy, "coded", "off") != "off":
+            least = 0.2
+            allowed *= 1.1 if policy.tuning.segment_bytes > 500 else 4
         needed = least * sum(int(nonzero[name].sum()) * _element_bytes(results[0], name) for name in used)
         if payload < needed:
             yield f"after {moment}: {payload} bytes were sent, of {needed} that are not zero on every rank"

@@ -14,8 +14,8 @@ from .program import Layer, Operation, Program, settings_of
 
 # Only one rank's, or nobody's, gradients are special: that is where something might be skipped.
 _FACTORS = ("nan", "inf", "-inf", "0.0", "-0.0", "1e-40", "-1e-42", "1e-3", "2.0")
-# Whether policies say how narrow gradients travel.
-HAS_NARROW = "narrow" in {setting.name for setting in fields(ddp_hooks.Policy)}
+# Whether policies say how gradients are coded.
+HAS_CODED = "coded" in {setting.name for setting in fields(ddp_hooks.Policy)}
 _MAY_SPOIL_WEIGHTS = ("nan", "inf", "-inf")
 
 
@@ -25,6 +25,10 @@ def generate(seed: int, ranks: int, device: str = "cpu") -> Program:
     options = program.options
     options.device = device
     if device != "cpu":
+        # Gradients on a device are not coded, and whoever insists is refused.
+        for policy in (options.policy, *(operation.get("policy") for operation in program.operations)):
+            if isinstance(policy, dict) and policy.get("coded") == "on":
+                policy["coded"] = "auto"
         program.layers = [layer for layer in program.layers if _runs_on_devices(layer)]
         draw = random.Random(f"streams of {seed} on {ranks}")
         options.streams = draw.choice(["default", "all", "trained", "layers"])
@@ -55,8 +59,8 @@ class _Generator:
         self.closings = random.Random(f"closings of {seed} on {ranks}")
         self.lookups = random.Random(f"lookups of {seed} on {ranks}")
         self.joins = random.Random(f"joins of {seed} on {ranks}")
-        self.widths = random.Random(f"widths of {seed} on {ranks}")
-        self.narrows = random.Random(f"narrows of {seed} on {ranks}")
+        self.numbers = random.Random(f"widths of {seed} on {ranks}")
+        self.codes = random.Random(f"codes of {seed} on {ranks}")
         self.ranks = ranks
         self.program = Program(seed, ranks)
         self.options = self.program.options
@@ -178,8 +182,7 @@ class _Generator:
         options.bucket_cap_mb = self.random.choice([1e-5, 1e-4, 1e-3, 1e-2, 1, 25])
         options.native = self.chance(0.6)
         options.policy = self._policy()
-        if self.hosts.random() < 0.2:
-            options.hosts = "".join(self.hosts.choice("ab") for _ in range(self.program.ranks))
+        options.hosts = self._hosts()
         options.optimizer = "sgd" if sparse else self.random.choice(["sgd", "momentum", "adamw"])
         options.output = self.random.choice(["tensor", "tensor", "tuple", "dict"])
         if options.broadcast_buffers and self.chance(0.2):
@@ -197,9 +200,9 @@ class _Generator:
         # same for what DDP knows, and not for what is unmanaged, so there the oracle says nothing.
         if self.freezes and flavour != "static" and options.join is None and self.chance(0.4):
             options.frozen_when_wrapped = self.random.sample(patterns, min(len(patterns), self.random.randint(1, 2)))
-        if self.widths.random() < 0.35:
-            self.autocast = self.widths.choice(["bfloat16", "bfloat16", "float16"])
-        self.has_odd_gradients = self.widths.random() < 0.3
+        if self.numbers.random() < 0.35:
+            self.autocast = self.numbers.choice(["bfloat16", "bfloat16", "float16"])
+        self.has_odd_gradients = self.numbers.random() < 0.3
         if flavour == "static":
             self.static_use = [self._some_layers() for _ in range(self.ranks)]
 
@@ -241,27 +244,43 @@ class _Generator:
                 kept.append(operation)
         self.program.operations = kept
 
+    def _hosts(self) -> str | None:
+        ranks = self.program.ranks
+        # Where hosts can have as many ranks as each other, these add up what they have first.
+        sizes = [size for size in range(2, ranks) if ranks % size == 0]
+        if sizes and self.hosts.random() < 0.7:
+            letters = list("abcdefgh"[: ranks // self.hosts.choice(sizes)] * ranks)[:ranks]
+            if self.hosts.random() < 0.7:
+                letters.sort()
+            return "".join(letters)
+        if self.hosts.random() < 0.2:
+            return "".join(self.hosts.choice("ab") for _ in range(ranks))
+        return None
+
     def _policy(self) -> str | dict[str, Any]:
-        policy = self._policy_but_for_widths()
-        if not HAS_NARROW or policy == "allreduce" or self.narrows.random() < 0.4:
+        policy = self._policy_but_for_coding()
+        if not HAS_CODED or policy == "allreduce" or self.codes.random() < 0.4:
             return policy
         settings = settings_of(policy)
         if not settings.get("skip_unused", True):
             return policy
-        settings["narrow"] = self.narrows.choice(["on", "on", "on", "adaptive", "off"])
+        settings["coded"] = self.codes.choice(["on", "on", "on", "auto", "off"])
+        # What everybody uses then travels directly, too: of these layers a message for each number takes too long.
+        if settings["coded"] != "off" and any(layer.get("width", 0) > 100 for layer in self.program.layers):
+            settings["segment_bytes"] = max(settings.get("segment_bytes", 1000), 1000)
         # Presets divide nothing that is as small as what is trained here, and wait long before they try.
-        if settings["narrow"] == "adaptive":
-            settings = {"first_pause_steps": 1, "longest_pause_steps": self.narrows.choice([1, 2]), **settings}
-        if self.narrows.random() < 0.6:
+        if settings["coded"] == "auto":
+            settings = {"first_pause_steps": 1, "longest_pause_steps": self.codes.choice([1, 2]), **settings}
+        if self.codes.random() < 0.6:
             lengths = {
                 "min_divided_bytes": 0,
-                "min_unit_bytes": self.narrows.choice([1, 16, 64]),
+                "min_unit_bytes": self.codes.choice([1, 16, 64]),
                 "max_unit_bytes": 100,
             }
             settings = {**lengths, **settings}
         return settings
 
-    def _policy_but_for_widths(self) -> str | dict[str, Any]:
+    def _policy_but_for_coding(self) -> str | dict[str, Any]:
         policy = self._policy_but_for_transports()
         if policy == "allreduce" or self.transports.random() < 0.3:
             return policy
@@ -368,19 +387,19 @@ class _Generator:
         if not options.static_graph and options.join is None and self.chance(0.08):
             operation["forwards"] = 2
             operation["used"] = [used[0]] * self.ranks
-        # Now and then without, so that gradients become wide and narrow again.
-        if self.autocast is not None and self.widths.random() < 0.85:
+        # Now and then without, so that gradients come to hold more bits and fewer again.
+        if self.autocast is not None and self.numbers.random() < 0.85:
             operation["autocast"] = self.autocast
-        if self.has_odd_gradients and self.widths.random() < 0.6:
-            operation["odd"] = [self._odd() for _ in range(self.widths.randint(1, 3))]
+        if self.has_odd_gradients and self.numbers.random() < 0.6:
+            operation["odd"] = [self._odd() for _ in range(self.numbers.randint(1, 3))]
         self.program.operations.append(operation)
 
     def _odd(self) -> dict[str, Any]:
         exact = [kind for kind in KINDS if kind not in SPOIL_WEIGHTS]
-        kinds = exact if self.widths.random() < 0.6 else list(KINDS)
-        alike = self.widths.choice(kinds)
+        kinds = exact if self.numbers.random() < 0.6 else list(KINDS)
+        alike = self.numbers.choice(kinds)
         others = [None, *kinds]
-        by_rank = [alike if self.widths.random() < 0.7 else self.widths.choice(others) for _ in range(self.ranks)]
+        by_rank = [alike if self.numbers.random() < 0.7 else self.numbers.choice(others) for _ in range(self.ranks)]
         patterns = [pattern for pattern in self.freezable if not pattern.startswith("layers.norm")]
         # Plain DDP's product of an infinite complex number and 1/n is NaN; see Rounding in architecture.md.
         of_complex = {
@@ -388,12 +407,12 @@ class _Generator:
             for layer in self.program.layers
             if str(layer.get("dtype")).startswith("complex")
         }
-        on = self.widths.choice([pattern for pattern in patterns if pattern not in of_complex]).replace(".bias", "")
+        on = self.numbers.choice([pattern for pattern in patterns if pattern not in of_complex]).replace(".bias", "")
         return {
-            "on": self._parameter_in(on, self.widths),
+            "on": self._parameter_in(on, self.numbers),
             "kinds": by_rank,
-            "where": self.widths.choice(["all", "used"]),
-            "via": self.widths.choice(["hook", "function"]),
+            "where": self.numbers.choice(["all", "used"]),
+            "via": self.numbers.choice(["hook", "function"]),
         }
 
     def _factor(self) -> list[str]:

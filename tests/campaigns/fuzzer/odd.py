@@ -53,16 +53,16 @@ def _numbers(kind: str, count: int, dtype: torch.dtype, generator: torch.Generat
         return patterns[torch.randint(len(patterns), (count,), generator=generator)].view(torch.float32).to(dtype)
     if kind == "signed zeros":
         return torch.where(torch.rand(count, generator=generator) < 0.5, 0.0, -0.0).to(dtype)
-    wide = torch.randn(count, generator=generator, dtype=torch.float64) * 0.01
+    numbers = torch.randn(count, generator=generator, dtype=torch.float64) * 0.01
     if kind == "24 bits":
-        narrow = (wide.float().view(torch.int32) & -256).view(torch.float32)
+        exact = (numbers.float().view(torch.int32) & -256).view(torch.float32)
     else:
-        narrow = wide.to(getattr(torch, kind)).float()
-    # None is wide, or one, or one in a hundred.
+        exact = numbers.to(getattr(torch, kind)).float()
+    # None has all bits, or one, or one in a hundred.
     chosen = torch.rand(count, generator=generator)
     how = int(torch.randint(3, (1,), generator=generator))
-    is_wide = chosen < 0.01 if how == 2 else (chosen == chosen.min()) & (how == 1) if count else chosen < 0
-    return torch.where(is_wide, wide, narrow.double()).to(dtype)
+    is_full = chosen < 0.01 if how == 2 else (chosen == chosen.min()) & (how == 1) if count else chosen < 0
+    return torch.where(is_full, numbers, exact.double()).to(dtype)
 
 
 def _signed(bits: int) -> int:

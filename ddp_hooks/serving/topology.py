@@ -1,0 +1,79 @@
+"""Which ranks share a host, and what messages between hosts travel over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .. import _extension
+from .endpoints import Endpoint, group_by_host, slowest_link
+
+_C = _extension.load()
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The hosts of a module's ranks, as the ranks found them out when it was registered; ``print`` it as a table."""
+
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each host, in the order of their first ranks."""
+    names: tuple[str, ...] = ()
+    """The name of each host."""
+    link_mbits: int | None = None
+    """The speed of the slowest host's network interface, in Mbit/s; None if no rank knows its own."""
+    can_add_up: bool = False
+    """Whether ranks of a host could add up what they have before it leaves the host: on CPUs, over gloo."""
+
+    @property
+    def has_one_rank_each(self) -> bool:
+        """Whether every rank has a host of its own."""
+        return all(len(ranks) == 1 for ranks in self.hosts)
+
+    @property
+    def adds_up_in_hosts(self) -> bool:
+        """Whether ranks of a host add up what they have: there are several hosts, each with as many ranks."""
+        sizes = {len(ranks) for ranks in self.hosts}
+        return self.can_add_up and len(self.hosts) > 1 and len(sizes) == 1 and sizes != {1}
+
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether the bytes that cross between hosts follow from who contributes."""
+        return self.has_one_rank_each or self.adds_up_in_hosts
+
+    def __str__(self) -> str:
+        """Show the ranks of each host, and how gradients cross between hosts."""
+        width = max(4, *(len(name) for name in self.names))
+        lines = [f"{'host':<{width}}  ranks"]
+        lines += [
+            f"{name:<{width}}  {' '.join(map(str, ranks))}" for name, ranks in zip(self.names, self.hosts, strict=True)
+        ]
+        speed = "unknown" if self.link_mbits is None else f"{self.link_mbits:,} Mbit/s"
+        return "\n".join([*lines, f"{self._scheme()}; slowest network interface: {speed}"])
+
+    def _scheme(self) -> str:
+        if len(self.hosts) == 1:
+            return "one host: gradients are all-reduced"
+        if self.has_one_rank_each:
+            return f"{len(self.hosts)} hosts with a rank each"
+        if self.adds_up_in_hosts:
+            return f"{len(self.hosts)} hosts with {len(self.hosts[0])} ranks each, which add up before anything leaves"
+        if not self.can_add_up:
+            return "hosts with several ranks, not on CPUs over gloo: gradients are all-reduced"
+        return "hosts with different numbers of ranks: gradients are all-reduced"
+
+
+def topology_of(group: dist.ProcessGroup, device: torch.device, endpoints: Sequence[Endpoint]) -> Topology:
+    """Return the topology of a group's ranks.
+
+    Args:
+        group: the process group that carries gradients.
+        device: the device of the gradients.
+        endpoints: the endpoints of all ranks.
+    """
+    hosts = group_by_host([endpoint.host for endpoint in endpoints])
+    # Without the boot id and the namespace, which nobody reads.
+    names = tuple(endpoints[ranks[0]].host.split(" ")[0] for ranks in hosts)
+    return Topology(hosts, names, slowest_link(endpoints), _C.can_code(group, device, len(hosts)))

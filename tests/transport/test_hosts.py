@@ -1,0 +1,167 @@
+"""Ranks that share hosts add up first, so that what crosses between hosts crosses once: gradients, bytes, topology."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import test_coded
+import test_direct
+import torch
+from spawn import RankFailure, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Scenario, bits, compare, register, train
+from tuned import with_settings
+
+import ddp_hooks
+
+# Ranks of one host are neighbours, as launchers number them, or not.
+LAYOUTS = {"2 x 2": (0, 0, 1, 1), "interleaved": (0, 1, 0, 1), "3 x 2": (0, 0, 1, 1, 2, 2), "2 x 3": (0, 0, 0, 1, 1, 1)}
+
+
+def on_hosts(rank: int, layout: str) -> None:
+    os.environ["DDP_HOOKS_HOST"] = f"host {LAYOUTS[layout][rank]}"
+
+
+def coded(scenario: type[Scenario]) -> Scenario:
+    """Of what is coded, the oracle knows no bytes."""
+    made = scenario()
+    made.check_bytes = False
+    return made
+
+
+def same_as_plain_ddp(rank: int, layout: str, thorough: bool) -> None:
+    on_hosts(rank, layout)
+    for scenario in test_direct.SCENARIOS:
+        for native in (True, False) if thorough else (True,):
+            compare(rank, scenario(), test_direct.DIRECT, native)
+            compare(rank, coded(scenario), with_settings(test_direct.DIRECT, coded="on"), native)
+        compare(rank, scenario(), with_settings(test_direct.DIRECT, in_place_bytes=0, segment_bytes=64), True)
+        compare(rank, scenario(), with_settings(test_direct.DIRECT, skip_zeros="on"), True)
+    for number, scenario in enumerate(test_direct.ROWS):
+        if not thorough and number % 3:
+            continue
+        compare(rank, scenario(), test_direct.DIRECT_ROWS, True)
+        compare(rank, coded(scenario), with_settings(test_direct.DIRECT_ROWS, coded="on"), True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "thorough"),
+    [("2 x 2", False), *(pytest.param(layout, True, marks=pytest.mark.thorough) for layout in LAYOUTS)],
+)
+def test_same_as_plain_ddp(layout: str, thorough: bool) -> None:
+    run_ranks(len(LAYOUTS[layout]), same_as_plain_ddp, layout, thorough, timeout=300.0)
+
+
+# --- bytes
+
+
+def bytes_between_hosts(rank: int) -> None:
+    """A head for each rank, and one for all: what crosses between hosts is each host's part, once."""
+    on_hosts(rank, "2 x 2")
+    ddp = DistributedDataParallel(test_direct.Heads(5), find_unused_parameters=True)
+    state = register(ddp, with_settings(test_direct.DIRECT, coded="off"), True)
+    head = sum(p.numel() for p in ddp.module.trunk.parameters()) * 4
+    ddp(torch.ones(2, 64), rank).sum().backward()
+    stats = state.stats()
+    assert stats.payload_bytes == 5 * head
+    assert (stats.broadcast_bytes, stats.owner_bytes) == (4 * head, 0)
+    # A rank sends its half of its host's two heads, and of the trunk's sum what a ring of two would.
+    assert stats.sent_bytes == pytest.approx(head + head / 2, rel=0.01)
+    assert state.usage()[f"heads.{rank}.weight"].ranks == (rank,)
+
+    state.set_policy(with_settings(test_direct.DIRECT, direct=False))
+    state.reset_stats()
+    ddp(torch.ones(2, 64), rank).sum().backward()
+    assert state.stats().sent_bytes == 2 * 3 * 5 * head // 4
+    assert state.stats().broadcast_bytes == 0
+
+
+def test_bytes_between_hosts() -> None:
+    run_ranks(4, bytes_between_hosts)
+
+
+def same_bits(rank: int, layout: str, runs: int) -> None:
+    on_hosts(rank, layout)
+    seen = set()
+    for _ in range(runs):
+        run = train(test_direct.RandomRanks(), rank, with_settings(test_direct.DIRECT, coded="auto"), True)
+        seen.add(b"".join(bits(weight) for weight in run.weights))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("layout", ["2 x 2", pytest.param("3 x 2", marks=pytest.mark.thorough)])
+def test_every_run_has_the_same_bits(layout: str) -> None:
+    run_ranks(len(LAYOUTS[layout]), same_bits, layout, 10)
+
+
+# --- topology
+
+
+def shown(rank: int) -> tuple[str, ...]:
+    os.environ["DDP_HOOKS_LINK_MBITS"] = "1000"
+    texts = []
+    for hosts in ("abab", "aabc", "aaaa", "abcd"):
+        os.environ["DDP_HOOKS_HOST"] = hosts[rank]
+        ddp = DistributedDataParallel(nn.Linear(512, 64))
+        state = ddp_hooks.register(ddp)
+        texts.append(str(state.topology))
+        ddp(torch.randn(2, 512)).sum().backward()
+        assert state.stats().broadcast_bytes == 0
+        state.close()
+    return tuple(texts)
+
+
+def test_what_a_state_says_of_its_hosts() -> None:
+    texts = set(run_ranks(4, shown))
+    assert len(texts) == 1
+    link = "; slowest network interface: 1,000 Mbit/s"
+    assert texts.pop() == (
+        f"host  ranks\na     0 2\nb     1 3\n2 hosts with 2 ranks each, which add up before anything leaves{link}",
+        "host  ranks\na     0 1\nb     2\nc     3\n"
+        f"hosts with different numbers of ranks: gradients are all-reduced{link}",
+        f"host  ranks\na     0 1 2 3\none host: gradients are all-reduced{link}",
+        f"host  ranks\na     0\nb     1\nc     2\nd     3\n4 hosts with a rank each{link}",
+    )
+
+
+# --- failures
+
+
+def altered(rank: int) -> str:
+    on_hosts(rank, "2 x 2")
+    return test_coded._altered(rank)
+
+
+def test_an_altered_message_is_an_error_on_every_rank() -> None:
+    failed = run_ranks(4, altered)
+    assert any("a contribution from rank 1, coded message 0 of the step" in one for one in failed), failed
+    # Whoever has received what it waits for may go on; nobody hangs.
+    assert sum(one != "" for one in failed) >= 2
+
+
+def dying_rank(rank: int) -> None:
+    on_hosts(rank, "2 x 2")
+    ddp = DistributedDataParallel(test_direct.Heads(4), find_unused_parameters=True)
+    register(ddp, with_settings(test_direct.DIRECT, coded="on"), True)
+    ddp(torch.ones(2, 64), rank).sum().backward()
+    if rank == 3:
+        os._exit(3)
+    started = time.monotonic()
+
+    def train_on() -> None:
+        for _ in range(100):
+            ddp(torch.ones(2, 64), rank).sum().backward()
+
+    with pytest.raises(RuntimeError):
+        train_on()
+    assert time.monotonic() - started < 20
+    raise RuntimeError(f"rank {rank} was told")
+
+
+def test_a_rank_that_dies_is_an_error_on_both_hosts() -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(4, dying_rank, collective_timeout=10.0, timeout=40.0)
+    assert all(f"rank {rank} was told" in str(caught.value) for rank in range(3))
