@@ -33,6 +33,11 @@ STATE_GOES = "at::ThreadLocalState::~ThreadLocalState()"
 GROUP = "c10::intrusive_ptr<torch::CustomClassHolder>"
 GIVES_GROUP_UP = f"{GROUP}::reset_not_null_(torch::CustomClassHolder*) intrusive_ptr.h:350 {OURS}"
 CLEARS_GROUP = [CLEAR, CLEAR, f"c10d::ProcessGroup::release_resources() <null> {TORCH}", GIVES_GROUP_UP]
+STORAGE_GOES = [
+    FREE,
+    "free ../include/rtld-malloc.h:50 (ld-linux-x86-64.so.2+0x11785)",
+    "__GI__dl_deallocate_tls ../elf/dl-tls.c:682 (ld-linux-x86-64.so.2+0x11785)",
+]
 SHARED_GOES = (
     f"std::_Sp_counted_ptr_inplace<ddp_hooks::MaskInTransit, std::allocator<void> >::_M_dispose() <null> {OURS}"
 )
@@ -100,6 +105,11 @@ def race(freeing: list[str], using: list[str], kind: str = "data race") -> str:
             [f"{GROUP}::release_resources_and_decrement_weakrefs_() x {OURS}", GIVES_GROUP_UP],
             id="a registry frees a group",
         ),
+        pytest.param(
+            [*STORAGE_GOES, f"c10d::ProcessGroupGloo::~ProcessGroupGloo() <null> {TORCH}", SHARED_GOES],
+            [CLEAR, CLEAR, f"at::impl::ThreadLocalPythonObjects::~ThreadLocalPythonObjects() <null> {TORCH}"],
+            id="the storage of a worker that has ended",
+        ),
     ],
 )
 def test_last_drop_is_no_race(freeing: list[str], using: list[str]) -> None:
@@ -127,6 +137,7 @@ def test_last_drop_is_no_race(freeing: list[str], using: list[str]) -> None:
         pytest.param([DROPS_WORK, SENDS], [MERGES], id="a drop that frees nothing"),
         pytest.param([MERGES], [MERGES], id="two writes"),
         pytest.param([DELETE, STEP_GOES], [LOCK, MERGES], id="a mutex of ours"),
+        pytest.param([FREE, SENDS, *STORAGE_GOES[1:]], [MERGES], id="ours, freed at the end of a thread"),
         pytest.param([CLEAR, MERGES], [MERGES], id="we clear a table"),
         pytest.param([CLEAR, VECTOR_GOES, DROPS_WORK], [MERGES], id="ours is cleared, held by a work"),
     ],

@@ -10,7 +10,7 @@ reported, the run fails.
 Only this extension is instrumented. Of torch, gloo and Python the sanitizers see allocations, copies, mutexes and
 threads, but no loads, stores and atomics, so that ThreadSanitizer takes some of what they do for races. Its reports
 count when one of the two accesses was made by our code or in a call from it, unless the race is one between the use
-and the end of an object that torch counts, see `is_last_drop`.
+and the end of an object that torch counts, see `is_last_drop`, or of the storage of a thread, see `frees_storage`.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ ORIGIN = re.compile(r"^  (Location is|Thread T|Mutex M|As if synchronized)", re.
 ACCESS = re.compile(r"^  (Previous )?(atomic )?(read|write) of size ", re.MULTILINE | re.IGNORECASE)
 # What ends the life of memory, or of a mutex or a condition that lies in it, as the innermost frame.
 FREES = re.compile(r" +#0 (operator delete(\[\])?\(|free |pthread_(cond|mutex)_destroy )")
+# What gives up the thread-local storage of a thread that has ended.
+FREES_STORAGE = re.compile(r" +#\d+ .*\b_dl_deallocate_tls .*\(ld-")
 # What clears its tables before, in torch's own frames.
 DESTROYS_GROUP = re.compile(r" +#\d+ c10d::ProcessGroup::~ProcessGroup\(\) .*\(libtorch_")
 # Where torch gives up one of the objects that it counts: in the pointer, or in the destructor of such a class or of a
@@ -170,8 +172,27 @@ def is_ours(report: str) -> bool:
     # Sections are set apart by empty lines.
     sections = [section for section in report.split("\n\n") if not ORIGIN.match(section)]
     return any(OURS.search(frame) for section in sections for frame in FRAME.findall(section)) and not (
-        "ThreadSanitizer: data race (" in report and is_last_drop([part for part in sections if ACCESS.search(part)])
+        "ThreadSanitizer: data race (" in report and is_about_an_end([part for part in sections if ACCESS.search(part)])
     )
+
+
+def is_about_an_end(accesses: list[str]) -> bool:
+    """Say whether a race is one between a use and a later end that ThreadSanitizer cannot see to be later."""
+    return (
+        len(accesses) == 2
+        and accesses[1].startswith("  Previous ")
+        and (frees_storage(accesses[0]) or is_last_drop(accesses))
+    )
+
+
+def frees_storage(access: str) -> bool:
+    """Say whether the C library frees the thread-local storage of a thread that has ended.
+
+    It does so in whatever thread starts, ends or joins another one next, after the kernel has told it that the owner
+    has ended, which no call shows. The destructors that the owner ran at its end then look like a race with that.
+    """
+    frames = FRAME.findall(access)
+    return bool(frames and FREES.match(frames[0])) and any(map(FREES_STORAGE.match, frames[1:3]))
 
 
 def is_last_drop(accesses: list[str]) -> bool:
@@ -188,8 +209,6 @@ def is_last_drop(accesses: list[str]) -> bool:
     excluded: whoever counts it is instrumented. That our code touches an object of torch after its drop is not seen
     here if that happens before the object is freed; `make test-asan` sees it if that happens after.
     """
-    if len(accesses) != 2 or not accesses[1].startswith("  Previous "):
-        return False
     freeing, using = map(FRAME.findall, accesses)
     if not freeing or (using and FREES.match(using[0])):
         return False
