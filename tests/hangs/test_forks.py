@@ -48,6 +48,8 @@ def in_child(function: Callable[[], bool]) -> bool:
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
+            if os.WIFSIGNALED(status):
+                print(f"the child died of signal {os.WTERMSIG(status)}", file=sys.stderr)
             return status == 0
         time.sleep(0.002)
     os.kill(pid, 9)
@@ -208,13 +210,16 @@ def _within_a_hook(rank: int) -> list[bool]:
         return True
 
     def fork() -> None:
+        # While the thread is on its way there, torch's objects may be half changed, and a child that destroys them dies.
+        while not any(module.seconds_in_hook() > 0.1 for module in activity.modules):
+            time.sleep(0.01)
         results.append(in_child(in_it))
         dist.distributed_c10d._get_default_store().set("forked", "")
 
     # What other tests have left is not for the child to take down.
     gc.collect()
     if rank == 0:
-        thread = threading.Timer(0.3, fork)
+        thread = threading.Thread(target=fork)
         thread.start()
         ddp(batch).sum().backward()
         thread.join()
