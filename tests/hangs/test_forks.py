@@ -210,7 +210,7 @@ def _within_a_hook(rank: int) -> list[bool]:
         return True
 
     def fork() -> None:
-        # While the thread is on its way there, torch's objects may be half changed, and a child that destroys them dies.
+        # On its way there the thread may leave torch's objects half changed, and a child that destroys them dies.
         while not any(module.seconds_in_hook() > 0.1 for module in activity.modules):
             time.sleep(0.01)
         results.append(in_child(in_it))
