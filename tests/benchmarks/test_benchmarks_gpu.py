@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from test_pretend import pytestmark as pytestmark
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -21,6 +22,7 @@ def smoke(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
     return done.returncode, json.loads((folder / "gpu_smoke_pretend.json").read_text())["rows"]
 
 
+@pytest.mark.thorough
 def test_every_part_runs_and_registration_takes_no_memory(tmp_path: Path) -> None:
     code, rows = smoke(tmp_path, "--parts", "hook", "doctor", "sync", "memory", "hangs", "--hang-seconds", "3")
     assert [row["part"] for row in rows if "failed" not in row] == ["hook", "doctor", "sync", "memory", "hangs"]

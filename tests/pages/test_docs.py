@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from pairwise import thorough
 from torch.distributed.run import get_args_parser
 
 import ddp_hooks
@@ -40,8 +41,9 @@ PAGES = {
     "docs/synchronising.md": 7,
     "docs/troubleshooting.md": 0,
 }
-# What one launch runs, one after another. That of the trainers takes as long as all others, for what it imports.
+# That of the trainers takes as long as all others, for what it imports.
 WITH_CODE = [page for page in PAGES if PAGES[page] and page != "docs/trainers.md"]
+IN_EVERY_RUN = ("README.md", "docs/quickstart.md")
 # For developers, or made by a program.
 OTHERS = ("*.md", "docs/*.md", "docs/internals/*.md", "benchmarks/*.md", "examples/*.md")
 ALL_PAGES = sorted(path.relative_to(ROOT).as_posix() for pattern in OTHERS for path in ROOT.glob(pattern))
@@ -101,10 +103,15 @@ for script in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def pasted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | None, str]]:
-    """Return for each page with code what went wrong, or None; and what it printed on both ranks."""
+def pasted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[str | None, str]]:
+    """Return for each page that is tested what went wrong, or None; and what it printed on both ranks."""
     folder = tmp_path_factory.mktemp("pasted")
-    scripts = {page: paste(page, folder) for page in WITH_CODE}
+    names = {item.name for item in request.session.items}
+    chosen = [page for page in WITH_CODE if page == "README.md" or f"test_the_code_runs_as_pasted[{page}]" in names]
+    # One launch runs all of them, one after another.
+    scripts = {page: paste(page, folder) for page in chosen}
     # A fresh environment has no numpy, and torch does without.
     without_numpy = "import sys; sys.modules['numpy'] = None"
     (folder / "one_after_another.py").write_text(without_numpy + ONE_AFTER_ANOTHER)
@@ -119,7 +126,7 @@ def pasted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | No
     return outcomes
 
 
-@pytest.mark.parametrize("page", WITH_CODE)
+@pytest.mark.parametrize("page", [page if page in IN_EVERY_RUN else thorough(page)[0] for page in WITH_CODE])
 def test_the_code_runs_as_pasted(page: str, pasted: dict[str, tuple[str | None, str]]) -> None:
     problem, _ = pasted[page]
     assert problem is None, problem
