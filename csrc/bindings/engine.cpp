@@ -169,24 +169,15 @@ void bind_engine(py::module_& m) {
       .def("has_early_exchange", &Engine::has_early_exchange, py::call_guard<py::gil_scoped_release>())
       .def("finish_early_exchange", &Engine::finish_early_exchange, py::call_guard<py::gil_scoped_release>())
       .def("declare_unused", &Engine::declare_unused, py::call_guard<py::gil_scoped_release>())
-      .def("set_rebuild",
-           [](Engine& engine, py::function rebuild) {
-             auto held = without_gil(std::move(rebuild));
-             py::gil_scoped_release no_gil;
-             engine.set_rebuild(std::move(held));
-           })
-      .def("set_tell_unregistered",
-           [](Engine& engine, py::function tell) {
-             auto held = without_gil(std::move(tell));
-             py::gil_scoped_release no_gil;
-             engine.set_tell_unregistered(std::move(held));
-           })
-      .def("set_explain",
-           [](Engine& engine, py::function explain) {
-             auto held = asked_without_gil(std::move(explain));
-             py::gil_scoped_release no_gil;
-             engine.set_explain(std::move(held));
-           })
+      .def(
+          "set_callbacks",
+          [](Engine& engine, py::function rebuild, py::function tell_unregistered, py::function explain) {
+            EngineCallbacks held{without_gil(std::move(rebuild)), without_gil(std::move(tell_unregistered)),
+                                 asked_without_gil(std::move(explain))};
+            py::gil_scoped_release no_gil;
+            engine.set_callbacks(std::move(held));
+          },
+          py::kw_only(), py::arg("rebuild"), py::arg("tell_unregistered"), py::arg("explain"))
       // Without a lock, so they keep the GIL.
       .def("seconds_in_hook", &Engine::seconds_in_hook)
       .def("agreed_steps", &Engine::agreed_steps)

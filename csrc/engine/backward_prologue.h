@@ -48,9 +48,6 @@ class BackwardPrologue {
                    std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings,
                    UsageAgreement::Objections objections);
 
-  // What forward passes from now on do not use.
-  void declare_unused(const std::vector<size_t>& parameters) { unused_.declare(parameters); }
-
   // In grad mode, with the tensors among the module's outputs. `reached` is called when backward comes to one of them,
   // `unmanaged_reported` with each unmanaged parameter that gets a gradient.
   void forward_done(const std::vector<at::Tensor>& outputs, bool synchronises, const std::function<void()>& reached,
@@ -60,8 +57,6 @@ class BackwardPrologue {
   // but the engine reads the views. Returns whether it found parameters to be marked ready.
   bool outputs_reached(bool takes_gradients);
 
-  // Of one of the Reducer's parameters in a pass that it does not reduce, of an unmanaged one in any.
-  void gradient_accumulated(size_t parameter) { unused_.accumulated(parameter); }
   // Parameters that get no gradient in this pass and have not been marked ready yet, once. Without a graph search the
   // Reducer waits for every parameter, and these will not report by themselves.
   std::vector<size_t> take_marks();
@@ -70,20 +65,11 @@ class BackwardPrologue {
 
   // `shadow`: this rank has joined. Waits for the other ranks.
   AgreedUsage first_bucket_ready(bool shadow);
-  void step_closed() { unused_.step_closed(); }
-
-  // Between two passes: parameters with a gradient that no step has taken up.
-  std::vector<size_t> pending() const { return unused_.pending(); }
-  // Whether this rank has a gradient of the `index`th unmanaged parameter that no step has taken up.
-  bool unmanaged_has_gradient(size_t index) const {
-    return unused_.has_accumulated(reducer_.parameters().size() + index);
-  }
-  void unmanaged_averaged() { unused_.unmanaged_taken_up(); }
-  void gradients_done() { unused_.pass_ended(); }
 
   // Whether a backward pass may still come out of the last forward pass.
   bool awaits_backward() const;
 
+  UnusedParameters& unused() { return unused_; }
   UsageAgreement& agreement() { return agreement_; }
 
  private:

@@ -1,11 +1,9 @@
-// From a bucket that is ready to a future of its averaged gradients, sending only what some rank needs.
+// The life of what serves one DDP module: its settings, its groups, who calls it when, and under which locks.
 //
-// One engine serves one DDP module. A *step* is one synchronised backward pass: the Reducer hands over its buckets in
-// order, the first one opens the step and the last one closes it. Nothing waits in here except for mask exchanges, and
-// for what every rank has begun before one that is over; gradients travel as futures.
-//
-// A step, moment by moment. R is the Reducer's mutex, E the engine's; the thread is that of backward() where none is
-// named. What is queued runs at the end of backward: callbacks that are queued in a callback, after the Reducer's own.
+// The engine counts a *step* for each synchronised backward pass, in which the Reducer hands over its buckets in order;
+// `BackwardPass` decides what is sent. A step, moment by moment, with R for the Reducer's mutex and E for the engine's,
+// in the thread of backward() where none is named. What is queued runs at the end of backward: callbacks that are
+// queued in a callback, after the Reducer's own.
 //
 //   entry point              called by                    locks       what happens              queues
 //   -----------------------  ---------------------------  ----------  ------------------------  ----------------------
@@ -15,18 +13,14 @@
 //                                                                     are detached
 //   gradient_reported        autograd, each accumulator   none: marks what is unused ready      reduced_without_hook,
 //                                                         R, E: copies early within a step      until there is a hook
-//   run, first bucket        Reducer, which holds R       R, E        open_step: waits for the  -
-//                                                                     agreed mask, plans
-//   run, every bucket        Reducer, which holds R       R, E        take_bucket: detectors    -
-//                                                                     exchange masks, messages
-//                                                                     leave
-//   run, last bucket         Reducer, which holds R       R, E        close_step; step_ is      after_backward; in a
-//                                                                     null again                pass that failed, the
+//   run, first bucket        Reducer, which holds R       R, E        waits for the agreed      -
+//                                                                     mask, plans
+//   run, every bucket        Reducer, which holds R       R, E        messages leave            -
+//   run, last bucket         Reducer, which holds R       R, E        closes the step           after_backward; in a
+//                                                                                               pass that failed, the
 //                                                                                               used map's return
-//   contributions are back   the process group's thread   none        an owner sums, and sends  -
-//                                                                     the sums to all
-//   a message is back        the process group's thread   none        scatters; completes the   -
-//                                                                     bucket's future
+//   a message is back        the process group's thread   none        an owner's sums leave; or -
+//                                                                     a future completes
 //   unmanaged_gradient_      autograd, accumulator of     E           notes the gradient        -
 //   reported                 what DDP does not know
 //   gradients_done           autograd, end of backward    R, E        marks what is unready,    -
@@ -35,11 +29,8 @@
 //                            Reducer's own callback                   averaged; rebuild         this rank alone
 //
 // A rank that has joined calls `run` outside of backward, without R, which the engine then takes; it queues nothing.
-// `run` and what it queues are in engine_buckets.cpp, the other entry points in engine_events.cpp, settings and life in
-// engine.cpp.
 //
-// Always holds: what is sent, in what order and in what shape depends on agreed masks, the bucket layout and the
-// settings only. Every bucket future handed out is completed or failed, whatever happens.
+// Always holds: every bucket future handed out is completed or failed, whatever happens.
 // Thread-safety: the public functions lock; completions run in the process group's threads and touch only the step
 // they belong to. Lock order: the Reducer's mutex, then the engine's.
 // Every rank must agree on: EngineSettings, the Reducer's bucket layout, the number of steps.
@@ -48,42 +39,33 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <utility>
 #include <vector>
 
 #include "agreement/control_groups.h"
 #include "agreement/group_reference.h"
-#include "detectors/adaptive_rule.h"
-#include "detectors/coding_rule.h"
-#include "detectors/looked_up_rows.h"
-#include "detectors/units_detector.h"
-#include "detectors/units_of_step.h"
-#include "engine/backward_prologue.h"
+#include "engine/backward_pass.h"
 #include "engine/engine_settings.h"
-#include "engine/rebuild_timer.h"
 #include "engine/statistics.h"
-#include "plan/plan_cache.h"
-#include "reducer/bucket_views.h"
-#include "reducer/current_layout.h"
 #include "reducer/gradient_report.h"
 #include "reducer/reducer_view.h"
-#include "transport/message_sender.h"
 
 namespace ddp_hooks {
 
-struct Usage {
-  UsageMask here;                 // this rank contributed a gradient in the last step
-  UsageMask anywhere;             // some rank did
-  std::vector<UnitCounts> units;  // of the parameters that were agreed on by units
-  Contributors contributors;      // of each parameter, as far as that was asked for
+// What the engine asks of whoever made it; each may be empty.
+struct EngineCallbacks {
+  // At the end of a backward pass, when EngineSettings::rebuild_after have passed.
+  std::function<void()> rebuild;
+  // Once, at the end of a backward pass that the Reducer has reduced without any hook.
+  std::function<void()> tell_unregistered;
+  // With what a failed exchange of masks said, by whoever has waited for it; what it returns is added.
+  BackwardPass::Explain explain;
 };
-
-struct Step;
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
@@ -131,20 +113,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Whether a forward pass has been run whose backward pass may still come.
   bool awaits_backward() const;
 
-  // Called at the end of a backward pass when EngineSettings::rebuild_after have passed.
-  void set_rebuild(std::function<void()> rebuild);
-
-  // Called once, at the end of a backward pass that the Reducer has reduced without any hook.
-  void set_tell_unregistered(std::function<void()> tell);
-
-  // Called with what a failed exchange of masks said, by whoever has waited for it; what it returns is added.
-  void set_explain(std::function<std::string(const std::string&)> explain);
+  void set_callbacks(EngineCallbacks callbacks);
 
   // For how long the hook has been at one bucket, where it waits for nothing but masks; 0 outside. Takes no lock.
   double seconds_in_hook() const;
 
   // In how many steps every rank of the group has been heard of. Takes no lock.
-  int64_t agreed_steps() const { return agreed_steps_; }
+  int64_t agreed_steps() const { return pass_.agreed_steps(); }
 
   // Other settings from the next step on; throws within a step.
   void configure(const EngineSettings& settings);
@@ -155,93 +130,53 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Usage usage() const;
 
  private:
-  using Future = c10::intrusive_ptr<c10::ivalue::Future>;
-
   Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
          const EngineSettings& settings, std::vector<at::Tensor> unmanaged_parameters, std::vector<std::string> names,
          const std::vector<size_t>& pending);
-  // The moments of a pass.
+  // Both locks, in their order; throws once the DDP module is gone.
+  std::pair<ReducerLock, std::unique_lock<std::recursive_mutex>> lock() const {
+    return {reducer_.lock(), std::unique_lock(mutex_)};
+  }
+  // Calls a moment below for as long as there is an engine.
+  template <typename... Arguments>
+  std::function<void(Arguments...)> weakly(void (Engine::*moment)(Arguments...)) {
+    return [engine = weak_from_this(), moment](Arguments... arguments) {
+      if (const auto self = engine.lock()) (*self.*moment)(arguments...);
+    };
+  }
   void outputs_reached();
   void gradient_reported(size_t parameter);
   void unmanaged_gradient_reported(size_t parameter);
-  void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
-  std::exception_ptr explained(const std::exception_ptr& error) const;
-  void forget_broken_pass();
-  void check_bucket(uint32_t bucket);
-  void wait_for_gradients(uint32_t bucket) const;
-  void prepare_gradients(uint32_t bucket);
-  void open_step(bool shadow);
-  AgreedUsage agree(bool shadow);
-  void keep_untouched();
-  UsageMask tell(bool nothing);
-  PlanSettings settings_of_plan() const;
-  void choose_units(const AgreedUsage& usage, int64_t step_number);
-  void plan_parameters(const UsageMask& to_send, const Contributors& who);
-  void send_bucket(uint32_t bucket);
-  std::vector<double> send_settled(const SettledUnits& settled);
-  EngineSettings fitted(EngineSettings settings) const;
-  void close_step();
-  void record_usage();
-  bool is_time_to_rebuild();
-  void queue_after_backward();
-  void leave_out_used_map();
+  void mark_unused_ready();
+  void step_closed();
   void gradients_done();
   void after_backward(const std::shared_ptr<Step>& step);
-  void rebuild();
-
+  void average_unmanaged(const Step& step, bool contribute);
   void look_for_hook();
   void reduced_without_hook();
-  void watch_gradients();
-  void mark_unused_ready();
-  std::vector<size_t> unready_parameters();
-  void refresh_layout();
-  void fill_views(uint32_t bucket);
-  void note_unannounced(uint32_t bucket);
-  void average_unmanaged(const Step& step, bool contribute);
 
   // Recursive, because buckets may complete while it is held, and what users have chained to their futures runs then
   // and may ask for statistics.
   mutable std::recursive_mutex mutex_;
   const ReducerView reducer_;
-  BucketViews views_;
-  CurrentLayout layout_;
   bool takes_gradients_ = false;
   const std::vector<at::Tensor> unmanaged_parameters_;
   const std::vector<std::string> names_;
   GroupReference<c10d::ProcessGroup> data_group_;
-  const std::vector<c10::Stream> accumulator_streams_;
   std::shared_ptr<const ControlGroups> control_groups_;
-  EngineSettings settings_;
   std::vector<GradientReport> reports_;
-  std::unique_ptr<BackwardPrologue> prologue_;  // null once this is closed
+  EngineCallbacks callbacks_;
   // Asked with every gradient, so that only a pass with something to mark takes the lock for it.
   std::atomic<bool> has_marks_{false};
   // The same: until the Reducer has a hook, or somebody was told that it has none.
   std::atomic<bool> lacks_hook_{true};
-  std::function<void()> tell_unregistered_;
   int64_t looked_for_hook_in_ = 0;  // the forward pass of the backward pass that has been looked at
-
-  AdaptiveRule skip_zeros_;
-  UnitsDetector units_;
-  CodingRule coding_;
-  std::shared_ptr<const StepInFlight::CodedBytes> last_coded_;  // of the last step; null before
-  const std::shared_ptr<LookedUpRows> looked_up_ = std::make_shared<LookedUpRows>();
-  PlanCache plans_;
-  RebuildTimer rebuild_timer_;
-  std::function<void()> rebuild_;
-  std::function<std::string(const std::string&)> explain_;
   // Since when the hook has been at a bucket, on the steady clock, and 0 outside.
   std::atomic<std::chrono::steady_clock::rep> in_hook_since_{0};
-  int64_t step_number_ = 0;
-  std::atomic<int64_t> agreed_steps_{0};
-  std::shared_ptr<Step> step_;     // null between steps
-  std::weak_ptr<Step> last_step_;  // as long as any of its messages is under way
   // Alive from a step's last bucket until this rank has done what others wait for at the end of its backward pass.
   std::weak_ptr<void> ending_;
-
-  Usage usage_;
   Statistics statistics_;
-  MessageSender sender_;
+  BackwardPass pass_;  // its prologue is null once this is closed
 };
 
 }  // namespace ddp_hooks

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "agreement/usage_agreement.h"
+#include "detectors/units_of_step.h"
 #include "transport/message_sender.h"
 
 namespace ddp_hooks {
@@ -22,6 +24,13 @@ struct Statistics {
   double hook_seconds = 0;  // spent in the hook, but for waiting for masks
   ExchangeStatistics exchanges;
   MessageStatistics messages;
+};
+
+struct Usage {
+  UsageMask here;                 // this rank contributed a gradient in the last step
+  UsageMask anywhere;             // some rank did
+  std::vector<UnitCounts> units;  // of the parameters that were agreed on by units
+  Contributors contributors;      // of each parameter, as far as that was asked for
 };
 
 }  // namespace ddp_hooks

@@ -304,9 +304,11 @@ class Service:
             if living is not None and living.ddp is not None:
                 living.rebuild(None)
 
-        engine.set_rebuild(rebuild_module)
-        engine.set_tell_unregistered(_warn_of_a_missing_hook)
-        engine.set_explain(partial(_explain, self._activity))
+        engine.set_callbacks(
+            rebuild=rebuild_module,
+            tell_unregistered=_warn_of_a_missing_hook,
+            explain=partial(_explain, self._activity),
+        )
         return engine
 
     def rebuild(self, find_unused_parameters: bool | None) -> bool:

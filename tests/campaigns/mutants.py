@@ -96,18 +96,18 @@ DELETIONS = (
     ),
     Deletion(
         "a bucket's future carries the stream on which it is complete",
-        "engine/engine_buckets.cpp",
+        "engine/engine.cpp",
         "if (!bucket.getBuffer().is_cpu()) devices.push_back(bucket.getBuffer().device());",
     ),
     Deletion(
         "the hook's stream waits for those on which gradients were accumulated",
-        "engine/engine_buckets.cpp",
+        "engine/backward_pass.cpp",
         "    accumulated.block(current_stream(device));",
         test="engine/test_pretend.py -k many_streams",
     ),
     Deletion(
         "the used map is waited for at the end of backward",
-        "engine/engine_buckets.cpp",
+        "engine/engine.cpp",
         "  reducer_.wait_for_used_map();\n  average_unmanaged(*step, true);",
         "  if (!@) reducer_.wait_for_used_map();\n  average_unmanaged(*step, true);",
         test="engine/test_pretend.py -k used_map",
@@ -130,7 +130,7 @@ DELETIONS = (
     ),
     Deletion(
         "where gradients were accumulated is recorded",
-        "engine/engine_buckets.cpp",
+        "engine/backward_pass.cpp",
         "    accumulated.record(stream);",
         test="engine/test_pretend.py -k many_streams",
     ),

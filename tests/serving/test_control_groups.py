@@ -577,18 +577,21 @@ def rebuild_goes_while_it_runs(rank: int, replaced: bool) -> None:
     engine = state._service.engine
     lived: list[bool] = []
 
+    def set_rebuild(rebuild: Callable[[], None]) -> None:
+        engine.set_callbacks(rebuild=rebuild, tell_unregistered=lambda: None, explain=lambda said: "")
+
     def rebuild(token: Token) -> None:
         alive = weakref.ref(token)
         del token  # the partial has it still
         if replaced:
-            engine.set_rebuild(lambda: None)
+            set_rebuild(lambda: None)
         else:
             engine.close(remove_hook=True, dying=True)
         lived.append(alive() is not None)
 
     token = Token()
     gone = weakref.ref(token)
-    engine.set_rebuild(functools.partial(rebuild, token))
+    set_rebuild(functools.partial(rebuild, token))
     del token
     ddp(torch.ones(2, 4)).sum().backward()
     assert lived == [True]

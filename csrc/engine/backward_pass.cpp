@@ -1,23 +1,63 @@
-// The path of a bucket: what `run` does, and what it queues for the end of backward.
+#include "engine/backward_pass.h"
+
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
-#include <functional>
 #include <stdexcept>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
 #include "agreement/stopwatch.h"
-#include "engine/end_of_backward.h"
-#include "engine/engine.h"
-#include "engine/step.h"
 #include "kernels/devices.h"
-#include "transport/unmanaged_gradients.h"
 
 namespace ddp_hooks {
 namespace {
+
+// Models that switch between a handful of branches on each of a few ranks need some dozens.
+constexpr size_t kCachedPlans = 64;
+
+AdaptiveRule rule_of_skip_zeros(const EngineSettings& settings) {
+  return {settings.units.adaptive, settings.units.adaptive.hold_steps, true};
+}
+
+// What a group and a policy allow.
+EngineSettings fitted(EngineSettings settings, const ControlGroups& control_groups, c10d::ProcessGroup& group,
+                      c10::Device device) {
+  const Topology& topology = control_groups.topology();
+  const int hosts = topology.host_count();
+  Transports& transports = settings.plan.direct.transports;
+  settings.plan.adds_up_in_hosts = transports.direct && topology.shares_hosts();
+  // A host's ranks have as much room in a message as a rank would that has a host of its own.
+  settings.plan.direct.segment_bytes *= topology.ranks_per_host();
+  transports.world_size = hosts;
+  transports.direct =
+      transports.direct && settings.agreement.skip_unused && DirectSender::is_possible(group, device, hosts);
+  transports.owners = transports.owners && transports.direct && DirectSender::can_sum(group, device, hosts);
+  const bool may_code =
+      transports.direct && control_groups.has_contributions() && DirectSender::can_code(group, device, hosts);
+  if (!may_code) settings.coding.coded = When::kOff;
+  settings.agreement.asks_who = transports.direct;
+  return settings;
+}
+
+// Asks who was missing, for seconds, while the others fail for the same reason.
+std::exception_ptr explained(const std::exception_ptr& error, const BackwardPass::Explain& explain) {
+  if (!explain) return error;
+  try {
+    std::rethrow_exception(error);
+  } catch (c10::Error& failed) {
+    // Of a type that users may catch, so it stays the same error.
+    const std::string more = explain(failed.what());
+    if (!more.empty()) failed.add_context(more);
+    return std::current_exception();
+  } catch (const std::exception& failed) {
+    const std::string said = failed.what();
+    const std::string more = explain(said);
+    return more.empty() ? error : std::make_exception_ptr(std::runtime_error(said + "\n" + more));
+  } catch (...) {
+    return error;
+  }
+}
 
 bool uses_others_than_reduced(const Step& step, size_t reduced_count) {
   if (!step.unmanaged.empty()) return true;
@@ -27,82 +67,125 @@ bool uses_others_than_reduced(const Step& step, size_t reduced_count) {
   return false;
 }
 
-// Says since when the hook has been at a bucket, however it leaves.
-class InHook {
- public:
-  explicit InHook(std::atomic<std::chrono::steady_clock::rep>& since) : since_(since) {
-    since_ = std::chrono::steady_clock::now().time_since_epoch().count();
-  }
-  ~InHook() { since_ = 0; }
-  InHook(const InHook&) = delete;
-  InHook& operator=(const InHook&) = delete;
-
- private:
-  std::atomic<std::chrono::steady_clock::rep>& since_;
-};
-
 }  // namespace
 
-c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
-  RECORD_FUNCTION("ddp_hooks::bucket", std::vector<c10::IValue>());
+BackwardPass::BackwardPass(const ReducerView& reducer, c10d::ProcessGroup& group,
+                           const std::shared_ptr<const ControlGroups>& control_groups, const EngineSettings& settings,
+                           const std::vector<at::Tensor>& unmanaged, const std::vector<std::string>& names,
+                           const std::vector<size_t>& pending, Statistics& statistics)
+    : reducer_(reducer),
+      group_(group),
+      control_groups_(control_groups),
+      statistics_(statistics),
+      views_(reducer_),
+      layout_(reducer_),
+      accumulator_streams_(reducer_.accumulator_streams()),
+      settings_(fitted(settings, *control_groups_, group_, reducer_.parameters().front().device())),
+      skip_zeros_(rule_of_skip_zeros(settings)),
+      units_(settings_.units),
+      coding_(settings_.coding, settings_.units.adaptive, control_groups_->topology().host_count()),
+      plans_(kCachedPlans),
+      sender_(group_, reducer_.parameters().front().device().type(), control_groups_, views_, statistics_.messages) {
+  const size_t parameters = reducer_.parameters().size() + unmanaged.size();
+  TORCH_CHECK(names.size() == parameters, "ddp_hooks: expected a name for each of the module's ", parameters,
+              " parameters, received ", names.size());
+  sender_.set_adds_up_in_hosts(settings_.plan.adds_up_in_hosts);
+  const PartsOfPrologue parts{reducer_, views_, layout_, unmanaged, names, statistics_.exchanges};
+  prologue_ = std::make_unique<BackwardPrologue>(parts, pending, control_groups_, settings_.agreement,
+                                                 [this](bool none) { return tell(none); });
+  for (size_t i : pending) {
+    if (i < reducer_.parameters().size()) reducer_.note_used(i);
+  }
+}
+
+void BackwardPass::configure(const EngineSettings& settings) {
+  TORCH_CHECK(!step_ && !has_early_exchange(),
+              "ddp_hooks: expected a change of policy between two steps, received one during a backward pass");
+  settings_ = fitted(settings, *control_groups_, group_, reducer_.parameters().front().device());
+  skip_zeros_ = rule_of_skip_zeros(settings);
+  units_ = UnitsDetector(settings_.units);
+  coding_ = CodingRule(settings_.coding, settings_.units.adaptive, control_groups_->topology().host_count());
+  sender_.set_adds_up_in_hosts(settings_.plan.adds_up_in_hosts);
+  // With the layout that stands; before the first step there is none yet.
+  units_.use_layout(*layout_);
+  plans_.clear();
+  sender_.drop();
+  step_number_ = 0;
+  rebuild_timer_.restart();
+}
+
+std::unique_ptr<BackwardPrologue> BackwardPass::close() {
+  // Not into buckets that a forward pass has had made anew since the last step.
+  if (!reducer_.is_gone()) views_.forget();
+  step_.reset();
+  sender_.drop();
+  return std::move(prologue_);
+}
+
+void BackwardPass::finish_early_exchange() {
+  if (!has_early_exchange()) refresh_layout();
+  prologue_->agreement().finish(layout_.hash());
+}
+
+// What travels beside the usage mask.
+UsageMask BackwardPass::tell(bool nothing) {
+  CodedAmounts amounts;
+  if (last_coded_ && !nothing) {
+    amounts = {last_coded_->contribution_bytes, last_coded_->coded_contribution_bytes, last_coded_->sum_bytes,
+               last_coded_->coded_sum_bytes};
+  }
+  return coding_.tell(units_.objections(nothing), amounts);
+}
+
+std::shared_ptr<Step> BackwardPass::forward_begins() {
+  // What has come back since its last bucket left is done with it; of a pass that then broke off, the rest may come.
+  if (const auto last = last_step_.lock()) last->has_failed = true;
+  if (step_) sender_.drop();
+  return std::exchange(step_, nullptr);
+}
+
+void BackwardPass::forward_done(const std::vector<at::Tensor>& outputs, bool synchronises,
+                                const std::function<void()>& reached,
+                                const std::function<void(size_t)>& unmanaged_reported) {
+  TORCH_CHECK(
+      settings_.rebuild_after == 0 || !reducer_.finalizes_manually(),
+      "ddp_hooks: expected rebuild_after or DDP's require_manual_backward_finalization, received both: rebuild_after "
+      "rebuilds the Reducer at the end of backward, when gradients that are finalized manually are still in flight; "
+      "leave rebuild_after out of the policy, and call ddp_hooks.rebuild(ddp) on every rank after "
+      "finalize_backward()");
+  prologue_->forward_done(outputs, synchronises, reached, unmanaged_reported);
+  // A search of the graph is for those whom it spares something.
+  if (!synchronises || group_.getSize() == 1 || !reducer_.parameters().front().is_cpu()) return;
+  looked_up_->forget();
+  if (units_.may_choose()) looked_up_->watch(outputs);
+}
+
+bool BackwardPass::outputs_reached(bool takes_gradients) {
+  refresh_layout();
+  return prologue_->outputs_reached(takes_gradients);
+}
+
+void BackwardPass::gradient_reported(size_t parameter, bool copies_early) {
+  if (!reducer_.expects_backward()) {
+    // It has noted a gradient here, and looked at the placeholder.
+    if (views_.is_detached(parameter)) reducer_.forget_use_without_gradient(parameter);
+    return prologue_->unused().accumulated(parameter);
+  }
+  if (!copies_early) return;
+  // Before the step opens, nobody knows how a gradient will travel.
+  if (!step_ || step_->error || !reducer_.is_final(parameter)) return;
   const Stopwatch stopwatch;
-  const InHook in_hook(in_hook_since_);
-  // A joined rank runs the hook outside of any backward pass and does not hold the Reducer's mutex.
-  ReducerLock reducer_lock;
-  // With its device, a future carries the point on the stream at which its value is there.
-  std::vector<c10::Device> devices;
-  if (!bucket.getBuffer().is_cpu()) devices.push_back(bucket.getBuffer().device());
-  Future future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
-  try {
-    const bool shadow = !reducer_.in_backward();
-    if (shadow) reducer_lock = reducer_.lock();
-    std::lock_guard lock(mutex_);
-    const double waited_before = statistics_.exchanges.wait_seconds;
-    const at::NoGradGuard no_grad;
-    try {
-      TORCH_CHECK(prologue_, "ddp_hooks: expected a state that serves this module, received one that was closed; call ",
-                  "ddp_hooks.register(ddp) on every rank");
-      take_bucket(bucket, shadow, future);
-    } catch (...) {
-      const bool is_known = step_ && step_->error;
-      const std::exception_ptr error = is_known ? step_->error : explained(std::current_exception());
-      step_ ? step_->fail(error) : future->setError(error);
-      // Collectives that are still under way keep their own references.
-      sender_.drop();
-    }
-    if (bucket.isLast() && !shadow && !(step_ && step_->closed)) leave_out_used_map();
-    if (step_ && step_->buckets.size() >= layout_->buckets.size()) {
-      last_step_ = step_;
-      step_.reset();
-    }
-    statistics_.hook_seconds += stopwatch.seconds() - (statistics_.exchanges.wait_seconds - waited_before);
-  } catch (...) {
-    if (!future->completed()) future->setError(std::current_exception());
-  }
-  return future;
+  const at::NoGradGuard no_grad;
+  sender_.copy_into_bucket_early(*step_, parameter);
+  statistics_.hook_seconds += stopwatch.seconds();
 }
 
-// Asks who was missing, for seconds, while the others fail for the same reason.
-std::exception_ptr Engine::explained(const std::exception_ptr& error) const {
-  if (!explain_) return error;
-  try {
-    std::rethrow_exception(error);
-  } catch (c10::Error& failed) {
-    // Of a type that users may catch, so it stays the same error.
-    const std::string more = explain_(failed.what());
-    if (!more.empty()) failed.add_context(more);
-    return std::current_exception();
-  } catch (const std::exception& failed) {
-    const std::string said = failed.what();
-    const std::string more = explain_(said);
-    return more.empty() ? error : std::make_exception_ptr(std::runtime_error(said + "\n" + more));
-  } catch (...) {
-    return error;
+void BackwardPass::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future) {
+  if (step_ && bucket.getIndex() == 0 && !reducer_.learns_static_graph()) {
+    step_->break_off();
+    step_.reset();
+    sender_.drop();
   }
-}
-
-void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future) {
-  if (bucket.getIndex() == 0 && !reducer_.learns_static_graph()) forget_broken_pass();
   const bool first = !step_;
   if (first) step_ = std::make_shared<Step>();
   // Buckets are counted here, because in the first pass of a static graph the Reducer numbers every bucket 0.
@@ -120,14 +203,21 @@ void Engine::take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& fu
   if (index + 1 == layout_->buckets.size()) close_step();
 }
 
-void Engine::forget_broken_pass() {
-  if (!step_) return;
-  step_->break_off();
-  step_.reset();
+void BackwardPass::fail(const Future& future, const Explain& explain) {
+  const bool is_known = step_ && step_->error;
+  const std::exception_ptr error = is_known ? step_->error : explained(std::current_exception(), explain);
+  step_ ? step_->fail(error) : future->setError(error);
+  // Collectives that are still under way keep their own references.
   sender_.drop();
 }
 
-void Engine::check_bucket(uint32_t bucket) {
+void BackwardPass::bucket_taken() {
+  if (!step_ || step_->buckets.size() < layout_->buckets.size()) return;
+  last_step_ = step_;
+  step_.reset();
+}
+
+void BackwardPass::check_bucket(uint32_t bucket) {
   const BucketLayout& layout = layout_->buckets[bucket];
   if (layout.sparse) {
     statistics_.dense_bytes += payload_bytes(step_->buckets[bucket].buffer());
@@ -142,7 +232,7 @@ void Engine::check_bucket(uint32_t bucket) {
 // Accumulators that are made on different streams accumulate on those, such as old ones and new ones of a Reducer that
 // was made anew. What is sent now is of this bucket and of those before; the Reducer goes by the last gradient's
 // stream, and autograd records a gradient on its accumulator's alone.
-void Engine::wait_for_gradients(uint32_t bucket) const {
+void BackwardPass::wait_for_gradients(uint32_t bucket) const {
   const c10::Device device = step_->buckets[bucket].buffer().device();
   for (const c10::Stream& stream : accumulator_streams_) {
     if (stream.device() != device || stream == current_stream(device)) continue;
@@ -160,18 +250,18 @@ void Engine::wait_for_gradients(uint32_t bucket) const {
   }
 }
 
-void Engine::prepare_gradients(uint32_t bucket) {
+void BackwardPass::prepare_gradients(uint32_t bucket) {
   wait_for_gradients(bucket);
   fill_views(bucket);
   note_unannounced(bucket);
   // Before the bucket is sent, because then gradients are where autograd has left them. Alone nobody asks.
   const BucketLayout& layout = layout_->buckets[bucket];
-  if (layout.sparse || data_group_->getSize() == 1) return;
+  if (layout.sparse || group_.getSize() == 1) return;
   units_.look(layout, step_->buckets[bucket].flat(), views_, step_->agreed, step_number_);
 }
 
 // What is known of this bucket, and what is found out meanwhile about this one or earlier ones.
-void Engine::send_bucket(uint32_t bucket) {
+void BackwardPass::send_bucket(uint32_t bucket) {
   Step& step = *step_;
   const BucketPlan& plan = step.plan->buckets[bucket];
   const bool is_sparse = layout_->buckets[bucket].sparse;
@@ -184,7 +274,7 @@ void Engine::send_bucket(uint32_t bucket) {
                            [&](const SettledUnits& settled) { return send_settled(settled); });
 }
 
-std::vector<double> Engine::send_settled(const SettledUnits& settled) {
+std::vector<double> BackwardPass::send_settled(const SettledUnits& settled) {
   Step& step = *step_;
   const size_t bucket_count = layout_->buckets.size();
   std::vector<GradientToSend> gradients;
@@ -207,13 +297,13 @@ std::vector<double> Engine::send_settled(const SettledUnits& settled) {
 }
 
 // What travels from those who contribute, by what was agreed, would leave out a gradient that nobody announced.
-void Engine::note_unannounced(uint32_t bucket) {
+void BackwardPass::note_unannounced(uint32_t bucket) {
   Step& step = *step_;
   if (step.plan->direct.count() == 0) return;
   for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
     if (!step.plan->direct.test(slice.parameter)) continue;
     // Not what this rank uses: it may have taken up masks that an earlier pass, which failed, had sent.
-    if (step.contributors.by_rank()[static_cast<size_t>(data_group_->getRank())].test(slice.parameter)) continue;
+    if (step.contributors.by_rank()[static_cast<size_t>(group_.getRank())].test(slice.parameter)) continue;
     if (!views_.has_gradient(slice.parameter)) continue;
     step.unannounced = slice.parameter;
     // What comes from the others is written here, and the Reducer wants to find it in .grad.
@@ -221,10 +311,10 @@ void Engine::note_unannounced(uint32_t bucket) {
   }
 }
 
-void Engine::fill_views(uint32_t bucket) {
+void BackwardPass::fill_views(uint32_t bucket) {
   const Step& step = *step_;
   // Alone nothing is sent, and the Reducer copies what it finds in the bucket.
-  const bool all_used = data_group_->getSize() == 1;
+  const bool all_used = group_.getSize() == 1;
   // A rank that has joined tells the Reducer about old uses, and the Reducer makes gradients of them; without a search
   // it asks nobody, and would make gradients of everything.
   const bool unused_too = step.agreed.test(prologue_->agreement().joined_bit()) && reducer_.searches_graph();
@@ -237,10 +327,10 @@ void Engine::fill_views(uint32_t bucket) {
   }
 }
 
-void Engine::open_step(bool shadow) {
+void BackwardPass::open_step(bool shadow) {
   refuse_capture(step_->buckets.front().buffer().device());
   refresh_layout();
-  TORCH_CHECK(reducer_.process_group().get() == data_group_.get(),
+  TORCH_CHECK(reducer_.process_group().get() == &group_,
               "ddp_hooks: the module's process group was replaced; wrap the module and register again on every rank");
   reducer_.wait_for_used_map();
   reducer_.unmark_used_map_reduced();
@@ -252,7 +342,7 @@ void Engine::open_step(bool shadow) {
   ++agreed_steps_;
   keep_untouched();
   // Alone there is nobody to send to, whatever is used.
-  if (data_group_->getSize() == 1) return plan_parameters(prologue_->agreement().nothing(), Contributors());
+  if (group_.getSize() == 1) return plan_parameters(prologue_->agreement().nothing(), Contributors());
   choose_units(usage, step_number);
   if (step_->units && step_->units->chosen().whole) {
     return plan_parameters(prologue_->agreement().nothing(), Contributors());
@@ -263,7 +353,7 @@ void Engine::open_step(bool shadow) {
 }
 
 // Waits for the other ranks.
-AgreedUsage Engine::agree(bool shadow) {
+AgreedUsage BackwardPass::agree(bool shadow) {
   Step& step = *step_;
   const size_t reduced_count = reducer_.parameters().size();
   step.shadow = shadow;
@@ -273,17 +363,18 @@ AgreedUsage Engine::agree(bool shadow) {
   step.local = usage.here;
   step.agreed = step.used = usage.anywhere;
   step.nobody_joined = usage.nobody_joined;
-  step.expected = coding_.choose(step_number_ - 1, usage.objections);
+  step.settings = settings_.plan;
+  step.settings.direct.transports.coded = coding_.choose(step_number_ - 1, usage.objections);
   step.contributors = usage.contributors;
   step.unannounced = usage.unannounced;
-  for (size_t i = 0; i < unmanaged_parameters_.size(); ++i) {
-    if (step.agreed.test(reduced_count + i)) step.unmanaged.push_back(i);
+  for (size_t i = reduced_count; i < prologue_->agreement().joined_bit(); ++i) {
+    if (step.agreed.test(i)) step.unmanaged.push_back(i - reduced_count);
   }
   return usage;
 }
 
 // The gradients that no rank has used, which the Reducer is about to overwrite.
-void Engine::keep_untouched() {
+void BackwardPass::keep_untouched() {
   Step& step = *step_;
   if (step.shadow || reducer_.searches_graph()) return;
   bool is_written = false;
@@ -304,7 +395,7 @@ void Engine::keep_untouched() {
 }
 
 // What is looked into in this step.
-void Engine::choose_units(const AgreedUsage& usage, int64_t step_number) {
+void BackwardPass::choose_units(const AgreedUsage& usage, int64_t step_number) {
   Step& step = *step_;
   ChosenUnits chosen{prologue_->agreement().nothing()};
   // A joined rank has nothing to look into, and makes the Reducer write gradients that nobody has.
@@ -317,7 +408,7 @@ void Engine::choose_units(const AgreedUsage& usage, int64_t step_number) {
   statistics_.skip_zeros_steps += chosen.whole;
   statistics_.skip_zero_rows_steps += chosen.divided.count() > 0;
   step.agreed.subtract(chosen.divided);
-  step.planner.emplace(*layout_, chosen.divided, settings_of_plan());
+  step.planner.emplace(*layout_, chosen.divided, step.settings);
   const DetectedStep detected{
       *layout_,
       layout_.hash(),
@@ -328,33 +419,18 @@ void Engine::choose_units(const AgreedUsage& usage, int64_t step_number) {
   step.units.emplace(detected, *looked_up_, units_, std::move(chosen), step_number);
 }
 
-PlanSettings Engine::settings_of_plan() const {
-  PlanSettings settings = settings_.plan;
-  settings.direct.transports.coded = step_->expected;
-  return settings;
-}
-
-void Engine::plan_parameters(const UsageMask& to_send, const Contributors& who) {
+void BackwardPass::plan_parameters(const UsageMask& to_send, const Contributors& who) {
   const UsageMask held = step_->units ? step_->units->chosen().divided : prologue_->agreement().nothing();
-  const PlanCache::Key key{to_send, held, who, step_->expected};
+  const PlanCache::Key key{to_send, held, who, step_->settings.direct.transports.coded};
   step_->plan = plans_.find(key);
   (step_->plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
   if (step_->plan) return;
   RECORD_FUNCTION("ddp_hooks::plan", std::vector<c10::IValue>());
-  step_->plan = std::make_shared<ReductionPlan>(make_reduction_plan(*layout_, to_send, held, who, settings_of_plan()));
+  step_->plan = std::make_shared<ReductionPlan>(make_reduction_plan(*layout_, to_send, held, who, step_->settings));
   plans_.insert(key, step_->plan);
 }
 
-// What a rank has not sent the others wait for, and they would take the next that comes from it for that: its
-// all-reduce of the used map, which is of another size and another type.
-void Engine::leave_out_used_map() {
-  if (!reducer_.searches_graph()) return;
-  // Goes with the callback if the pass ends without calling it.
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [left_out = reducer_.leave_out_used_map()]() mutable { left_out.reset(); });
-}
-
-void Engine::refresh_layout() {
+void BackwardPass::refresh_layout() {
   if (!layout_.refresh()) return;
   units_.use_layout(*layout_);
   views_.forget();
@@ -362,7 +438,7 @@ void Engine::refresh_layout() {
   sender_.drop();
 }
 
-void Engine::close_step() {
+void BackwardPass::close_step() {
   Step& step = *step_;
   step.closed = true;
   record_usage();
@@ -372,19 +448,13 @@ void Engine::close_step() {
     skip_zeros_.observe(step_number_ - 1, static_cast<double>(step.units->zero_bytes()),
                         static_cast<double>(step.units->whole_bytes()));
   }
-  prologue_->step_closed();
+  prologue_->unused().step_closed();
   looked_up_->forget();
   step.rebuild = is_time_to_rebuild();
   if (step.nobody_joined) reducer_.mark_used_map_reduced(step.used);
-  if (step.shadow) {
-    // No backward pass will end here, so it takes part at once. The control group keeps the order.
-    average_unmanaged(step, false);
-  } else {
-    queue_after_backward();
-  }
 }
 
-void Engine::record_usage() {
+void BackwardPass::record_usage() {
   const Step& step = *step_;
   usage_ = {step.local, step.agreed, {}, step.contributors};
   if (!step.units) return;
@@ -397,84 +467,13 @@ void Engine::record_usage() {
   }
 }
 
-bool Engine::is_time_to_rebuild() {
+bool BackwardPass::is_time_to_rebuild() {
   // A new Reducer would learn a static graph anew, in whatever pass comes next; under no_sync() torch cannot.
   if (settings_.rebuild_after == 0 || reducer_.has_static_graph()) return false;
   // A joined rank runs no backward pass, so there is no end at which it could rebuild.
   const bool pays = uses_others_than_reduced(*step_, reducer_.parameters().size()) &&
                     !step_->used.test(prologue_->agreement().joined_bit());
   return rebuild_timer_.step_closed(step_->used.hash(), pays, settings_.rebuild_after);
-}
-
-void Engine::queue_after_backward() {
-  const Step& step = *step_;
-  if (step.untouched.empty() && step.unmanaged.empty() && !step.rebuild && !step.unannounced &&
-      !reducer_.searches_graph()) {
-    return;
-  }
-  // Goes with the callbacks if the pass ends without calling them.
-  std::shared_ptr<void> ending;
-  if (!step.unmanaged.empty() || step.rebuild) ending_ = ending = std::make_shared<char>();
-  queue_last([self = shared_from_this(), step = step_, ending = std::move(ending)] { self->after_backward(step); });
-}
-
-void Engine::after_backward(const std::shared_ptr<Step>& step) {
-  for (const auto& [parameter, gradient] : step->untouched) parameter.mutable_grad() = gradient;
-  // Where the used map was marked reduced, the Reducer has not waited for it, but whoever asks for it now expects the
-  // reduced one.
-  reducer_.wait_for_used_map();
-  average_unmanaged(*step, true);
-  if (step->unannounced) {
-    queue_error(
-        "ddp_hooks: parameter '" + names_[*step->unannounced] +
-        "' was unused here when the mask exchange began, but has a gradient now, which was not sent: expected the used "
-        "parameters to be known when backward reaches the module's outputs. Possible causes are an earlier backward "
-        "pass that failed halfway and a gradient set by hand during this one");
-  }
-  // Drops buckets that .grad has yet to be read from on this stream. The wait for their futures recorded them on it.
-  if (step->rebuild) rebuild();
-  std::lock_guard lock(mutex_);
-  ending_.reset();
-}
-
-// A rebuild closes this engine, which lets go of what it is doing right now.
-void Engine::rebuild() {
-  std::function<void()> rebuild;
-  {
-    std::lock_guard lock(mutex_);
-    rebuild = rebuild_;
-  }
-  if (rebuild) rebuild();
-}
-
-void Engine::average_unmanaged(const Step& step, bool contribute) {
-  if (step.unmanaged.empty()) return;
-  // Held, because the module may go, and close this, while the group is waited for.
-  std::shared_ptr<const ControlGroups> groups;
-  std::vector<UnmanagedGradient> gradients;
-  {
-    std::lock_guard lock(mutex_);
-    if (!prologue_ || control_groups_->world_size() == 1) return;
-    groups = control_groups_;
-    for (size_t i : step.unmanaged) {
-      gradients.push_back({unmanaged_parameters_[i], contribute && prologue_->unmanaged_has_gradient(i)});
-    }
-    if (contribute) prologue_->unmanaged_averaged();
-  }
-  // A rank that has joined does not need the result, and must go on: the others wait for it elsewhere first.
-  const UnmanagedMessages sent = average_unmanaged_gradients(groups->all(), gradients, 1 / step.divisor, contribute);
-  if (sent.sparse) {
-    queue_error(
-        "ddp_hooks: parameter '" + names_[reducer_.parameters().size() + step.unmanaged[*sent.sparse]] +
-        "' was unfrozen after DDP's Reducer had been made without it: expected a dense gradient, received a sparse "
-        "one, which was not sent; call ddp_hooks.rebuild(ddp) after unfreezing");
-  }
-  std::lock_guard lock(mutex_);
-  statistics_.messages.messages += sent.messages;
-  statistics_.messages.payload_bytes += sent.gradient_bytes;
-  statistics_.exchanges.mask_bytes += sent.flag_bytes;
-  // Plain DDP, which does not know these, would have to send them, too.
-  statistics_.dense_bytes += sent.gradient_bytes;
 }
 
 }  // namespace ddp_hooks
