@@ -44,11 +44,13 @@ CodingRule::CodingRule(const CodingSettings& settings, const AdaptiveSettings& a
       rule_(with_least_saving(adaptive, settings.least_saving), kStepsAfterPay, false),
       expected_(kHoped) {}
 
-UsageMask CodingRule::tell(UsageMask mask, const CodedAmounts& last) const {
+UsageMask CodingRule::tell(UsageMask mask, const StepInFlight::CodedBytes* last) const {
   if (is_off()) return mask;
   std::vector<uint64_t> words = mask.words();
-  set_scale(words, last.contribution_bytes, last.coded_contribution_bytes);
-  set_scale(words, last.sum_bytes, last.coded_sum_bytes);
+  const StepInFlight::CodedBytes nothing;
+  const StepInFlight::CodedBytes& coded = last == nullptr ? nothing : *last;
+  set_scale(words, coded.contribution_bytes, coded.coded_contribution_bytes);
+  set_scale(words, coded.sum_bytes, coded.coded_sum_bytes);
   const size_t bits = words.size() * kScale;
   return {bits, std::move(words)};
 }

@@ -16,6 +16,7 @@
 #include "detectors/adaptive_rule.h"
 #include "layout/transports.h"
 #include "layout/usage_mask.h"
+#include "transport/step_in_flight.h"
 
 namespace ddp_hooks {
 
@@ -25,22 +26,15 @@ struct CodingSettings {
   double least_saving = 0;
 };
 
-// Bytes of messages that a rank has coded, before and after.
-struct CodedAmounts {
-  int64_t contribution_bytes = 0;
-  int64_t coded_contribution_bytes = 0;
-  int64_t sum_bytes = 0;
-  int64_t coded_sum_bytes = 0;
-};
-
 class CodingRule {
  public:
   CodingRule(const CodingSettings& settings, const AdaptiveSettings& adaptive, int world_size);
 
   bool is_off() const { return settings_.coded == When::kOff; }
 
-  // The mask with the scales behind it, from a new word on; without them if nothing is ever coded.
-  UsageMask tell(UsageMask mask, const CodedAmounts& last) const;
+  // The mask with the scales behind it, from a new word on; without them if nothing is ever coded. `last` is what the
+  // step before has coded, null for nothing.
+  UsageMask tell(UsageMask mask, const StepInFlight::CodedBytes* last) const;
 
   // To be called once a step, with every rank's mask; without words if there was no exchange. What messages are
   // expected to take; nothing if they are not coded.

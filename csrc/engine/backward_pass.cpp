@@ -16,10 +16,6 @@ namespace {
 // Models that switch between a handful of branches on each of a few ranks need some dozens.
 constexpr size_t kCachedPlans = 64;
 
-AdaptiveRule rule_of_skip_zeros(const EngineSettings& settings) {
-  return {settings.units.adaptive, settings.units.adaptive.hold_steps, true};
-}
-
 // What a group and a policy allow.
 EngineSettings fitted(EngineSettings settings, const ControlGroups& control_groups, c10d::ProcessGroup& group,
                       c10::Device device) {
@@ -59,14 +55,6 @@ std::exception_ptr explained(const std::exception_ptr& error, const BackwardPass
   }
 }
 
-bool uses_others_than_reduced(const Step& step, size_t reduced_count) {
-  if (!step.unmanaged.empty()) return true;
-  for (size_t i = 0; i < reduced_count; ++i) {
-    if (!step.used.test(i)) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 BackwardPass::BackwardPass(const ReducerView& reducer, c10d::ProcessGroup& group,
@@ -81,7 +69,7 @@ BackwardPass::BackwardPass(const ReducerView& reducer, c10d::ProcessGroup& group
       layout_(reducer_),
       accumulator_streams_(reducer_.accumulator_streams()),
       settings_(fitted(settings, *control_groups_, group_, reducer_.parameters().front().device())),
-      skip_zeros_(rule_of_skip_zeros(settings)),
+      skip_zeros_(settings_.units.adaptive, settings_.units.adaptive.hold_steps, true),
       units_(settings_.units),
       coding_(settings_.coding, settings_.units.adaptive, control_groups_->topology().host_count()),
       plans_(kCachedPlans),
@@ -91,8 +79,10 @@ BackwardPass::BackwardPass(const ReducerView& reducer, c10d::ProcessGroup& group
               " parameters, received ", names.size());
   sender_.set_adds_up_in_hosts(settings_.plan.adds_up_in_hosts);
   const PartsOfPrologue parts{reducer_, views_, layout_, unmanaged, names, statistics_.exchanges};
-  prologue_ = std::make_unique<BackwardPrologue>(parts, pending, control_groups_, settings_.agreement,
-                                                 [this](bool none) { return tell(none); });
+  const auto tell = [this](bool nothing) {
+    return coding_.tell(units_.objections(nothing), nothing ? nullptr : last_coded_.get());
+  };
+  prologue_ = std::make_unique<BackwardPrologue>(parts, pending, control_groups_, settings_.agreement, tell);
   for (size_t i : pending) {
     if (i < reducer_.parameters().size()) reducer_.note_used(i);
   }
@@ -102,7 +92,7 @@ void BackwardPass::configure(const EngineSettings& settings) {
   TORCH_CHECK(!step_ && !has_early_exchange(),
               "ddp_hooks: expected a change of policy between two steps, received one during a backward pass");
   settings_ = fitted(settings, *control_groups_, group_, reducer_.parameters().front().device());
-  skip_zeros_ = rule_of_skip_zeros(settings);
+  skip_zeros_ = {settings_.units.adaptive, settings_.units.adaptive.hold_steps, true};
   units_ = UnitsDetector(settings_.units);
   coding_ = CodingRule(settings_.coding, settings_.units.adaptive, control_groups_->topology().host_count());
   sender_.set_adds_up_in_hosts(settings_.plan.adds_up_in_hosts);
@@ -125,16 +115,6 @@ std::unique_ptr<BackwardPrologue> BackwardPass::close() {
 void BackwardPass::finish_early_exchange() {
   if (!has_early_exchange()) refresh_layout();
   prologue_->agreement().finish(layout_.hash());
-}
-
-// What travels beside the usage mask.
-UsageMask BackwardPass::tell(bool nothing) {
-  CodedAmounts amounts;
-  if (last_coded_ && !nothing) {
-    amounts = {last_coded_->contribution_bytes, last_coded_->coded_contribution_bytes, last_coded_->sum_bytes,
-               last_coded_->coded_sum_bytes};
-  }
-  return coding_.tell(units_.objections(nothing), amounts);
 }
 
 std::shared_ptr<Step> BackwardPass::forward_begins() {
@@ -470,9 +450,10 @@ void BackwardPass::record_usage() {
 bool BackwardPass::is_time_to_rebuild() {
   // A new Reducer would learn a static graph anew, in whatever pass comes next; under no_sync() torch cannot.
   if (settings_.rebuild_after == 0 || reducer_.has_static_graph()) return false;
+  bool pays = !step_->unmanaged.empty();
+  for (size_t i = 0; i < reducer_.parameters().size() && !pays; ++i) pays = !step_->used.test(i);
   // A joined rank runs no backward pass, so there is no end at which it could rebuild.
-  const bool pays = uses_others_than_reduced(*step_, reducer_.parameters().size()) &&
-                    !step_->used.test(prologue_->agreement().joined_bit());
+  pays = pays && !step_->used.test(prologue_->agreement().joined_bit());
   return rebuild_timer_.step_closed(step_->used.hash(), pays, settings_.rebuild_after);
 }
 

@@ -79,14 +79,13 @@ class BackwardPass {
   // Lets go of everything but what was counted. What is returned is to be dropped when no lock is held.
   std::unique_ptr<BackwardPrologue> close();
 
-  const Usage& usage() const { return usage_; }
+  Usage usage() const { return usage_; }
   // May be asked in any thread.
   int64_t agreed_steps() const { return agreed_steps_; }
   MessageSender& sender() { return sender_; }
   const MessageSender& sender() const { return sender_; }
 
  private:
-  UsageMask tell(bool nothing);
   void refresh_layout();
   void open_step(bool shadow);
   AgreedUsage agree(bool shadow);

@@ -16,6 +16,8 @@ namespace {
 
 using std::chrono::steady_clock;
 
+constexpr steady_clock::time_point kOutside{};
+
 // The engine as a hook that the Reducer calls natively, without Python and its GIL.
 class SkipUnusedHook : public c10d::CppCommHookInterface<std::shared_ptr<Engine>> {
  public:
@@ -75,10 +77,8 @@ void Engine::close(bool remove_hook, bool dying) {
   if (!reducer_is_gone) reducer_lock = reducer_.lock();
   std::lock_guard lock(mutex_);
   if (!pass_.prologue()) return;
-  if (!reducer_is_gone) {
-    TORCH_CHECK(dying || (!pass_.step() && !reducer_.in_backward() && ending_.expired()),
-                "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass");
-  }
+  TORCH_CHECK(dying || reducer_is_gone || (!pass_.step() && !reducer_.in_backward() && ending_.expired()),
+              "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass");
   prologue = pass_.close();
   if (!reducer_is_gone) {
     if (!reducer_.in_backward()) reducer_.unmark_used_map_reduced();
@@ -96,10 +96,9 @@ void Engine::close(bool remove_hook, bool dying) {
 }
 
 double Engine::seconds_in_hook() const {
-  const steady_clock::rep since = in_hook_since_;
-  if (since == 0) return 0;
-  const auto taken = steady_clock::now() - steady_clock::time_point(steady_clock::duration(since));
-  return std::chrono::duration<double>(taken).count();
+  const steady_clock::time_point since = in_hook_since_;
+  if (since == kOutside) return 0;
+  return std::chrono::duration<double>(steady_clock::now() - since).count();
 }
 
 void Engine::declare_unused(const std::vector<size_t>& parameters) {
@@ -122,28 +121,13 @@ void Engine::set_callbacks(EngineCallbacks callbacks) {
 
 std::vector<size_t> Engine::pending() const {
   if (reducer_.is_gone()) return {};
-  const auto locks = lock();
+  const auto locks = lock_both();
   return pass_.prologue() ? pass_.prologue()->unused().pending() : std::vector<size_t>();
 }
 
 bool Engine::awaits_backward() const {
-  const auto locks = lock();
+  const auto locks = lock_both();
   return pass_.prologue() && pass_.prologue()->awaits_backward();
-}
-
-bool Engine::has_early_exchange() const {
-  std::lock_guard lock(mutex_);
-  return pass_.has_early_exchange();
-}
-
-void Engine::finish_early_exchange() {
-  std::lock_guard lock(mutex_);
-  pass_.finish_early_exchange();
-}
-
-void Engine::configure(const EngineSettings& settings) {
-  std::lock_guard lock(mutex_);
-  pass_.configure(settings);
 }
 
 Statistics Engine::statistics() const {
@@ -159,18 +143,13 @@ void Engine::reset_statistics() {
   pass_.sender().reset_late_statistics();
 }
 
-Usage Engine::usage() const {
-  std::lock_guard lock(mutex_);
-  return pass_.usage();
-}
-
 // The moments of a pass.
 
 void Engine::forward_begins() {
   if (reducer_.is_gone()) return;
   std::shared_ptr<Step> broken;
   {
-    const auto locks = lock();
+    const auto locks = lock_both();
     if (!pass_.prologue() || reducer_.in_backward()) return;
     broken = pass_.forward_begins();
   }
@@ -188,7 +167,7 @@ void Engine::forward_done(const std::vector<at::Tensor>& outputs, bool synchroni
 
 void Engine::outputs_reached() {
   {
-    const auto locks = lock();
+    const auto locks = lock_both();
     if (!pass_.prologue()) return;
     // With create_graph=True gradients are part of a graph, which the engine would cut; the Reducer refuses that
     // itself.
@@ -208,7 +187,7 @@ void Engine::gradient_reported(size_t index) {
   const bool copies_early = takes_gradients_ && reducer_.parameters()[index].is_cpu();
   // Where the Reducer searches the graph, it notes itself what was accumulated.
   if (!copies_early && reducer_.searches_graph() && reducer_.has_gradient(index)) return;
-  const auto locks = lock();
+  const auto locks = lock_both();
   if (pass_.prologue()) pass_.gradient_reported(index, copies_early);
 }
 
@@ -216,7 +195,7 @@ void Engine::gradient_reported(size_t index) {
 // no hook, of whatever kind, in a pass that it has finished: a hook of the user's may call this engine when it likes.
 void Engine::look_for_hook() {
   {
-    const auto locks = lock();
+    const auto locks = lock_both();
     if (reducer_.has_hook()) lacks_hook_ = false;
     if (!pass_.prologue() || !lacks_hook_ || !reducer_.expects_backward() || is_restricted_pass()) return;
     if (looked_for_hook_in_ == reducer_.forward_passes()) return;
@@ -229,7 +208,7 @@ void Engine::reduced_without_hook() {
   std::function<void()> tell;
   if (reducer_.is_gone()) return;
   {
-    const auto locks = lock();
+    const auto locks = lock_both();
     if (!pass_.prologue() || !lacks_hook_) return;
     if (reducer_.expects_backward()) {
       // It was the end of a part of the pass: of one output's, or of a backward pass within it.
@@ -267,7 +246,7 @@ void Engine::gradients_done() {
   mark_unused_ready();
   std::vector<size_t> unready;
   if (!reducer_.is_gone()) {
-    const auto locks = lock();
+    const auto locks = lock_both();
     if (pass_.prologue()) unready = pass_.prologue()->unready_parameters();
   }
   // May run the hook, so no lock is held.
@@ -279,8 +258,8 @@ void Engine::gradients_done() {
 c10::intrusive_ptr<c10::ivalue::Future> Engine::run(c10d::GradBucket& bucket) {
   RECORD_FUNCTION("ddp_hooks::bucket", std::vector<c10::IValue>());
   const Stopwatch stopwatch;
-  in_hook_since_ = steady_clock::now().time_since_epoch().count();
-  const auto out_of_hook = c10::make_scope_exit([this] { in_hook_since_ = 0; });
+  in_hook_since_ = steady_clock::now();
+  const auto out_of_hook = c10::make_scope_exit([this] { in_hook_since_ = kOutside; });
   // A joined rank runs the hook outside of any backward pass and does not hold the Reducer's mutex.
   ReducerLock reducer_lock;
   // With its device, a future carries the point on the stream at which its value is there.

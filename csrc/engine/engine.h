@@ -44,6 +44,7 @@
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -94,8 +95,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // A backward pass that failed before its first bucket leaves its exchange under way on this rank alone. When any rank
   // has one, all of them finish it before they use the control group for something else.
-  bool has_early_exchange() const;
-  void finish_early_exchange();
+  bool has_early_exchange() const { return locked(&BackwardPass::has_early_exchange, pass_); }
+  void finish_early_exchange() { locked(&BackwardPass::finish_early_exchange, pass_); }
 
   // Registers the engine as a hook that the Reducer calls natively. From then on nobody but the engine reads the
   // Reducer's buckets, so gradients need not be in them before the hook is called. Not so where the hook is called
@@ -122,20 +123,26 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int64_t agreed_steps() const { return pass_.agreed_steps(); }
 
   // Other settings from the next step on; throws within a step.
-  void configure(const EngineSettings& settings);
+  void configure(const EngineSettings& settings) { locked(&BackwardPass::configure, pass_, settings); }
 
   Statistics statistics() const;
   void reset_statistics();
   // Empty masks before the first step.
-  Usage usage() const;
+  Usage usage() const { return locked(&BackwardPass::usage, pass_); }
 
  private:
   Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
          const EngineSettings& settings, std::vector<at::Tensor> unmanaged_parameters, std::vector<std::string> names,
          const std::vector<size_t>& pending);
   // Both locks, in their order; throws once the DDP module is gone.
-  std::pair<ReducerLock, std::unique_lock<std::recursive_mutex>> lock() const {
+  std::pair<ReducerLock, std::unique_lock<std::recursive_mutex>> lock_both() const {
     return {reducer_.lock(), std::unique_lock(mutex_)};
+  }
+  // What the pass answers with the engine locked.
+  template <typename Function, typename... Arguments>
+  std::invoke_result_t<Function, Arguments...> locked(Function function, Arguments&&... arguments) const {
+    std::lock_guard lock(mutex_);
+    return std::invoke(function, std::forward<Arguments>(arguments)...);
   }
   // Calls a moment below for as long as there is an engine.
   template <typename... Arguments>
@@ -171,8 +178,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The same: until the Reducer has a hook, or somebody was told that it has none.
   std::atomic<bool> lacks_hook_{true};
   int64_t looked_for_hook_in_ = 0;  // the forward pass of the backward pass that has been looked at
-  // Since when the hook has been at a bucket, on the steady clock, and 0 outside.
-  std::atomic<std::chrono::steady_clock::rep> in_hook_since_{0};
+  // Since when the hook has been at a bucket; the clock's epoch outside.
+  std::atomic<std::chrono::steady_clock::time_point> in_hook_since_{};
   // Alive from a step's last bucket until this rank has done what others wait for at the end of its backward pass.
   std::weak_ptr<void> ending_;
   Statistics statistics_;

@@ -50,8 +50,10 @@ void bind_rules(py::module_& m) {
       // Of contributions and of sums: bytes before, and bytes after.
       .def("tell",
            [](const CodingRule& rule, const UsageMask& mask, int64_t contributions, int64_t coded_contributions,
-              int64_t sums,
-              int64_t coded_sums) { return rule.tell(mask, {contributions, coded_contributions, sums, coded_sums}); })
+              int64_t sums, int64_t coded_sums) {
+             const StepInFlight::CodedBytes last{contributions, coded_contributions, sums, coded_sums};
+             return rule.tell(mask, &last);
+           })
       .def("choose", &CodingRule::choose);
 }
 
