@@ -16,7 +16,7 @@ namespace {
 
 using std::chrono::steady_clock;
 
-constexpr steady_clock::time_point kOutside{};
+constexpr steady_clock::time_point kOutside{};  // of the hook
 
 // The engine as a hook that the Reducer calls natively, without Python and its GIL.
 class SkipUnusedHook : public c10d::CppCommHookInterface<std::shared_ptr<Engine>> {

@@ -1,4 +1,4 @@
-// The life of what serves one DDP module: its settings, its groups, who calls it when, and under which locks.
+// Serves one DDP module until that ends: knows who calls when, under which locks, and what is due after backward.
 //
 // The engine counts a *step* for each synchronised backward pass, in which the Reducer hands over its buckets in order;
 // `BackwardPass` decides what is sent. A step, moment by moment, with R for the Reducer's mutex and E for the engine's,
@@ -19,8 +19,9 @@
 //   run, last bucket         Reducer, which holds R       R, E        closes the step           after_backward; in a
 //                                                                                               pass that failed, the
 //                                                                                               used map's return
-//   a message is back        the process group's thread   none        an owner's sums leave; or -
-//                                                                     a future completes
+//   a message is back        the process group's thread   none        scatters, completes the   -
+//                                                                     bucket's future; or an
+//                                                                     owner's sums leave
 //   unmanaged_gradient_      autograd, accumulator of     E           notes the gradient        -
 //   reported                 what DDP does not know
 //   gradients_done           autograd, end of backward    R, E        marks what is unready,    -

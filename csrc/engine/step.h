@@ -25,7 +25,7 @@ struct Step : StepInFlight {
   // Where some parameters are agreed on by units: what is found, and the plan that grows with it.
   std::optional<UnitsOfStep> units;
   std::optional<Planner> planner;
-  PlanSettings settings;              // and what coded messages are expected to take, where messages are coded
+  PlanSettings settings;              // with what coded messages are expected to take, where messages are coded
   std::optional<size_t> unannounced;  // a parameter with a gradient that was not sent
   bool rebuild = false;               // the Reducer is to be made anew after this backward pass
   bool closed = false;                // all messages have been started, but for owners' sums
