@@ -15,8 +15,7 @@ from typing import Any
 
 from tools import harness, testbed
 
-WRAP, REGISTER, CALIBRATE = "wrap", "wrap and register", "wrap and register, calibrate=True"
-WAYS = (WRAP, REGISTER, CALIBRATE)
+WAYS = WRAP, REGISTER = "wrap", "wrap and register"
 
 
 def measure(rounds: int) -> None:
@@ -32,7 +31,7 @@ def measure(rounds: int) -> None:
     def make(way: str) -> None:
         ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
         if way != WRAP:
-            kept.append((ddp, ddp_hooks.register(ddp, calibrate=way == CALIBRATE)))
+            kept.append((ddp, ddp_hooks.register(ddp)))
 
     kept: list[Any] = []
     times: dict[str, list[float]] = {way: [] for way in WAYS}

@@ -81,33 +81,6 @@ class LayoutOfBuckets:
     def hash(self) -> int: ...
     def buckets_on_idle_link(self) -> int: ...
 
-# What collectives of a group take, in seconds: a message's among several under way, and a byte's that a rank sends; and
-# what owners' sums take, a byte of a gradient and a part. By default a byte takes the same however it travels, and
-# everything else nothing.
-class CollectiveCosts:
-    def __init__(
-        self,
-        *,
-        all_reduce_seconds: float = 0.0,
-        all_reduce_seconds_per_byte: float = 1.0,
-        all_to_all_seconds: float = 0.0,
-        all_to_all_seconds_per_byte: float = 1.0,
-        summing_seconds_per_byte: float = 0.0,
-        seconds_per_part: float = 0.0,
-    ) -> None: ...
-    @property
-    def all_reduce_seconds(self) -> float: ...
-    @property
-    def all_reduce_seconds_per_byte(self) -> float: ...
-    @property
-    def all_to_all_seconds(self) -> float: ...
-    @property
-    def all_to_all_seconds_per_byte(self) -> float: ...
-    @property
-    def summing_seconds_per_byte(self) -> float: ...
-    @property
-    def seconds_per_part(self) -> float: ...
-
 class DirectSettings:
     def __init__(
         self,
@@ -116,7 +89,6 @@ class DirectSettings:
         world_size: int,
         owners: bool,
         segment_bytes: int,
-        costs: CollectiveCosts = ...,
         min_direct_bytes: int = ...,
         min_owner_saving: float = ...,
     ) -> None: ...
@@ -160,7 +132,6 @@ def start_unit_scan(
 ) -> PendingUnitScan: ...
 
 # What ranks do with parts that owners sum, of so many elements; packed: uint8, as large as the gradient.
-def sum_parts_once(gradient: torch.Tensor, packed: torch.Tensor, part_length: int) -> None: ...
 
 # So that tests run what processors without AVX2 run; for the whole process.
 def leave_out_avx2(arg0: bool, /) -> None: ...
@@ -172,7 +143,6 @@ def why_unserved(arg0: torch.device, /) -> str | None: ...
 
 # --- what a group can do ---
 
-def can_send_directly(arg0: ProcessGroup, arg1: torch.device, arg2: int, /) -> bool: ...
 def can_code(arg0: ProcessGroup, arg1: torch.device, arg2: int, /) -> bool: ...
 def needs_group_for_sums(arg0: ProcessGroup, arg1: torch.device, arg2: int, /) -> bool: ...
 

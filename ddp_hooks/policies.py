@@ -88,19 +88,11 @@ class Tuning:
         pack_bytes: gathered gradients are sent once they reach this many bytes. Bytes.
         direct: a rank that alone contributes a gradient sends it straight to the others, which takes half the bytes of
             an all-reduce (docs/internals/protocol.md, "Who contributes"). This requires ``skip_unused``, a gloo or NCCL
-            group of at most 64 ranks, and either one rank per host or ``calibrate``; otherwise everything is
-            all-reduced. On CPUs over gloo, hosts with several ranks each count as ranks here, after their ranks have
-            added up.
+            group of at most 64 ranks, and one rank per host; otherwise everything is all-reduced. On CPUs over gloo,
+            hosts with equally many ranks count as ranks here, after their ranks have added up. Hosts differ in
+            hostname or the kernel's boot id, or in the variable ``DDP_HOOKS_HOST``.
         owners: if only some ranks contribute a gradient, one of them sums it and sends the sum to all, which saves up
             to half of the bytes. Requires ``direct``.
-        calibrate: measure for about a second, when a state is made, how long collectives take on its process group.
-            Those times then decide which gradients are not all-reduced, and whether ``coded="auto"`` can pay. By
-            default, bytes decide if every rank has a host of its own, or if the ranks of each host add up first, and
-            everything is all-reduced otherwise (hosts differ in hostname or the kernel's boot id, or in the variable
-            ``DDP_HOOKS_HOST``). Measured times differ between runs, so on three ranks or more, runs are bitwise
-            reproducible only with ``calibrate=False``. It does nothing if a rank has called
-            ``torch.use_deterministic_algorithms``. With NCCL, the measurement opens connections that may keep
-            gigabytes of GPU memory. It has the requirements of ``direct``.
         segment_bytes: roughly how much each rank puts into one such message. Bytes.
         min_zero_fraction: how much zeros must save for an adaptive setting to stay on. For ``skip_zeros``, this is the
             fraction of a step's bytes in gradients that are entirely zero. For ``skip_zero_rows``, it is the fraction
@@ -126,12 +118,11 @@ class Tuning:
     min_zero_fraction: float = 0.05
     min_unit_bytes: int = 256
     max_unit_bytes: int = 64 << 10
-    calibrate: bool = False
     report_hang_after: float = 10.0
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        for name in ("direct", "owners", "calibrate"):
+        for name in ("direct", "owners"):
             _check_flag(self, name)
         for name in ("min_zero_fraction",):
             value = getattr(self, name)

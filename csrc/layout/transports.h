@@ -37,23 +37,6 @@ struct Transports {
   bool operator==(const Transports&) const = default;
 };
 
-// What collectives of a group take, measured when the state was made (ddp_hooks/serving/collective_costs.py); the same
-// on every rank. A byte's time is for what a rank sends, in messages of the length that they have in steps: in an
-// all-reduce as a ring would, in an all-to-all the rank with the most. A message's is that of one of many with nearly
-// nothing in it: where they are that small, messages take the time, and not bytes. Without a measurement only bytes
-// count, wherever they travel.
-struct CollectiveCosts {
-  double all_reduce_seconds = 0;  // a message
-  double all_reduce_seconds_per_byte = 1;
-  double all_to_all_seconds = 0;
-  double all_to_all_seconds_per_byte = 1;
-  // Of a gradient that owners sum: to pack it, to add up what arrives, to put it back; by the clock, while every rank
-  // does it, because ranks may have to share cores.
-  double summing_seconds_per_byte = 0;
-  // What comes on top for each part that travels apart, such as a row: it is dealt out, packed, added up and put back.
-  double seconds_per_part = 0;
-};
-
 // The one with the fewest transfers; all-reduce where nobody knows who contributes.
 Transport transport_for(RankSet contributors, const Transports& transports);
 

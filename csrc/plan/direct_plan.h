@@ -28,9 +28,9 @@ struct DirectSettings {
   Transports transports;                 // what may leave the all-reduces
   int64_t segment_bytes = 1;             // what one rank owns of one message
   int64_t min_direct_bytes = 256 << 10;  // with less to send than this, nothing leaves the all-reduces
-  // What sums have to save of the time, and twice as much where all-reduces copy nothing.
+  // Which part of its bytes the rank that sends the most has to save by sums, and twice as much where all-reduces copy
+  // nothing.
   double min_owner_saving = 0.13;
-  CollectiveCosts costs = {};
 };
 
 // A stretch by how it travels.
@@ -64,14 +64,15 @@ struct DirectMessage {
   bool is_summed() const { return transport == Transport::kByOwner; }
 };
 
-// Whether an all-gather, which takes as much of every rank as of the one with the most, takes little more than that.
-bool pads_little(const std::vector<int64_t>& bytes_by_rank);
+// Whether an all-gather brings to all what each rank has for them. It takes as much of every rank as of the one with
+// the most; so not if that is much more than they have. Two ranks swap.
+bool is_gathered(const std::vector<int64_t>& bytes_by_rank);
 
 // What a rank contributes to a group, in bytes.
 int64_t contribution_bytes(const DirectGroup& group, int rank, int64_t element_bytes);
 
 // Fills in what each of so many ranks has for all others, and how that reaches them.
-void complete(DirectMessage& message, int world_size, int64_t element_bytes, const CollectiveCosts& costs = {});
+void complete(DirectMessage& message, int world_size, int64_t element_bytes);
 
 // What the message is worth in a ring's bytes: what it carries, once; but what more than two ranks broadcast counts
 // half for each of them, and of what owners sum, contributions and sums count half each. Before it is coded.
@@ -81,12 +82,10 @@ struct MessageBytes {
 };
 MessageBytes bytes_of(const DirectMessage& message, int64_t element_bytes);
 
-// Where it lies while it is all-reduced: a stretch that does not leave, or all of them if none does, or a packed copy.
-enum class WhileReduced : uint8_t { kInPlace, kInPlaceTogether, kPacked };
-
-// What shall leave the all-reduces of these, which may, by how long either takes.
+// What shall leave the all-reduces of these, which may, by the bytes of the rank that sends the most. `in_place`: if
+// none does, all-reduces copy nothing.
 Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t element_bytes,
-                             const DirectSettings& settings, WhileReduced while_reduced);
+                             const DirectSettings& settings, bool in_place);
 
 // For stretches of elements of one size; those `transports` all-reduce none of them. What leaves at once comes first.
 std::vector<DirectMessage> make_direct_messages(const std::vector<DirectPart>& stretches, int64_t element_bytes,

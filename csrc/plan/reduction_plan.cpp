@@ -111,17 +111,12 @@ Transports Planner::choose(const Group& group, const UsageMask& used, const Cont
   if (group.element_bytes > kMostCodedElementBytes) allowed.coded.reset();
   if (!contributors.are_known() || !allowed.direct) return {allowed.world_size, false, false};
   std::vector<DirectPart> candidates;
-  WhileReduced while_reduced = settings_.adds_up_in_hosts ? WhileReduced::kPacked
-                               : group.divided            ? WhileReduced::kInPlaceTogether
-                                                          : WhileReduced::kInPlace;
   for (const GradientToSend& gradient : group.gradients) {
     for_each_stretch(gradient, used, contributors, [&](const Stretch& stretch, RankSet ranks) {
       if (transport_for(ranks, allowed) != Transport::kAllReduce) append(candidates, {stretch, ranks});
     });
-    const auto elements = static_cast<double>(elements_in(gradient.units, used));
-    if (group.divided && !travels_whole(gradient.units, elements)) while_reduced = WhileReduced::kPacked;
   }
-  return choose_transports(candidates, group.element_bytes, settings, while_reduced);
+  return choose_transports(candidates, group.element_bytes, settings, !settings_.adds_up_in_hosts && !group.divided);
 }
 
 std::vector<BucketPlan> Planner::plan(uint32_t first, const std::vector<std::vector<GradientToSend>>& gradients,

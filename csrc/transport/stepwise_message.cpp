@@ -447,7 +447,7 @@ StepwiseMessage::WorkPointer StepwiseMessage::start_to_all(c10d::Backend& group,
                                                            std::vector<int64_t> sizes) {
   const auto own = static_cast<size_t>(rank_);
   const int64_t most = *std::max_element(sizes.begin(), sizes.end());
-  if (world_size_ == 2 ? message_.is_gathered : pads_little(sizes)) {
+  if (is_gathered(sizes)) {
     sent_bytes_ += most * (world_size_ - 1);
     receive(std::vector<int64_t>(sizes.size(), most));
     received_sizes_ = sizes;

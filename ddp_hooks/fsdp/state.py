@@ -116,7 +116,7 @@ class Link(NamedTuple):
     @property
     def least_coded_saving(self) -> float | None:
         """The fraction of the bytes that coding has to save to be worth its time; None if nothing is coded."""
-        least = least_coded_saving(None, self.mbits)
+        least = least_coded_saving(self.mbits)
         return least if self.leaves_hosts and least < 1 else None
 
 

@@ -65,8 +65,6 @@ class ControlGroups:
     groups: Any
     """A ``_C.ControlGroups``, which closes them."""
     topology: Topology
-    costs: Any = None
-    """What collectives take on the group that gradients travel on, a ``_C.CollectiveCosts``; None if not measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,6 @@ def engine_settings(
     policy: Policy,
     description: Mapping[str, str],
     topology: Topology,
-    costs: Any = None,
 ) -> Any:
     """Translate a policy for the engine of one module.
 
@@ -48,36 +47,31 @@ def engine_settings(
         policy: the policy.
         description: what all ranks of the module have in common. The engine's messages carry a hash of it.
         topology: its ranks' hosts.
-        costs: measured times of collectives on the module's process group, a ``_C.CollectiveCosts``; None if there are
-            none.
 
     Returns:
         A ``_C.EngineSettings``.
     """
-    if not policy.tuning.calibrate:
-        costs = None
     digest = hashlib.blake2b(repr(sorted(description.items())).encode(), digest_size=8).digest()
     return _C.EngineSettings(
         skip_unused=policy.skip_unused,
         skip_zeros=_WHEN[policy.skip_zeros],
         skip_zero_rows=_WHEN[policy.skip_zero_rows],
-        coded=_C.When.OFF if _why_links_need_no_code(policy, topology, costs) else _WHEN[policy.coded],
-        least_coded_saving=least_coded_saving(costs, topology.link_mbits),
+        coded=_C.When.OFF if _why_links_need_no_code(policy, topology) else _WHEN[policy.coded],
+        least_coded_saving=least_coded_saving(topology.link_mbits),
         units=unit_settings(policy),
         # The engine takes the number of ranks from the module's group.
-        # Without measured times, bytes decide, if they say something about links.
-        plan=plan_settings(policy, costs is not None or topology.counts_bytes, 1, costs),
+        plan=plan_settings(policy, topology.counts_bytes, 1),
         adaptive=adaptive_settings(policy, is_on_device=description.get("device", "cpu") != "cpu"),
         rebuild_after=policy.rebuild_after,
         configuration=int.from_bytes(digest, "little"),
     )
 
 
-def _why_links_need_no_code(policy: Policy, topology: Topology, costs: Any) -> str:
+def _why_links_need_no_code(policy: Policy, topology: Topology) -> str:
     if not topology.counts_bytes:
         return SHARED_HOSTS if len(topology.hosts) == 1 else _UNEVEN_HOSTS
-    if policy.coded == "auto" and least_coded_saving(costs, topology.link_mbits) >= 1:
-        return fast_link(topology.link_mbits if costs is None else None)
+    if policy.coded == "auto" and least_coded_saving(topology.link_mbits) >= 1:
+        return fast_link(topology.link_mbits)
     return ""
 
 
@@ -87,22 +81,19 @@ def fast_link(link_mbits: int | None) -> str:
     return f"the network{speed} is faster than coding"
 
 
-def least_coded_saving(costs: Any, link_mbits: int | None) -> float:
+def least_coded_saving(link_mbits: int | None) -> float:
     """Return the fraction of the bytes on the link that coding has to save to be worth its time.
 
     Args:
-        costs: measured times of collectives, or None.
         link_mbits: the speed of the slowest host's network interface, in Mbit/s; None if it is unknown.
     """
     mbits = _USUAL_LINK_MBITS if link_mbits is None else link_mbits
-    seconds_per_byte = 8e-6 / mbits if costs is None else costs.all_to_all_seconds_per_byte
-    return max(_LEAST_CODED_SAVING, _CODING_SECONDS_PER_BYTE / seconds_per_byte)
+    return max(_LEAST_CODED_SAVING, _CODING_SECONDS_PER_BYTE * mbits / 8e-6)
 
 
 def why_nothing_is_coded(
     policy: Policy,
     topology: Topology,
-    costs: Any,
     group: dist.ProcessGroup,
     device: torch.device,
     parameters: Sequence[torch.Tensor],
@@ -112,7 +103,6 @@ def why_nothing_is_coded(
     Args:
         policy: the policy.
         topology: the hosts of the module's ranks.
-        costs: measured times of collectives, or None.
         group: the module's process group.
         device: the module's device.
         parameters: the parameters in its Reducer.
@@ -122,11 +112,9 @@ def why_nothing_is_coded(
     """
     if policy.coded == "off" or group.size() == 1:
         return ""
-    if not policy.tuning.calibrate:
-        costs = None
     if not policy.tuning.direct:
         return "coded gradients need direct=True"
-    if why := _why_links_need_no_code(policy, topology, costs):
+    if why := _why_links_need_no_code(policy, topology):
         return why
     hosts = len(topology.hosts)
     if hosts > _MOST_HOSTS:
@@ -162,14 +150,13 @@ def _constants(policy: Policy, *names: str) -> dict[str, Any]:
     return {name: getattr(policy.tuning, name) for name in names if hasattr(policy.tuning, name)}
 
 
-def plan_settings(policy: Policy, may_be_direct: bool, world_size: int, costs: Any = None) -> Any:
+def plan_settings(policy: Policy, may_be_direct: bool, world_size: int) -> Any:
     """Return a ``_C.PlanSettings``, which says how used gradients travel.
 
     Args:
         policy: the policy.
         may_be_direct: whether gradients may be sent directly, if the policy allows it.
         world_size: the number of ranks.
-        costs: measured times of collectives, or None.
     """
     return _C.PlanSettings(
         in_place_bytes=policy.tuning.in_place_bytes,
@@ -179,7 +166,6 @@ def plan_settings(policy: Policy, may_be_direct: bool, world_size: int, costs: A
             world_size=world_size,
             owners=policy.tuning.owners,
             segment_bytes=policy.tuning.segment_bytes,
-            costs=_C.CollectiveCosts() if costs is None else costs,
             **_constants(policy, "min_direct_bytes", "min_owner_saving"),
         ),
         **_constants(policy, "gap_fraction"),

@@ -6,15 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _extension
 from ..policies import Policy
-from .absentees import meet_to_register, naming_absent_ranks
+from .absentees import meet_to_register
 from .agreement import propose, settle
-from .collective_costs import costs_as_numbers, measure_collective_costs
 from .control_groups import ControlGroups, new_name, open_control_groups
 from .ddp_methods import keep_place
 from .disabling import DisabledService, check_alike, disabled_service, is_disabled, warn_of_it
@@ -74,8 +71,6 @@ def service_of(ddp: DistributedDataParallel) -> Service | DisabledService | None
 def _agree(ddp: DistributedDataParallel, function: str, policy: Policy, problem: str | None) -> ControlGroups | None:
     """Make sure that all ranks can serve the module in the same way, and open control groups, or share existing ones.
 
-    If the policy asks for it, also measure how long collectives take, unless that was done for the shared groups.
-
     Args:
         ddp: the module.
         function: the function that every rank calls.
@@ -97,26 +92,12 @@ def _agree(ddp: DistributedDataParallel, function: str, policy: Policy, problem:
     # An unsupported module may lack some of what is described.
     description = {} if problem else {REGISTERED: "no", **describe(policy, ddp, *parameters_of(ddp))}
     sharable = groups_to_share(ddp)
-    # Runs are bitwise reproducible only if measured times decide nothing.
-    may_measure = policy.tuning.calibrate and not torch.are_deterministic_algorithms_enabled()
-    # Services that share groups may differ in whether they have measured times, and ranks differ in which of those
-    # services still exist.
-    costs = {name: costs_as_numbers(groups.costs) for name, groups in sharable.items()}
-    own = (new_name(), tuple(find_endpoint(ddp.process_group)), costs, may_measure)
+    own = (new_name(), tuple(find_endpoint(ddp.process_group)), tuple(sharable))
     proposals = propose(ddp, function, description, problem, own)
     check_alike(function, [each.own is None for each in proposals])
     offers = settle(function, proposals)
-    endpoints = [Endpoint(*endpoint) for _, endpoint, _, _ in offers]
-    shared = set(sharable).intersection(*(theirs for _, _, theirs, _ in offers))
+    endpoints = [Endpoint(*endpoint) for _, endpoint, _ in offers]
+    # Ranks differ in which of the services that share groups still exist.
+    shared = set(sharable).intersection(*(theirs for _, _, theirs in offers))
     groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0], endpoints)
-    if len({theirs.get(groups.name) for _, _, theirs, _ in offers}) > 1:
-        groups = replace(groups, costs=None)
-    topology = topology_of(ddp.process_group, ddp.device, endpoints)
-    groups = replace(groups, topology=topology)
-    # Times on the module's group say nothing about messages that ranks of a host have added up before.
-    measures = all(may_measure for _, _, _, may_measure in offers) and not topology.adds_up_in_hosts
-    possible = _C.can_send_directly(ddp.process_group, ddp.device, dist.get_world_size(ddp.process_group))
-    if groups.costs is None and measures and possible:
-        with naming_absent_ranks(ddp.process_group, function):
-            groups = replace(groups, costs=measure_collective_costs(ddp.process_group, ddp.device))
-    return groups
+    return replace(groups, topology=topology_of(ddp.process_group, ddp.device, endpoints))

@@ -290,7 +290,6 @@ class Service:
                 self._policy,
                 describe(self._policy, ddp, reduced, unmanaged),
                 self._control_groups.topology,
-                self._control_groups.costs,
             ),
             unmanaged_parameters=unmanaged,
             names=self._names,
@@ -396,7 +395,7 @@ class Service:
         assert self._control_groups is not None
         groups = self._control_groups
         self._restart_counters(self.statistics())  # some of them count per policy
-        self.engine.configure(engine_settings(policy, description, groups.topology, groups.costs))
+        self.engine.configure(engine_settings(policy, description, groups.topology))
         self._policy = policy
         self._note_coding(ddp)
         self._warn_of_uncoded_gradients(ddp, 3)
@@ -542,9 +541,7 @@ class Service:
         groups = self._control_groups
         assert groups is not None
         reduced, _ = parameters_of(ddp)
-        self._why_uncoded = why_nothing_is_coded(
-            self._policy, groups.topology, groups.costs, ddp.process_group, ddp.device, reduced
-        )
+        self._why_uncoded = why_nothing_is_coded(self._policy, groups.topology, ddp.process_group, ddp.device, reduced)
 
     def _warn_of_uncoded_gradients(self, ddp: DistributedDataParallel, stacklevel: int) -> None:
         if self._policy.coded == "on" and self._why_uncoded and dist.get_rank(ddp.process_group) == 0:

@@ -39,14 +39,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 # So that small models fall into units, too.
-FINE = Tuning(min_divided_bytes=0, min_unit_bytes=64, calibrate=False)
+FINE = Tuning(min_divided_bytes=0, min_unit_bytes=64)
 ON = Policy("on", skip_zeros="on", skip_zero_rows="on", coded="on", tuning=FINE)
 POLICIES = {
     "auto": with_settings(ddp_hooks.policies.PRESETS["auto"], tuning=FINE),
     "restless": with_settings(
         ddp_hooks.policies.PRESETS["auto"],
         name="restless",
-        tuning=Tuning(min_divided_bytes=0, hold_steps=1, first_pause_steps=1, longest_pause_steps=2, calibrate=False),
+        tuning=Tuning(min_divided_bytes=0, hold_steps=1, first_pause_steps=1, longest_pause_steps=2),
     ),
     "on": ON,
     "skip_unused": ddp_hooks.policies.PRESETS["skip_unused"],

@@ -262,7 +262,6 @@ def test_policies_that_differ_are_shown_differently(field: str) -> None:
         "coded": "on",
         "direct": False,
         "owners": False,
-        "calibrate": True,
         "min_zero_fraction": 0.5,
         "report_hang_after": 60.0,
     }
@@ -292,7 +291,7 @@ def test_an_older_checkpoint_is_read_with_the_default_of_a_new_field(monkeypatch
 
 def test_every_checkpoint_has_held_what_is_there_today() -> None:
     assert set(policies._FIRST_FIELDS) == {*FIELDS, "tuning"} - {"coded"}
-    assert set(policies._FIRST_FIELDS_OF_TUNING) == set(FIELDS_OF_TUNING) - {"report_hang_after", "calibrate"}
+    assert set(policies._FIRST_FIELDS_OF_TUNING) == set(FIELDS_OF_TUNING) - {"report_hang_after"}
 
 
 def test_every_field_is_described() -> None:

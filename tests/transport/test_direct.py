@@ -101,9 +101,7 @@ class Case:
     def contributors(self, parameter: int) -> int:
         return sum(mask.test(parameter) << rank for rank, mask in enumerate(self.by_rank))
 
-    def plan(
-        self, least: int = 0, *, owners: bool = True, costs: _C.CollectiveCosts | None = None
-    ) -> list[testing.BucketPlan]:
+    def plan(self, least: int = 0, *, owners: bool = True) -> list[testing.BucketPlan]:
         direct = _C.DirectSettings(
             direct=True,
             world_size=self.ranks,
@@ -111,7 +109,6 @@ class Case:
             segment_bytes=self.segment_bytes,
             min_direct_bytes=least,
             min_owner_saving=0.0,
-            costs=costs or _C.CollectiveCosts(),
         )
         settings = _C.PlanSettings(in_place_bytes=400, pack_bytes=4000, gap_fraction=0.0, direct=direct)
         return testing.make_reduction_plan(self.layout, self.agreed, settings, by_rank=self.by_rank)

@@ -145,8 +145,8 @@ def name_backends(rank: int) -> None:
     assert testing.backend_name(on_cpu_only, CPU) == "gloo"
     assert testing.backend_name(on_cpu_only, CUDA) == ""
     assert testing.backend_name(in_python, CPU) == testing.backend_name(in_python, CUDA) == ""
-    assert _C.can_send_directly(gloo, CPU, 2)
-    assert not _C.can_send_directly(in_python, CPU, 2)
+    assert _C.can_code(gloo, CPU, 2)
+    assert not _C.can_code(in_python, CPU, 2)
     # One backend by three names; "nccl" calls itself nccl2 in torch 2.15.
     names = ("nccl", "nccl2", "nccl-lazy", "gloo", "", "nccl3")
     assert [name for name in names if testing.is_on_streams(name, CUDA)] == ["nccl", "nccl2", "nccl-lazy"]
