@@ -272,7 +272,8 @@ class UnitUsage:
         units: how many units the parameter has.
         used_here: how many have a non-zero in this rank's gradient.
         used_anywhere: how many have a non-zero on some rank. Those were sent, or all units if nearly all were used.
-        used_by_rank: how many have a non-zero on each rank; None if unknown.
+        used_by_rank: how many have a non-zero on each rank; None if unknown, as it is if ranks of a host add up before
+            they send.
     """
 
     units: int

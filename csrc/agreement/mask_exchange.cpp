@@ -94,9 +94,14 @@ at::Tensor merge_compressed_messages(MaskInTransit& transit, std::vector<UsageMa
   return message;
 }
 
+// Whether messages go on as they came after so many axes. Who uses units is asked of hosts only.
+bool go_on_apart(const MaskInTransit& transit, size_t axes, const ControlGroups& groups) {
+  return transit.keeps_apart && !(axes == 1 && transit.units && groups.topology().shares_hosts());
+}
+
 // Between two axes: what this rank knows now is what it sends along the next one.
-void hand_on(MaskInTransit& transit) {
-  if (transit.keeps_apart) {
+void hand_on(MaskInTransit& transit, const ControlGroups& groups) {
+  if (go_on_apart(transit, transit.axis, groups)) {
     transit.message = transit.gathered.view(-1);
   } else if (transit.units) {
     transit.message = merge_compressed_messages(transit, nullptr);
@@ -181,7 +186,7 @@ class ExchangeLine : public std::enable_shared_from_this<ExchangeLine> {
       transit->arrived = false;
       try {
         if (++transit->axis == groups_->axis_count()) return true;
-        hand_on(*transit);
+        hand_on(*transit, *groups_);
         gather(transit);
       } catch (...) {
         transit->error = std::current_exception();
@@ -255,24 +260,23 @@ int64_t PendingExchange::payload_bytes() const {
   int64_t messages = 0, length = 1;  // of how many ranks' messages one consists along an axis
   for (size_t axis = 0; axis < groups.axis_count(); ++axis) {
     messages += length;
-    if (transit_->keeps_apart) length *= groups.axis(axis).getSize();
+    length *= go_on_apart(*transit_, axis + 1, groups) ? groups.axis(axis).getSize() : 1;
   }
   return messages * static_cast<int64_t>(transit_->words * sizeof(uint64_t));
 }
 
 UsageMask PendingExchange::wait() {
   line_->wait(*transit_);
-  std::vector<UsageMask> by_rank;
+  std::vector<UsageMask> apart;
   const bool compressed = transit_->units.has_value();
-  const at::Tensor merged = compressed
-                                ? merge_compressed_messages(*transit_, transit_->keeps_apart ? &by_rank : nullptr)
-                                : merge_plain_messages(*transit_);
+  const at::Tensor merged = compressed ? merge_compressed_messages(*transit_, transit_->keeps_apart ? &apart : nullptr)
+                                       : merge_plain_messages(*transit_);
   const uint64_t* message = words_of(merged);
   TORCH_CHECK(same_everywhere(message) && same_everywhere(message + 2), describe_drift());
   identical_ = same_everywhere(message + 4);
   if (compressed) {
     needed_words_ = message[kHeaderWords];
-    contributors_ = Contributors(std::move(by_rank));
+    contributors_ = Contributors(std::move(apart));
     return std::move(*transit_->units);
   }
   const size_t mask_words = UsageMask::word_count(mask_size_);
@@ -283,9 +287,9 @@ UsageMask PendingExchange::wait() {
   if (transit_->keeps_apart) {
     const auto [first, end] = gathered_by(*transit_);
     for (const uint64_t* received = first; received != end; received += transit_->words) {
-      by_rank.push_back(read(mask_size_, received + kHeaderWords));
+      apart.push_back(read(mask_size_, received + kHeaderWords));
     }
-    contributors_ = Contributors(std::move(by_rank));
+    contributors_ = Contributors(line_->groups().topology().in_order_of_ranks(std::move(apart)));
   }
   return read(mask_size_, message + kHeaderWords);
 }

@@ -8,7 +8,8 @@
 // The OR is made by all-gathers. A gather of messages this small takes half the hops of a ring all-reduce, and fewer
 // turns of the threads that run it. In a large world the ranks form a grid, and one gather along each of its axes takes
 // the place of one over all: the hops are then the sum of the axes' lengths instead of their product. In between a rank
-// ORs what it has gathered; where it is asked who set a bit, it hands on all of it, and ORs in the end.
+// ORs what it has gathered; where it is asked who set a bit, it hands on all of it, and ORs in the end. Where ranks of
+// a host add up, the first axis is the host, and masks of units are ORed there in any case, so that hosts set bits.
 //
 // Always holds: an exchange that every rank has started comes to its end by itself, whether or not anybody waits for
 // it: a gather along the next axis is started by the completion of the one before. Otherwise a rank that waits for the
@@ -72,7 +73,8 @@ class PendingExchange {
   bool masks_were_identical() const { return identical_; }
   // The OR of what every rank piggybacked on its mask.
   const UsageMask& piggybacked() const { return piggybacked_; }
-  // Who set each bit of the mask, where that was asked for.
+  // Who set each bit of the mask, where that was asked for: ranks, or hosts where ranks of a host add up and the mask
+  // is a compressed one.
   const Contributors& contributors() const { return contributors_; }
   // Of a compressed mask: how many words the longest needed that was sent, or had to be on its way along the axes. If
   // that is more than there was room for, nobody knows the agreed mask, and what wait() returned is not it.

@@ -63,6 +63,7 @@ class UsageAgreement {
                  std::shared_ptr<const ControlGroups> groups, const AgreementSettings& settings, Objections objections,
                  ExchangeStatistics& statistics);
 
+  int world_size() const { return exchange_.world_size(); }
   size_t joined_bit() const { return joined_bit_; }
   UsageMask nothing() const { return UsageMask(joined_bit_ + 3); }
 

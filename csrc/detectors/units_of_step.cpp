@@ -218,7 +218,9 @@ void UnitsOfStep::count(const Bucket& bucket, size_t index, const UsageMask& any
   counts.units = gradient.units.count();
   counts.here = bucket.used_here[index];
   counts.anywhere = count_in(gradient.units, anywhere);
-  for (const UsageMask& mask : who.by_rank()) counts.by_rank.push_back(count_in(gradient.units, mask));
+  if (who.by_rank().size() == static_cast<size_t>(step_.agreement.world_size())) {
+    for (const UsageMask& mask : who.by_rank()) counts.by_rank.push_back(count_in(gradient.units, mask));
+  }
 }
 
 }  // namespace ddp_hooks

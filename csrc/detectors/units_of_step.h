@@ -48,7 +48,7 @@ struct UnitCounts {
   int64_t units = 0;
   int64_t here = 0;
   int64_t anywhere = 0;
-  std::vector<int64_t> by_rank;  // empty where nobody knows
+  std::vector<int64_t> by_rank;  // empty where nobody knows, and where ranks of a host add up
 };
 
 // A bucket that is through.
@@ -56,7 +56,7 @@ struct SettledUnits {
   uint32_t bucket = 0;
   const std::vector<GradientInUnits>& gradients;
   const UsageMask& used;             // which of their units some rank uses
-  const Contributors& contributors;  // and if that is known, which ranks those are
+  const Contributors& contributors;  // and if that is known, which ranks or hosts those are
 };
 
 class UnitsOfStep {

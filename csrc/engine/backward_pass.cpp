@@ -267,7 +267,7 @@ std::vector<double> BackwardPass::send_settled(const SettledUnits& settled) {
   }
   BucketPlan plan = std::move(step.planner
                                   ->plan(settled.bucket, {std::move(gradients)}, settled.used,
-                                         control_groups_->topology().by_host(settled.contributors))
+                                         settled.contributors)
                                   .front());
   BucketInFlight& bucket = step.buckets[settled.bucket];
   sender_.count(layout_->buckets[settled.bucket], plan);

@@ -35,6 +35,15 @@ std::vector<int> Topology::ranks_at(int position) const {
   return ranks;
 }
 
+std::vector<UsageMask> Topology::in_order_of_ranks(std::vector<UsageMask> masks) const {
+  std::vector<UsageMask> ordered(masks.size());
+  for (size_t rank = 0; rank < masks.size(); ++rank) {
+    const auto [host, position] = places_.at(rank);
+    ordered[rank] = std::move(masks.at(static_cast<size_t>(host * ranks_per_host() + position)));
+  }
+  return ordered;
+}
+
 Contributors Topology::by_host(const Contributors& by_rank) const {
   if (!shares_hosts() || !by_rank.are_known()) return by_rank;
   std::vector<UsageMask> masks;

@@ -29,6 +29,9 @@ class Topology {
   // The ranks at this position of each host.
   std::vector<int> ranks_at(int position) const;
 
+  // From the order of hosts, and in each of its ranks.
+  std::vector<UsageMask> in_order_of_ranks(std::vector<UsageMask> masks) const;
+
   // A host contributes what one of its ranks does.
   Contributors by_host(const Contributors& by_rank) const;
 

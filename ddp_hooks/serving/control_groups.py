@@ -220,22 +220,19 @@ def _open_groups(ddp: Distributed, name: str, listener: Listener, topology: Topo
         return _C.ControlGroups(hosts=[[0]], all=None, axes=[])
     devices = listener.make_devices()
     everyone = _open_group(ddp, f"{name}/all", here, ranks, devices)
-    axes = []
-    lengths = grid(ranks, LARGEST_AXIS)
-    stride = 1
-    for number, length in enumerate(lengths if len(lengths) > 1 else []):
-        position = here // stride % length
-        # The ranks that differ from this one along this axis only; the first of them names their group.
-        first = here - position * stride
-        axes.append(_open_group(ddp, f"{name}/axis{number}/{first}", position, length, devices))
-        stride *= length
-    # Gradients travel on these groups, and masks must not wait for them.
     hosts = topology.hosts
     adds_up = topology.adds_up_in_hosts
     own_host = next(host for host in hosts if here in host)
-    position = own_host.index(here)
     # Those at the same position on all hosts; with a rank for each host, all of them.
-    between = [host[position] for host in hosts] if adds_up else list(range(ranks))
+    between = [host[own_host.index(here)] for host in hosts] if adds_up else list(range(ranks))
+    # Masks cross between hosts once those of a host are one. The first rank of an axis names its group.
+    axes = [own_host] if adds_up else []
+    axes += axes_of(between, here, LARGEST_AXIS)
+    opened = [
+        _open_group(ddp, f"{name}/axis{number}/{axis[0]}", axis.index(here), len(axis), devices)
+        for number, axis in enumerate(axes if len(axes) > 1 else [])
+    ]
+    # Gradients travel on these groups, and masks must not wait for them.
 
     def open_data_group(kind: str, members: Sequence[int]) -> Any:
         own_name = f"{name}/{members[0]}/{kind}"
@@ -250,7 +247,19 @@ def _open_groups(ddp: Distributed, name: str, listener: Listener, topology: Topo
     if adds_up:
         kinds |= {"sizes": between, "shares": own_host, "results": own_host}
     data = {kind: open_data_group(kind, members) for kind, members in kinds.items()}
-    return _C.ControlGroups(hosts=hosts if adds_up else _one_rank_each(ranks), all=everyone, axes=axes, **data)
+    return _C.ControlGroups(hosts=hosts if adds_up else _one_rank_each(ranks), all=everyone, axes=opened, **data)
+
+
+def axes_of(ranks: Sequence[int], here: int, largest_axis: int) -> list[Sequence[int]]:
+    """Return, for each axis of a grid of some ranks, those that differ from one of them along this axis only."""
+    axes = []
+    stride = 1
+    for length in grid(len(ranks), largest_axis):
+        own = ranks.index(here)
+        first = own - own // stride % length * stride
+        axes.append(ranks[first : first + stride * length : stride])
+        stride *= length
+    return axes
 
 
 def grid(ranks: int, largest_axis: int) -> list[int]:

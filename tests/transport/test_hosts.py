@@ -9,6 +9,7 @@ import pytest
 import test_coded
 import test_direct
 import torch
+from pairwise import thorough
 from spawn import RankFailure, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,7 @@ from training import Scenario, bits, compare, register, train
 from tuned import with_settings
 
 import ddp_hooks
+from ddp_hooks.serving import control_groups
 
 # Ranks of one host are neighbours, as launchers number them, or not.
 LAYOUTS = {"2 x 2": (0, 0, 1, 1), "interleaved": (0, 1, 0, 1), "3 x 2": (0, 0, 1, 1, 2, 2), "2 x 3": (0, 0, 0, 1, 1, 1)}
@@ -32,35 +34,35 @@ def coded(scenario: type[Scenario]) -> Scenario:
     return made
 
 
-def same_as_plain_ddp(rank: int, layout: str, thorough: bool) -> None:
+def same_as_plain_ddp(rank: int, layout: str, every_way: bool) -> None:
     on_hosts(rank, layout)
     for scenario in test_direct.SCENARIOS:
-        for native in (True, False) if thorough else (True,):
+        for native in (True, False) if every_way else (True,):
             compare(rank, scenario(), test_direct.DIRECT, native)
             compare(rank, coded(scenario), with_settings(test_direct.DIRECT, coded="on"), native)
         compare(rank, scenario(), with_settings(test_direct.DIRECT, in_place_bytes=0, segment_bytes=64), True)
         compare(rank, scenario(), with_settings(test_direct.DIRECT, skip_zeros="on"), True)
     for number, scenario in enumerate(test_direct.ROWS):
-        if not thorough and number % 3:
+        if not every_way and number % 3:
             continue
         compare(rank, scenario(), test_direct.DIRECT_ROWS, True)
         compare(rank, coded(scenario), with_settings(test_direct.DIRECT_ROWS, coded="on"), True)
 
 
 @pytest.mark.parametrize(
-    ("layout", "thorough"),
+    ("layout", "every_way"),
     [("2 x 2", False), *(pytest.param(layout, True, marks=pytest.mark.thorough) for layout in LAYOUTS)],
 )
-def test_same_as_plain_ddp(layout: str, thorough: bool) -> None:
-    run_ranks(len(LAYOUTS[layout]), same_as_plain_ddp, layout, thorough, timeout=300.0)
+def test_same_as_plain_ddp(layout: str, every_way: bool) -> None:
+    run_ranks(len(LAYOUTS[layout]), same_as_plain_ddp, layout, every_way, timeout=300.0)
 
 
 # --- bytes
 
 
-def bytes_between_hosts(rank: int) -> None:
+def bytes_between_hosts(rank: int, layout: str) -> None:
     """A head for each rank, and one for all: what crosses between hosts is each host's part, once."""
-    on_hosts(rank, "2 x 2")
+    on_hosts(rank, layout)
     ddp = DistributedDataParallel(test_direct.Heads(5), find_unused_parameters=True)
     state = register(ddp, with_settings(test_direct.DIRECT, coded="off"), True)
     head = sum(p.numel() for p in ddp.module.trunk.parameters()) * 4
@@ -79,8 +81,38 @@ def bytes_between_hosts(rank: int) -> None:
     assert state.stats().broadcast_bytes == 0
 
 
-def test_bytes_between_hosts() -> None:
-    run_ranks(4, bytes_between_hosts)
+@pytest.mark.parametrize("layout", ["2 x 2", "interleaved"])
+def test_bytes_between_hosts(layout: str) -> None:
+    run_ranks(4, bytes_between_hosts, layout)
+
+
+def masks_between_hosts(rank: int, layout: str) -> None:
+    """Masks of rows cross between hosts as one for each host, and nobody knows of more than hosts."""
+    on_hosts(rank, layout)
+    control_groups.LARGEST_AXIS = 2
+    hosts = len(set(LAYOUTS[layout]))
+    ddp = DistributedDataParallel(nn.Embedding(4096, 16))
+    state = register(ddp, with_settings(test_direct.DIRECT_ROWS, coded="off"), True)
+    row = 16 * 4
+    for _ in range(3):
+        state.reset_stats()
+        ddp.zero_grad()
+        ddp(torch.arange(40 * rank, 40 * rank + 60)).sum().backward()
+        usage = state.usage()["weight"].units
+        assert usage is not None
+        last = 40 * (len(LAYOUTS[layout]) - 1) + 60
+        assert (usage.used_here, usage.used_anywhere, usage.used_by_rank) == (60, last, None)
+    # What all that have it send is what the ranks of a host had, once.
+    rows = [
+        {row for r, host in enumerate(LAYOUTS[layout]) if host == h for row in range(40 * r, 40 * r + 60)}
+        for h in range(hosts)
+    ]
+    assert 0 < state.stats().sent_bytes <= 1.2 * row * sum(map(len, rows)) * (hosts - 1)
+
+
+@pytest.mark.parametrize("layout", ["2 x 2", "interleaved", *thorough("3 x 2", "2 x 3")])
+def test_masks_between_hosts(layout: str) -> None:
+    run_ranks(len(LAYOUTS[layout]), masks_between_hosts, layout)
 
 
 def same_bits(rank: int, layout: str, runs: int) -> None:
