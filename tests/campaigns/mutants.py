@@ -150,18 +150,11 @@ DELETIONS = (
         test="engine/test_pretend.py -k pass_that_fails",
     ),
     Deletion(
-        "a packed message of units is kept until it is scattered",
-        "transport/message_sender.cpp",
-        "               keep_for_stream(packed);\n               for (const",
-        "               if (!@) keep_for_stream(packed);\n               for (const",
-        test="engine/test_pretend.py -k 'moves and rows'",
-    ),
-    Deletion(
         "a packed message is kept until it is scattered",
         "transport/message_sender.cpp",
         "               scatter(packed, to);\n               keep_for_stream(packed);",
         "               scatter(packed, to);\n               if (!@) keep_for_stream(packed);",
-        test="engine/test_pretend.py -k 'moves and packed'",
+        test="engine/test_pretend.py -k 'moves and (packed or rows)'",
     ),
     Deletion(
         "what lay in gaps is kept until it is put back",
