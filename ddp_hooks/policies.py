@@ -84,7 +84,8 @@ class Tuning:
 
     Args:
         in_place_bytes: a run of used gradients with at least this many bytes is sent from where it lies, in a message
-            of its own. Shorter runs are gathered. Bytes.
+            of its own. Shorter runs are gathered. On a GPU, only the single run of a bucket is sent so; several are
+            gathered, whatever their length, so that a bucket takes at most one all-reduce. Bytes.
         pack_bytes: gathered gradients are sent once they reach this many bytes. Bytes.
         direct: a rank that alone contributes a gradient sends it straight to the others, which takes half the bytes of
             an all-reduce (docs/internals/protocol.md, "Who contributes"). This requires ``skip_unused``, a gloo or NCCL
@@ -92,7 +93,8 @@ class Tuning:
             hosts with equally many ranks count as ranks here, after their ranks have added up. Hosts differ in
             hostname or the kernel's boot id, or in the variable ``DDP_HOOKS_HOST``.
         owners: if only some ranks contribute a gradient, one of them sums it and sends the sum to all, which saves up
-            to half of the bytes. Requires ``direct``.
+            to half of the bytes. Requires ``direct``. ``None`` stands for True on CPUs, and for False on GPUs, where it
+            takes more collectives and launches, and nobody has measured whether that pays.
         segment_bytes: roughly how much each rank puts into one such message. Bytes.
         min_zero_fraction: how much zeros must save for an adaptive setting to stay on. For ``skip_zeros``, this is the
             fraction of a step's bytes in gradients that are entirely zero. For ``skip_zero_rows``, it is the fraction
@@ -113,7 +115,7 @@ class Tuning:
     in_place_bytes: int = 1 << 20
     pack_bytes: int = 4 << 20
     direct: bool = True
-    owners: bool = True
+    owners: bool | None = None
     segment_bytes: int = 256 << 10
     min_zero_fraction: float = 0.05
     min_unit_bytes: int = 256
@@ -122,8 +124,9 @@ class Tuning:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        for name in ("direct", "owners"):
-            _check_flag(self, name)
+        _check_flag(self, "direct")
+        if self.owners is not None:
+            _check_flag(self, "owners")
         for name in ("min_zero_fraction",):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -312,10 +315,11 @@ def _parse(name: str, text: str) -> Any:
     default = next(field.default for field in _all_fields() if field.name == name)
     if isinstance(default, Tuning):
         raise ValueError("tuning: expected one of its fields, as in pack_bytes=1000000")
-    if isinstance(default, bool):
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{name}: expected true or false, received {short(text)}")
-        return text.lower() == "true"
+    if isinstance(default, bool) or default is None:
+        values = {"true": True, "false": False, **({"none": None} if default is None else {})}
+        if text.lower() not in values:
+            raise ValueError(f"{name}: expected {' or '.join(values)}, received {short(text)}")
+        return values[text.lower()]
     for kind, expected in ((int, "an int"), (float, "a number")):
         if isinstance(default, kind):
             try:

@@ -22,10 +22,11 @@ void bind_transport(py::module_& m) {
            py::arg("min_direct_bytes") = DirectSettings().min_direct_bytes,
            py::arg("min_owner_saving") = DirectSettings().min_owner_saving);
   py::class_<PlanSettings>(m, "PlanSettings")
-      .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, double gap_fraction, const DirectSettings& direct) {
-             return PlanSettings{in_place_bytes, pack_bytes, gap_fraction, direct};
+      .def(py::init([](int64_t in_place_bytes, int64_t pack_bytes, bool one_message_per_bucket, double gap_fraction,
+                       const DirectSettings& direct) {
+             return PlanSettings{in_place_bytes, pack_bytes, one_message_per_bucket, gap_fraction, direct};
            }),
-           py::kw_only(), py::arg("in_place_bytes"), py::arg("pack_bytes"),
+           py::kw_only(), py::arg("in_place_bytes"), py::arg("pack_bytes"), py::arg("one_message_per_bucket") = false,
            py::arg("gap_fraction") = PlanSettings().gap_fraction, py::arg("direct") = DirectSettings());
 
   m.def("can_code", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device, int count) {

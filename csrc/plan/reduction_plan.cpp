@@ -189,8 +189,10 @@ void Planner::add_runs(uint32_t bucket, const std::vector<Stretch>& runs, Bucket
   bool is_in_open = false;
   // What is copied anyway is better left out.
   const double gap_fraction = settings_.adds_up_in_hosts ? 0 : settings_.gap_fraction;
-  for (const JoinedRuns& joined : join_runs(runs, gap_fraction, may_be_sent)) {
-    if (joined.span.length * layout.element_bytes >= settings_.in_place_bytes) {
+  const std::vector<JoinedRuns> joined_runs = join_runs(runs, gap_fraction, may_be_sent);
+  const bool may_be_in_place = !settings_.one_message_per_bucket || joined_runs.size() == 1;
+  for (const JoinedRuns& joined : joined_runs) {
+    if (may_be_in_place && joined.span.length * layout.element_bytes >= settings_.in_place_bytes) {
       plan.launches.push_back(in_place_message(layout, runs, joined));
       ++plan.messages_touching;
       sent += joined.span.length;
@@ -202,8 +204,10 @@ void Planner::add_runs(uint32_t bucket, const std::vector<Stretch>& runs, Bucket
       message.numel += runs[i].length;
       sent += runs[i].length;
       if (!std::exchange(is_in_open, true)) ++plan.messages_touching;
-      // A divided gradient may hold much more than fits a message; what lies in a bucket leaves with that.
-      if (is_bucket(runs[i]) || message.numel * message.element_bytes < settings_.pack_bytes) continue;
+      // A divided gradient may hold much more than fits a message; what lies in a bucket leaves with that. Where a
+      // bucket is one message, any length fits.
+      if (is_bucket(runs[i]) || settings_.one_message_per_bucket) continue;
+      if (message.numel * message.element_bytes < settings_.pack_bytes) continue;
       close(false, plan);
       is_in_open = false;
     }

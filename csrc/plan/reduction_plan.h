@@ -4,9 +4,10 @@
 // A gradient is a list of units; a parameter that is not divided has one. Those that some rank uses are planned. A
 // *run* is a maximal stretch of used units that lie next to each other: of one gradient after the other in a bucket,
 // or within a gradient that is divided, which is sent from where it lies. Long runs travel in place, with no copy, a
-// message each; the others are packed, and those of several buckets share a message, so that many nearly empty buckets
-// do not cost many latencies. A message leaves when the last bucket it draws from is ready; messages that leave with
-// the same bucket leave in the order of the plan. A divided gradient that is used nearly whole travels whole.
+// message each, but on a device only if a bucket has one; the others are packed, and those of several buckets share a
+// message, so that many nearly empty buckets do not cost many latencies. A message leaves when the last bucket it draws
+// from is ready; messages that leave with the same bucket leave in the order of the plan. A divided gradient that is
+// used nearly whole travels whole.
 //
 // What few ranks contribute, or what is coded, does not go round a ring, see direct_plan.h.
 //
@@ -31,6 +32,9 @@ struct PlanSettings {
   int64_t in_place_bytes = 0;
   // Packed runs leave when this many bytes have come together, or nothing more can join them.
   int64_t pack_bytes = 0;
+  // Where collectives cost more than copies: of several runs of a bucket none travels in place, so that all-reduces are
+  // no more than buckets.
+  bool one_message_per_bucket = false;
   // A gap between two runs of a bucket is sent along when it is at most this fraction of the two runs' mean length and
   // the whole then travels in place.
   double gap_fraction = 1.0 / 128;

@@ -51,6 +51,7 @@ def engine_settings(
     Returns:
         A ``_C.EngineSettings``.
     """
+    is_on_device = description.get("device", "cpu") != "cpu"
     digest = hashlib.blake2b(repr(sorted(description.items())).encode(), digest_size=8).digest()
     return _C.EngineSettings(
         skip_unused=policy.skip_unused,
@@ -60,8 +61,8 @@ def engine_settings(
         least_coded_saving=least_coded_saving(topology.link_mbits),
         units=unit_settings(policy),
         # The engine takes the number of ranks from the module's group.
-        plan=plan_settings(policy, topology.counts_bytes, 1),
-        adaptive=adaptive_settings(policy, is_on_device=description.get("device", "cpu") != "cpu"),
+        plan=plan_settings(policy, topology.counts_bytes, 1, is_on_device=is_on_device),
+        adaptive=adaptive_settings(policy, is_on_device=is_on_device),
         rebuild_after=policy.rebuild_after,
         configuration=int.from_bytes(digest, "little"),
     )
@@ -150,24 +151,28 @@ def _constants(policy: Policy, *names: str) -> dict[str, Any]:
     return {name: getattr(policy.tuning, name) for name in names if hasattr(policy.tuning, name)}
 
 
-def plan_settings(policy: Policy, may_be_direct: bool, world_size: int) -> Any:
+def plan_settings(policy: Policy, may_be_direct: bool, world_size: int, *, is_on_device: bool = False) -> Any:
     """Return a ``_C.PlanSettings``, which says how used gradients travel.
 
     Args:
         policy: the policy.
         may_be_direct: whether gradients may be sent directly, if the policy allows it.
         world_size: the number of ranks.
+        is_on_device: whether gradients are on another device than the CPU.
     """
+    owners = policy.tuning.owners
     return _C.PlanSettings(
         in_place_bytes=policy.tuning.in_place_bytes,
         pack_bytes=policy.tuning.pack_bytes,
         direct=_C.DirectSettings(
             direct=policy.tuning.direct and may_be_direct,
             world_size=world_size,
-            owners=policy.tuning.owners,
+            owners=not is_on_device if owners is None else owners,
             segment_bytes=policy.tuning.segment_bytes,
             **_constants(policy, "min_direct_bytes", "min_owner_saving"),
         ),
+        # On a device, copies are nearly free, and a collective is not.
+        one_message_per_bucket=is_on_device,
         **_constants(policy, "gap_fraction"),
     )
 

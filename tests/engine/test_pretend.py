@@ -509,7 +509,7 @@ def nothing_after_a_failure(rank: int) -> None:
     from ddp_hooks_testing import _pretend
 
     ddp = DistributedDataParallel(TwoBuckets().to("pretend"), find_unused_parameters=True)
-    tuning = Tuning(min_direct_bytes=0, min_owner_saving=0)
+    tuning = Tuning(owners=True, min_direct_bytes=0, min_owner_saving=0)
     state = register(ddp, ddp_hooks.Policy("owners", tuning=tuning), True)
 
     def step() -> int:

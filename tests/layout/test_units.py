@@ -115,11 +115,16 @@ def first_bit(units: list[_C.Units], wanted: _C.Units) -> int:
 def test_every_used_unit_is_sent_once(seed: int) -> None:
     generator = random.Random(seed)
     units, used = random_units(generator)
+    one_message = generator.random() < 0.5
     plan = _C.PlanSettings(
-        in_place_bytes=generator.choice([0, 40, 1 << 20]), pack_bytes=generator.choice([0, 100]), gap_fraction=0.0
+        in_place_bytes=generator.choice([0, 40, 1 << 20]),
+        pack_bytes=generator.choice([0, 100]),
+        one_message_per_bucket=one_message,
+        gap_fraction=0.0,
     )
     element_bytes = 4
     messages = testing.make_unit_plan(units, used, element_bytes, plan)[0]
+    assert len(messages) <= 1 or not one_message
     sent: dict[int, list[tuple[int, int]]] = {i: [] for i in range(len(units))}
     for message in messages:
         runs = message.stretches

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain, pairwise, permutations
 
@@ -40,6 +40,7 @@ class Case:
     in_place_bytes: int = 0
     pack_bytes: int = 0
     gap_fraction: float = 0.0
+    one_message_per_bucket: bool = False  # on devices
 
     def slices(self, bucket: int) -> list[tuple[int, int, int]]:
         """Return (parameter, offset, length) for each parameter of the bucket."""
@@ -77,7 +78,10 @@ class Case:
 
     def settings(self) -> _C.PlanSettings:
         return _C.PlanSettings(
-            in_place_bytes=self.in_place_bytes, pack_bytes=self.pack_bytes, gap_fraction=self.gap_fraction
+            in_place_bytes=self.in_place_bytes,
+            pack_bytes=self.pack_bytes,
+            one_message_per_bucket=self.one_message_per_bucket,
+            gap_fraction=self.gap_fraction,
         )
 
     def plan(self) -> list[testing.BucketPlan]:
@@ -95,8 +99,8 @@ def with_default_settings(buckets: tuple[Bucket, ...], used: frozenset[int]) -> 
 # --- the oracle ---
 
 
-def stretches(case: Case, bucket: int) -> list[tuple[int, int]]:
-    """Return what is sent of a bucket as (begin, end): its runs, joined where the gap is small enough.
+def stretches(case: Case, bucket: int) -> list[tuple[int, int, bool]]:
+    """Return what is sent of a bucket as (begin, end, in place): its runs, joined where the gap is small enough.
 
     Only what then travels in place stays joined: what is gathered anyway gains nothing from its gaps.
     """
@@ -113,11 +117,12 @@ def stretches(case: Case, bucket: int) -> list[tuple[int, int]]:
             groups[-1].append((begin, end))
         else:
             groups.append([(begin, end)])
-    sent: list[tuple[int, int]] = []
+    sent: list[tuple[int, int, bool]] = []
     for group in groups:
         begin, end = group[0][0], group[-1][1]
-        in_place = (end - begin) * case.buckets[bucket].element_bytes >= case.in_place_bytes
-        sent += [(begin, end)] if in_place else group
+        is_long = (end - begin) * case.buckets[bucket].element_bytes >= case.in_place_bytes
+        in_place = is_long and (len(groups) == 1 or not case.one_message_per_bucket)
+        sent += [(begin, end, True)] if in_place else [(*run, False) for run in group]
     return sent
 
 
@@ -126,9 +131,9 @@ def oracle(case: Case, whole_plan: bool) -> list[Counter[Packet]]:
     leaving: list[Counter[Packet]] = [Counter() for _ in case.buckets]
     open_slices: dict[int, list[tuple[int, int, int]]] = {}
     for b, bucket in enumerate(case.buckets):
-        for begin, end in stretches(case, b):
+        for begin, end, in_place in stretches(case, b):
             part = (b, begin, end - begin)
-            if (end - begin) * bucket.element_bytes >= case.in_place_bytes:
+            if in_place:
                 leaving[b][bucket.kind, True, (part,)] += 1
             else:
                 open_slices.setdefault(bucket.kind, []).append(part)
@@ -248,6 +253,7 @@ def random_case(rng: random.Random) -> Case:
         in_place_bytes=rng.choice([0, 1, 64, 400, 1 << 40]),
         pack_bytes=rng.choice([0, 1, 100, 1000, 1 << 40]),
         gap_fraction=rng.choice([0.0, 1 / 128, 1 / 8, 0.5, 1.0]),
+        one_message_per_bucket=rng.random() < 0.5,
     )
 
 
@@ -272,6 +278,7 @@ def cases(draw: st.DrawFn) -> Case:
         in_place_bytes=draw(st.integers(0, 100)),
         pack_bytes=draw(st.integers(0, 200)),
         gap_fraction=draw(st.sampled_from([0.0, 1 / 128, 1 / 8, 0.25, 0.5, 1.0])),
+        one_message_per_bucket=draw(st.booleans()),
     )
 
 
@@ -295,6 +302,7 @@ def test_a_bucket_is_planned_without_looking_ahead(seed: int) -> None:
         case.in_place_bytes,
         case.pack_bytes,
         case.gap_fraction,
+        case.one_message_per_bucket,
     )
     assert same_plan(case.plan_bucket_by_bucket())[:known] == same_plan(other.plan_bucket_by_bucket())[:known]
 
@@ -317,6 +325,25 @@ def test_everything_used_sends_whole_buckets_in_place() -> None:
     for plans in (case.plan(), case.plan_bucket_by_bucket()):
         assert packets(plans) == [[(0, True, ((0, 0, 12),))], [(1, True, ((1, 0, 9),))], [(0, True, ((2, 0, 6),))]]
         assert {plan.disposition for plan in plans} == {testing.Disposition.WHOLE}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_on_a_device_there_are_no_more_messages_than_buckets(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(30):
+        case = replace(random_case(rng), one_message_per_bucket=True)
+        check(case)
+        for plans in (case.plan(), case.plan_bucket_by_bucket()):
+            assert sum(len(plan.launches) for plan in plans) <= len(case.buckets)
+
+
+def test_on_a_device_several_runs_of_a_bucket_are_a_message() -> None:
+    # However long they are; a run that is alone needs no copy.
+    buckets = (Bucket((50, 1, 50, 1)), Bucket((1, 90, 1)))
+    case = Case(buckets, frozenset({0, 2, 5}), in_place_bytes=40, pack_bytes=40, one_message_per_bucket=True)
+    check(case)
+    for plans in (case.plan(), case.plan_bucket_by_bucket()):
+        assert packets(plans) == [[(0, False, ((0, 0, 50), (0, 51, 50)))], [(0, True, ((1, 1, 90),))]]
 
 
 def test_small_whole_buckets_share_a_message() -> None:

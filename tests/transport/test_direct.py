@@ -24,7 +24,7 @@ import ddp_hooks
 from ddp_hooks import _C, Policy
 from ddp_hooks_testing import _C as testing
 
-DIRECT = Policy("direct", tuning=Tuning(min_direct_bytes=0, segment_bytes=300, min_owner_saving=0))
+DIRECT = Policy("direct", tuning=Tuning(owners=True, min_direct_bytes=0, segment_bytes=300, min_owner_saving=0))
 DIRECT_ROWS = with_settings(DIRECT, name="direct rows", skip_zero_rows="on", min_divided_bytes=0, min_unit_bytes=1)
 
 
