@@ -336,11 +336,13 @@ void Engine::average_unmanaged(const Step& step, bool contribute) {
   const size_t reduced_count = reducer_.parameters().size();
   // Held, because the module may go, and close this, while the group is waited for.
   std::shared_ptr<const ControlGroups> groups;
+  c10::intrusive_ptr<c10d::ProcessGroup> on_streams;
   std::vector<UnmanagedGradient> gradients;
   {
     std::lock_guard lock(mutex_);
     if (!pass_.prologue() || control_groups_->world_size() == 1) return;
     groups = control_groups_;
+    if (step.nobody_joined && pass_.sender().is_on_streams()) on_streams = reducer_.process_group();
     for (size_t i : step.unmanaged) {
       gradients.push_back(
           {unmanaged_parameters_[i], contribute && pass_.prologue()->unused().has_accumulated(reduced_count + i)});
@@ -348,7 +350,8 @@ void Engine::average_unmanaged(const Step& step, bool contribute) {
     if (contribute) pass_.prologue()->unused().unmanaged_taken_up();
   }
   // A rank that has joined does not need the result, and must go on: the others wait for it elsewhere first.
-  const UnmanagedMessages sent = average_unmanaged_gradients(groups->all(), gradients, 1 / step.divisor, contribute);
+  const UnmanagedMessages sent =
+      average_unmanaged_gradients(groups->all(), on_streams.get(), gradients, 1 / step.divisor, contribute);
   if (sent.sparse) {
     queue_error(
         "ddp_hooks: parameter '" + names_[reduced_count + step.unmanaged[*sent.sparse]] +

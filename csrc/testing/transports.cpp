@@ -151,7 +151,7 @@ void bind_transports(py::module_& m) {
           std::vector<UnmanagedGradient> unmanaged;
           for (const auto& [parameter, used] : gradients) unmanaged.push_back({parameter, used});
           const auto group = c10::make_intrusive<OneOfMany>(rank, ranks, std::move(all_reduce));
-          const UnmanagedMessages sent = average_unmanaged_gradients(*group, unmanaged, factor, wait);
+          const UnmanagedMessages sent = average_unmanaged_gradients(*group, nullptr, unmanaged, factor, wait);
           return std::make_tuple(sent.messages, sent.gradient_bytes, sent.flag_bytes);
         });
 }

@@ -34,13 +34,16 @@ class MessageSender {
                 const std::shared_ptr<const ControlGroups>& control_groups, BucketViews& views,
                 MessageStatistics& statistics)
       : group_(group),
-        is_on_streams_(is_on_streams(backend_name(group, device_type), device_type)),
+        is_on_streams_(ddp_hooks::is_on_streams(backend_name(group, device_type), device_type)),
         control_groups_(control_groups),
         views_(views),
         statistics_(statistics),
         direct_(group, is_on_streams_, control_groups, staging_, statistics),
         coded_(group.getRank(), group.getSize(), control_groups, staging_, late_),
         hosts_(group.getRank(), control_groups, staging_, late_) {}
+
+  // Whether the group puts collectives on the gradients' streams.
+  bool is_on_streams() const { return is_on_streams_; }
 
   // Whether plans count hosts, whose ranks add up what they have; every rank has to agree on it.
   void set_adds_up_in_hosts(bool adds_up) { adds_up_in_hosts_ = adds_up; }

@@ -19,38 +19,34 @@ at::Tensor as_real(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
-void average_alike(c10d::Backend& group, const std::vector<UnmanagedGradient>& gradients, double factor, bool wait,
-                   UnmanagedMessages& sent) {
+// What this rank contributes of each gradient, flat.
+std::vector<at::Tensor> contributions(const std::vector<UnmanagedGradient>& gradients, double factor, bool wait) {
   std::vector<at::Tensor> parts;
-  // Whether this rank used the gradient, in the message's dtype: a sum of ones may be rounded, but never to 0. By way
-  // of doubles, because not every dtype of a gradient can be filled from numbers.
-  std::vector<double> flags;
   for (const auto& [parameter, used] : gradients) {
     const bool has_gradient = wait && parameter.grad().defined() && !parameter.grad().is_sparse();
     const at::Tensor gradient = has_gradient ? parameter.grad() * factor : at::zeros_like(parameter);
     parts.push_back(as_real(gradient.contiguous()).reshape({-1}));
-    flags.push_back(used ? 1 : 0);
   }
-  parts.push_back(at::tensor(flags, at::kDouble).to(parts.front().options()));
-  // A control group carries the host's memory, wherever gradients are.
-  const at::Tensor message = at::cat(parts).cpu();
-  sent.messages += 1;
-  sent.flag_bytes += static_cast<int64_t>(parts.back().nbytes());
-  sent.gradient_bytes += static_cast<int64_t>(message.nbytes() - parts.back().nbytes());
-  std::vector<at::Tensor> tensors{message};
-  const auto work = group.allreduce(tensors);
-  if (!wait) return;
-  work->wait();
+  return parts;
+}
 
-  const auto count = static_cast<int64_t>(gradients.size());
-  const at::Tensor used_anywhere = message.narrow(0, message.numel() - count, count).ne(0);
+// Whether this rank used each gradient.
+at::Tensor flags_of(const std::vector<UnmanagedGradient>& gradients) {
+  std::vector<double> flags;
+  for (const auto& [parameter, used] : gradients) flags.push_back(used ? 1 : 0);
+  return at::tensor(flags, at::kDouble);
+}
+
+// `averages`: of all, flat; where some rank used them.
+void put_back(const std::vector<UnmanagedGradient>& gradients, const at::Tensor& averages, const at::Tensor& flags) {
+  const at::Tensor used_anywhere = flags.ne(0);
   int64_t position = 0;
-  for (int64_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < gradients.size(); ++i) {
     const at::Tensor& parameter = gradients[i].parameter;
-    const int64_t numel = parts[i].numel();
-    const at::Tensor average = message.narrow(0, position, numel);
+    const int64_t numel = as_real(parameter).numel();
+    const at::Tensor average = averages.narrow(0, position, numel);
     position += numel;
-    if (!used_anywhere[i].item<bool>()) continue;
+    if (!used_anywhere[static_cast<int64_t>(i)].item<bool>()) continue;
     at::Tensor& gradient = parameter.mutable_grad();
     if (!gradient.defined()) gradient = at::zeros_like(parameter);
     if (gradient.is_sparse()) continue;
@@ -60,10 +56,43 @@ void average_alike(c10d::Backend& group, const std::vector<UnmanagedGradient>& g
   }
 }
 
+void average_alike(c10d::Backend& group, c10d::ProcessGroup* on_streams,
+                   const std::vector<UnmanagedGradient>& gradients, double factor, bool wait, UnmanagedMessages& sent) {
+  std::vector<at::Tensor> parts = contributions(gradients, factor, wait);
+  at::Tensor flags = flags_of(gradients);
+  c10::intrusive_ptr<c10d::Work> under_way;
+  at::Tensor averages;
+  if (on_streams != nullptr && !parts.front().is_cpu()) {
+    averages = at::cat(parts);
+    std::vector<at::Tensor> tensors{averages};
+    under_way = on_streams->allreduce(tensors);
+    parts.clear();
+    sent.messages += 1;
+    sent.gradient_bytes += static_cast<int64_t>(averages.nbytes());
+  } else {
+    // In the message's dtype: a sum of ones may be rounded, but never to 0.
+    flags = flags.to(parts.front().options());
+  }
+  parts.push_back(flags);
+  // A control group carries the host's memory, wherever gradients are.
+  const at::Tensor message = at::cat(parts).cpu();
+  sent.messages += 1;
+  sent.flag_bytes += static_cast<int64_t>(flags.nbytes());
+  sent.gradient_bytes += static_cast<int64_t>(message.nbytes() - flags.nbytes());
+  std::vector<at::Tensor> tensors{message};
+  const auto work = group.allreduce(tensors);
+  if (!wait) return;
+  work->wait();
+  if (under_way) under_way->synchronize();
+  put_back(gradients, under_way ? averages : message,
+           message.narrow(0, message.numel() - flags.numel(), flags.numel()));
+}
+
 }  // namespace
 
-UnmanagedMessages average_unmanaged_gradients(c10d::Backend& group, const std::vector<UnmanagedGradient>& gradients,
-                                              double factor, bool wait) {
+UnmanagedMessages average_unmanaged_gradients(c10d::Backend& group, c10d::ProcessGroup* on_streams,
+                                              const std::vector<UnmanagedGradient>& gradients, double factor,
+                                              bool wait) {
   RECORD_FUNCTION("ddp_hooks::unmanaged_gradients", std::vector<c10::IValue>());
   const at::NoGradGuard no_grad;
   UnmanagedMessages sent;
@@ -78,7 +107,7 @@ UnmanagedMessages average_unmanaged_gradients(c10d::Backend& group, const std::v
     const UnmanagedGradient first = rest.front();
     const auto others = std::stable_partition(
         rest.begin(), rest.end(), [&](const UnmanagedGradient& one) { return may_share_message(one, first); });
-    average_alike(group, {rest.begin(), others}, factor, wait, sent);
+    average_alike(group, on_streams, {rest.begin(), others}, factor, wait, sent);
     rest.erase(rest.begin(), others);
   }
   return sent;

@@ -2,8 +2,11 @@
 // with the module or anew, and unfrozen later.
 //
 // The slow path, right in every case: after backward, one message for each dtype and device, nothing overlaps. Each
-// parameter has a flag sent along, so that what no rank gave a gradient is left alone, as DDP leaves it.
-// Every rank must agree on: the parameters, the agreed mask, the factor, the number of ranks.
+// parameter has a flag sent along, so that what no rank gave a gradient is left alone, as DDP leaves it. On a device
+// whose collectives are put on streams, gradients stay there, and the host waits for the flags only, which travel from
+// host to host.
+// Every rank must agree on: the parameters, the agreed mask, the factor, the number of ranks, whether there is a group
+// on streams.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +14,7 @@
 #include <cstdint>
 #include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 namespace ddp_hooks {
@@ -31,7 +35,10 @@ struct UnmanagedMessages {
 // Sums over the ranks of `group`, times `factor`, the gradients that some rank used; a rank that did not use one
 // contributes what its .grad holds, as in DDP, or zeros. It waits for the result and writes it to every .grad but
 // sparse ones. Without `wait`, on a rank that has joined, it contributes zeros and leaves every .grad as it is.
-UnmanagedMessages average_unmanaged_gradients(c10d::Backend& group, const std::vector<UnmanagedGradient>& gradients,
-                                              double factor, bool wait);
+// `on_streams` carries the gradients that are not on the CPU; null where nothing does, or a rank has joined, which
+// comes here earlier than the others and would change the order of that group's messages.
+UnmanagedMessages average_unmanaged_gradients(c10d::Backend& group, c10d::ProcessGroup* on_streams,
+                                              const std::vector<UnmanagedGradient>& gradients, double factor,
+                                              bool wait);
 
 }  // namespace ddp_hooks
