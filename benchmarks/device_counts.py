@@ -1,4 +1,4 @@
-"""What does a hook ask of a device in a step in which there is nothing to skip?
+"""What does a hook ask of a device in a step, with nothing to skip, half frozen, or with one table used in part?
 
     python benchmarks/device_counts.py
 
@@ -8,10 +8,12 @@ recorded events, waits of streams for events, waits of the host for the device, 
 `allreduce_hook` runs the same step, so the difference from its counts is the price of our hook. All counts are calls of
 the host; no time is measured.
 
-The modules have the parameters of GPT-2 (124M) and ResNet-50 in their order and shapes. Each gradient is dense and has
-no zero; those of `autocast` are exactly bfloat16 numbers. An adaptive policy is counted after 40 steps, when it has
-settled. It looks again in one of the ten counted steps, and pauses twice as long each time, so the median shows a usual
-step, and the mean includes a look."""
+The modules have the parameters of GPT-2 (124M) and ResNet-50 in their order and shapes. Each gradient is dense and
+has no zero. In `frozen`, every other layer is frozen after two steps, so that buckets have gaps. In `table`, the
+gradient of the largest parameter is zero but for a sixteenth of its rows. `allreduce_hook` always has dense gradients
+and nothing frozen. An adaptive policy is counted after 40 steps, when it has settled. It looks again in one of the
+ten counted steps, and pauses twice as long each time, so the median shows a usual step, and the mean includes a
+look."""
 
 from __future__ import annotations
 
@@ -31,14 +33,17 @@ VARIANTS = (
     ALLREDUCE,
     "allreduce",
     "skip_unused",
+    "skip_unused:frozen",
     "auto",
-    "auto:autocast",
+    "auto:table",
     "skip_zeros=on",
     "skip_zero_rows=on",
 )
 # What is adaptive settles, and looks again now and then; all other steps are alike from the fourth on.
 WARM_UP, STEPS = 40, 10
-WARM_UP_ALIKE, STEPS_ALIKE = 3, 1
+WARM_UP_ALIKE, STEPS_ALIKE = 4, 1
+# By then DDP has rebuilt its buckets, in which frozen parameters therefore lie between others.
+FROZEN_FROM = 2
 
 
 def shapes_of_gpt2() -> Iterator[tuple[int, ...]]:
@@ -72,6 +77,8 @@ def shapes_of_resnet50() -> Iterator[tuple[int, ...]]:
 
 
 SHAPES = {"gpt2": shapes_of_gpt2, "resnet50": shapes_of_resnet50}
+# How many parameters a layer has: a weight with its bias, a convolution with its batch norm.
+PER_LAYER = {"gpt2": 2, "resnet50": 3}
 
 
 def measure(shape: str, variant: str) -> None:
@@ -90,18 +97,26 @@ def measure(shape: str, variant: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo,pretend:pretend")
     _pretend.seed(dist.get_rank(), 0.0)
-    policy, _, autocast = variant.partition(":")
+    _pretend.leave_out_copies()  # of buckets; the gradients that this counts with are not looked at
+    policy, _, case = variant.partition(":")
     warm_up, steps = (WARM_UP, STEPS) if policy == "auto" else (WARM_UP_ALIKE, STEPS_ALIKE)
 
     class Weights(nn.Module):
-        """The gradient of each parameter is the factor that it is multiplied with."""
+        """The gradient of each parameter, or of the used rows of a table, is the factor that it is multiplied with."""
 
         def __init__(self) -> None:
             super().__init__()
             self.weights = nn.ParameterList(torch.zeros(shape) for shape in SHAPES[shape]())
+            largest = max(range(len(self.weights)), key=lambda index: self.weights[index].numel())
+            self.table = largest if case == "table" else None
 
         def forward(self, factor: torch.Tensor) -> torch.Tensor:
-            return torch.stack([(weight * factor).sum() for weight in self.weights]).sum()
+            used = [
+                weight[: len(weight) // 16] if index == self.table else weight
+                for index, weight in enumerate(self.weights)
+                if weight.requires_grad
+            ]
+            return torch.stack([(part * factor).sum() for part in used]).sum()
 
     model = Weights().to("pretend")
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -114,8 +129,9 @@ def measure(shape: str, variant: str) -> None:
         ddp_hooks.register(ddp, policy)
     counted: list[dict[str, int]] = []
     for step in range(warm_up + steps):
-        # 0.1 has more digits than bfloat16 holds.
-        factor = torch.tensor(0.5 if autocast else 0.1 * (step + 1), device="pretend")
+        for index, weight in enumerate(model.weights if case == "frozen" and step == FROZEN_FROM else ()):
+            weight.requires_grad_(index // PER_LAYER[shape] % 2 == 1)
+        factor = torch.tensor(0.1 * (step + 1), device="pretend")
         for weight in model.parameters():
             weight.grad = None
         loss = ddp(factor)
@@ -134,17 +150,19 @@ def measure(shape: str, variant: str) -> None:
 
 
 def sentence_of(rows: list[dict[str, Any]]) -> str:
-    """Say what `auto` asks for beyond allreduce_hook."""
+    """Say what a settled `auto`, and a model that is half frozen, ask for beyond allreduce_hook."""
     parts = []
     for row in rows:
         if row["variant"].startswith("auto"):
             more = row["over_allreduce_hook"]
-            what = row["shape"] + (", gradients of 16 bits" if "autocast" in row["variant"] else "")
+            what = row["shape"] + (", rows of one table" if "table" in row["variant"] else "")
             parts.append(
                 f"{more['launches']:+.0f} launches and {more['host_waits']:+.0f} host waits a step, and "
                 f"{row['means']['host_waits']:.1f} waits in the mean of steps with a look ({what})"
             )
-    return f"Against torch's allreduce_hook a settled `auto` asks for {', '.join(parts)}."
+        elif row["variant"].endswith(":frozen"):
+            parts.append(f"{row['over_allreduce_hook']['collectives']:+.0f} collectives ({row['shape']}, half frozen)")
+    return f"Against torch's allreduce_hook a step asks for {', '.join(parts)}."
 
 
 def main() -> int:
@@ -163,9 +181,6 @@ def main() -> int:
     for shape in options.shapes:
         for variant in options.variants:
             argv = [str(Path(__file__)), "--shapes", shape, "--variants", variant]
-            # To play how kernels pack as much as this takes half an hour; `auto` may pack it in each of 50 steps.
-            if shape == "gpt2" and variant.endswith(":autocast"):
-                continue
             row = testbed.launch(argv, 2, testbed.LOOPBACK, echo_rank=None)[0].results[0]
             base = next((one for one in rows if one["shape"] == shape and one["variant"] == ALLREDUCE), row)
             row["over_allreduce_hook"] = {name: row[name] - base[name] for name in COUNTS}
