@@ -265,10 +265,8 @@ std::vector<double> BackwardPass::send_settled(const SettledUnits& settled) {
     gradients.push_back({is_divided ? by_itself : in_bucket, units});
     if (is_divided) divided.push_back({gradient.flat, gradient.offset, step.divisor, views_.is_divided(parameter)});
   }
-  BucketPlan plan = std::move(step.planner
-                                  ->plan(settled.bucket, {std::move(gradients)}, settled.used,
-                                         settled.contributors)
-                                  .front());
+  BucketPlan plan =
+      std::move(step.planner->plan(settled.bucket, {std::move(gradients)}, settled.used, settled.contributors).front());
   BucketInFlight& bucket = step.buckets[settled.bucket];
   sender_.count(layout_->buckets[settled.bucket], plan);
   sender_.send(step_, *layout_, settled.bucket, plan, divided);

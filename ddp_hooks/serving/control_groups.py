@@ -226,7 +226,7 @@ def _open_groups(ddp: Distributed, name: str, listener: Listener, topology: Topo
     # Those at the same position on all hosts; with a rank for each host, all of them.
     between = [host[own_host.index(here)] for host in hosts] if adds_up else list(range(ranks))
     # Masks cross between hosts once those of a host are one. The first rank of an axis names its group.
-    axes = [own_host] if adds_up else []
+    axes: list[Sequence[int]] = [own_host] if adds_up else []
     axes += axes_of(between, here, LARGEST_AXIS)
     opened = [
         _open_group(ddp, f"{name}/axis{number}/{axis[0]}", axis.index(here), len(axis), devices)
