@@ -31,6 +31,7 @@ def test_every_part_runs_and_registration_takes_no_memory(tmp_path: Path) -> Non
     assert rows[4]["steps"] > 3
 
 
+@pytest.mark.thorough
 def test_a_part_that_fails_leaves_the_others(tmp_path: Path) -> None:
     # With one rank there is nothing to try.
     code, rows = smoke(tmp_path, "--ranks", "1", "--parts", "doctor", "memory")

@@ -38,6 +38,7 @@ def test_ranks_are_followed(how: str, tmp_path: Path) -> None:
     assert json.loads(file.read_text())["diagnoses"][0]["steps"] == 5
 
 
+@pytest.mark.thorough
 def test_all_are_stopped_when_enough_was_seen() -> None:
     run = diagnose("fork", 10_000, "--steps", "3")
     assert run.returncode == 0, run.stderr
@@ -64,6 +65,7 @@ def test_fully_shard_is_watched() -> None:
     assert "No parameter of spare got a gradient" in words(run.stdout)
 
 
+@pytest.mark.thorough
 def test_it_says_why_nothing_was_seen() -> None:
     for how, told in (
         ("nothing", "made no DistributedDataParallel module, and ran none with fully_shard."),

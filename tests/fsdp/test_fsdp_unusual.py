@@ -476,9 +476,11 @@ def compare(rank: int, names: list[str], policies: list[str], over_hosts: bool =
             state.close()
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (3, 4))])
-def test_ways_to_train(world_size: int) -> None:
-    names = [way.__name__ for way in WAYS if world_size in way.ranks]
+@pytest.mark.parametrize(
+    ("world_size", "share"), [(2, 2), *(pytest.param(n, 1, marks=pytest.mark.thorough) for n in (2, 3, 4))]
+)
+def test_ways_to_train(world_size: int, share: int) -> None:
+    names = [way.__name__ for way in WAYS if world_size in way.ranks][::share]
     run_ranks(world_size, compare, names, ["restless"] if world_size == 2 else ["on"])
 
 

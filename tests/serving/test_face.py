@@ -74,5 +74,6 @@ print(diagnosis.findings.steps, state.stats().steps, sync.verify_replicas(ddp).i
 """
 
 
+@pytest.mark.thorough
 def test_nothing_needs_numpy() -> None:
     assert in_a_fresh_process(WITHOUT_NUMPY).split() == ["1", "1", "True"]
