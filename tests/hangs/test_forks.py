@@ -232,8 +232,8 @@ def _within_a_hook(rank: int) -> list[bool]:
 
 
 def test_a_child_leaves_what_serves_a_module_to_its_parent() -> None:
-    # In processes of its own: other tests may leave groups, and a child that destroys one waits for threads that it does
-    # not have.
+    # In processes of its own: other tests may leave groups, and a child that destroys one waits for threads that only
+    # its parent has.
     own = {"DDP_HOOKS_RANKS_OF": "test_forks"}
     assert run_ranks(2, _within_a_hook, environment=lambda rank: own) == [[True, True], []]
 
