@@ -26,7 +26,7 @@ from .verdicts import (
 
 if TYPE_CHECKING:
     from .findings import Findings
-    from .timing import Division
+    from .timing import Division, PolicyTrial
 
 _WIDEST_NAME = 30
 _LINES_SHOWN = 40
@@ -187,6 +187,29 @@ def _policy_lines(findings: Findings) -> Iterator[str]:
         f"Bytes, with masks, were measured: {tried} of this run. Times follow from them and from plain DDP's step, "
         "without what the hook itself takes."
     )
+    yield from _host_lines(findings.policies)
+
+
+def _host_lines(tried: Sequence[PolicyTrial]) -> Iterator[str]:
+    topology = tried[0].topology
+    hosts = len(topology.hosts)
+    if hosts < 2:
+        return
+    sent = [("plain DDP", tried[0].plain_link_bytes), *((one.policy, one.link_bytes) for one in tried)]
+    each = " and ".join(f"{describe_bytes(size)} with {name}" for name, size in sent)
+    yield from _wrap(f"Between the {hosts} hosts, the busiest one sent this much in a step: {each}.")
+    if topology.counts_bytes and topology.can_add_up:
+        # What all of H hosts contribute crosses each one's link 2 (H - 1) / H times.
+        growth = (2 * hosts - 1) / (2 * hosts - 2)
+        yield from _wrap(
+            f"More ranks on each host would not change that, if they use the same layers and rows. On {2 * hosts} "
+            f"hosts, each would send {growth:.2f} times as much of what every rank uses."
+        )
+    elif not topology.counts_bytes:
+        yield from _wrap(
+            "Ranks of a host could add up first, so that each byte crosses once: that takes CPUs, gloo, and equally "
+            "many ranks on each host."
+        )
 
 
 def policy_rows(findings: Findings) -> Iterator[tuple[str, int, str, str]]:

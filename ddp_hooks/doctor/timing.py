@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from ..serving.topology import Topology
 from ..statistics import Statistics
 from .steps import Step
 
@@ -63,7 +64,7 @@ def divide(steps: Sequence[Sequence[Step]]) -> Division | None:
 
 
 def estimate(division: Division, sent_fraction: float, compute_seconds: float) -> float:
-    """Return the time of a step in which the busiest rank sends a fraction of plain DDP's bytes. Seconds."""
+    """Return the time of a step in which the busiest host sends a fraction of plain DDP's bytes. Seconds."""
     sent = division.step_seconds - (1 - sent_fraction) * division.sending_seconds
     return max(min(division.compute_seconds, compute_seconds), sent)
 
@@ -76,11 +77,13 @@ class Trial:
         policy: the policy's name.
         counted: the hook's counters over these steps.
         computed: for each step, the time until this rank had all its gradients. Seconds.
+        topology: the hosts of the module's ranks.
     """
 
     policy: str
     counted: Statistics
     computed: tuple[float, ...]
+    topology: Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,10 @@ class PolicyTrial:
         step_bytes: bytes of gradients and masks that a rank handed to collectives in a step, as a mean. Bytes.
         saved_fraction: the fraction of plain DDP's bytes that was saved, as in ``state.stats().saved_fraction``.
         sent_bytes: gradients that each rank sent in these steps, as in ``state.stats().sent_bytes``. Bytes.
+        link_bytes: gradients that the busiest host sent to other hosts in a step, as a mean; with one host, those that
+            the busiest rank sent. Bytes.
+        plain_link_bytes: the same for plain DDP. Bytes.
+        topology: the hosts of the ranks.
         step_seconds: the estimated time of a step; None if plain DDP's steps were not timed.
     """
 
@@ -101,6 +108,9 @@ class PolicyTrial:
     step_bytes: int
     saved_fraction: float
     sent_bytes: tuple[int, ...]
+    link_bytes: int
+    plain_link_bytes: int
+    topology: Topology
     step_seconds: float | None
 
 
@@ -113,13 +123,19 @@ def sum_up(trials: Sequence[Trial], division: Division | None) -> PolicyTrial:
     """
     counted, ranks = trials[0].counted, len(trials)
     computed = median(max(step) for step in zip(*(one.computed for one in trials), strict=False))
-    sent = tuple(one.counted.sent_bytes for one in trials)
+    sent, topology = tuple(one.counted.sent_bytes for one in trials), trials[0].topology
     plain_bytes = 2 * (ranks - 1) / ranks * counted.wrapped_bytes  # as in a ring
+    # One rank of a host is the next one's neighbour in a ring; ranks that add up first each send their share.
+    by_host = [sum(sent[rank] for rank in host) for host in topology.hosts] if topology.adds_up_in_hosts else sent
+    link_bytes = max(by_host)
     return PolicyTrial(
         trials[0].policy,
         counted.steps,
         round(counted.wrapped_bytes * (1 - counted.saved_fraction) / counted.steps),
         counted.saved_fraction,
         sent,
-        None if division is None else estimate(division, max(sent) / max(plain_bytes, 1), computed),
+        round(link_bytes / counted.steps),
+        round(plain_bytes / counted.steps),
+        topology,
+        None if division is None else estimate(division, link_bytes / max(plain_bytes, 1), computed),
     )

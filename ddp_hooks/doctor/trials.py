@@ -99,7 +99,9 @@ class Trials:
             counted = self._state.stats() - self._before
             if counted.steps:
                 computed = [step.gradients_seconds for step in self._recorder.steps[-counted.steps :]]
-                self.done.append(Trial(self._policy, counted, tuple(computed)))
+                topology = self._state.topology
+                assert topology is not None
+                self.done.append(Trial(self._policy, counted, tuple(computed), topology))
         self._before = None
 
     def _switch(self, policy: str | None) -> None:

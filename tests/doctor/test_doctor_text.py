@@ -31,6 +31,7 @@ from ddp_hooks.doctor.verdicts import (
     short_names,
     unite_names,
 )
+from ddp_hooks.serving.topology import Topology
 
 LAYER = ("attention.self.query", "attention.self.key", "attention.output.dense", "intermediate.dense", "output.dense")
 
@@ -50,7 +51,7 @@ def a_bert(layers: int, ranks: int, steps: int) -> Findings:
         dense_bytes=10**9,
         parameters=tuple(parameters),
         modules=modules,
-        policies=(PolicyTrial("skip_unused", 7, 10**9 + 10, -1e-8, (0,) * ranks, 1.5),),
+        policies=(PolicyTrial("skip_unused", 7, 10**9 + 10, -1e-8, (0,) * ranks, 0, 10**9, Topology(), 1.5),),
         division=None,
         answers=(Answer("Is find_unused_parameters needed?", "yes", f"unused: {names}"),),
         advice="Add, after wrapping: a line of code that is followed by its reason, which takes some more words.",

@@ -18,7 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_hooks
 from ddp_hooks import _C
 from ddp_hooks.doctor.findings import Findings
-from ddp_hooks.doctor.timing import Division, divide, estimate
+from ddp_hooks.doctor.text import _host_lines as text_of_hosts
+from ddp_hooks.doctor.timing import Division, Trial, divide, estimate, sum_up
+from ddp_hooks.serving.topology import Topology
+from ddp_hooks.statistics import Statistics
 
 # Three with plain DDP, three with "skip_unused", and six with "auto"; the last two of each policy count.
 STEPS = 12
@@ -226,3 +229,30 @@ def test_the_estimate_is_what_the_link_saves() -> None:
     assert [estimate(division, fraction, 5.0) for fraction in (1.0, 0.5, 0.0)] == [10.0, 5.5, 4.0]
     assert estimate(division, 0.0, 3.0) == 3.0
     assert divide([]) is None
+
+
+def counted(sent: int, hosts: tuple[tuple[int, ...], ...]) -> Trial:
+    statistics = Statistics(steps=2, dense_bytes=200, payload_bytes=100, sent_bytes=sent)
+    return Trial("auto", statistics, (1.0, 1.0), Topology(hosts, ("",) * len(hosts), can_add_up=True))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sent", "link_bytes", "plain_link_bytes", "said"),
+    [
+        (((0, 1, 2, 3),), (80, 80, 80, 80), 40, 150, ""),
+        (((0,), (1,)), (60, 100), 50, 100, "1.50 times as much of what every rank uses"),
+        # Each has sent its share of what its host has.
+        (((0, 1), (2, 3)), (40, 40, 50, 50), 50, 150, "On 4 hosts, each would send 1.50 times"),
+        (((0, 1), (2,), (3,)), (80, 80, 80, 80), 40, 150, "Ranks of a host could add up first"),
+    ],
+)
+def test_what_crosses_between_hosts(
+    hosts: tuple[tuple[int, ...], ...], sent: tuple[int, ...], link_bytes: int, plain_link_bytes: int, said: str
+) -> None:
+    division = Division(10.0, 1.0, 9.0, 9.0, 0.0)
+    one = sum_up([counted(bytes_sent, hosts) for bytes_sent in sent], division)
+    assert (one.link_bytes, one.plain_link_bytes) == (link_bytes, plain_link_bytes)
+    assert one.step_seconds == pytest.approx(10 - 9 * (1 - link_bytes / plain_link_bytes))
+    text = " ".join(" ".join(text_of_hosts([one])).split())
+    assert said in text
+    assert ("busiest" in text) == (len(hosts) > 1)
