@@ -174,10 +174,10 @@ class Policy:
         coded: send gradients in fewer bits between hosts. Every bit arrives. A float32 gradient usually takes 86% of
             its bytes, and 36% if it was computed in bfloat16 under ``torch.autocast``. ``"auto"`` codes while it saves
             enough for the speed of the hosts' network interfaces (docs/several-machines.md). ``"on"`` codes whatever
-            it saves. Gradients are coded on the CPU, over gloo, in 32 or 16 bits, if every rank has a host of its own;
-            otherwise both settings do nothing, and ``print(state.stats())`` says why. With gradients on another
-            device, ``"on"`` is refused. Under FSDP2, numbers of 64 bits are not coded. Requires ``skip_unused``
-            and ``direct``.
+            it saves. The hook codes gradients of 32 or 16 bits, on the CPU and over gloo, if every rank has its own
+            host or all hosts have the same number of ranks. Otherwise neither setting has an effect, and
+            ``print(state.stats())`` says why. With gradients on another device, ``"on"`` is refused. Under FSDP2,
+            numbers of 64 bits are not coded. Requires ``skip_unused`` and ``direct``.
         rebuild_after: call :func:`ddp_hooks.rebuild` once the same parameters have been unused for this many steps in a
             row; 0 for never. If that removes nothing, because some rank has not frozen them, the next attempt comes
             after twice as many steps. It does nothing with ``static_graph=True``; without ``skip_unused`` it only adds

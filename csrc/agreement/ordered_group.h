@@ -1,7 +1,8 @@
 // A group whose collectives are started by completions of others, which come in any order and in any thread.
 //
-// On one group every rank has to start collectives in the same order. So a turn is taken where the ranks have an order,
-// and what is ready before its turn is started by whoever is ready last before it. Nobody waits.
+// On one group every rank has to start collectives in the same order. So a turn is taken where the ranks have an order.
+// If a collective is ready before its turn, the thread that starts the last one before it starts it as well. Nobody
+// waits.
 //
 // When a turn will not be used here, other ranks may have used it, and would take whatever comes next for it. So
 // nothing starts any more then, and the group closes, whereupon the others fail at once.

@@ -1,11 +1,13 @@
 // Which parameters this rank has gradients for, as `skip_unused` sees it, and which any rank has.
 //
-// Every synchronised backward pass takes one mask exchange. It is started when the pass is known to reach the Reducer,
-// and its result is asked for by the first bucket. Masks have a bit for each of the Reducer's parameters, for each
-// unmanaged one, and three more. *Joined*: this rank has. *Left over*: here a gradient is left of something that this
-// pass does not use, which it would contribute although nobody sees it in the graph. *Unreached*: something counts as
-// used here that this pass may not reach, so that ranks with the same mask may have other graphs. Beside the mask
-// travel *objections*: a bit for each parameter that may have units, set by a rank that would rather send it whole.
+// A synchronised backward pass exchanges one mask of parameters, unless there is a single rank, or `skip_unused` is off
+// and no parameter is unmanaged. The exchange starts when the pass is known to reach the Reducer, and the first bucket
+// asks for its result. Buckets may exchange masks of units as well. Masks of parameters have a bit for each of the
+// Reducer's parameters, for each unmanaged one, and three more. *Joined*: this rank has. *Left over*: here a gradient
+// is left of something that this pass does not use, which it would contribute although nobody sees it in the graph.
+// *Unreached*: something counts as used here that this pass may not reach, so that ranks with the same mask may have
+// other graphs. Beside the mask travel *objections*: a bit for each parameter that may have units, set by a rank that
+// would rather send it whole.
 //
 // Always holds: at most one exchange is under way that no step has taken up.
 // Thread-safety: none; the engine locks, and the Reducer's mutex is held. Every rank must agree on: the settings, the

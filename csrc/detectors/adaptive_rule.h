@@ -1,8 +1,8 @@
 // Decides in which steps it pays to look at values: the one rule for zeros, for rows, for coded messages and for FSDP2.
 //
-// A look *pays* if it saves at least `min_zero_fraction` of what would be sent otherwise. Then so many more looks
-// follow. After the last of them, and after a look in vain, there is a pause, which doubles each time until a look pays
-// again.
+// A look *pays* if it saves at least `min_zero_fraction` of what would be sent otherwise. Then `looks_after_pay`
+// more looks follow. After the last of them, and after a look in vain, there is a pause, which doubles each time until
+// a look pays again.
 //
 // Thread-safety: none. Every rank must agree on everything that goes in: the step number, and what a look saved, which
 // is counted from agreed masks.

@@ -5,8 +5,8 @@
 // to, all of them ask. What they then find tells exactly what that saves, and decides whether they go on: if it is too
 // little, they leave it for a while, which doubles each time.
 //
-// A look at a dense gradient costs the CPU a glance, so it looks in every step. A device it costs a launch, and its
-// host more than that, so there they leave for a while, too, what they have looked at and some rank objects to.
+// On the CPU, sampling a dense gradient is cheap, so each rank samples in every step. On a device, sampling takes a
+// launch and delays the host, so ranks stop sampling a parameter for a while after some rank has objected to it.
 //
 // Thread-safety: none; the engine locks. Ranks differ in their samples, and so in what they object to. Every rank must
 // agree on everything else: the layout, the settings, the agreed masks, the step number.

@@ -4,9 +4,11 @@
 // its own. Each bucket that holds such a parameter has an exchange of its own, of one compressed mask: first a bit for
 // each undivided parameter, then the bits of each divided one.
 //
-// Gradients are read where they lie, in .grad or in the bucket. Those of divided parameters are also sent from there,
-// and written there. What no rank uses is not sent: where this rank has a gradient of zeros it stays as it is, and
-// where it has none the view is filled with zeros for the Reducer to make one.
+// Gradients are read where they lie, in .grad or in the bucket; of an embedding, only the rows that were looked up
+// (`LookedUpRows`). A bit is set if its unit holds a non-zero. Those of divided parameters are also sent from there,
+// and written there. What no rank uses is not sent: if this rank has a gradient of zeros it stays, each of them +0.0,
+// and if it has none the view is filled with zeros for the Reducer to make one. `BucketPipeline` says when a bucket's
+// exchange starts and when it is waited for.
 //
 // Always holds: a unit counts as unused only when every element of it is +0.0 or -0.0 on every rank; then it is +0.0 on
 // all of them. Thread-safety: none; the engine locks. Every rank must agree on: the layout, what was chosen, the

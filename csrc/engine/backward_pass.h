@@ -1,8 +1,8 @@
 // One backward pass after another, from the forward pass that leads to it to its last bucket: what is sent, and how.
 //
 // First comes the prologue. The first bucket then opens a step, each bucket sends what is known by now, and the last
-// one closes the step. Nothing waits in here except for mask exchanges, and for what every rank has begun before one
-// that is over; gradients travel as futures.
+// one closes the step. This class waits only for mask exchanges, and for collectives that every rank started before an
+// exchange that has completed, such as the Reducer's all-reduce of its used map; gradients travel as futures.
 //
 // Always holds: what is sent, in what order and in what shape depends on agreed masks, the bucket layout and the
 // settings only. Every bucket future handed in is completed or failed, whatever happens.

@@ -1,5 +1,5 @@
 // Slices of any number of tensors, packed into a buffer of bytes before they are sent, scaled and added up where they
-// arrive. The only dispatch point by device.
+// arrive. The only place that chooses by device for this.
 //
 // On the CPU the calls return when all is done. On CUDA they put it on the current stream of the tensors' device and
 // return; memory that is freed meanwhile is safe as slice_copy.h says. There, numbers lie at multiples of their size in

@@ -1,4 +1,5 @@
-// Gathers slices of buckets into a message, scaled, and scatters a message back. The only dispatch point by device.
+// Gathers slices of buckets into a message, scaled, and scatters a message back. The only place that chooses by device
+// for this.
 //
 // A copy is one contiguous stretch on either side; several make up a message. On the CPU the call returns when all is
 // copied. On CUDA it puts the copies on the current stream of the tensors' device and returns; memory that is freed

@@ -1,4 +1,4 @@
-// How much of a slice is zero, by a sample of its units? The only dispatch point by device.
+// How much of a slice is zero, by a sample of its units? The only place that chooses by device for this.
 //
 // Of up to 64 units, evenly spread over the slice; a unit counts as zero where all of its elements are +0.0 or -0.0. On
 // the CPU a glance at the beginnings of 8 of them comes first, and where none is zero the answer is no: of a dense

@@ -1,4 +1,4 @@
-// Which units of some slices hold a non-zero? The only dispatch point by device.
+// Which units of some slices hold a non-zero? The only place that chooses by device for this.
 //
 // A unit is a stretch of `unit_length` elements, in the order in which they are stored, such as a row of an embedding,
 // or the whole slice; the last one of a slice may be shorter. Scans are started and their answers waited for, in two

@@ -1,9 +1,9 @@
-// One bit a parameter: set when somebody has a gradient to contribute for it.
+// A set of indices, one bit each. Whoever makes a mask defines what an index means: a parameter, a unit, or a flag.
 //
-// Represents a set of parameter indices 0 .. size()-1, in 64-bit words; this is also the form in which masks travel.
+// Represents indices 0 .. size()-1 in 64-bit words; this is also the form in which masks travel.
 // Always holds: bits at and above size() in the last word are zero, so that words compare, count and hash as the set.
 // Thread-safety: none; a mask is a value.
-// Every rank must agree on: size(), and which parameter an index means (the order of DDP's Reducer).
+// Every rank must agree on: size(), and what each index means.
 #pragma once
 
 #include <cstddef>

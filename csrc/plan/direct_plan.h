@@ -27,7 +27,8 @@ namespace ddp_hooks {
 struct DirectSettings {
   Transports transports;                 // what may leave the all-reduces
   int64_t segment_bytes = 1;             // what one rank owns of one message
-  int64_t min_direct_bytes = 256 << 10;  // with less to send than this, nothing leaves the all-reduces
+  int64_t min_direct_bytes = 256 << 10;  // with less to send than this, of a bucket's rows or a step's parameters,
+                                         // nothing leaves the all-reduces
   // Which part of its bytes the rank that sends the most has to save by sums, and twice as much where all-reduces copy
   // nothing.
   double min_owner_saving = 0.13;

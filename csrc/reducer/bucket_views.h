@@ -21,7 +21,7 @@
 namespace ddp_hooks {
 
 // Whether no hook of a user's stands between what autograd has made and the parameter's .grad. Of hooks behind DDP's
-// own nothing is known (docs/internals/architecture.md, Known limits).
+// own nothing is known (docs/troubleshooting.md, Known limits).
 bool hands_on_unchanged(const torch::autograd::Node& accumulator, const at::Tensor& parameter);
 
 class BucketViews {

@@ -1,10 +1,11 @@
 // Sends what does not go round a ring, over collectives in which every rank may send another amount.
 //
-// What is broadcast each of its contributors sends to all others, and every rank adds it up. What is summed by its
-// owner goes there first; the sums follow as soon as the contributions are there. Completions start them, which know no
-// order, so they travel on a group of their own, in the order of their messages; where collectives are put on streams,
-// the completion runs at once, and they follow on the same group. Contributions are added in the order of the ranks.
-// Where some rank contributes nothing, a zero is added, as in plain DDP's sum, which makes a -0.0 a +0.0.
+// In a broadcast, each contributor sends its part to all other ranks, and every rank adds the parts up. Otherwise the
+// contributors send their parts to an owner, which adds them up and sends the sum to all. Completions send the sums,
+// and run in no fixed order, so sums have a group of their own, on which messages take turns; where collectives are put
+// on streams, completions run at once, and the sums follow on the same group. Contributions are added in the order of
+// the ranks, where they belong: a `Place` of rows is .grad. If some rank contributes nothing, a zero is added, as in
+// plain DDP's sum, which makes a -0.0 a +0.0.
 //
 // A contribution is scaled before it is sent. What is coded, or crosses between hosts that ranks share, travels another
 // way (transport/coded_sender.h, host_sender.h).

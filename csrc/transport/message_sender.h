@@ -1,5 +1,5 @@
-// Launches the messages of a bucket's plan: takes the gradients from where they lie, averages them over the ranks, and
-// puts them into the bucket, from which the Reducer writes them to .grad.
+// Sends the messages of a bucket's plan. A completion writes averages back to where the gradients were read: the
+// bucket, from which the Reducer writes .grad, or, for a divided parameter, .grad itself.
 //
 // Nothing waits in here: a message's completion counts it off on the buckets that it carries slices of.
 // Thread-safety: the engine locks; completions run in the process group's threads.

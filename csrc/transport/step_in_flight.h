@@ -68,7 +68,7 @@ struct StepInFlight {
   UsageMask agreed;            // `skip_zeros` clears bits as buckets settle
   // Of what is known before the first bucket leaves.
   std::shared_ptr<const ReductionPlan> plan;
-  UsageMask copied_early;  // these parameters' gradients lie in their places already, scaled
+  UsageMask copied_early;  // these parameters' gradients lie in their places already; scaled, unless they are coded
   size_t next_staging = 0;
   // What this rank has coded, in bytes before and after. Outlives the step, whose completions add to it.
   struct CodedBytes {

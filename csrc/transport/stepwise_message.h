@@ -11,8 +11,9 @@
 // (transport/coded_sender.h). What is not coded has sizes that the plan knows. What is broadcast ends with its
 // contributions, which every rank adds up in the order of ranks; what is all-reduced is so in place of contributions.
 //
-// Contributions travel as backward has left them, since a number that was divided may have more bits; whoever adds them
-// up multiplies each by 1/divisor, which every rank knows alike.
+// With one rank for each host, contributions travel unscaled, because a number that was divided may have more bits;
+// whoever adds them up multiplies each by 1/divisor, which every rank knows alike. Ranks that share a host scale and
+// sum their contributions before this message starts.
 //
 // Always holds: what is received is checked before it is decoded, and an error names the rank and the message. A step
 // that has failed here leaves its buckets alone, but sends what others wait for. Thread-safety: the engine locks until

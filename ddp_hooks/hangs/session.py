@@ -83,7 +83,7 @@ class Session:
     def introduce(self) -> None:
         """Write this process's host and id, and read those of the process that holds the store, if it has written them.
 
-        Who does it before a collective can be known to those that go on after it.
+        If a rank does this before a collective, the other ranks can read it after that collective.
         """
         self._board.leave(f"process/{self.rank}", list(self._processes[self.rank]))
         self.learn_holder()
