@@ -32,7 +32,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPY = ROOT / "build" / "mutants"
-COPIED = ("csrc", "ddp_hooks", "ddp_hooks_testing", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+COPIED = (
+    *("building", "csrc", "ddp_hooks", "ddp_hooks_testing", "tests"),
+    *("setup.py", "pyproject.toml", "README.md", "LICENSE"),
+)
 VARIABLE = "DDP_HOOKS_DELETED"
 HEADER = f"""#pragma once
 #include <ATen/ops/from_blob.h>
