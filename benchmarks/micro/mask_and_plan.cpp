@@ -225,7 +225,7 @@ bool covers(const ReductionPlan& plan, const LayoutOfBuckets& layout, const Usag
 }
 
 void time_plans(size_t parameters, int64_t bucket_mib, double used, int rounds) {
-  const PlanSettings settings{1 << 20, 4 << 20, 1.0 / 128};  // the presets'
+  const PlanSettings settings{.in_place_bytes = 1 << 20, .pack_bytes = 4 << 20};  // the presets'
   const LayoutOfBuckets layout = layout_of(parameters, bucket_mib << 20);
   const UsageMask agreed = mask_of(draw(parameters, used, 3));
   const UsageMask nothing(parameters);  // is agreed on by units
