@@ -131,8 +131,6 @@ def start_unit_scan(
     candidates: Sequence[int] | None = None,
 ) -> PendingUnitScan: ...
 
-# What ranks do with parts that owners sum, of so many elements; packed: uint8, as large as the gradient.
-
 # So that tests run what processors without AVX2 run; for the whole process.
 def leave_out_avx2(arg0: bool, /) -> None: ...
 

@@ -132,7 +132,9 @@ def find(records: Sequence[RankRecord], notes: Sequence[str] = ()) -> Findings:
     elif first.other_hook is not None:
         notes.append(f"the times are with the script's own hook, {first.other_hook.name}")
     division = divide(by_step[: first.plain_steps])
-    tried = tuple(sum_up(trials, division) for trials in zip(*(record.trials for record in records), strict=False))
+    # Bytes by host need every rank.
+    trials_by_policy = zip(*(record.trials for record in records), strict=False) if len(records) == first.ranks else ()
+    tried = tuple(sum_up(trials, division) for trials in trials_by_policy)
     facts = Facts(
         len(records),
         count,

@@ -124,10 +124,12 @@ def sum_up(trials: Sequence[Trial], division: Division | None) -> PolicyTrial:
     counted, ranks = trials[0].counted, len(trials)
     computed = median(max(step) for step in zip(*(one.computed for one in trials), strict=False))
     sent, topology = tuple(one.counted.sent_bytes for one in trials), trials[0].topology
-    plain_bytes = 2 * (ranks - 1) / ranks * counted.wrapped_bytes  # as in a ring
-    # One rank of a host is the next one's neighbour in a ring; ranks that add up first each send their share.
-    by_host = [sum(sent[rank] for rank in host) for host in topology.hosts] if topology.adds_up_in_hosts else sent
-    link_bytes = max(by_host)
+    # A host sends as often as the next rank in a ring is on another one; ranks that add up first each send their share.
+    leaving = [sum((rank + 1) % ranks not in host for rank in host) for host in topology.hosts]
+    crossings = max([1, *leaving])
+    plain_bytes = crossings * 2 * (ranks - 1) / ranks * counted.wrapped_bytes
+    by_host = [sum(sent[rank] for rank in host) for host in topology.hosts]
+    link_bytes = max(by_host) if topology.adds_up_in_hosts else crossings * max(sent)
     return PolicyTrial(
         trials[0].policy,
         counted.steps,

@@ -65,6 +65,9 @@ class ControlGroups:
     groups: Any
     """A ``_C.ControlGroups``, which closes them."""
     topology: Topology
+    has_one_axis: bool
+    """Whether masks travel in one gather, which ranks start in the order of their backward passes. Along further axes,
+    completions start the gathers, and two services that share the groups would do so in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,9 @@ def open_control_groups(ddp: Distributed, function: str, name: str, endpoints: S
         return _open_groups(ddp, f"{name}/{attempt}", listener, topology)
 
     what = "the groups for the mask exchange"
-    return ControlGroups(name, _open_on_every_rank(ddp, function, what, endpoints, open_all), topology)
+    groups = _open_on_every_rank(ddp, function, what, endpoints, open_all)
+    ranks, here = dist.get_world_size(ddp.process_group), dist.get_rank(ddp.process_group)
+    return ControlGroups(name, groups, topology, len(_axes_of_masks(topology, ranks, here)) == 1)
 
 
 def _open_on_every_rank(
@@ -223,11 +228,9 @@ def _open_groups(ddp: Distributed, name: str, listener: Listener, topology: Topo
     hosts = topology.hosts
     adds_up = topology.adds_up_in_hosts
     own_host = next(host for host in hosts if here in host)
-    # Those at the same position on all hosts; with a rank for each host, all of them.
-    between = [host[own_host.index(here)] for host in hosts] if adds_up else list(range(ranks))
-    # Masks cross between hosts once those of a host are one. The first rank of an axis names its group.
-    axes: list[Sequence[int]] = [own_host] if adds_up else []
-    axes += axes_of(between, here, LARGEST_AXIS)
+    between = _ranks_between_hosts(topology, ranks, here)
+    axes = _axes_of_masks(topology, ranks, here)
+    # The first rank of an axis names its group.
     opened = [
         _open_group(ddp, f"{name}/axis{number}/{axis[0]}", axis.index(here), len(axis), devices)
         for number, axis in enumerate(axes if len(axes) > 1 else [])
@@ -248,6 +251,20 @@ def _open_groups(ddp: Distributed, name: str, listener: Listener, topology: Topo
         kinds |= {"sizes": between, "shares": own_host, "results": own_host}
     data = {kind: open_data_group(kind, members) for kind, members in kinds.items()}
     return _C.ControlGroups(hosts=hosts if adds_up else _one_rank_each(ranks), all=everyone, axes=opened, **data)
+
+
+def _ranks_between_hosts(topology: Topology, ranks: int, here: int) -> Sequence[int]:
+    """Return the ranks at the same position on all hosts; with a rank for each host, all of them."""
+    if not topology.adds_up_in_hosts:
+        return range(ranks)
+    position = next(host for host in topology.hosts if here in host).index(here)
+    return [host[position] for host in topology.hosts]
+
+
+def _axes_of_masks(topology: Topology, ranks: int, here: int) -> list[Sequence[int]]:
+    # Masks cross between hosts once those of a host are one.
+    own_host = [host for host in topology.hosts if here in host] if topology.adds_up_in_hosts else []
+    return [*own_host, *axes_of(_ranks_between_hosts(topology, ranks, here), here, LARGEST_AXIS)]
 
 
 def axes_of(ranks: Sequence[int], here: int, largest_axis: int) -> list[Sequence[int]]:

@@ -642,10 +642,11 @@ def groups_to_share(ddp: DistributedDataParallel) -> dict[str, ControlGroups]:
         service = reference()
         if service is None or service._control_groups is None or other is ddp:
             continue
-        # Not after a move to another device, which may need other groups and has no measured times.
+        # Not after a move to another device, which may need other groups.
         alike = other.module is ddp.module and other.process_group is ddp.process_group and other.device == ddp.device
         groups = service._control_groups
-        if alike and not service.engine.has_early_exchange() and not groups.groups.have_failed():
+        is_free = groups.has_one_axis and not service.engine.has_early_exchange() and not groups.groups.have_failed()
+        if alike and is_free:
             found[groups.name] = groups
     return found
 

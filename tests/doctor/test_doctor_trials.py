@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_hooks
 from ddp_hooks import _C
-from ddp_hooks.doctor.findings import Findings
+from ddp_hooks.doctor.findings import Findings, find
+from ddp_hooks.doctor.records import RankRecord
 from ddp_hooks.doctor.text import _host_lines as text_of_hosts
 from ddp_hooks.doctor.timing import Division, Trial, divide, estimate, sum_up
 from ddp_hooks.serving.topology import Topology
@@ -244,6 +245,8 @@ def counted(sent: int, hosts: tuple[tuple[int, ...], ...]) -> Trial:
         # Each has sent its share of what its host has.
         (((0, 1), (2, 3)), (40, 40, 50, 50), 50, 150, "On 4 hosts, each would send 1.50 times"),
         (((0, 1), (2,), (3,)), (80, 80, 80, 80), 40, 150, "Ranks of a host could add up first"),
+        # In a ring of ranks, each one's neighbour is on the other host.
+        (((0, 2), (1, 3)), (40, 40, 50, 50), 45, 300, "On 4 hosts, each would send 1.50 times"),
     ],
 )
 def test_what_crosses_between_hosts(
@@ -256,3 +259,12 @@ def test_what_crosses_between_hosts(
     text = " ".join(" ".join(text_of_hosts([one])).split())
     assert said in text
     assert ("busiest" in text) == (len(hosts) > 1)
+
+
+def test_nothing_is_said_of_policies_if_a_rank_is_missing() -> None:
+    hosts = ((0, 1), (2, 3))
+    records = [
+        RankRecord(("w",), (4,), (), ("w",), (), (), False, False, False, 4, rank=rank, trials=(counted(40, hosts),))
+        for rank in (0, 1, 3)
+    ]
+    assert find(records).policies == ()

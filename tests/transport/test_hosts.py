@@ -129,6 +129,30 @@ def test_every_run_has_the_same_bits(layout: str) -> None:
     run_ranks(len(LAYOUTS[layout]), same_bits, layout, 10)
 
 
+def wrapped_twice(rank: int, layout: str) -> None:
+    """Two wrappers of one model in one backward pass: their exchanges are under way together."""
+    on_hosts(rank, layout)
+    ranks, size = len(LAYOUTS[layout]), 4096
+    model = nn.Embedding(size, 16)
+    wrappers = [DistributedDataParallel(model) for _ in range(2)]
+    for ddp in wrappers:
+        register(ddp, with_settings(test_direct.DIRECT_ROWS, coded="off"), True)
+    for step in range(100):
+        model.weight.grad = None
+        first = [torch.arange(10) + 2000 * i + step for i in range(2)]
+        sum(ddp(rows + 20 * rank).sum() for ddp, rows in zip(wrappers, first, strict=True)).backward()
+        expected = torch.zeros(size)
+        for other in range(ranks):
+            for rows in first:
+                expected[rows + 20 * other] += 1 / ranks
+        torch.testing.assert_close(model.weight.grad[:, 0], expected)
+
+
+@pytest.mark.parametrize("layout", ["2 x 2", *thorough("3 x 2")])
+def test_a_model_that_is_wrapped_twice(layout: str) -> None:
+    run_ranks(len(LAYOUTS[layout]), wrapped_twice, layout)
+
+
 # --- topology
 
 
