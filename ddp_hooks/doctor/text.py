@@ -187,10 +187,11 @@ def _policy_lines(findings: Findings) -> Iterator[str]:
         f"Bytes, with masks, were measured: {tried} of this run. Times follow from them and from plain DDP's step, "
         "without what the hook itself takes."
     )
-    yield from _host_lines(findings.policies)
+    yield from host_lines(findings.policies)
 
 
-def _host_lines(tried: Sequence[PolicyTrial]) -> Iterator[str]:
+def host_lines(tried: Sequence[PolicyTrial]) -> Iterator[str]:
+    """Yield what crosses between hosts with each of at least one policy; nothing with one host."""
     topology = tried[0].topology
     hosts = len(topology.hosts)
     if hosts < 2:

@@ -19,7 +19,7 @@ import ddp_hooks
 from ddp_hooks import _C
 from ddp_hooks.doctor.findings import Findings, find
 from ddp_hooks.doctor.records import RankRecord
-from ddp_hooks.doctor.text import _host_lines as text_of_hosts
+from ddp_hooks.doctor.text import host_lines
 from ddp_hooks.doctor.timing import Division, Trial, divide, estimate, sum_up
 from ddp_hooks.serving.topology import Topology
 from ddp_hooks.statistics import Statistics
@@ -256,7 +256,7 @@ def test_what_crosses_between_hosts(
     one = sum_up([counted(bytes_sent, hosts) for bytes_sent in sent], division)
     assert (one.link_bytes, one.plain_link_bytes) == (link_bytes, plain_link_bytes)
     assert one.step_seconds == pytest.approx(10 - 9 * (1 - link_bytes / plain_link_bytes))
-    text = " ".join(" ".join(text_of_hosts([one])).split())
+    text = " ".join(" ".join(host_lines([one])).split())
     assert said in text
     assert ("busiest" in text) == (len(hosts) > 1)
 
