@@ -13,9 +13,11 @@ inline int64_t element_bytes(ElementType type) {
       return 8;
     case ElementType::kFloat32:
       return 4;
-    default:
-      return 2;
+    case ElementType::kFloat16:
+    case ElementType::kBFloat16:
+      break;
   }
+  return 2;
 }
 
 }  // namespace ddp_hooks

@@ -52,9 +52,10 @@ void add_on_cpu(const at::Tensor& message, const at::Tensor& to, const std::vect
         return add<c10::Half>;
       case ElementType::kBFloat16:
         return add<c10::BFloat16>;
-      default:
-        return add<float>;
+      case ElementType::kFloat32:
+        break;
     }
+    return add<float>;
   }();
   int64_t position = 0;
   for (const Range& range : ranges) {

@@ -45,9 +45,10 @@ double relative_cost(RankSet contributors, const Transports& transports) {
       return transfers_of_broadcast(count, parts, world_size) / ring;
     case Transport::kByOwner:
       return transfers_by_owner(count, parts, world_size) / ring;
-    default:
-      return 1;
+    case Transport::kAllReduce:
+      break;
   }
+  return 1;
 }
 
 double count_sent(const Units& units, const UsageMask& used, const Contributors& who, const Transports& transports) {

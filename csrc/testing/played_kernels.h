@@ -194,9 +194,10 @@ auto with_number(ElementType type, const Act& act) {
       return act(Float64{});
     case ElementType::kFloat16:
       return act(Float16{});
-    default:
-      return act(BFloat16{});
+    case ElementType::kBFloat16:
+      break;
   }
+  return act(BFloat16{});
 }
 
 // How many warps a launch has for so many chunks: blocks are launched whole, so some find nothing left to do.

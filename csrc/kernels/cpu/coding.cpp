@@ -269,9 +269,10 @@ SectionCoder section_coder(ElementType type) {
       return kPortable<Float64Numbers>;
     case ElementType::kFloat16:
       return kPortable<ShortNumbers<c10::Half, word_of_float16, float16_of_word>>;
-    default:
-      return kPortable<ShortNumbers<c10::BFloat16, word_of_bfloat16, bfloat16_of_word>>;
+    case ElementType::kBFloat16:
+      break;
   }
+  return kPortable<ShortNumbers<c10::BFloat16, word_of_bfloat16, bfloat16_of_word>>;
 }
 
 }  // namespace ddp_hooks::cpu

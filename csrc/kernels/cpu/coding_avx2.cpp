@@ -500,9 +500,11 @@ SectionCoder section_coder_with_avx2(ElementType type) {
       return kCoder<Float16Numbers>;
     case ElementType::kBFloat16:
       return kCoder<BFloat16Numbers>;
-    default:
-      return kCoder<Float32Numbers>;
+    case ElementType::kFloat32:
+    case ElementType::kFloat64:  // not coded here
+      break;
   }
+  return kCoder<Float32Numbers>;
 }
 
 }  // namespace ddp_hooks::cpu

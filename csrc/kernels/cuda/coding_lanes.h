@@ -105,11 +105,11 @@ DDP_HOOKS_HOST_DEVICE WordOfValue load_word_of_value(const char* from, ElementTy
       return {coding::word_of_float16(load_bits<uint16_t>(from, memory)), true};
     case ElementType::kBFloat16:
       return {coding::word_of_bfloat16(load_bits<uint16_t>(from, memory)), true};
-    default: {
-      const auto bits = load_bits<uint64_t>(from, memory);
-      return {coding::word_of_float64(bits), coding::lost_of_float64(bits) == 0};
-    }
+    case ElementType::kFloat64:
+      break;
   }
+  const auto bits = load_bits<uint64_t>(from, memory);
+  return {coding::word_of_float64(bits), coding::lost_of_float64(bits) == 0};
 }
 
 // The value of a word. `Bits` holds a number of the type.
