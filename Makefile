@@ -1,5 +1,5 @@
 # make demo   train a real model with plain DDP and with ddp_hooks, side by side
-# make test   build and test every capability, with pairs of parameters; make test-all every test with all, as CI does
+# make test   build and test every capability, with each value of a parameter; make test-all every combination, as CI does
 # make test-asan, make test-tsan  build with sanitizers, elsewhere, and run every test on that build
 # make fuzz   an hour of random programs, with plain DDP and with the hook; FUZZ_OPTIONS='--seeds 0:5000' or others
 # make matrix  build and test with every supported torch, each in an environment of its own; gigabytes, an hour

@@ -1,7 +1,7 @@
 """Makes the files of all rooms importable by name, also in the rank processes; chooses which tests run.
 
 Without ``--all``, tests that are marked ``thorough`` do not run, and of a test with several parameters only so many
-combinations that each two values meet. A test that is named with its parameters runs always.
+combinations that each value occurs. A test that is named with its parameters runs always.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what only ``--all`` runs."""
     if config.getoption("--all") or any("[" in argument for argument in config.args):
         return
-    from pairwise import pairwise
+    from quick import each_value
 
     by_function: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for tests in by_function.values():
         # By identity: a parameter's values are the same objects in each of its combinations.
         values = [tuple(map(id, test.callspec.params.values())) if hasattr(test, "callspec") else () for test in tests]
-        chosen.update(tests[position] for position in pairwise(values))
+        chosen.update(tests[position] for position in each_value(values))
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pairwise import thorough
+from quick import thorough
 from spawn import run_ranks
 from test_benchmarks_workloads import needs_transformers
 

@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 
 import pytest
-from pairwise import thorough
+from quick import thorough
 from spawn import run_ranks
 from test_doctor_page import doctors_part, run
 

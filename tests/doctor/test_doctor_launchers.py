@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import thorough
+from quick import thorough
 
 from ddp_hooks.doctor.children import follow
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairwise import thorough
+from quick import thorough
 from spawn import RankFailure, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

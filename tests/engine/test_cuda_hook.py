@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from fuzzer.campaign import run_many
 from fuzzer.generate import generate
-from pairwise import in_turn
 from spawn import RankFailure, run_ranks
 from test_equivalence import EAGER_AUTO, PACK_ALL, SPLIT_ALL, Branches, StepBranches, loss_of
 from test_fuzz import assert_same
@@ -140,7 +139,8 @@ UNITS = [test_units.Rows, test_units.ManyBuckets, test_units.OnOneRank, test_uni
 UNIT_POLICIES = [test_units.EVERY_ROW, test_units.ADAPTIVE, test_units.WITH_VALUES]
 
 
-@pytest.mark.parametrize(("scenario", "policy"), in_turn(UNITS, UNIT_POLICIES))
+@pytest.mark.parametrize("scenario", UNITS)
+@pytest.mark.parametrize("policy", UNIT_POLICIES)
 def test_units_of_rows(scenario: type[Scenario], policy: ddp_hooks.Policy, world: tuple[int, str]) -> None:
     run_on_gpu(*world, compare, on_cuda(scenario()), policy, True)
 

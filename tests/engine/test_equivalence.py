@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairwise import in_turn, thorough
+from quick import thorough
 from spawn import run_ranks, run_ranks_with_sparse_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -850,7 +850,8 @@ def test_same_as_plain_ddp(scenario: type[Scenario], way: str, world_size: int) 
 PACKED = [StepBranches, MixedDtypes, Experts, ManyTinyParameters, Complex, Joined]
 
 
-@pytest.mark.parametrize(("scenario", "policy"), in_turn(PACKED, [PACK_ALL, SPLIT_ALL, "allreduce"]))
+@pytest.mark.parametrize("scenario", PACKED)
+@pytest.mark.parametrize("policy", [PACK_ALL, SPLIT_ALL, "allreduce"])
 def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | str) -> None:
     run_ranks(2, compare, scenario(), policy, True)
 
@@ -858,7 +859,8 @@ def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | 
 ALONE = [AllUsed, StepBranches, NoSync, StaticGraph, SparseEmbedding, Joined]
 
 
-@pytest.mark.parametrize(("scenario", "policy"), in_turn(ALONE, ["skip_unused", "skip_zeros"]))
+@pytest.mark.parametrize("scenario", ALONE)
+@pytest.mark.parametrize("policy", ["skip_unused", "skip_zeros"])
 def test_alone(scenario: type[Scenario], policy: str) -> None:
     run_ranks(1, compare, scenario(), policy, True)
 

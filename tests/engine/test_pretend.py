@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from fuzzer.campaign import run_many
 from fuzzer.generate import generate
-from pairwise import in_turn, thorough
+from quick import thorough
 from spawn import run_ranks
 from test_equivalence import EAGER_AUTO, PACK_ALL, SPLIT_ALL
 from test_fuzz import assert_same
@@ -66,8 +66,6 @@ def on_device(scenario: Scenario) -> Scenario:
     return scenario
 
 
-# That of many parameters takes half a minute each.
-FEW = [scenario for scenario in test_cuda_hook.FEW if scenario is not on_cpu.ManyTinyParameters]
 # Others have more of what these have.
 RARE = [
     on_cpu.AllUsed,
@@ -77,6 +75,8 @@ RARE = [
     on_cpu.FrozenAfterWrapping,
     on_cpu.Experts,
 ]
+# That of many parameters takes half a minute each.
+FEW = [one for one in test_cuda_hook.FEW if one not in (*RARE, on_cpu.ManyTinyParameters)]
 
 
 WAYS = {
@@ -88,12 +88,14 @@ WAYS = {
 PACKED = [on_cpu.StepBranches, on_cpu.MixedDtypes, on_cpu.SmallBuckets]
 
 
-@pytest.mark.parametrize(("scenario", "way"), in_turn(FEW, list(WAYS), RARE))
+@pytest.mark.parametrize("scenario", [*FEW, *thorough(*RARE)])
+@pytest.mark.parametrize("way", list(WAYS))
 def test_same_as_plain_ddp(scenario: type[Scenario], way: str) -> None:
     run_pretended(2, 1, compare, on_device(scenario()), *WAYS[way])
 
 
-@pytest.mark.parametrize(("scenario", "policy"), in_turn(PACKED, [PACK_ALL, SPLIT_ALL, "allreduce"]))
+@pytest.mark.parametrize("scenario", PACKED)
+@pytest.mark.parametrize("policy", [PACK_ALL, SPLIT_ALL, "allreduce"])
 def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | str) -> None:
     run_pretended(2, 2, compare, on_device(scenario()), policy, True)
 
@@ -137,9 +139,8 @@ UNITS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("scenario", "policy"), in_turn(UNITS, [test_units.EVERY_ROW, test_units.ADAPTIVE, test_units.WITH_VALUES])
-)
+@pytest.mark.parametrize("scenario", UNITS)
+@pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_units.ADAPTIVE, test_units.WITH_VALUES])
 def test_units_of_rows(scenario: type[Scenario], policy: ddp_hooks.Policy) -> None:
     run_pretended(2, 3, compare, on_device(scenario()), policy, True)
 
@@ -269,7 +270,8 @@ def gradients_of_many_streams(rank: int, policy: ddp_hooks.Policy) -> None:
             torch.testing.assert_close(a, b.cpu())
 
 
-@pytest.mark.parametrize(("seed", "policy"), in_turn(RESTING, [PACK_ALL, test_units.EVERY_ROW], RESTING[2:]))
+@pytest.mark.parametrize("seed", [*RESTING[:2], *thorough(*RESTING[2:])])
+@pytest.mark.parametrize("policy", [PACK_ALL, test_units.EVERY_ROW])
 def test_gradients_of_many_streams(seed: int, policy: ddp_hooks.Policy) -> None:
     run_pretended(2, seed, gradients_of_many_streams, policy)
 

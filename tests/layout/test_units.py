@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from pairwise import thorough
+from quick import thorough
 from profiling import profiled
 from spawn import run_ranks, run_ranks_with_sparse_gradients
 from torch import nn

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from pairwise import thorough
+from quick import thorough
 from torch.distributed.run import get_args_parser
 
 import ddp_hooks

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from pairwise import thorough
+from quick import thorough
 
 import ddp_hooks
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from pairwise import in_turn
 from spawn import RankFailure, run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
@@ -274,7 +273,8 @@ def same_as_built_frozen(rank: int, find_unused: bool, rebuild: bool) -> None:
         assert state.stats().dense_bytes == 8 * dense
 
 
-@pytest.mark.parametrize(("find_unused", "rebuild"), in_turn([False, True], [False, True]))
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("rebuild", [False, True])
 def test_same_as_built_frozen(find_unused: bool, rebuild: bool) -> None:
     run_ranks(2, same_as_built_frozen, find_unused, rebuild)
 
@@ -364,7 +364,8 @@ def unfrozen_after_rebuild(rank: int, find_unused: bool, bucket_view: bool) -> N
     assert state.stats().steps == 30
 
 
-@pytest.mark.parametrize(("find_unused", "bucket_view"), in_turn([False, True], [False, True]))
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("bucket_view", [False, True])
 def test_unfrozen_after_rebuild(find_unused: bool, bucket_view: bool) -> None:
     run_ranks(2, unfrozen_after_rebuild, find_unused, bucket_view)
 

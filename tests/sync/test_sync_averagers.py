@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from pairwise import in_turn
 from sklearn.datasets import load_digits
 from spawn import run_ranks
 from torch import nn
@@ -49,7 +48,8 @@ def _as_torch(rank, groups):
         assert in_step == (i in (2, 5, 8))
 
 
-@pytest.mark.parametrize(("world_size", "groups"), in_turn(WORLD_SIZES, [False, True]))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("groups", [False, True])
 def test_same_schedule_and_means_as_torch(world_size, groups):
     run_ranks(world_size, _as_torch, groups)
 

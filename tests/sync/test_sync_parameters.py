@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import in_turn, thorough
+from quick import thorough
 from spawn import run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -576,9 +576,8 @@ def _fail_in_the_middle(rank, function, async_op):
     assert_alike_everywhere(tensors)
 
 
-@pytest.mark.parametrize(
-    ("function", "async_op"), in_turn(["broadcast_parameters", "average_parameters"], [False, True])
-)
+@pytest.mark.parametrize("function", ["broadcast_parameters", "average_parameters"])
+@pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("world_size", [2, *thorough(3)])
 def test_failure_in_the_middle_leaves_no_tensor_half_written(world_size, function, async_op):
     run_ranks(world_size, _fail_in_the_middle, function, async_op)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pairwise import thorough
+from quick import thorough
 from profiling import profiled
 from spawn import run_ranks, run_ranks_with_sparse_gradients
 from test_equivalence import SCENARIOS, SLOW, Joined, OneHugeParameter

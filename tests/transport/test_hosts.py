@@ -9,7 +9,7 @@ import pytest
 import test_coded
 import test_direct
 import torch
-from pairwise import thorough
+from quick import thorough
 from spawn import RankFailure, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
