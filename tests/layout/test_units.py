@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from quick import thorough
 from profiling import profiled
+from quick import thorough
 from spawn import run_ranks, run_ranks_with_sparse_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from quick import thorough
 from profiling import profiled
+from quick import thorough
 from spawn import run_ranks, run_ranks_with_sparse_gradients
 from test_equivalence import SCENARIOS, SLOW, Joined, OneHugeParameter
 from torch import nn
