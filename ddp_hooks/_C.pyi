@@ -79,7 +79,7 @@ class LayoutOfBuckets:
     @property
     def parameter_count(self) -> int: ...
     def hash(self) -> int: ...
-    def buckets_on_idle_link(self) -> int: ...
+    def buckets_within(self, arg0: int, /) -> int: ...
 
 class DirectSettings:
     def __init__(
@@ -213,6 +213,7 @@ class EngineSettings:
         adaptive: AdaptiveSettings,
         rebuild_after: int,
         configuration: int,
+        opening_bytes: int | None = None,
     ) -> None: ...
 
 # The counters of ddp_hooks.statistics.Statistics, which says what they mean.

@@ -56,24 +56,29 @@ void UsageAgreement::finish(uint64_t layout) {
   std::unique_ptr<PendingExchange>(std::move(early_))->wait();
 }
 
-AgreedUsage UsageAgreement::agree(bool shadow, uint64_t layout) {
-  std::unique_ptr<PendingExchange> exchange = std::move(early_);
+AskedUsage UsageAgreement::ask(bool shadow, uint64_t layout) {
+  AskedUsage asked{nothing(), std::move(early_), shadow};
   if (early_error_) std::rethrow_exception(std::exchange(early_error_, nullptr));
-  AgreedUsage usage;
   if (shadow) {
-    usage.here = nothing();
-    usage.here.set(joined_bit_);
+    asked.here.set(joined_bit_);
   } else {
-    usage.here = local_usage();
+    asked.here = local_usage();
   }
-  if (!exchanges()) {
+  if (exchanges() && !asked.exchange) asked.exchange = start_usage_exchange(asked.here, shadow, layout);
+  return asked;
+}
+
+AgreedUsage UsageAgreement::agree(AskedUsage asked) {
+  const auto& [here, exchange, shadow] = asked;
+  AgreedUsage usage;
+  usage.here = here;
+  if (!exchange) {
     // A joined rank takes part in what the others send, and they then send everything.
     usage.anywhere = shadow ? everything() : usage.here;
     usage.same_everywhere = !reducer_.searches_graph();
     usage.nobody_joined = exchange_.world_size() == 1;
     return usage;
   }
-  if (!exchange) exchange = start_usage_exchange(usage.here, shadow, layout);
   usage.anywhere = wait(*exchange);
   const bool leftovers = usage.anywhere.test(leftover_bit());
   const bool unreached = usage.anywhere.test(unreached_bit());

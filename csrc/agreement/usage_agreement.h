@@ -1,13 +1,13 @@
 // Which parameters this rank has gradients for, as `skip_unused` sees it, and which any rank has.
 //
 // A synchronised backward pass exchanges one mask of parameters, unless there is a single rank, or `skip_unused` is off
-// and no parameter is unmanaged. The exchange starts when the pass is known to reach the Reducer, and the first bucket
-// asks for its result. Buckets may exchange masks of units as well. Masks of parameters have a bit for each of the
-// Reducer's parameters, for each unmanaged one, and three more. *Joined*: this rank has. *Left over*: here a gradient
-// is left of something that this pass does not use, which it would contribute although nobody sees it in the graph.
-// *Unreached*: something counts as used here that this pass may not reach, so that ranks with the same mask may have
-// other graphs. Beside the mask travel *objections*: a bit for each parameter that may have units, set by a rank that
-// would rather send it whole.
+// and no parameter is unmanaged. The exchange starts when the pass is known to reach the Reducer. The first bucket
+// takes it up, and a later one may wait for its result. Buckets may exchange masks of units as well. Masks of
+// parameters have a bit for each of the Reducer's parameters, for each unmanaged one, and three more. *Joined*: this
+// rank has. *Left over*: here a gradient is left of something that this pass does not use, which it would contribute
+// although nobody sees it in the graph. *Unreached*: something counts as used here that this pass may not reach, so
+// that ranks with the same mask may have other graphs. Beside the mask travel *objections*: a bit for each parameter
+// that may have units, set by a rank that would rather send it whole.
 //
 // Always holds: at most one exchange is under way that no step has taken up.
 // Thread-safety: none; the engine locks, and the Reducer's mutex is held. Every rank must agree on: the settings, the
@@ -41,6 +41,13 @@ struct ExchangeStatistics {
   int64_t exchanges = 0;
   int64_t mask_bytes = 0;
   double wait_seconds = 0;  // the backward pass stood still for the agreed mask
+};
+
+// What a step has asked of the other ranks and not been told yet.
+struct AskedUsage {
+  UsageMask here;
+  std::unique_ptr<PendingExchange> exchange;  // null where nobody is asked
+  bool shadow = false;
 };
 
 struct AgreedUsage {
@@ -79,8 +86,11 @@ class UsageAgreement {
   // Takes part in an exchange that another rank may have started, without any usage, and drops the result.
   void finish(uint64_t layout);
 
-  // Waits for the exchange. `shadow`: this rank has joined and has nothing to contribute.
-  AgreedUsage agree(bool shadow, uint64_t layout);
+  // Hands over the exchange, and starts it if that has not been done. `shadow`: this rank has joined and has nothing to
+  // contribute.
+  AskedUsage ask(bool shadow, uint64_t layout);
+  // Waits for the exchange.
+  AgreedUsage agree(AskedUsage asked);
 
   // The pieces of it, for exchanges of what a bucket's values say.
   std::unique_ptr<PendingExchange> start_exchange_of_units(UsageMask units, size_t capacity_words, uint64_t layout,

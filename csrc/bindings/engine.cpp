@@ -6,6 +6,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -104,17 +105,18 @@ void bind_engine(py::module_& m) {
   py::class_<EngineSettings>(m, "EngineSettings")
       .def(py::init([](bool skip_unused, When skip_zeros, When skip_zero_rows, When coded, double least_coded_saving,
                        const UnitSettings& units, const PlanSettings& plan, const AdaptiveSettings& adaptive,
-                       int64_t rebuild_after, uint64_t configuration) {
+                       int64_t rebuild_after, uint64_t configuration, std::optional<int64_t> opening_bytes) {
              return EngineSettings{.agreement = {.skip_unused = skip_unused, .configuration = configuration},
                                    .skip_zeros = skip_zeros,
                                    .units = {skip_zero_rows, units, adaptive},
                                    .coding = {coded, least_coded_saving},
                                    .plan = plan,
-                                   .rebuild_after = rebuild_after};
+                                   .rebuild_after = rebuild_after,
+                                   .opening_bytes = opening_bytes};
            }),
            py::kw_only(), py::arg("skip_unused"), py::arg("skip_zeros"), py::arg("skip_zero_rows"), py::arg("coded"),
            py::arg("least_coded_saving"), py::arg("units"), py::arg("plan"), py::arg("adaptive"),
-           py::arg("rebuild_after"), py::arg("configuration"));
+           py::arg("rebuild_after"), py::arg("configuration"), py::arg("opening_bytes") = py::none());
 
   py::class_<Statistics>(m, "Statistics")
       .def_readonly("steps", &Statistics::steps)

@@ -97,7 +97,7 @@ void bind_layout(py::module_& m) {
       .def_readonly("buckets", &LayoutOfBuckets::buckets)
       .def_readonly("parameter_count", &LayoutOfBuckets::parameter_count)
       .def("hash", &LayoutOfBuckets::hash)
-      .def("buckets_on_idle_link", &LayoutOfBuckets::buckets_on_idle_link);
+      .def("buckets_within", &LayoutOfBuckets::buckets_within);
 }
 
 }  // namespace ddp_hooks

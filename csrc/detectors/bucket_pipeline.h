@@ -1,12 +1,13 @@
 // In which order, and when, the buckets of a step are asked for what they hold.
 //
-// A bucket goes through three moments. It is *scanned* when it is ready. The exchange of what was found *starts* then,
-// too, or where scans run on a device, when the next bucket is ready, because the host would wait for the answer. And
-// it is *settled*: the exchange is waited for, and the bucket may be sent. While the masks of one bucket are under way
-// the next is scanned, so a bucket is settled when one after its exchange is ready. The first ones are settled at once,
-// because the link has nothing to do yet: what they wait for takes a round trip, and the next bucket much longer. Where
-// ranks use different parameters, though, all are settled with the last one: one of the ranks may reach a bucket long
-// before another, which stands in some other collective that waits for the first.
+// A bucket goes through three moments. It is *scanned* when it is ready, or if it was held, when the step opens. The
+// exchange of what was found *starts* then, too, or where scans run on a device, when the next bucket is ready, because
+// the host would wait for the answer. And it is *settled*: the exchange is waited for, and the bucket may be sent.
+// While the masks of one bucket are under way the next is scanned, so a bucket is settled when one after its exchange
+// is ready. The first ones are settled at once, because the link has nothing to do yet: what they wait for takes a
+// round trip, and the next bucket much longer. Where ranks use different parameters, though, all are settled with the
+// last one: one of the ranks may reach a bucket long before another, which stands in some other collective that waits
+// for the first.
 //
 // Always holds: buckets start and are settled in order, all of them when the last one is ready.
 // Thread-safety: none; the engine locks. Every rank must agree on: the buckets, the timing.
@@ -30,15 +31,15 @@ class BucketPipeline {
  public:
   explicit BucketPipeline(const PipelineTiming& timing) : timing_(timing) {}
 
-  // The bucket `index` is scanned.
-  void add(uint32_t index, Bucket bucket) { waiting_.push_back({std::move(bucket), index}); }
+  // The bucket `index` was scanned when `ready` was ready: itself, or the one that opened the step.
+  void add(uint32_t index, uint32_t ready, Bucket bucket) { waiting_.push_back({std::move(bucket), index, ready}); }
 
   // The bucket `ready` is ready, and was added if there is something in it to ask for. Calls `start(bucket)` and
   // `settle(bucket)`; if that returns false, it has started another exchange, and is called again, later.
   template <typename Start, typename Settle>
   void advance(uint32_t ready, bool last, const Start& start, const Settle& settle) {
     for (Waiting& waiting : waiting_) {
-      const bool answered = last || !timing_.answers_later || waiting.index < ready;
+      const bool answered = last || !timing_.answers_later || waiting.scanned_with < ready;
       if (waiting.has_started || !answered) continue;
       start(waiting.bucket);
       waiting.has_started = true;
@@ -60,6 +61,7 @@ class BucketPipeline {
   struct Waiting {
     Bucket bucket;
     uint32_t index = 0;
+    uint32_t scanned_with = 0;  // the bucket that was ready then
     bool has_started = false;
     uint32_t started_with = 0;  // the bucket that was ready then
   };

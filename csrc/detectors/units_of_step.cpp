@@ -73,11 +73,9 @@ bool UnitsOfStep::is_chosen(const ParameterSlice& slice, const UsageMask& agreed
   return chosen_.divided.test(slice.parameter) || (chosen_.whole && slice.length > 0 && agreed.test(slice.parameter));
 }
 
-void UnitsOfStep::bucket_ready(uint32_t bucket, const at::Tensor& flat, UsageMask& local, UsageMask& agreed,
-                               const Settled& settled) {
-  if (concerns(bucket)) pipeline_.add(bucket, scan(bucket, flat, local, agreed));
+void UnitsOfStep::advance(uint32_t ready, UsageMask& local, UsageMask& agreed, const Settled& settled) {
   pipeline_.advance(
-      bucket, bucket + 1 == step_.layout.buckets.size(),
+      ready, ready + 1 == step_.layout.buckets.size(),
       [&](Bucket& scanned) {
         if (scanned.gradients.empty()) return;
         start_exchange(scanned, detector_.capacity_words(scanned.index, scanned.parameters(), scanned.bits), local);
@@ -85,8 +83,8 @@ void UnitsOfStep::bucket_ready(uint32_t bucket, const at::Tensor& flat, UsageMas
       [&](Bucket& first) { return try_settle(first, local, agreed, settled); });
 }
 
-UnitsOfStep::Bucket UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, const UsageMask& local,
-                                      const UsageMask& agreed) {
+void UnitsOfStep::scan(uint32_t index, uint32_t ready, const at::Tensor& flat, const UsageMask& local,
+                       const UsageMask& agreed) {
   RECORD_FUNCTION("ddp_hooks::scan_units", std::vector<c10::IValue>());
   const BucketLayout& layout = step_.layout.buckets[index];
   Bucket bucket;
@@ -116,7 +114,7 @@ UnitsOfStep::Bucket UnitsOfStep::scan(uint32_t index, const at::Tensor& flat, co
   }
   bucket.scan = start_unit_scan(std::move(scans));
   place_bits(bucket);
-  return bucket;
+  pipeline_.add(index, ready, std::move(bucket));
 }
 
 void UnitsOfStep::place_bits(Bucket& bucket) const {

@@ -77,12 +77,14 @@ class UnitsOfStep {
   // Whether the bucket is settled, and what it says is sent only then.
   bool concerns(uint32_t bucket) const;
 
-  // The bucket is ready, `flat`; this rank uses `local`, and some rank `agreed`. Undivided parameters are cleared from
-  // `local` if they are zero here, and from `agreed` if they are zero on every rank. `settled` is called with each
-  // bucket that is through, and returns what is sent of each gradient.
+  // Looks into a bucket that this concerns, `flat`, with which or after which `ready` has become ready; this rank uses
+  // `local`, and some rank `agreed`.
+  void scan(uint32_t bucket, uint32_t ready, const at::Tensor& flat, const UsageMask& local, const UsageMask& agreed);
+  // The bucket is ready, and all up to it have been looked into. Undivided parameters are cleared from `local` if they
+  // are zero here, and from `agreed` if they are zero on every rank. `settled` is called with each bucket that is
+  // through, and returns what is sent of each gradient.
   using Settled = std::function<std::vector<double>(const SettledUnits&)>;
-  void bucket_ready(uint32_t bucket, const at::Tensor& flat, UsageMask& local, UsageMask& agreed,
-                    const Settled& settled);
+  void advance(uint32_t ready, UsageMask& local, UsageMask& agreed, const Settled& settled);
 
   // Of the buckets that were settled:
   const std::vector<UnitCounts>& counts() const { return counts_; }
@@ -105,7 +107,6 @@ class UnitsOfStep {
     std::vector<size_t> parameters() const;
   };
   bool is_chosen(const ParameterSlice& slice, const UsageMask& agreed) const;
-  Bucket scan(uint32_t index, const at::Tensor& flat, const UsageMask& local, const UsageMask& agreed);
   void place_bits(Bucket& bucket) const;
   UnitsToScan to_scan(const GradientInUnits& gradient) const;
   UsageMask found_here(Bucket& bucket) const;

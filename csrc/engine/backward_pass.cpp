@@ -4,8 +4,10 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "agreement/stopwatch.h"
 #include "kernels/devices.h"
@@ -33,6 +35,7 @@ EngineSettings fitted(EngineSettings settings, const ControlGroups& control_grou
       transports.direct && control_groups.has_contributions() && DirectSender::can_code(group, device, hosts);
   if (!may_code) settings.coding.coded = When::kOff;
   settings.agreement.asks_who = transports.direct;
+  if (!settings.opening_bytes) settings.opening_bytes = device.is_cpu() ? 0 : kFirstBytes;
   return settings;
 }
 
@@ -54,6 +57,25 @@ std::exception_ptr explained(const std::exception_ptr& error, const BackwardPass
     return error;
   }
 }
+
+// For as long as a held bucket is sent: its parameters' gradients as they were when it was ready.
+class GradientsAsHeld {
+ public:
+  GradientsAsHeld(const ReducerView& reducer, const BucketLayout& layout, std::vector<at::Tensor> held) {
+    for (size_t i = 0; i < held.size(); ++i) {
+      at::Tensor& gradient = reducer.parameters()[layout.slices[i].parameter].mutable_grad();
+      if (!gradient.is_same(held[i])) changed_.emplace_back(&gradient, std::exchange(gradient, held[i]));
+    }
+  }
+  ~GradientsAsHeld() {
+    for (auto& [gradient, changed] : changed_) *gradient = std::move(changed);
+  }
+  GradientsAsHeld(const GradientsAsHeld&) = delete;
+  GradientsAsHeld& operator=(const GradientsAsHeld&) = delete;
+
+ private:
+  std::vector<std::pair<at::Tensor*, at::Tensor>> changed_;
+};
 
 }  // namespace
 
@@ -174,12 +196,14 @@ void BackwardPass::take_bucket(c10d::GradBucket& bucket, bool shadow, const Futu
   if (first) {
     TORCH_CHECK(bucket.getIndex() == 0, "ddp_hooks: expected the first bucket of a backward pass, received bucket ",
                 bucket.getIndex(), "; register the hook before backward() begins");
-    open_step(shadow);
+    begin_step(shadow);
   }
   if (step_->error) std::rethrow_exception(step_->error);
   check_bucket(index);
-  if (!shadow) prepare_gradients(index);
-  send_bucket(index);
+  if (index < step_->opens_with) return hold(index);
+  const bool opens = index == step_->opens_with;
+  if (opens) open_step();
+  send_buckets(opens ? 0 : index, index);
   if (index + 1 == layout_->buckets.size()) close_step();
 }
 
@@ -240,18 +264,37 @@ void BackwardPass::prepare_gradients(uint32_t bucket) {
   units_.look(layout, step_->buckets[bucket].flat(), views_, step_->agreed, step_number_);
 }
 
-// What is known of this bucket, and what is found out meanwhile about this one or earlier ones.
-void BackwardPass::send_bucket(uint32_t bucket) {
+void BackwardPass::hold(uint32_t bucket) {
+  std::vector<at::Tensor>& gradients = step_->held.emplace_back();
+  for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
+    gradients.push_back(reducer_.parameters()[slice.parameter].grad());
+  }
+}
+
+// What is known of these buckets, and what is found out meanwhile about them or earlier ones. The last one is ready.
+void BackwardPass::send_buckets(uint32_t first, uint32_t ready) {
+  Step& step = *step_;
+  for (uint32_t bucket = first; bucket <= ready; ++bucket) {
+    std::optional<GradientsAsHeld> as_held;
+    if (bucket < step.held.size()) as_held.emplace(reducer_, layout_->buckets[bucket], std::move(step.held[bucket]));
+    if (!step.shadow) prepare_gradients(bucket);
+    send_bucket(bucket, ready);
+  }
+  if (!step.units) return;
+  step.units->advance(ready, step.local, step.agreed,
+                      [&](const SettledUnits& settled) { return send_settled(settled); });
+}
+
+void BackwardPass::send_bucket(uint32_t bucket, uint32_t ready) {
   Step& step = *step_;
   const BucketPlan& plan = step.plan->buckets[bucket];
   const bool is_sparse = layout_->buckets[bucket].sparse;
   const bool settles_later = step.units && step.units->concerns(bucket);
   settles_later ? step.buckets[bucket].hold() : sender_.count(layout_->buckets[bucket], plan);
   is_sparse ? sender_.send_sparse(step_, bucket) : sender_.send(step_, *layout_, bucket, plan);
-  if (!step.units) return;
+  if (!settles_later) return;
   const at::Tensor flat = is_sparse ? at::Tensor() : step.buckets[bucket].flat();
-  step.units->bucket_ready(bucket, flat, step.local, step.agreed,
-                           [&](const SettledUnits& settled) { return send_settled(settled); });
+  step.units->scan(bucket, ready, flat, step.local, step.agreed);
 }
 
 std::vector<double> BackwardPass::send_settled(const SettledUnits& settled) {
@@ -305,23 +348,29 @@ void BackwardPass::fill_views(uint32_t bucket) {
   }
 }
 
-void BackwardPass::open_step(bool shadow) {
+void BackwardPass::begin_step(bool shadow) {
   refuse_capture(step_->buckets.front().buffer().device());
   refresh_layout();
   TORCH_CHECK(reducer_.process_group().get() == &group_,
               "ddp_hooks: the module's process group was replaced; wrap the module and register again on every rank");
   reducer_.wait_for_used_map();
   reducer_.unmark_used_map_reduced();
-  const int64_t step_number = step_number_++;
+  ++step_number_;
   statistics_.steps += 1;
   for (const BucketLayout& bucket : layout_->buckets) statistics_.dense_bytes += bucket.bytes();
+  step_->shadow = shadow;
+  step_->asked = prologue_->first_bucket_ready(shadow);
+  if (!step_->asked->exchange) return;  // there is nothing to wait for
+  step_->opens_with = std::max<uint32_t>(layout_->buckets_within(*settings_.opening_bytes), 1) - 1;
+}
 
-  const AgreedUsage usage = agree(shadow);
+void BackwardPass::open_step() {
+  const AgreedUsage usage = agree();
   ++agreed_steps_;
   keep_untouched();
   // Alone there is nobody to send to, whatever is used.
   if (group_.getSize() == 1) return plan_parameters(prologue_->agreement().nothing(), Contributors());
-  choose_units(usage, step_number);
+  choose_units(usage, step_number_ - 1);
   if (step_->units && step_->units->chosen().whole) {
     return plan_parameters(prologue_->agreement().nothing(), Contributors());
   }
@@ -331,13 +380,12 @@ void BackwardPass::open_step(bool shadow) {
 }
 
 // Waits for the other ranks.
-AgreedUsage BackwardPass::agree(bool shadow) {
+AgreedUsage BackwardPass::agree() {
   Step& step = *step_;
   const size_t reduced_count = reducer_.parameters().size();
-  step.shadow = shadow;
   step.divisor = reducer_.divisor();
   step.copied_early = UsageMask(reduced_count);
-  AgreedUsage usage = prologue_->first_bucket_ready(shadow);
+  AgreedUsage usage = prologue_->agreement().agree(*std::exchange(step.asked, std::nullopt));
   step.local = usage.here;
   step.agreed = step.used = usage.anywhere;
   step.nobody_joined = usage.nobody_joined;
@@ -387,12 +435,13 @@ void BackwardPass::choose_units(const AgreedUsage& usage, int64_t step_number) {
   statistics_.skip_zero_rows_steps += chosen.divided.count() > 0;
   step.agreed.subtract(chosen.divided);
   step.planner.emplace(*layout_, chosen.divided, step.settings);
+  const bool is_on_cpu = step.buckets.front().buffer().is_cpu();
   const DetectedStep detected{
       *layout_,
       layout_.hash(),
       prologue_->agreement(),
       views_,
-      {!usage.same_everywhere, !step.buckets.front().buffer().is_cpu(), layout_->buckets_on_idle_link()},
+      {!usage.same_everywhere, !is_on_cpu, is_on_cpu ? layout_->buckets_within(kFirstBytes) : 0},
       step.shadow};
   step.units.emplace(detected, *looked_up_, units_, std::move(chosen), step_number);
 }

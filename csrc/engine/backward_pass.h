@@ -1,8 +1,9 @@
 // One backward pass after another, from the forward pass that leads to it to its last bucket: what is sent, and how.
 //
-// First comes the prologue. The first bucket then opens a step, each bucket sends what is known by now, and the last
-// one closes the step. This class waits only for mask exchanges, and for collectives that every rank started before an
-// exchange that has completed, such as the Reducer's all-reduce of its used map; gradients travel as futures.
+// First comes the prologue. The first bucket then begins a step, and it or a later one opens it. From then on each
+// bucket sends what is known by now, and the last one closes the step. This class waits only for mask exchanges, and
+// for collectives that every rank started before an exchange that has completed, such as the Reducer's all-reduce of
+// its used map; gradients travel as futures.
 //
 // Always holds: what is sent, in what order and in what shape depends on agreed masks, the bucket layout and the
 // settings only. Every bucket future handed in is completed or failed, whatever happens.
@@ -65,7 +66,8 @@ class BackwardPass {
   bool outputs_reached(bool takes_gradients);
   // One of the Reducer's parameters has its gradient. `copies_early`: into the bucket, if it is reduced there.
   void gradient_reported(size_t parameter, bool copies_early);
-  // Sends what leaves with the bucket, of which `future` tells. `shadow`: this rank has joined.
+  // Holds the bucket, of which `future` tells, or sends what leaves with it and with those that were held. `shadow`:
+  // this rank has joined.
   void take_bucket(c10d::GradBucket& bucket, bool shadow, const Future& future);
   // In a handler of what `take_bucket` has thrown: fails the buckets that have come.
   void fail(const Future& future, const Explain& explain);
@@ -87,8 +89,10 @@ class BackwardPass {
 
  private:
   void refresh_layout();
-  void open_step(bool shadow);
-  AgreedUsage agree(bool shadow);
+  void begin_step(bool shadow);
+  void hold(uint32_t bucket);
+  void open_step();
+  AgreedUsage agree();
   void keep_untouched();
   void choose_units(const AgreedUsage& usage, int64_t step_number);
   void plan_parameters(const UsageMask& to_send, const Contributors& who);
@@ -97,7 +101,8 @@ class BackwardPass {
   void wait_for_gradients(uint32_t bucket) const;
   void fill_views(uint32_t bucket);
   void note_unannounced(uint32_t bucket);
-  void send_bucket(uint32_t bucket);
+  void send_buckets(uint32_t first, uint32_t ready);
+  void send_bucket(uint32_t bucket, uint32_t ready);
   std::vector<double> send_settled(const SettledUnits& settled);
   void close_step();
   void record_usage();

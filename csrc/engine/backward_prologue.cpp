@@ -89,9 +89,9 @@ std::vector<size_t> BackwardPrologue::unready_parameters() const {
   return reducer_.in_backward() ? unused_.unready_parameters(reducer_.forward_passes()) : std::vector<size_t>();
 }
 
-AgreedUsage BackwardPrologue::first_bucket_ready(bool shadow) {
+AskedUsage BackwardPrologue::first_bucket_ready(bool shadow) {
   unused_.forget_unless_of(reducer_.forward_passes());
-  return agreement_.agree(shadow, layout_.hash());
+  return agreement_.ask(shadow, layout_.hash());
 }
 
 bool BackwardPrologue::awaits_backward() const {

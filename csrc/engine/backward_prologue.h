@@ -63,8 +63,9 @@ class BackwardPrologue {
   // When all gradients have come: those that were declared unused, taken for used, and keep the Reducer waiting.
   std::vector<size_t> unready_parameters() const;
 
-  // `shadow`: this rank has joined. Waits for the other ranks.
-  AgreedUsage first_bucket_ready(bool shadow);
+  // `shadow`: this rank has joined. What this rank asks of the others is the step's from now on: if the pass breaks
+  // off, the next one asks anew.
+  AskedUsage first_bucket_ready(bool shadow);
 
   // Whether a backward pass may still come out of the last forward pass.
   bool awaits_backward() const;

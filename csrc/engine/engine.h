@@ -13,9 +13,10 @@
 //                                                                     are detached
 //   gradient_reported        autograd, each accumulator   none: marks what is unused ready      reduced_without_hook,
 //                                                         R, E: copies early within a step      until there is a hook
-//   run, first bucket        Reducer, which holds R       R, E        waits for the agreed      -
+//   run, first bucket        Reducer, which holds R       R, E        takes up the exchange     -
+//   run, as the step opens   Reducer, which holds R       R, E        waits for the agreed      -
 //                                                                     mask, plans
-//   run, every bucket        Reducer, which holds R       R, E        messages leave            -
+//   run, from then on        Reducer, which holds R       R, E        messages leave            -
 //   run, last bucket         Reducer, which holds R       R, E        closes the step           after_backward; in a
 //                                                                                               pass that failed, the
 //                                                                                               used map's return

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "agreement/usage_agreement.h"
 #include "detectors/adaptive_rule.h"
@@ -10,6 +11,9 @@
 #include "plan/reduction_plan.h"
 
 namespace ddp_hooks {
+
+// While the first gradients come the link has little to carry, and a host that waits has nothing queued on its device.
+constexpr int64_t kFirstBytes = 8 << 20;
 
 struct EngineSettings {
   AgreementSettings agreement;
@@ -20,6 +24,9 @@ struct EngineSettings {
   // When the agreed set of used parameters has not changed for this many steps, and something is unused, the engine
   // asks for the Reducer to be made anew; 0 for never.
   int64_t rebuild_after = 0;
+  // A step opens, and waits for the agreed mask, with the bucket that completes so many bytes of gradients. Without a
+  // number, that is the first bucket on the CPU, and `kFirstBytes` on a device.
+  std::optional<int64_t> opening_bytes;
 };
 
 }  // namespace ddp_hooks

@@ -1,14 +1,19 @@
 // One synchronised backward pass, from its first bucket on.
 //
+// It *opens* with the first bucket or a later one, by the layout alone: then the agreed mask is waited for, and what
+// was *held* until then is sent. Until then no bucket has left.
+//
 // Thread-safety: none; the engine locks. What others share of it stands in StepInFlight.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "agreement/usage_agreement.h"
 #include "detectors/units_of_step.h"
 #include "layout/usage_mask.h"
 #include "plan/reduction_plan.h"
@@ -17,6 +22,10 @@
 namespace ddp_hooks {
 
 struct Step : StepInFlight {
+  std::optional<AskedUsage> asked;  // until it opens
+  uint32_t opens_with = 0;          // this bucket
+  // The gradients of each held bucket, by its slices: a user may drop some before they are sent.
+  std::vector<std::vector<at::Tensor>> held;
   UsageMask local;
   UsageMask used;  // as `skip_unused` agreed; `agreed` is what of it travels in buckets
   // Parameters that no rank used, each with its .grad, which the Reducer is about to overwrite.

@@ -6,12 +6,9 @@
 
 namespace ddp_hooks {
 
-uint32_t LayoutOfBuckets::buckets_on_idle_link() const {
-  constexpr int64_t kLittleToCarry = 8 << 20;  // bytes
+uint32_t LayoutOfBuckets::buckets_within(int64_t bytes) const {
   uint32_t count = 0;
-  for (int64_t before = 0; count < buckets.size() && buckets[count].is_on_cpu() && before < kLittleToCarry; ++count) {
-    before += buckets[count].bytes();
-  }
+  for (int64_t before = 0; count < buckets.size() && before < bytes; ++count) before += buckets[count].bytes();
   return count;
 }
 

@@ -42,9 +42,8 @@ struct LayoutOfBuckets {
   std::vector<BucketLayout> buckets;
   size_t parameter_count = 0;
   uint64_t hash() const;
-  // How many of the first buckets are ready before the link has had much to carry; none on a device, whose host does
-  // not wait. DDP's first bucket holds 1 MiB and what comes with it for the same reason.
-  uint32_t buckets_on_idle_link() const;
+  // How many buckets have fewer bytes than that before them.
+  uint32_t buckets_within(int64_t bytes) const;
 };
 
 // The parameters that lie within a stretch of a bucket, empty ones left out; a stretch ends where parameters do.

@@ -65,6 +65,7 @@ def engine_settings(
         adaptive=adaptive_settings(policy, is_on_device=is_on_device),
         rebuild_after=policy.rebuild_after,
         configuration=int.from_bytes(digest, "little"),
+        **_constants(policy, "opening_bytes"),
     )
 
 

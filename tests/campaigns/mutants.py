@@ -140,6 +140,13 @@ DELETIONS = (
     ),
     # --- memory that is held
     Deletion(
+        "gradients of held buckets are kept until they are sent",
+        "engine/backward_pass.cpp",
+        "    if (bucket < step.held.size()) as_held.emplace(reducer_, layout_->buckets[bucket], "
+        "std::move(step.held[bucket]));",
+        test="engine/test_pretend.py -k dropped_within_backward",
+    ),
+    Deletion(
         "pinned memory of an answer is held until the host has read it",
         "kernels/device_answer.h",
         "    under_way_ = true;",

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import Scenario, Trainer, compare, register
-from tuned import Tuning
+from tuned import Tuning, with_settings
 
 import ddp_hooks
 
@@ -816,6 +816,10 @@ PACK_ALL = ddp_hooks.Policy("pack_all", tuning=Tuning(in_place_bytes=1 << 40, pa
 SPLIT_ALL = ddp_hooks.Policy("split_all", tuning=Tuning(in_place_bytes=0, gap_fraction=0))
 
 
+# A step opens with the last bucket, as on a device if there is less than 8 MiB; or with one in between.
+HELD = ddp_hooks.Policy("held", tuning=Tuning(opening_bytes=1 << 40))
+HELD_SHORTLY = ddp_hooks.Policy("held_shortly", tuning=Tuning(opening_bytes=3000))
+
 # A policy, and whether the compiled hook is registered or that in Python.
 WAYS: dict[str, tuple[ddp_hooks.Policy | str, bool]] = {
     "graph-native": ("skip_unused", True),
@@ -845,6 +849,38 @@ def ways_to_serve() -> Iterator[Any]:
 def test_same_as_plain_ddp(scenario: type[Scenario], way: str, world_size: int) -> None:
     run = run_ranks_with_sparse_gradients if scenario.has_sparse_gradients else run_ranks
     run(world_size, compare, scenario(), *WAYS[way])
+
+
+HOLDING: dict[str, tuple[ddp_hooks.Policy, bool]] = {
+    "native": (HELD, True),
+    "shortly-native": (HELD_SHORTLY, True),
+    "shortly-python": (HELD_SHORTLY, False),
+    "values-native": (with_settings(EAGER_AUTO, opening_bytes=3000), True),
+}
+HELD_BUCKETS = [
+    BucketsAreRebuilt,
+    SmallBuckets,
+    StepBranches,
+    BucketViews,
+    NoSync,
+    StaticGraph,
+    Joined,
+    MixedDtypes,
+    SparseEmbedding,
+    FrozenAfterWrapping,
+    AbandonedInputGradients,
+    Experts,
+]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "way"),
+    in_turn(SCENARIOS, list(HOLDING), [scenario for scenario in SCENARIOS if scenario not in HELD_BUCKETS]),
+)
+def test_steps_that_open_later(scenario: type[Scenario], way: str) -> None:
+    """Buckets are held until the step opens, as on a device."""
+    run = run_ranks_with_sparse_gradients if scenario.has_sparse_gradients else run_ranks
+    run(2, compare, scenario(), *HOLDING[way])
 
 
 PACKED = [StepBranches, MixedDtypes, Experts, ManyTinyParameters, Complex, Joined]

@@ -61,6 +61,11 @@ def run_pretended(ranks: int, seed: int, function: Callable[..., Any], *args: An
     return run_ranks(ranks, _on_device, seed, function, args, backend=BACKEND, environment=environment, **options)
 
 
+def at_once(policy: ddp_hooks.Policy | str) -> ddp_hooks.Policy:
+    """Return the policy with steps that open with the first bucket; here all would be held until the last one."""
+    return with_settings(policy, opening_bytes=0)
+
+
 def on_device(scenario: Scenario) -> Scenario:
     scenario.device = "pretend"
     return scenario
@@ -80,10 +85,10 @@ FEW = [one for one in test_cuda_hook.FEW if one not in (*RARE, on_cpu.ManyTinyPa
 
 
 WAYS = {
-    "graph-native": ("skip_unused", True),
+    "graph-native": (at_once("skip_unused"), True),
     "values-native": ("skip_zeros", True),
     "graph-python": ("skip_unused", False),
-    "auto-python": (EAGER_AUTO, False),
+    "auto-python": (with_settings(EAGER_AUTO, opening_bytes=3000), False),
 }
 PACKED = [on_cpu.StepBranches, on_cpu.MixedDtypes, on_cpu.SmallBuckets]
 
@@ -95,7 +100,7 @@ def test_same_as_plain_ddp(scenario: type[Scenario], way: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", PACKED)
-@pytest.mark.parametrize("policy", [PACK_ALL, SPLIT_ALL, "allreduce"])
+@pytest.mark.parametrize("policy", [at_once(PACK_ALL), SPLIT_ALL, "allreduce"])
 def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | str) -> None:
     run_pretended(2, 2, compare, on_device(scenario()), policy, True)
 
@@ -140,7 +145,9 @@ UNITS = [
 
 
 @pytest.mark.parametrize("scenario", UNITS)
-@pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_units.ADAPTIVE, test_units.WITH_VALUES])
+@pytest.mark.parametrize(
+    "policy", [at_once(test_units.EVERY_ROW), test_units.ADAPTIVE, at_once(test_units.WITH_VALUES)]
+)
 def test_units_of_rows(scenario: type[Scenario], policy: ddp_hooks.Policy) -> None:
     run_pretended(2, 3, compare, on_device(scenario()), policy, True)
 
@@ -151,7 +158,7 @@ DIRECT = [test_units.OnOneRank, test_units.RankBuckets, on_cpu.StepBranches]
 @pytest.mark.parametrize("scenario", [*DIRECT[:1], *thorough(*DIRECT[1:])])
 def test_every_transport(scenario: type[Scenario]) -> None:
     """On three ranks some contribute and others do not: broadcast, and summed by owners."""
-    run_pretended(3, 3, compare, on_device(scenario()), test_direct.DIRECT_ROWS, True)
+    run_pretended(3, 3, compare, on_device(scenario()), at_once(test_direct.DIRECT_ROWS), True)
 
 
 # With these seeds streams rest often, and for up to 15 ms, on either of two ranks.
@@ -202,8 +209,13 @@ def dropped_within_backward(rank: int, policy: ddp_hooks.Policy, users: int) -> 
 
 @pytest.mark.parametrize(
     ("policy", "ranks", "users"),
-    [(test_units.EVERY_ROW, 2, 1), (test_direct.DIRECT_ROWS, 2, 1), (test_direct.DIRECT_ROWS, 3, 2)],
-    ids=["rows", "broadcast", "by owner"],
+    [
+        (at_once(test_units.EVERY_ROW), 2, 1),
+        (test_units.EVERY_ROW, 2, 1),
+        (at_once(test_direct.DIRECT_ROWS), 2, 1),
+        (at_once(test_direct.DIRECT_ROWS), 3, 2),
+    ],
+    ids=["rows", "held rows", "broadcast", "by owner"],
 )
 def test_dropped_within_backward(policy: ddp_hooks.Policy, ranks: int, users: int) -> None:
     for seed in RESTING[:1]:
@@ -237,7 +249,7 @@ def waits_within_backward(rank: int, policy: ddp_hooks.Policy) -> None:
 @pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_direct.DIRECT_ROWS], ids=lambda policy: policy.name)
 def test_backward_waits_for_no_message(policy: ddp_hooks.Policy) -> None:
     """What computes gradients goes on while rows travel."""
-    run_pretended(2, RESTING[0], waits_within_backward, with_settings(policy, pack_bytes=1000))
+    run_pretended(2, RESTING[0], waits_within_backward, with_settings(at_once(policy), pack_bytes=1000))
 
 
 def gradients_of_many_streams(rank: int, policy: ddp_hooks.Policy) -> None:
@@ -271,7 +283,7 @@ def gradients_of_many_streams(rank: int, policy: ddp_hooks.Policy) -> None:
 
 
 @pytest.mark.parametrize("seed", [*RESTING[:2], *thorough(*RESTING[2:])])
-@pytest.mark.parametrize("policy", [PACK_ALL, test_units.EVERY_ROW])
+@pytest.mark.parametrize("policy", [PACK_ALL, at_once(test_units.EVERY_ROW)])
 def test_gradients_of_many_streams(seed: int, policy: ddp_hooks.Policy) -> None:
     run_pretended(2, seed, gradients_of_many_streams, policy)
 
@@ -306,7 +318,7 @@ def copied_back(rank: int, policy: ddp_hooks.Policy) -> None:
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("policy", [PACK_ALL, test_units.EVERY_ROW], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [at_once(PACK_ALL), test_units.EVERY_ROW], ids=lambda policy: policy.name)
 def test_copied_back(policy: ddp_hooks.Policy) -> None:
     run_pretended(2, RESTING[0], copied_back, policy)
 
@@ -376,7 +388,7 @@ def moves(rank: int, policy: ddp_hooks.Policy, users: int) -> None:
 )
 def test_training_moves_to_another_stream(policy: ddp_hooks.Policy, ranks: int, users: int) -> None:
     """What messages are put together in belongs to the first stream, which does not wait for the last step."""
-    run_pretended(ranks, 6, moves, policy, users)
+    run_pretended(ranks, 6, moves, at_once(policy), users)
 
 
 def rebuilt(rank: int, by: str, backend: str) -> None:
@@ -492,7 +504,7 @@ def pass_that_fails(rank: int, policy: ddp_hooks.Policy) -> None:
 
 @pytest.mark.parametrize("policy", [test_units.EVERY_ROW, test_units.WITH_VALUES], ids=lambda policy: policy.name)
 def test_a_pass_that_fails(policy: ddp_hooks.Policy) -> None:
-    run_pretended(2, RESTING[0], pass_that_fails, policy)
+    run_pretended(2, RESTING[0], pass_that_fails, at_once(policy))
 
 
 class TwoBuckets(nn.Module):

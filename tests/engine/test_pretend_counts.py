@@ -99,6 +99,39 @@ def test_nothing_to_skip_costs_nothing() -> None:
     run_pretended(2, 0, nothing_to_skip)
 
 
+def opening(rank: int) -> None:
+    """The first message leaves with the bucket that completes so many bytes, at the latest with the last one."""
+    from ddp_hooks_testing import _pretend
+
+    for opening_bytes, native in ((0, True), (70_000, True), (130_000, False), (None, True)):
+        ddp = DistributedDataParallel(Layers(12, has_table=False).to("pretend"), bucket_cap_mb=0.06)
+        tuning = Tuning(opening_bytes=opening_bytes, in_place_bytes=0)
+        register(ddp, ddp_hooks.Policy("opening", tuning=tuning), native)
+        sent_before: list[tuple[int, int]] = []  # of each gradient: its bytes, and how many messages had left
+
+        def note(parameter: torch.Tensor, sent_before: list[tuple[int, int]] = sent_before) -> None:
+            sent_before.append((parameter.nbytes, _pretend.counts()["collectives"]))
+
+        for parameter in ddp.parameters():
+            parameter.register_post_accumulate_grad_hook(note)
+        for step in range(SETTLED + 1):
+            ddp.zero_grad()
+            loss = ddp(batch(rank, step)).square().mean()
+            sent_before.clear()
+            before = _pretend.counts()["collectives"]
+            loss.backward()
+        held = sum(size for size, sent in sent_before if sent == before)
+        if opening_bytes is None:
+            assert held == sum(size for size, _ in sent_before)
+        else:
+            assert opening_bytes <= held < opening_bytes + 100_000
+        assert _pretend.counts()["collectives"] - before == 3  # as many as buckets
+
+
+def test_steps_open_by_bytes() -> None:
+    run_pretended(2, 0, opening)
+
+
 def half_frozen(rank: int) -> None:
     def freeze(step: int, ddp: DistributedDataParallel) -> None:
         if step == SETTLED:

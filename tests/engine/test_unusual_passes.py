@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from spawn import run_ranks
+from test_equivalence import HELD
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -42,14 +43,14 @@ def gradients_of(ddp: DistributedDataParallel) -> Gradients:
     return [None if p.grad is None else p.grad.detach().clone() for p in ddp.module.parameters()]
 
 
-def same_as_plain(rank: int, passes: Passes, native: bool) -> None:
+def same_as_plain(rank: int, passes: Passes, policy: ddp_hooks.Policy | str, native: bool) -> None:
     found = []
     for hooked in (False, True):
 
         def wrap(model: nn.Module, hooked: bool = hooked, **options: Any) -> DistributedDataParallel:
             ddp = DistributedDataParallel(model, **options)
             if hooked:
-                register(ddp, "skip_unused", native)
+                register(ddp, policy, native)
             return ddp
 
         torch.manual_seed(0)
@@ -152,20 +153,82 @@ def changed_after_its_report(wrap: Wrap, rank: int) -> Gradients:
     return run_pass(ddp, rank) + run_pass(ddp, rank) + run_pass(ddp, rank)
 
 
-@pytest.mark.parametrize("native", [False, True])
+class TwoBranches(TwoDtypes):
+    """Each pass takes one of two branches, which are in the second bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return super().forward(self.branches[branch](x))
+
+
+def broken_off_between_buckets(wrap: Wrap, rank: int) -> Gradients:
+    """A pass breaks off when its first bucket is ready, on every rank, and the next one takes another branch."""
+    model = TwoBranches()
+    ddp = wrap(model, find_unused_parameters=True)
+
+    def run(branch: int) -> Gradients:
+        ddp.zero_grad()
+        ddp(batch(rank), branch).square().sum().backward()
+        return gradients_of(ddp)
+
+    def break_off(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    gradients = run(0)
+    handle = model.first.weight.register_hook(break_off)
+    with pytest.raises(ArithmeticError):
+        run(0)
+    handle.remove()
+    dist.barrier()
+    ddp._update_process_group(ddp.process_group)
+    return gradients + run(1) + run(0)
+
+
+def bucket_dropped_before_the_last(wrap: Wrap, rank: int) -> Gradients:
+    """A user drops gradients whose bucket is ready; DDP makes new ones of what it has copied."""
+    model = TwoDtypes()
+    ddp = wrap(model, find_unused_parameters=True)  # which keeps the first layer's bucket the second
+
+    def drop(_: torch.Tensor) -> None:
+        model.second.weight.grad = None
+        model.second.bias.grad = torch.full_like(model.second.bias, 7.0)
+
+    model.first.weight.register_hook(drop)
+    return run_pass(ddp, rank) + run_pass(ddp, rank)
+
+
+WAYS: dict[str, tuple[ddp_hooks.Policy | str, bool]] = {
+    "native": ("skip_unused", True),
+    "python": ("skip_unused", False),
+    "held-native": (HELD, True),
+    "held-python": (HELD, False),
+}
+
+
 @pytest.mark.parametrize(
-    "passes",
+    ("passes", "way"),
     [
-        group_updated,
-        group_updated_without_search,
-        dry_runs_before_a_static_graph,
-        unfrozen_behind_the_engines_back,
-        reported_twice,
-        changed_after_its_report,
+        pytest.param(passes, way, id=f"{passes.__name__}-{way}")
+        for way in WAYS
+        for passes in (
+            broken_off_between_buckets,
+            bucket_dropped_before_the_last,
+            group_updated,
+            group_updated_without_search,
+            dry_runs_before_a_static_graph,
+            unfrozen_behind_the_engines_back,
+            reported_twice,
+            changed_after_its_report,
+        )
+        # What lies in .grad until the step opens is sent as it is then.
+        if (passes, way) != (changed_after_its_report, "held-native")
     ],
 )
-def test_same_as_plain(passes: Passes, native: bool) -> None:
-    run_ranks(2, same_as_plain, passes, native)
+def test_same_as_plain(passes: Passes, way: str) -> None:
+    run_ranks(2, same_as_plain, passes, *WAYS[way])
 
 
 def gradients_of_gradients(rank: int, views: bool) -> None:

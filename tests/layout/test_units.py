@@ -26,6 +26,8 @@ from ddp_hooks import _C, Policy
 from ddp_hooks_testing import _C as testing
 
 EVERY_ROW = Policy("every row", skip_zero_rows="on", tuning=Tuning(min_divided_bytes=0, min_unit_bytes=1))
+# The first buckets of a step are held, as on a device.
+HELD_ROWS = with_settings(EVERY_ROW, name="held rows", opening_bytes=1000)
 SMALL_MESSAGES = with_settings(EVERY_ROW, name="small messages", in_place_bytes=96, pack_bytes=64)
 ADAPTIVE = with_settings(EVERY_ROW, name="adaptive", skip_zero_rows="adaptive", min_divided_bytes=256, direct=False)
 WITH_VALUES = with_settings(EVERY_ROW, name="with values", skip_zeros="on")
@@ -590,7 +592,7 @@ def test_same_as_plain_ddp(world_size: int, part: int, every_way: bool) -> None:
 
 
 @pytest.mark.parametrize("every_way", [False, *thorough(True)])
-@pytest.mark.parametrize("policy", [SMALL_MESSAGES, WITH_VALUES], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [SMALL_MESSAGES, WITH_VALUES, HELD_ROWS], ids=lambda policy: policy.name)
 def test_every_way_to_send_units(policy: Policy, every_way: bool) -> None:
     scenarios = [Rows, ManyBuckets, RankBuckets, OnOneRank, Experts, Views, NothingAtAll]
     run_ranks(2, compare_all, scenarios, [policy], every_way)

@@ -19,6 +19,7 @@ class Tuning(ddp_hooks.Tuning):
     hold_steps: int = 32
     first_pause_steps: int = 16
     longest_pause_steps: int = 1024
+    opening_bytes: int | None = None
 
 
 def with_settings(policy: ddp_hooks.Policy | str, **settings: Any) -> ddp_hooks.Policy:

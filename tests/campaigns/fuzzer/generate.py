@@ -33,6 +33,10 @@ def generate(seed: int, ranks: int, device: str = "cpu") -> Program:
         draw = random.Random(f"streams of {seed} on {ranks}")
         options.streams = draw.choice(["default", "all", "trained", "layers"])
         options.group = draw.choices(["stream", "host"], [3, 1])[0]
+        # There all that these programs train would be held until the last bucket.
+        for described in (vars(options), *program.operations):
+            if described.get("policy") not in (None, "allreduce"):
+                described["policy"] = {"opening_bytes": 0, **settings_of(described["policy"])}
     if device == "cuda":
         # CUDA adds up a norm in an order that depends on how gradients are aligned, and the hook leaves some elsewhere.
         for operation in program.operations:
@@ -58,6 +62,7 @@ class _Generator:
         self.hosts = random.Random(f"hosts of {seed} on {ranks}")
         self.closings = random.Random(f"closings of {seed} on {ranks}")
         self.lookups = random.Random(f"lookups of {seed} on {ranks}")
+        self.openings = random.Random(f"openings of {seed} on {ranks}")
         self.joins = random.Random(f"joins of {seed} on {ranks}")
         self.numbers = random.Random(f"widths of {seed} on {ranks}")
         self.codes = random.Random(f"codes of {seed} on {ranks}")
@@ -258,6 +263,12 @@ class _Generator:
         return None
 
     def _policy(self) -> str | dict[str, Any]:
+        policy = self._policy_but_for_openings()
+        if policy == "allreduce" or self.openings.random() < 0.6:
+            return policy
+        return {**settings_of(policy), "opening_bytes": self.openings.choice([100, 1000, 1 << 40])}
+
+    def _policy_but_for_openings(self) -> str | dict[str, Any]:
         policy = self._policy_but_for_coding()
         if not HAS_CODED or policy == "allreduce" or self.codes.random() < 0.4:
             return policy
