@@ -20,11 +20,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools import harness, testbed
+from tools import harness, shapes, testbed
 
 COUNTS = ("launches", "allocations", "events", "stream_waits", "host_waits", "collectives")
 ALLREDUCE = "allreduce_hook"
@@ -46,41 +45,6 @@ WARM_UP_ALIKE, STEPS_ALIKE = 4, 1
 FROZEN_FROM = 2
 
 
-def shapes_of_gpt2() -> Iterator[tuple[int, ...]]:
-    """GPT-2's, with 12 layers (Radford et al. 2019); its head is its embedding."""
-    width = 768
-    yield from ((50257, width), (1024, width))
-    for _ in range(12):
-        yield from ((width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,), (width,), (width,))
-        yield from ((width, 4 * width), (4 * width,), (4 * width, width), (width,))
-    yield from ((width,), (width,))
-
-
-def shapes_of_resnet50() -> Iterator[tuple[int, ...]]:
-    """ResNet-50's (He et al. 2016): each convolution with the two parameters of its batch norm."""
-
-    def convolution(outputs: int, inputs: int, kernel: int) -> Iterator[tuple[int, ...]]:
-        yield from ((outputs, inputs, kernel, kernel), (outputs,), (outputs,))
-
-    yield from convolution(64, 3, 7)
-    inputs = 64
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        width = 64 << stage
-        for block in range(blocks):
-            yield from convolution(width, inputs, 1)
-            yield from convolution(width, width, 3)
-            yield from convolution(4 * width, width, 1)
-            if block == 0:
-                yield from convolution(4 * width, inputs, 1)
-            inputs = 4 * width
-    yield from ((1000, 2048), (1000,))
-
-
-SHAPES = {"gpt2": shapes_of_gpt2, "resnet50": shapes_of_resnet50}
-# How many parameters a layer has: a weight with its bias, a convolution with its batch norm.
-PER_LAYER = {"gpt2": 2, "resnet50": 3}
-
-
 def measure(shape: str, variant: str) -> None:
     """Count one variant's steps; a rank."""
     sys.path.insert(1, str(harness.ROOT / "tests"))
@@ -99,6 +63,10 @@ def measure(shape: str, variant: str) -> None:
     _pretend.seed(dist.get_rank(), 0.0)
     _pretend.leave_out_copies()  # of buckets; the gradients that this counts with are not looked at
     policy, _, case = variant.partition(":")
+    layers = list(shapes.LAYERS[shape]())
+    frozen = [
+        is_frozen for layer, is_frozen in zip(layers, shapes.half_frozen(layers), strict=True) for _ in layer.parameters
+    ]
     warm_up, steps = (WARM_UP, STEPS) if policy == "auto" else (WARM_UP_ALIKE, STEPS_ALIKE)
 
     class Weights(nn.Module):
@@ -106,7 +74,7 @@ def measure(shape: str, variant: str) -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.weights = nn.ParameterList(torch.zeros(shape) for shape in SHAPES[shape]())
+            self.weights = nn.ParameterList(torch.zeros(size) for layer in layers for size in layer.parameters)
             largest = max(range(len(self.weights)), key=lambda index: self.weights[index].numel())
             self.table = largest if case == "table" else None
 
@@ -129,8 +97,10 @@ def measure(shape: str, variant: str) -> None:
         ddp_hooks.register(ddp, policy)
     counted: list[dict[str, int]] = []
     for step in range(warm_up + steps):
-        for index, weight in enumerate(model.weights if case == "frozen" and step == FROZEN_FROM else ()):
-            weight.requires_grad_(index // PER_LAYER[shape] % 2 == 1)
+        for weight, is_frozen in (
+            zip(model.weights, frozen, strict=True) if case == "frozen" and step == FROZEN_FROM else ()
+        ):
+            weight.requires_grad_(not is_frozen)
         factor = torch.tensor(0.1 * (step + 1), device="pretend")
         for weight in model.parameters():
             weight.grad = None
@@ -167,7 +137,7 @@ def sentence_of(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=shapes.LAYERS, default=list(shapes.LAYERS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--name", default="device_counts", help="of the result")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for the result")

@@ -4,11 +4,13 @@
 #include <map>
 #include <string>
 
+#include "costs.h"
 #include "counts.h"
 #include "kernels.h"
 #include "memory.h"
 #include "process_group.h"
 #include "queues.h"
+#include "trace.h"
 
 namespace py = pybind11;
 
@@ -37,6 +39,28 @@ PYBIND11_MODULE(_pretend, m) {
   m.def("finish_host_collectives_at_once", &pretend::finish_host_collectives_at_once);
   m.def("fail_collective", &pretend::fail_collective);
   m.def("leave_out_copies", &pretend::leave_out_copies);
+  // A kernel that takes so many seconds and touches nothing.
+  m.def("work", [](double seconds) {
+    ++pretend::Counts::get().launches;
+    const auto run = [] { return true; };
+    Queues::get().put(pretend::current_stream(), run, seconds, pretend::Costs::get().launch);
+  });
+  m.def("costs", [] {
+    const pretend::Costs& costs = pretend::Costs::get();
+    return std::map<std::string, double>{{"launch", costs.launch},   {"collective_launch", costs.collective_launch},
+                                         {"kernel", costs.kernel},   {"memory", costs.memory},
+                                         {"latency", costs.latency}, {"link", costs.link},
+                                         {"hosts", costs.hosts}};
+  });
+  py::class_<pretend::Moment>(m, "Moment")
+      .def_readonly("what", &pretend::Moment::what)
+      .def_readonly("stream", &pretend::Moment::stream)
+      .def_readonly("seconds", &pretend::Moment::seconds)
+      .def_readonly("host_seconds", &pretend::Moment::host_seconds)
+      .def_readonly("number", &pretend::Moment::number)
+      .def_readonly("after", &pretend::Moment::after);
+  m.def("begin_trace", [] { pretend::Trace::get().begin(); });
+  m.def("end_trace", [] { return pretend::Trace::get().end(); });
   m.def("kernels", [] { return py::capsule(&pretend::kernels()); });
   m.def("exchange_stream", &pretend::exchange_stream);
 }

@@ -6,7 +6,18 @@
 #include <utility>
 #include <vector>
 
+#include "trace.h"
+
 namespace pretend {
+namespace {
+
+// Returns its number; where nothing is noted, that of the moment before.
+uint64_t note(Moment moment, uint64_t before) {
+  const uint64_t number = Trace::get().note(std::move(moment));
+  return number > 0 ? number : before;
+}
+
+}  // namespace
 
 void add(Passed& passed, const Passed& more) {
   for (const auto& [stream, count] : more) passed[stream] = std::max(passed[stream], count);
@@ -34,17 +45,18 @@ Ticket Queues::put(StreamId id, Work work, double seconds, double host_seconds) 
   Stream& stream = streams_[id];
   host_seconds_ += host_seconds;
   stream.seconds = std::max(stream.seconds, host_seconds_) + seconds;
+  if (seconds > 0) stream.moment = note({"work", id, seconds, host_seconds}, stream.moment);
   stream.waiting.push_back(std::move(work));
   add(stream.passed, host_);
   stream.passed[id] = ++stream.put;
   put_.notify_all();
-  return {id, stream.put, stream.passed, stream.seconds};
+  return {id, stream.put, stream.passed, stream.seconds, stream.moment};
 }
 
 Ticket Queues::ticket(StreamId stream) {
   std::lock_guard lock(mutex_);
   const Stream& here = streams_[stream];
-  return {stream, here.put, here.passed, std::max(here.seconds, host_seconds_)};
+  return {stream, here.put, here.passed, std::max(here.seconds, host_seconds_), here.moment};
 }
 
 void Queues::wait(StreamId stream, const Ticket& ticket) {
@@ -53,6 +65,9 @@ void Queues::wait(StreamId stream, const Ticket& ticket) {
     Stream& here = streams_[stream];
     add(here.passed, ticket.passed);
     here.seconds = std::max(here.seconds, ticket.seconds);
+    // What memory waits for before it is taken again holds nobody up.
+    const bool matters = stream >= 0 && ticket.stream != stream && ticket.moment > 0;
+    if (matters) here.moment = note({.what = "wait", .stream = stream, .after = ticket.moment}, here.moment);
   }
   if (ticket.stream == stream || has_passed(ticket.stream, ticket.count)) return;
   put(stream, [this, from = ticket.stream, count = ticket.count] { return has_passed(from, count); });
@@ -80,6 +95,7 @@ void Queues::synchronize(const Ticket& ticket) {
   through_.wait(lock, [&] { return streams_[ticket.stream].through >= ticket.count; });
   add(host_, ticket.passed);
   host_seconds_ = std::max(host_seconds_, ticket.seconds);
+  note({.what = "host waits", .stream = ticket.stream, .after = ticket.moment}, 0);
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
@@ -92,7 +108,9 @@ void Queues::synchronize_all() {
   std::vector<Ticket> tickets;
   {
     std::lock_guard lock(mutex_);
-    for (const auto& [id, stream] : streams_) tickets.push_back({id, stream.put, stream.passed, stream.seconds});
+    for (const auto& [id, stream] : streams_) {
+      tickets.push_back({id, stream.put, stream.passed, stream.seconds, stream.moment});
+    }
   }
   for (const Ticket& ticket : tickets) synchronize(ticket);
 }

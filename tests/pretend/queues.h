@@ -45,8 +45,9 @@ void add(Passed& passed, const Passed& more);
 struct Ticket {
   StreamId stream = 0;
   uint64_t count = 0;
-  Passed passed;       // when this has
-  double seconds = 0;  // the virtual time then
+  Passed passed;        // when this has
+  double seconds = 0;   // the virtual time then
+  uint64_t moment = 0;  // the last one on the stream that was noted (trace.h)
 };
 
 class Queues {
@@ -78,6 +79,7 @@ class Queues {
     uint64_t through = 0;
     Passed passed;  // when everything that was put here has
     double seconds = 0;
+    uint64_t moment = 0;
     Clock::time_point rests_until{};
   };
 

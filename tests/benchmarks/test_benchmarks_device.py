@@ -1,0 +1,58 @@
+"""Steps on the pretended device in virtual time: what is played, and that the script runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from test_pretend import pytestmark as pytestmark
+
+from tools import harness, virtual_time
+
+
+@dataclass
+class Moment:
+    what: str
+    stream: int = 0
+    seconds: float = 0.0
+    host_seconds: float = 0.0
+    number: int = 0
+    after: int = 0
+
+
+def test_the_last_host_and_what_is_waited_for_decide() -> None:
+    trace = [
+        Moment("work", 0, 5.0, 1.0, number=1),  # until 6 and 8
+        Moment("masks start"),  # at 1 and 3
+        Moment("wait", 100, after=1, number=2),
+        Moment("work", 100, 10.0, 1.0, number=3),  # from 8 to 18
+        Moment("work", 0, 2.0, 1.0, number=4),  # until 8 and 10
+        Moment("masks wait"),  # from 3 and 5 until 7
+        Moment("wait", 0, after=3, number=5),
+        Moment("work", 0, 1.0, 1.0, number=6),  # until 19
+        Moment("host waits", after=4),  # until 8 and 10
+    ]
+    played = virtual_time.play(trace, (0.0, 2.0), exchange_seconds=4.0)
+    assert played == virtual_time.Played(step=19.0, host_waits=4.0, device_idles=11.0, link=10.0)
+    slower = virtual_time.play(trace, (0.0, 2.0), 4.0, lambda seconds: 2 * seconds)
+    assert (slower.step, slower.link) == (29.0, 20.0)
+    longer = virtual_time.play(trace, (0.0, 2.0), 40.0)
+    assert (longer.step, longer.host_waits) == (45.0, 40.0)
+
+
+@pytest.mark.thorough
+def test_the_script_gives_the_same_again(tmp_path: Path) -> None:
+    script = harness.BENCHMARKS / "device_link.py"
+    command = [sys.executable, str(script), "--shapes", "resnet50", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "device_link.json").read_text())
+    assert found["sentence"].startswith("With nothing to skip")
+    committed = json.loads((harness.RESULTS / "device_link.json").read_text())
+    expected = [row for row in committed["rows"] if row["shape"] == "resnet50"]
+    for ours, before in zip(found["rows"], expected, strict=True):
+        assert ours == pytest.approx(before, rel=1e-3)  # plain DDP fills in zeros in any order
