@@ -874,9 +874,9 @@ HELD_BUCKETS = [
 
 
 @pytest.mark.parametrize(
-    ("scenario", "way"),
-    in_turn(SCENARIOS, list(HOLDING), [scenario for scenario in SCENARIOS if scenario not in HELD_BUCKETS]),
+    "scenario", [*HELD_BUCKETS, *thorough(*(scenario for scenario in SCENARIOS if scenario not in HELD_BUCKETS))]
 )
+@pytest.mark.parametrize("way", list(HOLDING))
 def test_steps_that_open_later(scenario: type[Scenario], way: str) -> None:
     """Buckets are held until the step opens, as on a device."""
     run = run_ranks_with_sparse_gradients if scenario.has_sparse_gradients else run_ranks
