@@ -1,9 +1,16 @@
-"""Lightning's callback, with a FreezeSchedule and a rebuild, on the pretended device: the weights of the CPU."""
+"""Trainers on the pretended device: the weights of the CPU. Lightning also freezes and rebuilds."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
+import test_integrations_accelerate as with_accelerate
+import test_integrations_transformers as with_transformers
 import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy
@@ -12,7 +19,7 @@ from test_integrations_lightning import Lightning, loader, make_trainer
 from test_pretend import BACKEND
 from test_pretend import pytestmark as pytestmark
 from torch import Tensor
-from trainers import environment
+from trainers import Training, environment, weights_of
 
 import ddp_hooks
 from ddp_hooks.integrations.lightning import SkipUnusedCallback
@@ -96,3 +103,45 @@ def both_environments(rank: int) -> dict[str, str]:
 
 def test_lightning() -> None:
     run_ranks(2, trains_alike, backend=BACKEND, environment=both_environments)
+
+
+@contextlib.contextmanager
+def accelerate_on(device: str) -> Iterator[None]:
+    """Accelerate, and with it transformers' Trainer, takes this device for what it launches as on CPUs."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = device
+    # Parameters that are moved to such a device would be new ones otherwise, which their optimizer does not know.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        del os.environ["ACCELERATE_TORCH_DEVICE"]
+
+
+def train_with_accelerate(folder: Path) -> Training:
+    return with_accelerate.train(with_accelerate.make_accelerator())[0]
+
+
+def train_with_transformers(folder: Path) -> Training:
+    trainer = with_transformers.make_trainer(folder)
+    callback = with_transformers.add_callback(trainer, "skip_unused")
+    trainer.train()
+    return Training(weights_of(trainer.model), callback.state.stats())
+
+
+def both_train_alike(rank: int, train: Callable[[Path], Training], folder: Path) -> None:
+    found = {}
+    for device in ("cpu", "pretend"):
+        with accelerate_on(device):
+            found[device] = train(folder)
+        assert all(weight.device.type == device for weight in found[device].weights)
+    for ours, expected in zip(found["pretend"].weights, found["cpu"].weights, strict=True):
+        assert torch.equal(ours.cpu(), expected)
+    counted = [training.statistics for training in found.values()]
+    assert counted[0].payload_bytes == counted[1].payload_bytes > 0
+    assert counted[0].steps == counted[1].steps > 0
+
+
+@pytest.mark.parametrize("train", [train_with_accelerate, train_with_transformers])
+def test_accelerate(train: Callable[[Path], Training], tmp_path: Path) -> None:
+    run_ranks(2, both_train_alike, train, tmp_path, backend=BACKEND, environment=both_environments)
