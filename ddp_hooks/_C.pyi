@@ -147,7 +147,7 @@ def needs_group_for_sums(arg0: ProcessGroup, arg1: torch.device, arg2: int, /) -
 # --- shards ---
 
 # One part of a reduce-scatter's input, as csrc/transport/shard_units.h describes it. Stretches are (length, length of a
-# unit). Masks are uint8, a row for each part; rows may lie apart.
+# unit). Masks are uint8, a row for each part; rows may lie apart. `flat` has a part for each rank, or one for all.
 class ShardUnits:
     def __init__(self, stretches: Sequence[tuple[int, int]]) -> None: ...
     @property
@@ -161,8 +161,11 @@ class ShardUnits:
     ) -> int: ...
     # Of each part.
     def sent_elements(self, masks: torch.Tensor) -> list[int]: ...
-    # Writes what is sent of all parts of `flat` but that of `own`, one after the other.
-    def pack(self, to: torch.Tensor, flat: torch.Tensor, masks: torch.Tensor, own: int) -> None: ...
+    # Writes messages with what is sent of all parts of `flat` but that of `own`, one after the other, to bytes. Returns
+    # their sizes. Those that would get larger are not coded.
+    def write(
+        self, to: torch.Tensor, flat: torch.Tensor, masks: torch.Tensor, own: int, is_coded: bool
+    ) -> list[int]: ...
     # to = what was received of these ranks, added up in this order; that of `own` is the own part, of `flat`.
     def sum(
         self,
@@ -176,9 +179,9 @@ class ShardUnits:
     # Each part of `flat` but that of `own` = what was received of that rank.
     def unpack(self, flat: torch.Tensor, received: torch.Tensor, masks: torch.Tensor, own: int) -> None: ...
 
-# Messages of so many elements, one after the other, coded unless that makes one larger; returns their sizes in bytes.
 def most_coded_bytes(count: int, like: torch.Tensor) -> int: ...
-def encode_messages(to: torch.Tensor, flat: torch.Tensor, counts: Sequence[int]) -> list[int]: ...
+
+# Messages of so many elements, one after the other, which are coded if their size differs from that of the elements.
 def decode_messages(to: torch.Tensor, coded: torch.Tensor, sizes: Sequence[int], counts: Sequence[int]) -> None: ...
 
 # --- the engine ---

@@ -1,7 +1,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
-#include <cstring>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -9,6 +8,7 @@
 #include "bindings/rooms.h"
 #include "kernels/coding.h"
 #include "kernels/slice_copy.h"
+#include "transport/coded_message.h"
 #include "transport/shard_units.h"
 
 namespace py = pybind11;
@@ -33,10 +33,13 @@ class MaskRows {
   at::Tensor tensor_;
 };
 
-void check_parts(const at::Tensor& flat, const ShardUnits& units, const MaskRows& rows) {
+// How far apart the parts lie: one after the other, or the same one for all.
+int64_t distance_of_parts(const at::Tensor& flat, const ShardUnits& units, const MaskRows& rows) {
   check_range(flat, 0, flat.numel());
+  if (flat.numel() == units.numel()) return 0;
   TORCH_CHECK(flat.numel() == units.numel() * rows.parts(), "ddp_hooks: expected ", rows.parts(), " parts of ",
-              units.numel(), " elements, received ", flat.numel());
+              units.numel(), " elements or one for all, received ", flat.numel());
+  return units.numel();
 }
 
 std::vector<int64_t> sent_elements_of(const ShardUnits& units, const at::Tensor& masks) {
@@ -56,32 +59,41 @@ std::vector<int64_t> offsets_of(const ShardUnits& units, const at::Tensor& masks
 int64_t choose(const ShardUnits& units, const at::Tensor& masks, const at::Tensor& flat, int64_t own, bool zeros,
                const std::vector<bool>& known_zero) {
   const MaskRows rows(masks, units);
-  check_parts(flat, units, rows);
+  const int64_t distance = distance_of_parts(flat, units, rows);
   const ShardQuestion question{zeros, {known_zero.begin(), known_zero.end()}};
   int64_t chosen = 0;
   for (int64_t part = 0; part < rows.parts(); ++part) {
-    if (part != own) chosen += units.choose(flat, part * units.numel(), question, rows.row(part));
+    if (part != own) chosen += units.choose(flat, part * distance, question, rows.row(part));
   }
   return chosen;
 }
 
-void pack_parts(const ShardUnits& units, const at::Tensor& to, const at::Tensor& flat, const at::Tensor& masks,
-                int64_t own) {
+// The messages for all ranks but `own`, one after the other; what does not get smaller stays as it is.
+std::vector<int64_t> write_parts(const ShardUnits& units, const at::Tensor& to, const at::Tensor& flat,
+                                 const at::Tensor& masks, int64_t own, bool is_coded) {
   const MaskRows rows(masks, units);
-  check_parts(flat, units, rows);
-  std::vector<BorrowedSlice> slices;
+  const int64_t distance = distance_of_parts(flat, units, rows);
+  std::vector<int64_t> sizes;
+  int64_t end = 0;
   for (int64_t part = 0; part < rows.parts(); ++part) {
-    if (part != own) units.append_slices(flat, part * units.numel(), rows.row(part), slices);
+    std::vector<BorrowedSlice> slices;
+    if (part != own) units.append_slices(flat, part * distance, rows.row(part), slices);
+    const int64_t raw = units.sent_elements(rows.row(part)) * flat.element_size();
+    const at::Tensor rest = to.narrow(0, end, to.numel() - end);
+    int64_t size = write_message(slices, is_coded, rest);
+    if (is_coded && size >= raw) size = write_message(slices, false, rest);
+    sizes.push_back(size);
+    end += size;
   }
-  gather_scaled(to, slices, 1);
+  return sizes;
 }
 
 void sum_parts(const ShardUnits& units, const at::Tensor& to, const at::Tensor& flat, const at::Tensor& received,
                const at::Tensor& masks, int64_t own, const std::vector<int64_t>& order) {
   const MaskRows rows(masks, units);
-  check_parts(flat, units, rows);
+  const at::Tensor part = flat.narrow(0, own * distance_of_parts(flat, units, rows), units.numel());
+  if (part.const_data_ptr() != to.const_data_ptr()) to.copy_(part);
   const std::vector<int64_t> offsets = offsets_of(units, masks);
-  to.copy_(flat.narrow(0, own * units.numel(), units.numel()));
   std::vector<ShardUnits::Received> parts;
   for (const int64_t rank : order) {
     TORCH_CHECK_INDEX(rank >= 0 && rank < rows.parts(), "ddp_hooks: expected one of ", rows.parts(),
@@ -98,67 +110,25 @@ void sum_parts(const ShardUnits& units, const at::Tensor& to, const at::Tensor& 
 void unpack_parts(const ShardUnits& units, const at::Tensor& flat, const at::Tensor& received, const at::Tensor& masks,
                   int64_t own) {
   const MaskRows rows(masks, units);
-  check_parts(flat, units, rows);
+  const int64_t distance = distance_of_parts(flat, units, rows);
   const std::vector<int64_t> offsets = offsets_of(units, masks);
   for (int64_t part = 0; part < rows.parts(); ++part) {
     if (part == own) continue;
-    units.sum(flat.narrow(0, part * units.numel(), units.numel()), received,
+    units.sum(flat.narrow(0, part * distance, units.numel()), received,
               {{rows.row(part), offsets[static_cast<size_t>(part)]}});
   }
 }
 
-int64_t raw_bytes(int64_t count, const at::Tensor& like) {
-  return count * like.element_size();
-}
-
-// One message after the other; what does not get smaller stays as it is. Returns their sizes.
-std::vector<int64_t> encode_messages(const at::Tensor& to, const at::Tensor& flat, const std::vector<int64_t>& counts) {
-  const ElementType type = element_type_of(flat);
-  int64_t room = 0, elements = 0;
-  for (const int64_t count : counts) {
-    room += most_coded_bytes(count, type);
-    elements += count;
-  }
-  check_range(flat, 0, elements);
-  check_range(to, 0, room);
-  const auto* from = static_cast<const char*>(flat.const_data_ptr());
-  auto* end = static_cast<char*>(to.data_ptr());
-  std::vector<int64_t> sizes;
-  for (const int64_t count : counts) {
-    int64_t size = count == 0 ? 0 : encode(from, count, type, end);
-    if (size >= raw_bytes(count, flat)) {
-      size = raw_bytes(count, flat);
-      std::memcpy(end, from, static_cast<size_t>(size));
-    }
-    sizes.push_back(size);
-    from += raw_bytes(count, flat);
-    end += size;
-  }
-  return sizes;
-}
-
 void decode_messages(const at::Tensor& to, const at::Tensor& coded, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& counts) {
-  const ElementType type = element_type_of(to);
   TORCH_CHECK(sizes.size() == counts.size(), "ddp_hooks: expected ", counts.size(), " sizes, received ", sizes.size());
-  check_range(coded, 0, std::accumulate(sizes.begin(), sizes.end(), int64_t{0}));
-  check_range(to, 0, std::accumulate(counts.begin(), counts.end(), int64_t{0}));
-  const auto* from = static_cast<const char*>(coded.const_data_ptr());
-  auto* end = static_cast<char*>(to.data_ptr());
+  int64_t begin = 0, end = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
-    const int64_t raw = raw_bytes(counts[i], to);
-    if (sizes[i] == raw) {
-      std::memcpy(end, from, static_cast<size_t>(raw));
-    } else {
-      try {
-        decode(from, sizes[i], counts[i], type, end, false);
-      } catch (c10::Error& error) {
-        error.add_context(c10::str("in FSDP2's message from rank ", i, " of the process group"));
-        throw;
-      }
-    }
-    from += sizes[i];
-    end += raw;
+    const bool is_coded = sizes[i] != counts[i] * to.element_size();
+    read_message(coded, begin, sizes[i], {&to, end, counts[i]}, is_coded,
+                 [i] { return c10::str("FSDP2's message from rank ", i, " of the process group"); });
+    begin += sizes[i];
+    end += counts[i];
   }
 }
 
@@ -179,13 +149,13 @@ void bind_shards(py::module_& m) {
       .def("choose", &choose, py::arg("masks"), py::arg("flat"), py::arg("own"), py::arg("zeros"),
            py::arg("known_zero"), unlocked)
       .def("sent_elements", &sent_elements_of, py::arg("masks"), unlocked)
-      .def("pack", &pack_parts, py::arg("to"), py::arg("flat"), py::arg("masks"), py::arg("own"), unlocked)
+      .def("write", &write_parts, py::arg("to"), py::arg("flat"), py::arg("masks"), py::arg("own"), py::arg("is_coded"),
+           unlocked)
       .def("sum", &sum_parts, py::arg("to"), py::arg("flat"), py::arg("received"), py::arg("masks"), py::arg("own"),
            py::arg("order"), unlocked)
       .def("unpack", &unpack_parts, py::arg("flat"), py::arg("received"), py::arg("masks"), py::arg("own"), unlocked);
   m.def("most_coded_bytes",
         [](int64_t count, const at::Tensor& like) { return most_coded_bytes(count, element_type_of(like)); });
-  m.def("encode_messages", &encode_messages, py::arg("to"), py::arg("flat"), py::arg("counts"), unlocked);
   m.def("decode_messages", &decode_messages, py::arg("to"), py::arg("coded"), py::arg("sizes"), py::arg("counts"),
         unlocked);
 }

@@ -6,11 +6,11 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 
 #include "kernels/coding.h"
+#include "transport/coded_message.h"
 #include "transport/collectives.h"
 
 namespace ddp_hooks {
@@ -20,10 +20,6 @@ constexpr const char* kSizes = "ddp_hooks::exchange_sizes";  // for profilers
 
 at::Tensor bytes(int64_t count) {
   return at::empty({count}, at::kByte);
-}
-
-char* data_of(const at::Tensor& tensor) {
-  return static_cast<char*>(tensor.data_ptr());
 }
 
 int64_t sum_of(const std::vector<int64_t>& numbers) {
@@ -148,7 +144,7 @@ void StepwiseMessage::encode_contributions(Staging* staging) {
       const bool is_for_it = group.owner == static_cast<int>(i) && group.owner != rank_;
       if (!message_.is_summed() || is_for_it) add_slices(group, slices);
     }
-    own_sizes_.push_back(encode_slices(slices, coded_.narrow(0, filled, coded_.numel() - filled)));
+    own_sizes_.push_back(write_message(slices, message_.is_coded, coded_.narrow(0, filled, coded_.numel() - filled)));
     filled += own_sizes_.back();
     if (message_.is_coded) tally().contribution_bytes += contributed(rank_, i) * element_bytes_;
   }
@@ -240,7 +236,7 @@ void StepwiseMessage::sum() {
     return BorrowedSlice{&own_, filled - part.length, part.length};
   });
   coded_ = bytes(most_bytes(own_.numel()) * (world_size_ - 1));
-  own_sum_bytes_ = encode_slices({{&own_, 0, own_.numel()}}, coded_);
+  own_sum_bytes_ = write_message({{&own_, 0, own_.numel()}}, message_.is_coded, coded_);
   if (!message_.is_coded) return;
   tally().sum_bytes += own_.numel() * element_bytes_;
   tally().coded_sum_bytes += own_sum_bytes_;
@@ -249,22 +245,21 @@ void StepwiseMessage::sum() {
 template <typename To>
 void StepwiseMessage::add_contributions(const To& to) {
   // Those of the others, decoded.
-  std::vector<int64_t> begins, counts;
-  int64_t end = 0;
+  std::vector<int64_t> begins = received_begins_, counts;
   for (int from = 0; from < world_size_; ++from) {
     counts.push_back(from == rank_ ? 0 : contributed(from, message_.is_summed() ? static_cast<size_t>(rank_) : 0));
-    begins.push_back(end);
-    end += counts.back() * element_bytes_;
   }
   at::Tensor decoded = received_;
   if (message_.is_coded) {
-    decoded = bytes(end);
+    const at::Tensor numbers = at::empty({sum_of(counts)}, one_of(places_).options());
+    int64_t end = 0;
     for (int from = 0; from < world_size_; ++from) {
       const auto index = static_cast<size_t>(from);
-      decode_from(from, counts[index], data_of(decoded) + begins[index], "a contribution");
+      read_from(from, {&numbers, end, counts[index]}, "a contribution");
+      begins[index] = end * element_bytes_;
+      end += counts[index];
     }
-  } else {
-    begins = received_begins_;
+    decoded = numbers.view(at::kByte);
   }
   RECORD_FUNCTION("ddp_hooks::sum", std::vector<c10::IValue>());
   std::vector<SliceSum> sums;
@@ -312,11 +307,11 @@ void StepwiseMessage::take_sums(const Groups&) {
     if (group.owner == rank_) {
       scatter(own_, to);
     } else if (to.size() == 1) {
-      decode_from(group.owner, group.numel, data_of(*to[0].flat) + to[0].offset * element_bytes_, "a sum");
+      read_from(group.owner, to[0], "a sum");
     } else {
-      const at::Tensor sums = bytes(group.numel * element_bytes_);
-      decode_from(group.owner, group.numel, data_of(sums), "a sum");
-      scatter(sums.view(one_of(places_).scalar_type()), to);
+      const at::Tensor sums = at::empty({group.numel}, one_of(places_).options());
+      read_from(group.owner, {&sums, 0, group.numel}, "a sum");
+      scatter(sums, to);
     }
   }
 }
@@ -374,32 +369,6 @@ void StepwiseMessage::add_slices(const DirectGroup& group, std::vector<BorrowedS
   }
 }
 
-// Puts the slices into one part of the message, one after the other; returns how many bytes it takes.
-int64_t StepwiseMessage::encode_slices(const std::vector<BorrowedSlice>& slices, const at::Tensor& to) const {
-  if (slices.empty()) return 0;
-  int64_t count = 0;
-  std::vector<PackedSlice> packed;
-  packed.reserve(slices.size());
-  for (const BorrowedSlice& slice : slices) {
-    packed.push_back({slice});
-    count += slice.length;
-  }
-  if (!message_.is_coded) {
-    RECORD_FUNCTION("ddp_hooks::pack", std::vector<c10::IValue>());
-    pack(to, packed);
-    return count * element_bytes_;
-  }
-  RECORD_FUNCTION("ddp_hooks::encode", std::vector<c10::IValue>());
-  if (slices.size() == 1) {
-    const BorrowedSlice& slice = slices.front();
-    check_range(*slice.flat, slice.offset, slice.length);
-    return encode(data_of(*slice.flat) + slice.offset * element_bytes_, slice.length, type_, data_of(to));
-  }
-  const at::Tensor gathered = bytes(count * element_bytes_);
-  pack(gathered, packed);
-  return encode(data_of(gathered), count, type_, data_of(to));
-}
-
 // To be added to what an error says.
 std::string StepwiseMessage::describe(int from, const char* what) const {
   const int rank = members_[static_cast<size_t>(from)];
@@ -413,21 +382,10 @@ void StepwiseMessage::check_size(int64_t size, int64_t count, int from, const ch
               ": expected ", count, " values in at most ", most, " bytes, received a size of ", size, " bytes");
 }
 
-void StepwiseMessage::decode_from(int from, int64_t count, char* to, const char* what) const {
-  if (count == 0) return;
-  RECORD_FUNCTION("ddp_hooks::decode", std::vector<c10::IValue>());
+void StepwiseMessage::read_from(int from, const BorrowedSlice& to, const char* what) const {
   const auto index = static_cast<size_t>(from);
-  const char* const received = data_of(received_) + received_begins_[index];
-  if (!message_.is_coded) {
-    std::memcpy(to, received, static_cast<size_t>(count * element_bytes_));
-    return;
-  }
-  try {
-    decode(received, received_sizes_[index], count, type_, to, false);
-  } catch (c10::Error& error) {
-    error.add_context("in " + describe(from, what));
-    throw;
-  }
+  read_message(received_, received_begins_[index], received_sizes_[index], to, message_.is_coded,
+               [&] { return describe(from, what); });
 }
 
 // Makes room for so much from each rank.

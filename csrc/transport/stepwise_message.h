@@ -132,10 +132,9 @@ class StepwiseMessage : public std::enable_shared_from_this<StepwiseMessage> {
   int64_t owned(int owner) const;
   int64_t most_bytes(int64_t count) const;
   void add_slices(const DirectGroup& group, std::vector<BorrowedSlice>& slices) const;
-  int64_t encode_slices(const std::vector<BorrowedSlice>& slices, const at::Tensor& to) const;
   std::string describe(int from, const char* what) const;
   void check_size(int64_t size, int64_t count, int from, const char* what) const;
-  void decode_from(int from, int64_t count, char* to, const char* what) const;
+  void read_from(int from, const BorrowedSlice& to, const char* what) const;
   void receive(const std::vector<int64_t>& sizes);
   WorkPointer start_to_all(c10d::Backend& group, const at::Tensor& coded, std::vector<int64_t> sizes);
   template <typename To>

@@ -20,9 +20,10 @@ from ..serving.engine_settings import SHARED_HOSTS, fast_link, least_coded_savin
 from ..statistics import ParameterUsage, Statistics
 from ..wording import short
 from . import param_groups
+from .exchange import Announcement, LayoutsDiffer, Questions, Staging
 from .hosts import AverageOverHosts
 from .param_groups import ParamGroup, Participants
-from .reduction import Announcement, LayoutsDiffer, Questions, ReduceScatter, Staging
+from .reduction import ReduceScatter
 
 _FUNCTION = "ddp_hooks.fsdp.register"
 

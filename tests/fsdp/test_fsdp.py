@@ -31,7 +31,7 @@ from tuned import Tuning, with_settings
 import ddp_hooks
 from ddp_hooks import Policy, fsdp
 from ddp_hooks.errors import RefusedError
-from ddp_hooks.fsdp import reduction
+from ddp_hooks.fsdp import exchange
 from ddp_hooks.fsdp.hosts import divisor_before_hosts
 
 pytestmark = pytest.mark.skipif(
@@ -332,7 +332,7 @@ def test_policies() -> None:
 
 def test_looks_that_do_not_pay_are_paused() -> None:
     policy = Policy("x", skip_zeros="adaptive", tuning=Tuning(hold_steps=2, first_pause_steps=3, longest_pause_steps=6))
-    looks = reduction.Looks(policy, always=False)
+    looks = exchange.Looks(policy, always=False)
 
     def run(steps: int, sent: int) -> list[int]:
         asked = []
@@ -349,7 +349,7 @@ def test_looks_that_do_not_pay_are_paused() -> None:
 
 def test_what_is_looked_for() -> None:
     def asked(name: str, least_saving: float | None = 0.1) -> tuple[bool | float | None, ...]:
-        questions = reduction.Questions.of(ddp_hooks.policies.resolve(name), least_saving)
+        questions = exchange.Questions.of(ddp_hooks.policies.resolve(name), least_saving)
         return questions.skip_unused, questions.zeros, questions.coded, questions.always
 
     assert asked("auto") == (True, True, 0.1, False)

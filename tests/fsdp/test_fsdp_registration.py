@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import fsdp
 from ddp_hooks.errors import RefusedError
-from ddp_hooks.fsdp import param_groups, reduction
+from ddp_hooks.fsdp import exchange, param_groups
 from ddp_hooks.serving.engine_settings import SHARED_HOSTS
 
 IS_SERVED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
@@ -264,7 +264,7 @@ def test_memory_goes_with_the_state() -> None:
 
 def test_layouts_are_bounded() -> None:
     made = []
-    recent: reduction.Recent[int, str] = reduction.Recent()
+    recent: exchange.Recent[int, str] = exchange.Recent()
     for key in [*range(100), 99, 80]:
         assert recent.get(key, lambda key=key: made.append(key) or str(key)) == str(key)  # type: ignore[misc]
     assert len(recent) == 32

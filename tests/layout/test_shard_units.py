@@ -89,7 +89,8 @@ def test_parts_travel_and_are_added_up(dtype: torch.dtype, zeros: bool, instruct
             lengths = [end - begin for _, begin, end in case.ends()]
             assert counts == [sum(n for n, one in zip(lengths, each, strict=True) if one) for each in expected]
             message = torch.empty(sum(counts), dtype=dtype)
-            units.pack(message, flat, masks, rank)
+            sizes = units.write(message.view(torch.uint8), flat, masks, rank, False)
+            assert sizes == [count * dtype.itemsize for count in counts]
             messages.append(message)
             all_counts.append(counts)
             rows.append(masks)
@@ -112,17 +113,42 @@ def test_parts_travel_and_are_added_up(dtype: torch.dtype, zeros: bool, instruct
                     assert torch.equal(bits(flat[other * numel : (other + 1) * numel]), bits(parts[other]))
 
 
+def test_one_part_for_all() -> None:
+    case = Round(3, torch.float32)
+    ranks, units, part = case.ranks, case.units, case.inputs[0][: case.units.numel].clone()
+    messages = []
+    for flat in (part, part.repeat(ranks)):
+        masks = torch.zeros(ranks, units.mask_bytes, dtype=torch.uint8)
+        sent = units.choose(masks, flat, 1, True, [])
+        message = torch.zeros(sum(_C.most_coded_bytes(n, flat) for n in units.sent_elements(masks)), dtype=torch.uint8)
+        sizes = units.write(message, flat, masks, 1, True)
+        messages.append((sent, masks.tolist(), sizes, message[: sum(sizes)].tolist()))
+    assert messages[0] == messages[1]
+    # The sum may take the place of the part.
+    masks = torch.full((2, units.mask_bytes), 255, dtype=torch.uint8)
+    expected = part + part
+    units.sum(part, part, part.repeat(2), masks, 0, [1, 0])
+    assert torch.equal(bits(part), bits(expected))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_messages_are_coded_one_by_one(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     counts = [0, 1, 700, 0, 5000, 33]
-    numbers = torch.randn(sum(counts)).mul(1e-3).to(dtype)
-    noise = numbers[701:5701]
-    noise.copy_(torch.randint(-(1 << 15), 1 << 15, (dtype.itemsize // 2 * 5000,), dtype=torch.int16).view(dtype))
+    parts = [torch.randn(5000).mul(1e-3).to(dtype) for _ in counts]
+    parts[4] = torch.randint(-(1 << 15), 1 << 15, (dtype.itemsize // 2 * 5000,), dtype=torch.int16).view(dtype)
+    numbers = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    # Of each part the first few elements, which are a unit each. Those of one part are not next to each other.
+    units = _C.ShardUnits([(5000, 1)])
+    chosen = torch.arange(5000) < torch.tensor(counts)[:, None]
+    parts[2][:1400:2] = parts[2][:700].clone()
+    chosen[2] = (torch.arange(5000) % 2 == 0) & (torch.arange(5000) < 1400)
+    masks = (chosen.view(6, -1, 8).int() << torch.arange(8)).sum(-1).to(torch.uint8)
+    assert units.sent_elements(masks) == counts
     room = torch.empty(sum(_C.most_coded_bytes(count, numbers) for count in counts), dtype=torch.uint8)
-    sizes = _C.encode_messages(room, numbers, counts)
+    sizes = units.write(room, torch.cat(parts), masks, 0, True)
     # Noise stays as it is.
-    assert sizes[4] == noise.nbytes
+    assert sizes[4] == 5000 * dtype.itemsize
     assert sizes[0] == sizes[3] == 0
     assert sizes[2] < 700 * dtype.itemsize
     decoded = torch.empty_like(numbers)
@@ -136,7 +162,7 @@ def test_what_is_refused() -> None:
     units = _C.ShardUnits([(8, 4)])
     masks = torch.zeros(2, 1, dtype=torch.uint8)
     flat = torch.zeros(16)
-    with pytest.raises(RuntimeError, match="2 parts of 8"):
+    with pytest.raises(RuntimeError, match="2 parts of 8 elements or one for all"):
         units.choose(masks, flat[:15], 0, True, [])
     with pytest.raises(RuntimeError, match="rows of at least 1 bytes"):
         units.choose(masks.int(), flat, 0, True, [])

@@ -1,0 +1,409 @@
+"""Exchanges parts of gradients between ranks: each sends each owner only the units that are not zero, coded.
+
+There are two collectives. The first one sends *masks*, which say which units of each owner's part follow, and in how
+many bytes; the second one sends those units. The sender alone chooses, so ranks need to agree on two things only: the
+units, which follow from the layout, whose digest travels with the masks; and whether the second collective takes place,
+which follows from every rank's total, which travels as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .. import _extension
+from ..policies import Policy
+from ..serving.engine_settings import adaptive_settings
+from ..statistics import Statistics
+
+_C = _extension.load()
+
+# The dtypes that can be scanned and added.
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# The bits of a word that describe a set of parameters: all but the sign.
+_BITS_OF_WORD = 62
+_WORD_BYTES = 8
+# Numbers of more bytes are not coded.
+_MOST_CODED_ELEMENT_BYTES = 4
+# The number of cached layouts: each step may have gradients of other parameters.
+_KEPT = 32
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """The questions that a policy asks of gradients.
+
+    Attributes:
+        skip_unused: leave out parameters that have no gradient.
+        zeros: read gradients, and leave out zeros.
+        coded: code what is sent if this saves at least this fraction of the bytes; None if nothing is coded.
+        divides: decide for each row instead of each parameter.
+        always: ask in every step, however little it saves.
+    """
+
+    skip_unused: bool
+    zeros: bool
+    coded: float | None
+    divides: bool
+    always: bool
+
+    @classmethod
+    def of(cls, policy: Policy, least_coded_saving: float | None) -> Questions:
+        """Read a policy; with ``coded="auto"``, coding has to save this fraction, or is left out if this is None."""
+        asked = (policy.skip_zeros, policy.skip_zero_rows, policy.coded)
+        return cls(
+            skip_unused=policy.skip_unused,
+            zeros=policy.skip_zeros != "off" or policy.skip_zero_rows != "off",
+            coded={"off": None, "on": 0.0, "auto": least_coded_saving}[policy.coded],
+            divides=policy.skip_zero_rows != "off",
+            always="on" in asked or (policy.skip_unused and not {"adaptive", "auto"} & {*asked}),
+        )
+
+    @property
+    def any(self) -> bool:
+        """Whether there is any question."""
+        return self.skip_unused or self.zeros or self.coded is not None
+
+
+class Looks:
+    """Decides in which steps gradients are examined; the same on every rank, because totals are the same."""
+
+    def __init__(self, policy: Policy, always: bool) -> None:
+        settings = adaptive_settings(policy, is_on_device=False)
+        self._rule = _C.AdaptiveRule(settings, looks_after_pay=settings.hold_steps, starts_paused=False)
+        self._always = always
+        self._step = 0
+
+    def begin_step(self) -> bool:
+        """Count a step; return whether gradients are examined in it."""
+        self._step += 1
+        return self._always or self._rule.is_due(self._step)
+
+    def observe(self, sent_bytes: int, dense_bytes: int) -> bool:
+        """Return whether sending only the announced units saves enough to do so."""
+        saved = dense_bytes - sent_bytes
+        return saved > 0 if self._always else self._rule.observe(self._step, saved, dense_bytes)
+
+
+class Coding:
+    """Decides in which steps a rank codes what it sends. Ranks may differ: sizes tell the receiver.
+
+    Args:
+        policy: the policy.
+        least_saving: the fraction of the bytes that coding has to save; None if nothing is coded.
+    """
+
+    def __init__(self, policy: Policy, least_saving: float | None) -> None:
+        settings = adaptive_settings(policy, is_on_device=False, least_saving=least_saving or 0.0)
+        self._rule = _C.AdaptiveRule(settings, looks_after_pay=settings.hold_steps, starts_paused=False)
+        self._least_saving = least_saving
+        self._step = 0
+
+    def codes(self) -> bool:
+        """Count a message; return whether it is coded."""
+        self._step += 1
+        return self._least_saving == 0 or (self._least_saving is not None and self._rule.is_due(self._step))
+
+    def observe(self, coded_bytes: int, uncoded_bytes: int) -> None:
+        """Learn from the size of a coded message."""
+        self._rule.observe(self._step, uncoded_bytes - coded_bytes, uncoded_bytes)
+
+
+@dataclass(slots=True)
+class Staging:
+    """Memory for messages, which the reductions of a module share one after another."""
+
+    _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def take(self, name: str, size: int) -> torch.Tensor:
+        """Return memory of a size; memory taken earlier under the same name becomes invalid."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return buffer[:size]
+
+    def clear(self) -> None:
+        """Free all memory."""
+        self._buffers.clear()
+
+
+class Recent(Generic[K, V]):
+    """A cache of the 32 most recently used values.
+
+    functools.lru_cache on a method would make a reference cycle, and delay the release of memory.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[K, V] = {}
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """Return the value of a key, and make it if it is missing."""
+        made = self._made.pop(key, None)
+        if made is None:
+            made = make()
+            if len(self._made) == _KEPT:
+                del self._made[next(iter(self._made))]
+        self._made[key] = made
+        return made
+
+    def __len__(self) -> int:
+        """Return the number of cached values."""
+        return len(self._made)
+
+
+def digest_of(text: str) -> int:
+    """Return a digest of 56 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """The information that a rank sends with its masks."""
+
+    digest: int
+    used: frozenset[int]
+    included: frozenset[int]
+    sent_bytes: int = 0
+
+
+class LayoutsDiffer(Exception):
+    """The ranks hold gradients of different parameters."""
+
+    def __init__(self, announced: Sequence[Announcement]) -> None:
+        super().__init__()
+        self.announced = announced
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What this rank would send each rank, and what it would receive.
+
+    Attributes:
+        content: its messages, one after the other, as bytes.
+        sizes: their sizes in bytes.
+        uncoded_bytes: their size together before they were coded; 0 if nothing was.
+        units_sent: the units in them.
+        masks: the units that each rank would send, a row for each rank.
+        received_sizes: the sizes of the messages that they would send, in bytes.
+        announced: the announcements of all ranks.
+    """
+
+    content: torch.Tensor
+    sizes: list[int]
+    uncoded_bytes: int
+    units_sent: int
+    masks: torch.Tensor
+    received_sizes: list[int]
+    announced: list[Announcement]
+
+    @property
+    def most_bytes(self) -> int:
+        """The size of the messages of the rank that would send the most."""
+        return max(each.sent_bytes for each in self.announced)
+
+
+class Exchange:
+    """Sums parts over the ranks of a process group, and counts bytes and time.
+
+    Args:
+        parameter_count: the number of parameters in the parts.
+        most_mask_bytes: the largest size of a layout's masks, so that ranks with different layouts send equal sizes.
+        policy: the policy.
+        questions: what the policy asks of gradients.
+        staging: memory for messages.
+
+    Attributes:
+        statistics: the bytes that this rank sent, and those that it would have sent in full.
+        announced: the announcements of the last sum, if ranks exchanged masks.
+    """
+
+    def __init__(
+        self,
+        parameter_count: int,
+        most_mask_bytes: int,
+        policy: Policy,
+        questions: Questions,
+        staging: Staging,
+    ) -> None:
+        self._questions, self._staging = questions, staging
+        self._looks, self._coding = Looks(policy, questions.always), Coding(policy, questions.coded)
+        self._set_words = -(-parameter_count // _BITS_OF_WORD)
+        self._words = 3 + 2 * self._set_words
+        self._row_bytes = -(-(self._words * _WORD_BYTES + most_mask_bytes) // _WORD_BYTES) * _WORD_BYTES
+        # Units of parts that travel unchanged, by number of elements.
+        self._wholes: Recent[int, Any] = Recent()
+        self.statistics = Statistics()
+        self.announced: list[Announcement] | None = None
+
+    def begin(self, dense_bytes: int, is_served: bool) -> bool:
+        """Count a sum; return whether ranks exchange masks for it, the same on every rank."""
+        self.announced = None
+        self.count(steps=1, dense_bytes=dense_bytes)
+        return is_served and self._questions.any and self._looks.begin_step()
+
+    def sum(
+        self,
+        group: dist.ProcessGroup,
+        output: torch.Tensor,
+        flat: torch.Tensor,
+        units: Any,
+        own: Announcement,
+        order: Sequence[int],
+        full_bytes: int,
+        *,
+        known_zero: Sequence[bool] = (),
+        times: int = 1,
+    ) -> bool:
+        """Let each rank send only units that are not zero, and sum its own part, after :meth:`begin`.
+
+        Args:
+            group: the process group, the same as last time or one of the same ranks.
+            output: receives the sum of this rank's part.
+            flat: a part for each rank, or one for all, which may be ``output``.
+            units: the units of a part.
+            own: what this rank tells the others. This method fills in ``sent_bytes``.
+            order: the order in which contributions are added up, the same on every rank that holds the sum.
+            full_bytes: the bytes that a rank would send in full.
+            known_zero: for each stretch of a part, whether it is known to be zero.
+            times: how often as many bytes are going to be sent, before the sum is where it should be.
+
+        Returns:
+            False on every rank, if this does not save enough. Then nothing was sent.
+
+        Raises:
+            LayoutsDiffer: on every rank.
+        """
+        offer = self._offer(group, flat, units, own, known_zero)
+        self.announced = offer.announced
+        most_bytes = times * offer.most_bytes
+        if not self._looks.observe(most_bytes, full_bytes):
+            return False
+        elements = self._send(group, offer, units, flat.dtype)
+        start = time.perf_counter()
+        units.sum(output, flat, elements, offer.masks, group.rank(), order)
+        self.count(
+            hook_seconds=time.perf_counter() - start,
+            units_agreed_on=len(units) * (group.size() - 1),
+            units_sent=offer.units_sent,
+            buckets_packed=int(most_bytes > 0),
+            buckets_skipped=int(most_bytes == 0),
+        )
+        return True
+
+    def sum_in_full(
+        self, group: dist.ProcessGroup, output: torch.Tensor, flat: torch.Tensor, order: Sequence[int]
+    ) -> None:
+        """Send each rank its part unchanged, and sum this rank's."""
+        whole = self._wholes.get(output.numel(), lambda: _C.ShardUnits([(output.numel(), output.numel())]))
+        received = self._staging.take("received", flat.nbytes).view(flat.dtype)
+        dist.all_to_all_single(received, flat, group=group)
+        start = time.perf_counter()
+        masks = torch.full((group.size(), whole.mask_bytes), 255, dtype=torch.uint8, device="cpu")
+        whole.sum(output, flat, received, masks, group.rank(), order)
+        sent_bytes = flat.nbytes - flat.nbytes // group.size()
+        self.count(
+            hook_seconds=time.perf_counter() - start,
+            messages=1,
+            payload_bytes=sent_bytes,
+            sent_bytes=sent_bytes,
+            buckets_whole=1,
+        )
+
+    def gather(self, group: dist.ProcessGroup, flat: torch.Tensor, part: torch.Tensor, units: Any) -> None:
+        """Send this rank's part to all ranks, and write all parts to ``flat``."""
+        offer = self._offer(group, part, units, Announcement(0, frozenset(), frozenset()), ())
+        units.unpack(flat, self._send(group, offer, units, flat.dtype), offer.masks, group.rank())
+        flat.view(group.size(), -1)[group.rank()] = part
+
+    def count(self, **counters: float) -> None:
+        """Add to the statistics."""
+        now = {name: getattr(self.statistics, name) + more for name, more in counters.items()}
+        self.statistics = replace(self.statistics, **now)
+
+    def _offer(
+        self,
+        group: dist.ProcessGroup,
+        flat: torch.Tensor,
+        units: Any,
+        own: Announcement,
+        known_zero: Sequence[bool],
+    ) -> Offer:
+        """Choose units, put messages together, and tell each rank which units are for it, and in how many bytes."""
+        start = time.perf_counter()
+        ranks, rank = group.size(), group.rank()
+        message = torch.zeros(ranks, self._row_bytes, dtype=torch.uint8, device="cpu")
+        head, masks = message.view(torch.int64)[:, : self._words], message[:, self._words * _WORD_BYTES :]
+        units_sent = units.choose(masks, flat, rank, self._questions.zeros, known_zero)
+        content, sizes, uncoded_bytes = self._pack(units, flat, masks, rank)
+        words = [own.digest, 0, sum(sizes), *self._to_words(own.used), *self._to_words(own.included)]
+        head[:] = torch.tensor(words, dtype=torch.int64, device="cpu")
+        head[:, 1] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+        received = torch.empty_like(message)
+        packed = time.perf_counter()
+        dist.all_to_all_single(received, message, group=group)
+        self.count(
+            hook_seconds=packed - start,
+            exchange_wait_seconds=time.perf_counter() - packed,
+            exchanges=1,
+            mask_bytes=self._row_bytes * (ranks - 1),
+        )
+        rows = received.view(torch.int64)[:, : self._words].tolist()
+        announced = [self._read(words) for words in rows]
+        if any(each.digest != own.digest for each in announced):
+            raise LayoutsDiffer(announced)
+        masks = received[:, self._words * _WORD_BYTES :]
+        return Offer(content, sizes, uncoded_bytes, units_sent, masks, [words[1] for words in rows], announced)
+
+    def _pack(
+        self, units: Any, flat: torch.Tensor, masks: torch.Tensor, own: int
+    ) -> tuple[torch.Tensor, list[int], int]:
+        """Put together what the masks say; return the messages, their sizes, and what they took uncoded."""
+        counts = units.sent_elements(masks)
+        uncoded_bytes = sum(counts) * flat.element_size()
+        may_code = uncoded_bytes > 0 and flat.element_size() <= _MOST_CODED_ELEMENT_BYTES
+        if not may_code or not self._coding.codes():
+            content = self._staging.take("sent", uncoded_bytes)
+            return content, units.write(content, flat, masks, own, False), 0
+        room = self._staging.take("sent", sum(_C.most_coded_bytes(count, flat) for count in counts))
+        sizes = units.write(room, flat, masks, own, True)
+        self._coding.observe(sum(sizes), uncoded_bytes)
+        return room[: sum(sizes)], sizes, uncoded_bytes
+
+    def _send(self, group: dist.ProcessGroup, offer: Offer, units: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Send what was offered, and return the received elements in the order of ranks."""
+        if offer.most_bytes == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        received = self._staging.take("received", sum(offer.received_sizes))
+        dist.all_to_all_single(received, offer.content, offer.received_sizes, offer.sizes, group=group)
+        sent_bytes = sum(offer.sizes)
+        self.count(messages=1, payload_bytes=sent_bytes, sent_bytes=sent_bytes)
+        if offer.uncoded_bytes:
+            self.count(coded_steps=1, coded_bytes=sent_bytes, uncoded_bytes=offer.uncoded_bytes)
+        counts = units.sent_elements(offer.masks)
+        if offer.received_sizes == [count * dtype.itemsize for count in counts]:
+            return received.view(dtype)
+        start = time.perf_counter()
+        elements = self._staging.take("elements", sum(counts) * dtype.itemsize).view(dtype)
+        _C.decode_messages(elements, received, offer.received_sizes, counts)
+        self.count(hook_seconds=time.perf_counter() - start)
+        return elements
+
+    def _to_words(self, indices: frozenset[int]) -> list[int]:
+        mask = sum(1 << i for i in indices)
+        return [mask >> _BITS_OF_WORD * i & (1 << _BITS_OF_WORD) - 1 for i in range(self._set_words)]
+
+    def _read(self, words: Sequence[int]) -> Announcement:
+        def indices(masks: Sequence[int]) -> frozenset[int]:
+            mask = sum(each << _BITS_OF_WORD * i for i, each in enumerate(masks))
+            return frozenset(i for i in range(mask.bit_length()) if mask >> i & 1)
+
+        sets = words[3:]
+        return Announcement(words[0], indices(sets[: self._set_words]), indices(sets[self._set_words :]), words[2])
