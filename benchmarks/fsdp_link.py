@@ -4,6 +4,7 @@
     python benchmarks/fsdp_link.py --links loopback --size tiny --name try
     python benchmarks/fsdp_link.py --ranks-of-a-host 2 --name fsdp_hosts  # against HSDP; what ranks of a host send each
                                                                           # other does not cross the link
+    python benchmarks/fsdp_link.py --ranks-of-a-host 2 --over-all-ranks   # against FSDP2 over the ranks of both hosts
 
 Several ways of training one model exist side by side and take turns, one step each, in an order that rotates. Ratios
 are taken within a round. A step is forward, backward and SGD, and takes as long as its slowest rank. Afterwards, all
@@ -104,7 +105,7 @@ def measure(plan: dict[str, Any]) -> list[dict[str, Any]]:
     # Where ranks use different parameters, plain FSDP2 without zeros adds up gradients of different ones, or hangs.
     names = [*([] if workload.sends_unused else [PLAIN]), SENDS_UNUSED, ALL_TO_ALL, OURS]
     mesh = None
-    if plan["ranks_of_a_host"] > 1:
+    if plan["ranks_of_a_host"] > 1 and not plan["over_all_ranks"]:
         shape = (ranks // plan["ranks_of_a_host"], plan["ranks_of_a_host"])
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("hosts", "local"))
         names = [HSDP, OURS]
@@ -150,6 +151,7 @@ def measure(plan: dict[str, Any]) -> list[dict[str, Any]]:
                 "link": plan["link"],
                 "world_size": ranks,
                 "ranks_of_a_host": plan["ranks_of_a_host"],
+                "over_all_ranks": plan["over_all_ranks"],
                 "way": way.name,
                 "policy": plan["policy"] if way.state else None,
                 "rounds": plan["rounds"],
@@ -202,7 +204,7 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
         if row["way"] == OURS:
             ratio = row["ratio_to_baseline"]["median"]
             part = row["payload_bytes"] / row["dense_bytes"]
-            what = "reduce-scatters" if row["ranks_of_a_host"] == 1 else "averages over hosts"
+            what = "reduce-scatters" if row["ranks_of_a_host"] == 1 or row["over_all_ranks"] else "averages over hosts"
             parts.append(f"{row['label']} at {row['link']}: step {ratio:.2f}, {what} {part:.2f} of the bytes")
     wrong = sum(row["differing_gradients"] for row in rows if row["way"] == OURS)
     against = " or ".join(dict.fromkeys(row["baseline"] for row in rows))
@@ -232,6 +234,7 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--ranks-of-a-host", type=int, default=1)
+    parser.add_argument("--over-all-ranks", action="store_true", help="shard over the ranks of all hosts")
     options = parser.parse_args()
     if harness.is_rank():
         plan = json.loads(options.plan)
@@ -245,6 +248,7 @@ def main() -> int:
         "warm_up": options.warm_up,
         "policy": options.policy,
         "ranks_of_a_host": options.ranks_of_a_host,
+        "over_all_ranks": options.over_all_ranks,
     }
     return harness.launch_plans(__file__, options, lambda link: settings, print_rows, describe)
 

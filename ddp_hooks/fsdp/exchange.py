@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from .. import _extension
 from ..policies import Policy
@@ -174,12 +173,21 @@ class Announcement:
     sent_bytes: int = 0
 
 
-class LayoutsDiffer(Exception):
-    """The ranks hold gradients of different parameters."""
+# The digest of a rank whose host holds gradients of different parameters.
+DIFFERS_IN_HOST = -1
 
-    def __init__(self, announced: Sequence[Announcement]) -> None:
+
+class LayoutsDiffer(Exception):
+    """The ranks hold gradients of different parameters.
+
+    Attributes:
+        announced: what they announced.
+        ranks: the ranks in FSDP2's process group; None for all of them.
+    """
+
+    def __init__(self, announced: Sequence[Announcement], ranks: Sequence[int] | None = None) -> None:
         super().__init__()
-        self.announced = announced
+        self.announced, self.ranks = announced, ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +219,7 @@ class Offer:
 
 
 class Exchange:
-    """Sums parts over the ranks of a process group, and counts bytes and time.
+    """Sums parts over the ranks of a process group or of a gloo group of ours, and counts bytes and time.
 
     Args:
         parameter_count: the number of parameters in the parts.
@@ -251,7 +259,7 @@ class Exchange:
 
     def sum(
         self,
-        group: dist.ProcessGroup,
+        group: Any,
         output: torch.Tensor,
         flat: torch.Tensor,
         units: Any,
@@ -298,13 +306,11 @@ class Exchange:
         )
         return True
 
-    def sum_in_full(
-        self, group: dist.ProcessGroup, output: torch.Tensor, flat: torch.Tensor, order: Sequence[int]
-    ) -> None:
+    def sum_in_full(self, group: Any, output: torch.Tensor, flat: torch.Tensor, order: Sequence[int]) -> None:
         """Send each rank its part unchanged, and sum this rank's."""
         whole = self._wholes.get(output.numel(), lambda: _C.ShardUnits([(output.numel(), output.numel())]))
         received = self._staging.take("received", flat.nbytes).view(flat.dtype)
-        dist.all_to_all_single(received, flat, group=group)
+        _all_to_all(group, received, flat)
         start = time.perf_counter()
         masks = torch.full((group.size(), whole.mask_bytes), 255, dtype=torch.uint8, device="cpu")
         whole.sum(output, flat, received, masks, group.rank(), order)
@@ -317,7 +323,7 @@ class Exchange:
             buckets_whole=1,
         )
 
-    def gather(self, group: dist.ProcessGroup, flat: torch.Tensor, part: torch.Tensor, units: Any) -> None:
+    def gather(self, group: Any, flat: torch.Tensor, part: torch.Tensor, units: Any) -> None:
         """Send this rank's part to all ranks, and write all parts to ``flat``."""
         offer = self._offer(group, part, units, Announcement(0, frozenset(), frozenset()), ())
         units.unpack(flat, self._send(group, offer, units, flat.dtype), offer.masks, group.rank())
@@ -330,7 +336,7 @@ class Exchange:
 
     def _offer(
         self,
-        group: dist.ProcessGroup,
+        group: Any,
         flat: torch.Tensor,
         units: Any,
         own: Announcement,
@@ -348,7 +354,7 @@ class Exchange:
         head[:, 1] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         received = torch.empty_like(message)
         packed = time.perf_counter()
-        dist.all_to_all_single(received, message, group=group)
+        _all_to_all(group, received, message)
         self.count(
             hook_seconds=packed - start,
             exchange_wait_seconds=time.perf_counter() - packed,
@@ -377,12 +383,12 @@ class Exchange:
         self._coding.observe(sum(sizes), uncoded_bytes)
         return room[: sum(sizes)], sizes, uncoded_bytes
 
-    def _send(self, group: dist.ProcessGroup, offer: Offer, units: Any, dtype: torch.dtype) -> torch.Tensor:
+    def _send(self, group: Any, offer: Offer, units: Any, dtype: torch.dtype) -> torch.Tensor:
         """Send what was offered, and return the received elements in the order of ranks."""
         if offer.most_bytes == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         received = self._staging.take("received", sum(offer.received_sizes))
-        dist.all_to_all_single(received, offer.content, offer.received_sizes, offer.sizes, group=group)
+        _all_to_all(group, received, offer.content, offer.received_sizes, offer.sizes)
         sent_bytes = sum(offer.sizes)
         self.count(messages=1, payload_bytes=sent_bytes, sent_bytes=sent_bytes)
         if offer.uncoded_bytes:
@@ -407,3 +413,14 @@ class Exchange:
 
         sets = words[3:]
         return Announcement(words[0], indices(sets[: self._set_words]), indices(sets[self._set_words :]), words[2])
+
+
+def _all_to_all(
+    group: Any,
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    received_sizes: Sequence[int] = (),
+    sent_sizes: Sequence[int] = (),
+) -> None:
+    # torch's function takes no groups that it does not know.
+    group.alltoall_base(received, sent, list(received_sizes), list(sent_sizes)).wait()

@@ -1,8 +1,14 @@
-"""The reduce-scatters of FSDP2's groups of parameters, whose parts are divided into rows."""
+"""The reduce-scatters of FSDP2's groups of parameters, whose parts are divided into rows.
+
+Each rank sends each owner its part. If ranks share hosts, they add up first. The parts of ranks at the same position on
+all hosts go to the rank at that position of the own host, which sums them; then the ranks at the same position exchange
+these sums, a part for each host.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,16 +16,27 @@ import torch.distributed as dist
 
 from .. import _extension
 from ..policies import Policy
+from ..serving.control_groups import GroupsOfHosts
 from ..serving.engine_settings import unit_settings
 from ..statistics import Statistics
-from .exchange import DTYPES, Announcement, Exchange, Questions, Recent, Staging, digest_of
+from .exchange import (
+    DIFFERS_IN_HOST,
+    DTYPES,
+    Announcement,
+    Exchange,
+    LayoutsDiffer,
+    Questions,
+    Recent,
+    Staging,
+    digest_of,
+)
 from .param_groups import Column, Participants
 
 _C = _extension.load()
 
 
 class Layout:
-    """The units of a part of the input, for a set of included parameters."""
+    """The units of a part of the input, or of several such parts together, for a set of included parameters."""
 
     def __init__(
         self,
@@ -29,9 +46,10 @@ class Layout:
         element_bytes: int,
         policy: Policy,
         divides: bool,
+        parts: int = 1,
     ) -> None:
         settings = unit_settings(policy)
-        self.parameters = [i for i in included if columns[i].length > 0]
+        self.parameters = [i for i in included if columns[i].length > 0] * parts
         stretches = []
         for i in self.parameters:
             length, row_length = columns[i].length, columns[i].row_length
@@ -49,30 +67,52 @@ class ReduceScatter:
         columns: the space of each parameter in a part.
         names: the names of the parameters.
         policy: the policy.
-        questions: what the policy asks of gradients.
+        questions: what the policy asks of gradients; of the sums of a host, if there are groups of hosts.
         staging: memory for messages.
+        groups: the groups of hosts, if ranks add up in them.
     """
 
     def __init__(
-        self, columns: Sequence[Column], names: Sequence[str], policy: Policy, questions: Questions, staging: Staging
+        self,
+        columns: Sequence[Column],
+        names: Sequence[str],
+        policy: Policy,
+        questions: Questions,
+        staging: Staging,
+        groups: GroupsOfHosts | None,
     ) -> None:
         self._columns, self._names, self._policy, self._questions = columns, names, policy, questions
-        self._layouts: Recent[tuple[tuple[int, ...], int], Layout] = Recent()
+        self._staging, self._groups = staging, groups
+        self._layouts: Recent[tuple[tuple[int, ...], int, int], Layout] = Recent()
+        self._exchange = self._new_exchange(questions, 1)
+        # Nothing is coded within a host.
+        self._within = None if groups is None else self._new_exchange(replace(questions, coded=None), len(groups.hosts))
+
+    def _new_exchange(self, questions: Questions, parts: int) -> Exchange:
         # The layout of all parameters has the most units.
-        most = max(
-            Layout(columns, names, range(len(columns)), element_bytes, policy, questions.divides).units.mask_bytes
-            for element_bytes in (2, 4, 8)
-        )
-        self._exchange = Exchange(len(columns), most, policy, questions, staging)
+        everything = tuple(range(len(self._columns)))
+        most = max(self._layout(everything, element_bytes, parts).units.mask_bytes for element_bytes in (2, 4, 8))
+        return Exchange(len(self._columns), most, self._policy, questions, self._staging)
 
     @property
     def statistics(self) -> Statistics:
-        """The bytes that this rank sent, and those that torch's reduce-scatter would have sent."""
-        return self._exchange.statistics
+        """The bytes that this rank sent, and those that it would have sent in full.
+
+        If ranks add up in hosts, bytes within a host do not count.
+        """
+        counted = self._exchange.statistics
+        if self._within is None:
+            return counted
+        within = self._within.statistics
+        return replace(
+            counted,
+            hook_seconds=counted.hook_seconds + within.hook_seconds,
+            exchange_wait_seconds=counted.exchange_wait_seconds + within.exchange_wait_seconds,
+        )
 
     @property
     def announced(self) -> list[Announcement] | None:
-        """The announcements of the last reduction, if ranks exchanged masks."""
+        """The announcements of the last reduction, if ranks exchanged masks; of hosts, if ranks add up in them."""
         return self._exchange.announced
 
     def __call__(
@@ -89,51 +129,81 @@ class ReduceScatter:
             LayoutsDiffer: on every rank.
         """
         ranks = group.size()
-        dense_bytes = (ranks - 1) * output.numel() * output.element_size()
-        is_served = self._questions.any and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and output.dtype in DTYPES
-        order = order_of_ring(group.rank(), ranks)
-        if not (
-            self._exchange.begin(dense_bytes, is_served)
-            and self._sum_units(group, output, flat, participants, order, dense_bytes)
-        ):
-            # Gloo's own reduce-scatter is an all-reduce of twice as many bytes.
-            if not is_served or dist.get_backend(group) != "gloo":
-                self._exchange.count(buckets_whole=1, messages=1, payload_bytes=dense_bytes, sent_bytes=dense_bytes)
-                return False
-            self._exchange.sum_in_full(group, output, flat, order)
+        if not self._questions.any or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or output.dtype not in DTYPES:
+            full_bytes = (ranks - 1) * output.nbytes
+            self._exchange.begin(full_bytes, False)
+            self._exchange.count(buckets_whole=1, messages=1, payload_bytes=full_bytes, sent_bytes=full_bytes)
+            return False
+        if self._groups is None:
+            self._sum(self._exchange, group, output, flat, participants, order_of_ring(group.rank(), ranks))
+        else:
+            self._sum_by_host(self._groups, output, flat, participants)
         if op == dist.ReduceOp.AVG:
             output.div_(ranks)
         return True
 
-    def _sum_units(
+    def _sum_by_host(
+        self, groups: GroupsOfHosts, output: torch.Tensor, flat: torch.Tensor, participants: Participants
+    ) -> None:
+        assert self._within is not None
+        hosts, position = len(groups.hosts), groups.within.rank()
+        by_position = torch.tensor([rank for ranks in zip(*groups.hosts, strict=True) for rank in ranks], device="cpu")
+        parts = self._staging.take("by position", flat.nbytes).view(flat.dtype)
+        rows = len(by_position), output.numel()
+        torch.index_select(flat.view(rows), 0, by_position, out=parts.view(rows))
+        sums = self._staging.take("sums of host", hosts * output.nbytes).view(flat.dtype)
+        error = None
+        try:
+            self._sum(self._within, groups.within, sums, parts, participants, range(len(groups.hosts[0])), hosts)
+        except LayoutsDiffer as difference:
+            # Raised after the other hosts have heard of it.
+            error = LayoutsDiffer(difference.announced, groups.hosts[groups.between.rank()])
+        announced = self._within.announced
+        known = [frozenset(participants.included)] if announced is None else [each.used for each in announced]
+        of_host = replace(participants, used=frozenset().union(*known))
+        try:
+            self._sum(self._exchange, groups.between, output, sums, of_host, range(hosts), is_wrong=error is not None)
+        except LayoutsDiffer as difference:
+            raise error or LayoutsDiffer(difference.announced, [ranks[position] for ranks in groups.hosts]) from None
+        if error is not None:
+            raise error
+
+    def _sum(
         self,
-        group: dist.ProcessGroup,
+        exchange: Exchange,
+        group: Any,
         output: torch.Tensor,
         flat: torch.Tensor,
         participants: Participants,
         order: Sequence[int],
-        full_bytes: int,
-    ) -> bool:
-        layout = self._layout(participants.included, output.element_size())
-        if layout.units.numel != output.numel():
-            raise RuntimeError(
-                f"ddp_hooks.fsdp: expected {layout.units.numel} elements to be reduced for each rank, received "
-                f"{output.numel()}: this version of FSDP2 lays out gradients differently"
-            )
-        own = Announcement(layout.digest, participants.used, frozenset(participants.included))
-        known_zero = [self._questions.skip_unused and i not in participants.used for i in layout.parameters]
-        if not self._exchange.sum(group, output, flat, layout.units, own, order, full_bytes, known_zero=known_zero):
-            return False
-        self._exchange.count(
-            skip_zeros_steps=int(self._policy.skip_zeros != "off"),
-            skip_zero_rows_steps=int(self._policy.skip_zero_rows != "off"),
-        )
-        return True
+        parts: int = 1,
+        is_wrong: bool = False,
+    ) -> None:
+        """Sum a part for each rank of a group, or several parts together."""
+        full_bytes = (group.size() - 1) * output.nbytes
+        if exchange.begin(full_bytes, True):
+            layout = self._layout(participants.included, output.element_size(), parts)
+            if layout.units.numel != output.numel():
+                raise RuntimeError(
+                    f"ddp_hooks.fsdp: expected {layout.units.numel} elements to be reduced for each rank, received "
+                    f"{output.numel()}: this version of FSDP2 lays out gradients differently"
+                )
+            digest = DIFFERS_IN_HOST if is_wrong else layout.digest
+            own = Announcement(digest, participants.used, frozenset(participants.included))
+            known_zero = [self._questions.skip_unused and i not in participants.used for i in layout.parameters]
+            if exchange.sum(group, output, flat, layout.units, own, order, full_bytes, known_zero=known_zero):
+                exchange.count(
+                    skip_zeros_steps=int(self._policy.skip_zeros != "off"),
+                    skip_zero_rows_steps=int(self._policy.skip_zero_rows != "off"),
+                )
+                return
+        exchange.sum_in_full(group, output, flat, order)
 
-    def _layout(self, included: tuple[int, ...], element_bytes: int) -> Layout:
+    def _layout(self, included: tuple[int, ...], element_bytes: int, parts: int) -> Layout:
+        divides = self._questions.divides
         return self._layouts.get(
-            (included, element_bytes),
-            lambda: Layout(self._columns, self._names, included, element_bytes, self._policy, self._questions.divides),
+            (included, element_bytes, parts),
+            lambda: Layout(self._columns, self._names, included, element_bytes, self._policy, divides, parts),
         )
 
 

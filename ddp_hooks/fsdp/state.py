@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._version import __version__
 from ..policies import Policy, resolve
 from ..serving.agreement import exchange_proposals, settle
+from ..serving.control_groups import GroupsOfHosts, new_name, open_groups_of_hosts
 from ..serving.disabling import VARIABLE, check_alike, is_disabled, warn_of_it
-from ..serving.endpoints import Endpoint, find_endpoint, slowest_link
-from ..serving.engine_settings import SHARED_HOSTS, fast_link, least_coded_saving
+from ..serving.endpoints import Endpoint, find_endpoint
+from ..serving.engine_settings import least_coded_saving, why_links_need_no_code
+from ..serving.topology import Topology, topology_of
 from ..statistics import ParameterUsage, Statistics
 from ..wording import short
 from . import param_groups
-from .exchange import Announcement, LayoutsDiffer, Questions, Staging
+from .exchange import DIFFERS_IN_HOST, Announcement, LayoutsDiffer, Questions, Staging
 from .hosts import AverageOverHosts
 from .param_groups import ParamGroup, Participants
 from .reduction import ReduceScatter
 
 _FUNCTION = "ddp_hooks.fsdp.register"
+_CPU = torch.device("cpu")
 
 
 class ShardState:
@@ -35,16 +39,20 @@ class ShardState:
         self,
         policy: Policy,
         groups: Sequence[ParamGroup],
-        links: Mapping[str, Link],
+        topologies: Mapping[str, Topology],
+        groups_of_hosts: Mapping[str, GroupsOfHosts],
         mesh: DeviceMesh | None,
     ) -> None:
         self._policy, self.mesh = policy, mesh
         hosts = None if mesh is None else mesh.get_group(0)
         self._staging = Staging()
-        self._served = [_ServedGroup(self, group, policy, links, self._staging, hosts) for group in groups]
+        self._groups_of_hosts = list(groups_of_hosts.values())
+        self._served = [
+            _ServedGroup(self, group, policy, topologies, groups_of_hosts, self._staging, hosts) for group in groups
+        ]
         self._earlier, self._earlier_of_hosts = Statistics(), Statistics()
-        self._why_uncoded = _why_uncoded(policy, links, [group.process_group for group in groups])
-        self._why_uncoded_of_hosts = _why_uncoded(policy, links, [hosts])
+        self._why_uncoded = _why_uncoded(policy, topologies, [group.process_group for group in groups])
+        self._why_uncoded_of_hosts = _why_uncoded(policy, topologies, [hosts])
         self._is_open = True
 
     @property
@@ -57,7 +65,8 @@ class ShardState:
 
         Returns:
             Bytes are those that this rank sends in reduce-scatters: ``payload_bytes`` were sent, ``dense_bytes`` would
-            be sent in full. A bucket is one reduce-scatter. All-gathers of parameters are not counted.
+            be sent in full. If ranks of a host add up first, both count what leaves the host after that. A bucket is
+            one reduce-scatter. All-gathers of parameters are not counted.
         """
         return replace(self._total() - self._earlier, why_uncoded=self._why_uncoded)
 
@@ -79,8 +88,8 @@ class ShardState:
 
         Returns:
             ``ranks`` are the ranks with a gradient, if they exchanged codes in that step. Otherwise, and if hosts
-            average, it is None, and ``used_anywhere`` is True for everything that was sent. Empty before the first
-            step.
+            average or ranks of a host add up, it is None, and ``used_anywhere`` is True for everything that was sent.
+            Empty before the first step.
         """
         return {usage.name: usage for served in self._served for usage in served.usage()}
 
@@ -92,6 +101,8 @@ class ShardState:
         if self._is_open:
             for served in self._served:
                 served.group.remove()
+            for groups in self._groups_of_hosts:
+                groups.close()
             self._staging.clear()
         self._is_open = False
 
@@ -106,27 +117,19 @@ class ShardState:
         return f"ShardState(policy={self._policy.name!r}, {'attached' if self._is_open else 'closed'})"
 
 
-class Link(NamedTuple):
-    """What the messages of a process group travel over."""
-
-    leaves_hosts: bool
-    """Whether each rank has a host of its own."""
-    mbits: int | None
-    """The speed of the slowest network interface in Mbit/s; None if it is unknown."""
-
-    @property
-    def least_coded_saving(self) -> float | None:
-        """The fraction of the bytes that coding has to save to be worth its time; None if nothing is coded."""
-        least = least_coded_saving(self.mbits)
-        return least if self.leaves_hosts and least < 1 else None
+def _questions(policy: Policy, topology: Topology) -> Questions:
+    """Return what a policy asks of the gradients that a process group carries."""
+    is_worth_code = not why_links_need_no_code(policy, topology)
+    return Questions.of(policy, least_coded_saving(topology.link_mbits) if is_worth_code else None)
 
 
-def _why_uncoded(policy: Policy, links: Mapping[str, Link], process_groups: Sequence[dist.ProcessGroup | None]) -> str:
+def _why_uncoded(
+    policy: Policy, topologies: Mapping[str, Topology], process_groups: Sequence[dist.ProcessGroup | None]
+) -> str:
     """Say why no gradient is coded; empty if some are, or if the policy does not ask for it."""
-    found = [links[name] for name in map(_name_of, process_groups) if name in links]
-    if policy.coded != "auto" or not found or any(link.least_coded_saving is not None for link in found):
-        return ""
-    return next((fast_link(link.mbits) for link in found if link.leaves_hosts), SHARED_HOSTS)
+    found = [topologies[name] for name in map(_name_of, process_groups) if name in topologies]
+    reasons = [why_links_need_no_code(policy, topology) for topology in found]
+    return reasons[0] if policy.coded == "auto" and reasons and all(reasons) else ""
 
 
 def _sum(counted: Sequence[Statistics]) -> Statistics:
@@ -149,20 +152,23 @@ class _ServedGroup:
         owner: ShardState,
         group: ParamGroup,
         policy: Policy,
-        links: Mapping[str, Link],
+        topologies: Mapping[str, Topology],
+        groups_of_hosts: Mapping[str, GroupsOfHosts],
         staging: Staging,
         hosts: dist.ProcessGroup | None,
     ) -> None:
         self.group = group
         columns = group.columns()
         self._ranks = [] if group.process_group is None else dist.get_process_group_ranks(group.process_group)
-        link = links.get(_name_of(group.process_group), Link(False, None))
-        questions = Questions.of(policy, link.least_coded_saving)
-        self.reduce_scatter = ReduceScatter(columns, group.names, policy, questions, staging)
+        name = _name_of(group.process_group)
+        questions = _questions(policy, topologies.get(name, Topology()))
+        by_host = groups_of_hosts.get(name)
+        self._adds_up_in_hosts = by_host is not None
+        self.reduce_scatter = ReduceScatter(columns, group.names, policy, questions, staging, by_host)
         self.over_hosts = None
         if hosts is not None:
             numel = sum(column.length for column in columns)
-            questions = Questions.of(policy, links[_name_of(hosts)].least_coded_saving)
+            questions = _questions(policy, topologies[_name_of(hosts)])
             self.over_hosts = AverageOverHosts(hosts, group.names, numel, policy, questions, staging)
         self._last: Participants | None = None
         self._announced: list[Announcement] | None = None
@@ -178,7 +184,9 @@ class _ServedGroup:
         try:
             return self.reduce_scatter(output, flat, process_group, op, participants)
         except LayoutsDiffer as error:
-            raise RuntimeError(self._describe(error.announced, self._ranks)) from None
+            members = range(len(self._ranks)) if error.ranks is None else error.ranks
+            who = [f"rank {self._ranks[member]}" for member in members]
+            raise RuntimeError(self._describe(error.announced, who)) from None
         finally:
             self._announced_now = self.reduce_scatter.announced
 
@@ -199,22 +207,24 @@ class _ServedGroup:
             local_ranks = None if self.group.divides_by_itself else max(len(self._ranks), 1)
             self.over_hosts(shard, replace(participants, used=used), local_ranks)
         except LayoutsDiffer as error:
-            raise RuntimeError(self._describe(error.announced, None)) from None
+            who = [f"host {host}" for host in range(len(error.announced))]
+            raise RuntimeError(self._describe(error.announced, who)) from None
         self._announced_now = self.over_hosts.announced
 
     def _finish(self, participants: Participants) -> None:
         self._last = participants
         self._announced, self._announced_now = self._announced_now, None
 
-    def _describe(self, announced: Sequence[Announcement], ranks: Sequence[int] | None) -> str:
+    def _describe(self, announced: Sequence[Announcement], who: Sequence[str]) -> str:
         anywhere = frozenset().union(*(each.included for each in announced))
         lines = []
-        for i, each in enumerate(announced):
+        for one, each in zip(who, announced, strict=True):
+            if each.digest == DIFFERS_IN_HOST:
+                lines.append(f"{one} and others on its host differ")
             missing = sorted(anywhere - each.included)
             if missing:
                 names = ", ".join(self.group.names[i] for i in missing[:5]) + (", ..." if len(missing) > 5 else "")
-                who = f"host {i}" if ranks is None else f"rank {ranks[i]}"
-                lines.append(f"{who} has no gradient of {names}")
+                lines.append(f"{one} has no gradient of {names}")
         if not lines:
             names = ", ".join(self.group.names[:3]) + (", ..." if len(self.group.names) > 3 else "")
             lines.append(f"ranks are reducing different modules, this one the module of {names}")
@@ -234,7 +244,7 @@ class _ServedGroup:
             if self._announced is not None:
                 who = [place for place, each in enumerate(self._announced) if i in each.used]
                 used_anywhere = bool(who)
-                if self.over_hosts is None:
+                if self.over_hosts is None and not self._adds_up_in_hosts:
                     ranks = tuple(self._ranks[place] for place in who)
             yield ParameterUsage(
                 name,
@@ -290,10 +300,11 @@ def register(
         registration.exchange(world)
     if is_disabled():
         warn_of_it()
-        return ShardState(registration.policy, [], {}, None)
+        return ShardState(registration.policy, [], {}, {}, None)
     if registration.known is not None:
         return registration.known
-    return ShardState(registration.policy, registration.groups, registration.links, mesh)
+    opened = registration.groups_of_hosts
+    return ShardState(registration.policy, registration.groups, registration.topologies, opened, mesh)
 
 
 class _Registration:
@@ -304,7 +315,8 @@ class _Registration:
         groups: the groups of parameters.
         known: the existing state of the module, or None.
         process_groups: the process groups of its reductions, each once, in the same order on every rank.
-        links: for each process group that has exchanged, by name, what its messages travel over.
+        topologies: for each process group that has exchanged, by name, the hosts of its ranks.
+        groups_of_hosts: the groups that were opened because ranks share hosts, by the name of the process group.
         error: the exception to raise on this rank, while the others raise a RefusedError.
     """
 
@@ -315,10 +327,12 @@ class _Registration:
         self.groups: list[ParamGroup] = []
         self.known: ShardState | None = None
         self.process_groups: list[dist.ProcessGroup] = []
-        self.links: dict[str, Link] = {}
+        self.topologies: dict[str, Topology] = {}
+        self.groups_of_hosts: dict[str, GroupsOfHosts] = {}
         self.error: Exception | None = None
         self._problem: str | None = None
         self._description: dict[str, str] = {}
+        self._reducing: set[str] = set()  # the names of process groups that reduce-scatter
         try:
             self._look(module, policy, mesh, settings)
         except Exception as error:
@@ -330,15 +344,28 @@ class _Registration:
             self.error, self._problem = error, f"{type(error).__name__}: {error}"
 
     def exchange(self, process_group: dist.ProcessGroup) -> None:
-        """Raise on every rank of the group if one of them has a problem, or if they differ."""
+        """Raise on every rank of the group if one of them has a problem, or if they differ.
+
+        Otherwise, open groups over which its ranks add up in hosts, if they will.
+        """
         is_ours = any(_name_of(process_group) == _name_of(each) for each in self.process_groups)
         description = self._description if is_ours else {}
-        own = (tuple(find_endpoint(process_group)), is_disabled())
+        own = (tuple(find_endpoint(process_group)), is_disabled(), new_name())
         offers = exchange_proposals(process_group, _FUNCTION, description, self._problem, own)
         check_alike(_FUNCTION, [each.own[1] for each in offers])
-        endpoints = [Endpoint(*endpoint) for endpoint, _ in settle(_FUNCTION, offers, self.error)]
-        hosts = {endpoint.host for endpoint in endpoints}
-        self.links[_name_of(process_group)] = Link(len(hosts) == len(endpoints), slowest_link(endpoints))
+        settled = settle(_FUNCTION, offers, self.error)
+        endpoints = [Endpoint(*endpoint) for endpoint, *_ in settled]
+        name = _name_of(process_group)
+        topology = topology_of(process_group, _CPU, endpoints)
+        if name not in self._reducing:
+            # Averages over hosts are those of one rank each.
+            topology = replace(topology, can_add_up=False)
+        self.topologies[name] = topology
+        is_served = self.known is None and not is_disabled() and _questions(self.policy, topology).any
+        if topology.adds_up_in_hosts and is_served and name not in self.groups_of_hosts:
+            ranks = SimpleNamespace(process_group=process_group, device=_CPU, device_type=_CPU.type)
+            opened = open_groups_of_hosts(ranks, _FUNCTION, settled[0][2], topology, endpoints)
+            self.groups_of_hosts[name] = opened
 
     def _look(
         self, module: nn.Module, policy: Policy | str, mesh: DeviceMesh | None, settings: Mapping[str, Any]
@@ -360,7 +387,9 @@ class _Registration:
             self._problem = problem
             return
         hosts = None if mesh is None else mesh.get_group(0)
-        found = {_name_of(each): each for each in [*(group.process_group for group in groups), hosts]}
+        reducing = [group.process_group for group in groups]
+        self._reducing = {_name_of(each) for each in reducing}
+        found = {_name_of(each): each for each in [*reducing, hosts]}
         self.process_groups = [each for each in found.values() if each is not None]
         self._description = _describe(self.policy, groups, mesh, self.known)
 

@@ -109,6 +109,56 @@ def open_small_group(ddp: Distributed, function: str, problem: str | None = None
     return SmallGroup(backend, keeper, group_by_host([endpoint.host for endpoint in endpoints]))
 
 
+class GroupsOfHosts:
+    """Two gloo groups for gradients, private like the control groups, of a topology whose ranks add up in hosts.
+
+    Args:
+        within: the group of this host's ranks.
+        between: the group of the ranks at the same position on all hosts.
+        topology: the hosts.
+    """
+
+    def __init__(self, within: Any, between: Any, topology: Topology) -> None:
+        self.within, self.between, self.hosts = within, between, topology.hosts
+        # Closes them, and has to be let go of last.
+        self._keeper = _C.ControlGroups(hosts=topology.hosts, all=None, axes=[within, between])
+
+    def close(self) -> None:
+        """Close both groups. Sends nothing."""
+        self.within = self.between = self._keeper = None
+
+
+def open_groups_of_hosts(
+    ddp: Distributed, function: str, name: str, topology: Topology, endpoints: Sequence[Endpoint]
+) -> GroupsOfHosts:
+    """Open groups over which ranks add up in hosts and then between them. Collective over the process group.
+
+    Args:
+        ddp: anything with a process group and a device.
+        function: the function that every rank calls.
+        name: a new name, the same on every rank.
+        topology: the hosts, with ``adds_up_in_hosts``.
+        endpoints: the endpoints of all ranks.
+
+    Raises:
+        RuntimeError: on every rank, if some rank could not open them.
+    """
+    here = dist.get_rank(ddp.process_group)
+    own_host = next(host for host in topology.hosts if here in host)
+    members = {"within": own_host, "between": _ranks_between_hosts(topology, len(endpoints), here)}
+
+    def open_both(attempt: int, listener: Listener) -> list[Any]:
+        return [
+            _open_group(
+                ddp, f"{name}/{attempt}/{ranks[0]}/{kind}", ranks.index(here), len(ranks), listener.make_devices()
+            )
+            for kind, ranks in members.items()
+        ]
+
+    within, between = _open_on_every_rank(ddp, function, "the groups of hosts", endpoints, open_both)
+    return GroupsOfHosts(within, between, topology)
+
+
 def open_host_group(ddp: Distributed, function: str) -> None:
     """Open a group for the small messages of a group without the CPU, which then do not wait for its device.
 

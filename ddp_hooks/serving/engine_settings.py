@@ -57,7 +57,7 @@ def engine_settings(
         skip_unused=policy.skip_unused,
         skip_zeros=_WHEN[policy.skip_zeros],
         skip_zero_rows=_WHEN[policy.skip_zero_rows],
-        coded=_C.When.OFF if _why_links_need_no_code(policy, topology) else _WHEN[policy.coded],
+        coded=_C.When.OFF if why_links_need_no_code(policy, topology) else _WHEN[policy.coded],
         least_coded_saving=least_coded_saving(topology.link_mbits),
         units=unit_settings(policy),
         # The engine takes the number of ranks from the module's group.
@@ -69,18 +69,14 @@ def engine_settings(
     )
 
 
-def _why_links_need_no_code(policy: Policy, topology: Topology) -> str:
+def why_links_need_no_code(policy: Policy, topology: Topology) -> str:
+    """Say why nothing is coded because of hosts and links, as a clause; empty if there is no such reason."""
     if not topology.counts_bytes:
         return SHARED_HOSTS if len(topology.hosts) == 1 else _UNEVEN_HOSTS
     if policy.coded == "auto" and least_coded_saving(topology.link_mbits) >= 1:
-        return fast_link(topology.link_mbits)
+        speed = "" if topology.link_mbits is None else f" ({topology.link_mbits:,} Mbit/s)"
+        return f"the network{speed} is faster than coding"
     return ""
-
-
-def fast_link(link_mbits: int | None) -> str:
-    """Say that nothing is coded because of the links, as a clause."""
-    speed = "" if link_mbits is None else f" ({link_mbits:,} Mbit/s)"
-    return f"the network{speed} is faster than coding"
 
 
 def least_coded_saving(link_mbits: int | None) -> float:
@@ -116,7 +112,7 @@ def why_nothing_is_coded(
         return ""
     if not policy.tuning.direct:
         return "coded gradients need direct=True"
-    if why := _why_links_need_no_code(policy, topology):
+    if why := why_links_need_no_code(policy, topology):
         return why
     hosts = len(topology.hosts)
     if hosts > _MOST_HOSTS:
