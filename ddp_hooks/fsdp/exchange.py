@@ -190,34 +190,6 @@ class LayoutsDiffer(Exception):
         self.announced, self.ranks = announced, ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What this rank would send each rank, and what it would receive.
-
-    Attributes:
-        content: its messages, one after the other, as bytes.
-        sizes: their sizes in bytes.
-        uncoded_bytes: their size together before they were coded; 0 if nothing was.
-        units_sent: the units in them.
-        masks: the units that each rank would send, a row for each rank.
-        received_sizes: the sizes of the messages that they would send, in bytes.
-        announced: the announcements of all ranks.
-    """
-
-    content: torch.Tensor
-    sizes: list[int]
-    uncoded_bytes: int
-    units_sent: int
-    masks: torch.Tensor
-    received_sizes: list[int]
-    announced: list[Announcement]
-
-    @property
-    def most_bytes(self) -> int:
-        """The size of the messages of the rank that would send the most."""
-        return max(each.sent_bytes for each in self.announced)
-
-
 class Exchange:
     """Sums parts over the ranks of a process group or of a gloo group of ours, and counts bytes and time.
 
@@ -289,20 +261,19 @@ class Exchange:
         Raises:
             LayoutsDiffer: on every rank.
         """
-        offer = self._offer(group, flat, units, own, known_zero)
-        self.announced = offer.announced
-        most_bytes = times * offer.most_bytes
-        if not self._looks.observe(most_bytes, full_bytes):
+        received = self._exchange(
+            group, flat, units, own, known_zero, lambda most_bytes: self._looks.observe(times * most_bytes, full_bytes)
+        )
+        if received is None:
             return False
-        elements = self._send(group, offer, units, flat.dtype)
+        elements, masks = received
         start = time.perf_counter()
-        units.sum(output, flat, elements, offer.masks, group.rank(), order)
+        units.sum(output, flat, elements, masks, group.rank(), order)
+        is_sent = any(each.sent_bytes for each in self.announced or ())
         self.count(
             hook_seconds=time.perf_counter() - start,
-            units_agreed_on=len(units) * (group.size() - 1),
-            units_sent=offer.units_sent,
-            buckets_packed=int(most_bytes > 0),
-            buckets_skipped=int(most_bytes == 0),
+            buckets_packed=int(is_sent),
+            buckets_skipped=int(not is_sent),
         )
         return True
 
@@ -323,10 +294,11 @@ class Exchange:
             buckets_whole=1,
         )
 
-    def gather(self, group: Any, flat: torch.Tensor, part: torch.Tensor, units: Any) -> None:
+    def gather(self, group: Any, flat: torch.Tensor, part: torch.Tensor, units: Any, own: Announcement) -> None:
         """Send this rank's part to all ranks, and write all parts to ``flat``."""
-        offer = self._offer(group, part, units, Announcement(0, frozenset(), frozenset()), ())
-        units.unpack(flat, self._send(group, offer, units, flat.dtype), offer.masks, group.rank())
+        received = self._exchange(group, part, units, own, (), lambda most_bytes: True)
+        assert received is not None
+        units.unpack(flat, *received, group.rank())
         flat.view(group.size(), -1)[group.rank()] = part
 
     def count(self, **counters: float) -> None:
@@ -334,15 +306,20 @@ class Exchange:
         now = {name: getattr(self.statistics, name) + more for name, more in counters.items()}
         self.statistics = replace(self.statistics, **now)
 
-    def _offer(
+    def _exchange(
         self,
         group: Any,
         flat: torch.Tensor,
         units: Any,
         own: Announcement,
         known_zero: Sequence[bool],
-    ) -> Offer:
-        """Choose units, put messages together, and tell each rank which units are for it, and in how many bytes."""
+        pays: Callable[[int], bool],
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Send each rank units of its part, if that pays, given the bytes of the rank that would send the most.
+
+        Returns:
+            The received elements and masks, in the order of ranks, or None if nothing was sent.
+        """
         start = time.perf_counter()
         ranks, rank = group.size(), group.rank()
         message = torch.zeros(ranks, self._row_bytes, dtype=torch.uint8, device="cpu")
@@ -365,8 +342,27 @@ class Exchange:
         announced = [self._read(words) for words in rows]
         if any(each.digest != own.digest for each in announced):
             raise LayoutsDiffer(announced)
+        self.announced = announced
+        if not pays(max(each.sent_bytes for each in announced)):
+            return None
+        self.count(units_agreed_on=len(units) * (ranks - 1), units_sent=units_sent)
         masks = received[:, self._words * _WORD_BYTES :]
-        return Offer(content, sizes, uncoded_bytes, units_sent, masks, [words[1] for words in rows], announced)
+        if not any(each.sent_bytes for each in announced):
+            return torch.empty(0, dtype=flat.dtype, device="cpu"), masks
+        received_sizes = [words[1] for words in rows]
+        coded = self._staging.take("received", sum(received_sizes))
+        _all_to_all(group, coded, content, received_sizes, sizes)
+        self.count(messages=1, payload_bytes=sum(sizes), sent_bytes=sum(sizes))
+        if uncoded_bytes:
+            self.count(coded_steps=1, coded_bytes=sum(sizes), uncoded_bytes=uncoded_bytes)
+        counts = units.sent_elements(masks)
+        if received_sizes == [count * flat.element_size() for count in counts]:
+            return coded.view(flat.dtype), masks
+        start = time.perf_counter()
+        elements = self._staging.take("elements", sum(counts) * flat.element_size()).view(flat.dtype)
+        _C.decode_messages(elements, coded, received_sizes, counts)
+        self.count(hook_seconds=time.perf_counter() - start)
+        return elements, masks
 
     def _pack(
         self, units: Any, flat: torch.Tensor, masks: torch.Tensor, own: int
@@ -382,25 +378,6 @@ class Exchange:
         sizes = units.write(room, flat, masks, own, True)
         self._coding.observe(sum(sizes), uncoded_bytes)
         return room[: sum(sizes)], sizes, uncoded_bytes
-
-    def _send(self, group: Any, offer: Offer, units: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Send what was offered, and return the received elements in the order of ranks."""
-        if offer.most_bytes == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        received = self._staging.take("received", sum(offer.received_sizes))
-        _all_to_all(group, received, offer.content, offer.received_sizes, offer.sizes)
-        sent_bytes = sum(offer.sizes)
-        self.count(messages=1, payload_bytes=sent_bytes, sent_bytes=sent_bytes)
-        if offer.uncoded_bytes:
-            self.count(coded_steps=1, coded_bytes=sent_bytes, uncoded_bytes=offer.uncoded_bytes)
-        counts = units.sent_elements(offer.masks)
-        if offer.received_sizes == [count * dtype.itemsize for count in counts]:
-            return received.view(dtype)
-        start = time.perf_counter()
-        elements = self._staging.take("elements", sum(counts) * dtype.itemsize).view(dtype)
-        _C.decode_messages(elements, received, offer.received_sizes, counts)
-        self.count(hook_seconds=time.perf_counter() - start)
-        return elements
 
     def _to_words(self, indices: frozenset[int]) -> list[int]:
         mask = sum(1 << i for i in indices)

@@ -110,7 +110,7 @@ class AverageOverHosts:
         # A sum is non-zero wherever a contribution is, so it takes at least as many bytes as the largest one.
         if not exchange.sum(group, total, whole, units, own, order, dense_bytes, times=2):
             return False
-        exchange.gather(group, whole, total, units)
+        exchange.gather(group, whole, total, units, own)
         if whole is not shard:
             shard.copy_(whole[:numel])
         return True
