@@ -175,6 +175,8 @@ class NotResharded(MixedAccumulation):
 class TwoTypes(Way):
     """Nested modules with types of their own."""
 
+    precision = torch.finfo(torch.bfloat16).eps  # of the sums of one of them
+
     def shard(self, model: Any) -> None:
         over = self.mesh()
         fully_shard(model.layers[0].up, **over, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64))
