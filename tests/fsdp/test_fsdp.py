@@ -244,7 +244,8 @@ def assert_same(ours: dict[str, Any], plain: dict[str, Any], what: str, precisio
         assert (received is None) == (expected is None), f"{what}: {name}"
         if expected is not None and dist.get_world_size() > 2:
             epsilon = torch.finfo(received.dtype).eps if precision is None else precision
-            assert torch.allclose(received, expected, 0, 3 * epsilon * max(largest(expected), 1e-3)), f"{what}: {name}"
+            precise_to = dist.get_world_size() * epsilon * max(largest(expected), 1e-3)
+            assert torch.allclose(received, expected, 0, precise_to), f"{what}: {name}"
         elif expected is not None:
             assert received.dtype == expected.dtype, f"{what}: {name}"
             assert torch.equal(bits(received), bits(expected)), f"{what}: {name}"
