@@ -10,7 +10,7 @@ import pytest
 import test_fsdp
 import test_fsdp_unusual
 import torch
-from spawn import run_ranks
+from spawn import RankFailure, run_ranks
 from test_fsdp import CASES, ON, POLICIES, Case, Given, assert_same, bits, experts, local, train
 from test_fsdp_registration import AT_ONCE_SECONDS, served
 from torch.distributed.fsdp import fully_shard
@@ -246,3 +246,21 @@ def reduce_special_numbers(rank: int) -> None:
 
 def test_special_numbers() -> None:
     run_ranks(4, reduce_special_numbers)
+
+
+# --- ends
+
+
+def end_in_backward(rank: int, how: str) -> None:
+    on_hosts(rank, "2 x 2")
+    test_fsdp_unusual.end_in_backward(rank, how)
+
+
+@pytest.mark.parametrize("how", ["dies", pytest.param("raises", marks=pytest.mark.thorough)])
+def test_a_rank_that_does_not_come_is_an_error_on_every_host(how: str) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(4, end_in_backward, how, collective_timeout=2, timeout=30)
+    text = str(caught.value)
+    assert "hung" not in text
+    for rank in (0, 2, 3):
+        assert "RuntimeError" in text.split(f"--- rank {rank} ")[1].split("---")[0]
