@@ -399,5 +399,6 @@ def _all_to_all(
     received_sizes: Sequence[int] = (),
     sent_sizes: Sequence[int] = (),
 ) -> None:
-    # torch's function takes no groups that it does not know.
-    group.alltoall_base(received, sent, list(received_sizes), list(sent_sizes)).wait()
+    # torch's function takes no groups that it does not know, and torch is about to rename the methods.
+    start = getattr(group, "all_to_all_single", None) or group.alltoall_base
+    start(received, sent, list(received_sizes), list(sent_sizes)).wait()

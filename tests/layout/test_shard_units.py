@@ -158,6 +158,22 @@ def test_messages_are_coded_one_by_one(dtype: torch.dtype) -> None:
         _C.decode_messages(decoded, room, [0, sizes[1], sizes[2] - 1, *sizes[3:]], counts)
 
 
+def test_what_ranks_of_a_host_save_by_adding_up() -> None:
+    torch.manual_seed(0)
+    numel = 1 << 17
+    units = _C.ShardUnits([(numel, numel)])
+    masks = torch.tensor([[0], [1]], dtype=torch.uint8)
+    room = torch.empty(_C.most_coded_bytes(numel, torch.empty(0)), dtype=torch.uint8)
+    contributions = [torch.randn(numel).mul(1e-3).bfloat16().float() for _ in range(3)]
+
+    def bits_of(numbers: torch.Tensor) -> float:
+        return units.write(room, numbers, masks, 0, True)[1] * 8 / numel
+
+    assert 11 < bits_of(contributions[0]) < 12
+    assert 17 < bits_of(contributions[0] + contributions[1]) < 18.5
+    assert bits_of(contributions[0] + contributions[1] + contributions[2]) < 20
+
+
 def test_what_is_refused() -> None:
     units = _C.ShardUnits([(8, 4)])
     masks = torch.zeros(2, 1, dtype=torch.uint8)
