@@ -34,6 +34,10 @@ def _make_module() -> types.ModuleType:
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "Stream": torch.Stream,
+        "Event": torch.Event,
+        "current_stream": torch.accelerator.current_stream,
+        "stream": lambda stream: stream,  # which is a context
     }
     for name, function in functions.items():
         setattr(module, name, function)

@@ -98,6 +98,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void setCurrentDevice(c10::DeviceIndex /*index*/) const override {}
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex /*index*/) const override { return 0; }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex /*index*/) const override { return 0; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    resize_storage(storage, bytes);
+  }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex /*index*/) const override {

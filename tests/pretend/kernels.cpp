@@ -31,8 +31,7 @@ void put(StreamHandle stream, const char* name, const std::vector<Use>& uses, st
     return true;
   };
   const Costs& costs = Costs::get();
-  const Ticket work = Queues::get().put(reinterpret_cast<intptr_t>(stream), run, costs.of_kernel(uses), costs.launch);
-  note_uses(work, name, uses);
+  put_work(reinterpret_cast<intptr_t>(stream), name, uses, run, costs.of_kernel(uses), costs.launch);
 }
 
 std::vector<Use> uses_of(const SliceOfMemory* slices, size_t count, bool writes) {

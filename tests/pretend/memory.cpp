@@ -2,6 +2,7 @@
 
 #include <c10/util/Backtrace.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -55,6 +56,8 @@ struct Memory {
   std::map<const void*, Block*> pinned;  // by its beginning
   std::map<const void*, Block*> on_device;
   std::map<std::pair<StreamId, size_t>, std::vector<Block*>> free;
+  std::map<StreamId, std::vector<Block*>> given_back;  // and not yet ended
+  bool ends_late = false;
   std::map<size_t, std::vector<Block*>> free_pinned;
 };
 
@@ -86,7 +89,6 @@ Block* take(Free& free, const Key& key) {
 }
 
 void put_back(Block* block) {
-  std::lock_guard lock(memory().mutex);
   memory().free[{block->stream, block->bytes}].push_back(block);
 }
 
@@ -102,40 +104,59 @@ void fail(const Block& block, const std::string& what) {
 
 // Whoever gets the block next may use it when this has run.
 void end_accesses(Block& block, const Passed& passed) {
-  std::lock_guard lock(memory().mutex);
   for (const Access& access : block.accesses) {
     if (!access.is_within(passed)) {
       fail(block, "given back, and nothing orders that with where it is " + text_of(access));
     }
   }
   block.accesses.clear();
-  block.given_back = true;
+}
+
+// Ends what was given back on the stream, before what is put there next.
+void end_given_back(StreamId stream) {
+  const std::vector<Block*> blocks = std::exchange(memory().given_back[stream], {});
+  if (blocks.empty()) return;
+  Queues& queues = Queues::get();
+  Passed passed = queues.ticket(stream).passed;
+  add(passed, queues.known_to_host());
+  for (Block* const block : blocks) {
+    end_accesses(*block, passed);
+    queues.put(stream, [block] {
+      std::memset(block->data, kPoison, block->bytes);
+      return true;
+    });
+  }
 }
 
 void free_on_device(void* context) {
   auto* const block = static_cast<Block*>(context);
   Queues& queues = Queues::get();
-  Passed passed = queues.ticket(block->stream).passed;
-  add(passed, queues.known_to_host());
+  const std::lock_guard lock(memory().mutex);
+  block->given_back = true;
   std::vector<Ticket> uses;
   for (const StreamId stream : std::exchange(block->used_on, {})) {
-    if (stream == block->stream) continue;
-    uses.push_back(queues.ticket(stream));
-    add(passed, uses.back().passed);
+    if (stream != block->stream) uses.push_back(queues.ticket(stream));
+  }
+  if (uses.empty()) {
+    memory().given_back[block->stream].push_back(block);
+    if (!memory().ends_late) end_given_back(block->stream);
+    return put_back(block);
+  }
+  // What was recorded ends on a stream of its own, so that the block's own stream does not wait.
+  constexpr StreamId kWaiting = -1;
+  uses.push_back(queues.ticket(block->stream));
+  Passed passed = queues.known_to_host();
+  for (const Ticket& use : uses) {
+    add(passed, use.passed);
+    queues.wait(kWaiting, use);
   }
   end_accesses(*block, passed);
-  const bool waits = !uses.empty();
-  // Poisoned on a stream of its own where it has to wait, so that the block's own stream does not.
-  constexpr StreamId kWaiting = -1;
-  const StreamId stream = waits ? kWaiting : block->stream;
-  if (waits) uses.push_back(queues.ticket(block->stream));
-  for (const Ticket& use : uses) queues.wait(stream, use);
-  queues.put(stream, [block, waits] {
+  queues.put(kWaiting, [block] {
     std::memset(block->data, kPoison, block->bytes);
-    if (waits) put_back(block);
+    const std::lock_guard lock(memory().mutex);
+    put_back(block);
     return true;
   });
-  if (!waits) put_back(block);
 }
 
 class DeviceAllocator final : public c10::Allocator {
@@ -144,24 +165,21 @@ class DeviceAllocator final : public c10::Allocator {
     const c10::Device device(c10::kPrivateUse1, 0);
     if (bytes == 0) return {nullptr, nullptr, &free_on_device_of_nothing, device};
     ++Counts::get().allocations;
-    Block* block = nullptr;
-    {
-      std::lock_guard lock(memory().mutex);
-      block = take(memory().free, std::make_pair(current, rounded(bytes)));
-    }
+    const std::lock_guard lock(memory().mutex);
+    end_given_back(current);
+    Block* block = take(memory().free, std::make_pair(current, rounded(bytes)));
     if (block == nullptr) {
       block = new_block(rounded(bytes));
-      std::lock_guard lock(memory().mutex);
       memory().on_device[block->data] = block;
     }
-    std::lock_guard lock(memory().mutex);
     block->stream = current;
     block->given_back = false;
     return {block->data, block, &free_on_device, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
-    Queues::get().put(current, [=] {
+    const auto size = static_cast<int64_t>(bytes);
+    put_work(current, "a copy of memory", {{from, size, false}, {to, size, true}}, [=] {
       std::memcpy(to, from, bytes);
       return true;
     });
@@ -179,7 +197,11 @@ void free_pinned(void* context) {
     uses.push_back(Queues::get().ticket(stream));
     add(passed, uses.back().passed);
   }
-  end_accesses(*block, passed);
+  {
+    const std::lock_guard lock(memory().mutex);
+    end_accesses(*block, passed);
+    block->given_back = true;
+  }
   constexpr StreamId kWaiting = -2;
   for (const Ticket& use : uses) Queues::get().wait(kWaiting, use);
   const auto give_back = [block] {
@@ -228,6 +250,30 @@ Block* find_pinned(const void* pointer) {
   return find(memory().pinned, pointer);
 }
 
+void note_uses(const Ticket& work, const std::string& name, const std::vector<Use>& uses) {
+  for (const Use& use : uses) {
+    if (use.bytes == 0) continue;
+    Block* block = find(memory().on_device, use.begin);
+    if (block == nullptr) block = find_pinned(use.begin);
+    if (block == nullptr) continue;
+    const auto* const begin = static_cast<const char*>(use.begin);
+    const Access access{begin, begin + use.bytes, use.writes, work.stream, work.count, name};
+    if (block->given_back) fail(*block, text_of(access) + " after it was given back");
+    for (const Access& other : block->accesses) {
+      const bool conflicts = other.begin < access.end && access.begin < other.end && (access.writes || other.writes);
+      if (conflicts && !other.is_within(work.passed)) {
+        fail(*block, text_of(access) + ", and nothing orders that with where it is " + text_of(other));
+      }
+    }
+    // What comes later and is ordered with this one, is with these.
+    std::erase_if(block->accesses, [&](const Access& other) {
+      const bool stands_for = access.writes || (!other.writes && other.stream == access.stream);
+      return access.begin <= other.begin && other.end <= access.end && stands_for && other.is_within(work.passed);
+    });
+    block->accesses.push_back(access);
+  }
+}
+
 }  // namespace
 
 c10::Allocator* device_allocator() {
@@ -262,29 +308,27 @@ Use use_of(const at::Tensor& tensor, bool writes) {
   return {tensor.const_data_ptr(), (last + 1) * static_cast<int64_t>(tensor.element_size()), writes};
 }
 
-void note_uses(const Ticket& work, const std::string& name, const std::vector<Use>& uses) {
-  std::lock_guard lock(memory().mutex);
-  for (const Use& use : uses) {
-    if (use.bytes == 0) continue;
-    Block* block = find(memory().on_device, use.begin);
-    if (block == nullptr) block = find_pinned(use.begin);
-    if (block == nullptr) continue;
-    const auto* const begin = static_cast<const char*>(use.begin);
-    const Access access{begin, begin + use.bytes, use.writes, work.stream, work.count, name};
-    if (block->given_back) fail(*block, text_of(access) + " after it was given back");
-    for (const Access& other : block->accesses) {
-      const bool conflicts = other.begin < access.end && access.begin < other.end && (access.writes || other.writes);
-      if (conflicts && !other.is_within(work.passed)) {
-        fail(*block, text_of(access) + ", and nothing orders that with where it is " + text_of(other));
-      }
-    }
-    // What comes later and is ordered with this one, is with these.
-    std::erase_if(block->accesses, [&](const Access& other) {
-      const bool stands_for = access.writes || (!other.writes && other.stream == access.stream);
-      return access.begin <= other.begin && other.end <= access.end && stands_for && other.is_within(work.passed);
-    });
-    block->accesses.push_back(access);
-  }
+void end_memory_late(bool late) {
+  const std::lock_guard lock(memory().mutex);
+  memory().ends_late = late;
+}
+
+void resize_storage(const c10::Storage& storage, size_t bytes) {
+  c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
+  c10::DataPtr memory = device_allocator()->allocate(bytes);
+  const size_t kept = std::min(bytes, impl->nbytes());
+  if (kept > 0) device_allocator()->copy_data(memory.mutable_get(), impl->data(), kept);
+  impl->set_data_ptr(std::move(memory));
+  impl->set_nbytes(bytes);
+}
+
+Ticket put_work(StreamId stream, const std::string& name, const std::vector<Use>& uses, Work act, double seconds,
+                double host_seconds) {
+  const std::lock_guard lock(memory().mutex);
+  end_given_back(stream);
+  const Ticket work = Queues::get().put(stream, std::move(act), seconds, host_seconds);
+  note_uses(work, name, uses);
+  return work;
 }
 
 StreamId current_stream() {

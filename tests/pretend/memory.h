@@ -4,6 +4,9 @@
 // overwrite it: work on another stream that still reads it reads what nobody wrote, unless the memory was recorded on
 // that stream. The next allocation of that size on the stream takes it at once. Nothing is ever unmapped.
 //
+// FSDP2 relies on more: its private streams first wait for the others whenever they go on. So that point can be where
+// the stream is next given work, or hands out memory, before which CUDA's allocator gives the memory to nobody.
+//
 // Pinned memory that is given back is poisoned at once, unless a copy of torch's own noted what it is used by.
 //
 // Besides, what each piece of work reads and writes is noted. It is found wrong where nothing orders it with what
@@ -13,6 +16,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
 
 #include <string>
 #include <vector>
@@ -27,6 +31,10 @@ c10::Allocator* pinned_allocator();
 bool is_pinned(const void* pointer);
 void record_on_stream(const c10::DataPtr& pointer, StreamId stream);
 void note_use_of_pinned(const void* pointer, StreamId stream);
+// From now on, whether memory ends as FSDP2 relies on.
+void end_memory_late(bool late);
+// What fits is kept.
+void resize_storage(const c10::Storage& storage, size_t bytes);
 
 // What a piece of work does with some memory.
 struct Use {
@@ -35,8 +43,9 @@ struct Use {
   bool writes = false;
 };
 Use use_of(const at::Tensor& tensor, bool writes);
-// Of a piece of work, by the name that an error calls it.
-void note_uses(const Ticket& work, const std::string& name, const std::vector<Use>& uses);
+// Puts a piece of work on a stream, as Queues::put does, by the name that an error calls it.
+Ticket put_work(StreamId stream, const std::string& name, const std::vector<Use>& uses, Work act, double seconds = 0,
+                double host_seconds = 0);
 
 // The calling thread's.
 StreamId current_stream();

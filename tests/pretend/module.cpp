@@ -38,6 +38,7 @@ PYBIND11_MODULE(_pretend, m) {
   m.def("passed", [] { return Queues::get().ticket(pretend::current_stream()).passed; });
   m.def("finish_host_collectives_at_once", &pretend::finish_host_collectives_at_once);
   m.def("fail_collective", &pretend::fail_collective);
+  m.def("end_memory_late", &pretend::end_memory_late);
   m.def("leave_out_copies", &pretend::leave_out_copies);
   // A kernel that takes so many seconds and touches nothing.
   m.def("work", [](double seconds) {

@@ -51,8 +51,7 @@ void put_on_current_stream(const std::string& name, const std::vector<Use>& uses
     act();
     return true;
   };
-  const Ticket work = Queues::get().put(current_stream(), run, costs.of_kernel(uses), costs.launch);
-  note_uses(work, name, uses);
+  put_work(current_stream(), name, uses, run, costs.of_kernel(uses), costs.launch);
 }
 
 void synchronize_current_stream() {
@@ -187,6 +186,15 @@ bool ask_meta(const c10::OperatorHandle& op, const Stack& stack, Stack& results)
   }
 }
 
+// Of a layer norm: 32 bits by its meta kernel and on other devices, but the weight's type on the CPU.
+void give_statistics_type_of_weight(Stack& arguments_of_backward) {
+  const at::Tensor input = arguments_of_backward[1].toTensor();
+  const auto weight = arguments_of_backward[5].toOptional<at::Tensor>();
+  for (const size_t i : {3, 4}) {
+    arguments_of_backward[i] = arguments_of_backward[i].toTensor().to(weight.value_or(input).scalar_type());
+  }
+}
+
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const size_t first = stack->size() - count;
@@ -228,6 +236,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     aliases.push_back(replaced(outputs.back(), ToCpu()));
   }
   const auto act = [op, inputs, aliases, is_asynchronous] {
+    if (op.operator_name().name == "aten::native_layer_norm_backward") give_statistics_type_of_weight(*inputs);
     if (is_asynchronous) op.callBoxed(inputs.get());
     copy_results(*inputs, aliases);
   };
@@ -259,12 +268,7 @@ const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::
   auto* const impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(sizes);
   const size_t bytes = static_cast<size_t>(self.storage_offset() + self.numel()) * self.element_size();
-  c10::StorageImpl* const storage = self.storage().unsafeGetStorageImpl();
-  if (bytes <= storage->nbytes()) return self;
-  c10::DataPtr larger = device_allocator()->allocate(bytes);
-  if (storage->nbytes() > 0) device_allocator()->copy_data(larger.mutable_get(), storage->data(), storage->nbytes());
-  storage->set_data_ptr(std::move(larger));
-  storage->set_nbytes(bytes);
+  if (bytes > self.storage().nbytes()) resize_storage(self.storage(), bytes);
   return self;
 }
 
@@ -372,6 +376,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar);
+  // Otherwise torch puts it together from others, which round differently than the CPU's own.
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 }  // namespace pretend

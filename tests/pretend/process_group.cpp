@@ -2,7 +2,10 @@
 //
 // One puts its collectives on a stream of its own, as NCCL does. A collective waits for what the caller's stream has
 // been given, and its work is complete, for the host, when it is put there: wait() makes the caller's stream wait.
-// Tensors are recorded on the group's stream.
+// Tensors are recorded on the group's stream. A collective that is not asynchronous is put on the caller's own stream,
+// and nothing is recorded. Whatever their streams, a group's collectives begin in the order in which they were put.
+//
+// Sums are gloo's, in the order of its ring, so they are those of the CPU; what is averaged is multiplied first.
 //
 // The other does as gloo with CUDA tensors, and calls itself that. A collective copies its tensors to pinned memory, a
 // thread carries it out there, puts the copies back on a stream from a pool, and completes the work, whose
@@ -18,6 +21,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -80,6 +84,32 @@ Tensors all_as_cpu(const Tensors& tensors) {
   return aliases;
 }
 
+// The work of gloo's own does its copy in wait(), and is not complete before.
+class ReduceScatterWork final : public Work {
+ public:
+  ReduceScatterWork(c10::intrusive_ptr<Work> all_reduce, at::Tensor part, at::Tensor output)
+      : all_reduce_(std::move(all_reduce)), part_(std::move(part)), output_(std::move(output)) {}
+  bool isCompleted() override { return all_reduce_->isCompleted(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    all_reduce_->wait(timeout);
+    output_.copy_(part_);
+    return true;
+  }
+
+ private:
+  const c10::intrusive_ptr<Work> all_reduce_;
+  const at::Tensor part_, output_;
+};
+
+c10::intrusive_ptr<Work> all_reduce(c10d::Backend& gloo, Tensors& tensors, c10d::AllreduceOptions options) {
+  if (options.reduceOp == c10d::ReduceOp::AVG) {
+    // As NCCL does.
+    for (at::Tensor& tensor : tensors) tensor.mul_(1.0 / gloo.getSize());
+    options.reduceOp = c10d::ReduceOp::SUM;
+  }
+  return gloo.allreduce(tensors, options);
+}
+
 // The collectives that are asked for, whatever becomes of them.
 class CarriedGroup : public c10d::Backend {
  public:
@@ -91,23 +121,16 @@ class CarriedGroup : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return 0; }
 
   c10::intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return put(c10d::OpType::ALLREDUCE, tensors, tensors, [options](c10d::Backend& gloo, Tensors& in, Tensors&) {
-      c10d::AllreduceOptions summing = options;
-      if (options.reduceOp == c10d::ReduceOp::AVG) {
-        // As NCCL does.
-        for (at::Tensor& tensor : in) tensor.mul_(1.0 / gloo.getSize());
-        summing.reduceOp = c10d::ReduceOp::SUM;
-      }
-      return gloo.allreduce(in, summing);
-    });
+    return put(c10d::OpType::ALLREDUCE, tensors, tensors, options.asyncOp,
+               [options](c10d::Backend& gloo, Tensors& in, Tensors&) { return all_reduce(gloo, in, options); });
   }
   c10::intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return put(c10d::OpType::BROADCAST, tensors, tensors,
+    return put(c10d::OpType::BROADCAST, tensors, tensors, options.asyncOp,
                [options](c10d::Backend& gloo, Tensors& in, Tensors&) { return gloo.broadcast(in, options); });
   }
   c10::intrusive_ptr<Work> allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                      const c10d::AllgatherOptions& options) override {
-    return put(c10d::OpType::ALLGATHER, inputs, outputs.front(),
+    return put(c10d::OpType::ALLGATHER, inputs, outputs.front(), options.asyncOp,
                [options](c10d::Backend& gloo, Tensors& in, Tensors& out) {
                  std::vector<Tensors> outs{out};
                  return gloo.allgather(outs, in, options);
@@ -115,15 +138,27 @@ class CarriedGroup : public c10d::Backend {
   }
   c10::intrusive_ptr<Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                            const c10d::AllgatherOptions& options) override {
-    return put(c10d::OpType::_ALLGATHER_BASE, {input}, {output},
+    return put(c10d::OpType::_ALLGATHER_BASE, {input}, {output}, options.asyncOp,
                [options](c10d::Backend& gloo, Tensors& in, Tensors& out) {
                  return gloo._allgather_base(out.front(), in.front(), options);
+               });
+  }
+  c10::intrusive_ptr<Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                const c10d::ReduceScatterOptions& options) override {
+    return put(c10d::OpType::_REDUCE_SCATTER_BASE, {input}, {output}, options.asyncOp,
+               [op = options.reduceOp](c10d::Backend& gloo, Tensors& in, Tensors& out) {
+                 Tensors sums{in.front().flatten().clone()};
+                 c10d::AllreduceOptions summing;
+                 summing.reduceOp = op;
+                 const int64_t length = out.front().numel();
+                 const at::Tensor part = sums.front().narrow(0, gloo.getRank() * length, length).view_as(out.front());
+                 return c10::make_intrusive<ReduceScatterWork>(all_reduce(gloo, sums, summing), part, out.front());
                });
   }
   c10::intrusive_ptr<Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                                          std::vector<int64_t>& input_sizes,
                                          const c10d::AllToAllOptions& options) override {
-    return put(c10d::OpType::ALLTOALL_BASE, {input}, {output},
+    return put(c10d::OpType::ALLTOALL_BASE, {input}, {output}, options.asyncOp,
                [options, output_sizes, input_sizes](c10d::Backend& gloo, Tensors& in, Tensors& out) mutable {
                  return gloo.alltoall_base(out.front(), in.front(), output_sizes, input_sizes, options);
                });
@@ -134,7 +169,7 @@ class CarriedGroup : public c10d::Backend {
 
   // `start` is given the inputs and outputs as gloo takes them.
   virtual c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs,
-                                       Start start) = 0;
+                                       bool is_asynchronous, Start start) = 0;
 
   const c10::intrusive_ptr<c10d::Backend> gloo_;
 };
@@ -146,7 +181,10 @@ class QueuedGroup final : public CarriedGroup {
   const std::string getBackendName() const override { return "pretend"; }
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
     ++Counts::get().host_waits;
-    Queues::get().synchronize(Queues::get().ticket(stream_));
+    std::unique_lock lock(mutex_);
+    const std::map<StreamId, Ticket> ends = ends_;
+    lock.unlock();
+    for (const auto& [stream, end] : ends) Queues::get().synchronize(end);
     return gloo_->barrier(options);
   }
 
@@ -166,39 +204,54 @@ class QueuedGroup final : public CarriedGroup {
     double share = 1;
     if (type == c10d::OpType::ALLREDUCE) share = 2 * others / costs.hosts;
     if (type == c10d::OpType::ALLGATHER || type == c10d::OpType::_ALLGATHER_BASE) share = others;
-    if (type == c10d::OpType::ALLTOALL_BASE) share = others / costs.hosts;
+    const bool is_reduce_scatter = type == c10d::OpType::_REDUCE_SCATTER_BASE;
+    if (is_reduce_scatter || type == c10d::OpType::ALLTOALL_BASE) share = others / costs.hosts;
     return costs.latency + share * bytes / costs.link;
   }
 
-  c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs, Start start) override {
+  c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs, bool is_asynchronous,
+                               Start start) override {
     TORCH_CHECK(--collectives_until_failure != 0, "failed on purpose");
     ++Counts::get().collectives;
     Queues& queues = Queues::get();
-    queues.wait(stream_, queues.ticket(current_stream()));
-    for (const Tensors* some : {&inputs, &outputs}) {
-      for (const at::Tensor& tensor : *some) record_on_stream(tensor.storage().data_ptr(), stream_);
+    const StreamId stream = is_asynchronous ? stream_ : current_stream();
+    if (is_asynchronous) {
+      queues.wait(stream_, queues.ticket(current_stream()));
+      for (const Tensors* some : {&inputs, &outputs}) {
+        for (const at::Tensor& tensor : *some) record_on_stream(tensor.storage().data_ptr(), stream_);
+      }
     }
     struct UnderWay {
       Tensors inputs, outputs;
       c10::intrusive_ptr<Work> work;
     };
     auto under_way = std::make_shared<UnderWay>(UnderWay{all_as_cpu(inputs), all_as_cpu(outputs), nullptr});
-    const auto run = [gloo = gloo_, under_way, start = std::move(start)] {
-      if (!under_way->work) under_way->work = start(*gloo, under_way->inputs, under_way->outputs);
+    std::vector<Use> uses;
+    for (const at::Tensor& tensor : inputs) uses.push_back(use_of(tensor, false));
+    for (const at::Tensor& tensor : outputs) uses.push_back(use_of(tensor, true));
+    const std::lock_guard lock(mutex_);
+    const auto run = [gloo = gloo_, begun = begun_, number = put_++, under_way, start = std::move(start)] {
+      if (!under_way->work) {
+        if (*begun != number) return false;
+        ++*begun;
+        under_way->work = start(*gloo, under_way->inputs, under_way->outputs);
+      }
       if (!under_way->work->isCompleted()) return false;
       under_way->work->wait();  // throws what went wrong
       return true;
     };
     const Costs& costs = Costs::get();
-    const Ticket work = queues.put(stream_, run, seconds_of(type, inputs), costs.collective_launch);
-    std::vector<Use> uses;
-    for (const at::Tensor& tensor : inputs) uses.push_back(use_of(tensor, false));
-    for (const at::Tensor& tensor : outputs) uses.push_back(use_of(tensor, true));
-    note_uses(work, c10d::opTypeToString(type), uses);
-    return c10::make_intrusive<QueuedWork>(getRank(), type, work, stream_, outputs);
+    const Ticket work =
+        put_work(stream, c10d::opTypeToString(type), uses, run, seconds_of(type, inputs), costs.collective_launch);
+    ends_[stream] = work;
+    return c10::make_intrusive<QueuedWork>(getRank(), type, work, stream, outputs);
   }
 
   const StreamId stream_;
+  std::mutex mutex_;
+  uint64_t put_ = 0;  // collectives
+  std::map<StreamId, Ticket> ends_;
+  const std::shared_ptr<std::atomic<uint64_t>> begun_ = std::make_shared<std::atomic<uint64_t>>(0);
 };
 
 // Of a group that copies to the host: done when its thread says so.
@@ -276,7 +329,8 @@ class HostGroup final : public CarriedGroup {
     }
   }
 
-  c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs, Start start) override {
+  c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs,
+                               bool /*is_asynchronous*/, Start start) override {
     static std::atomic<StreamId> next{0};
     ++Counts::get().collectives;
     Queues& queues = Queues::get();
@@ -288,8 +342,7 @@ class HostGroup final : public CarriedGroup {
         record_on_stream(tensor.storage().data_ptr(), stream);
         copies.push_back(at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true)));
         const Tensors pair{as_cpu(tensor), copies.back()};
-        note_uses(queues.put(stream, [pair] { return copy(pair[0], pair[1]); }), "a copy to the host",
-                  {use_of(tensor, false)});
+        put_work(stream, "a copy to the host", {use_of(tensor, false)}, [pair] { return copy(pair[0], pair[1]); });
       }
       return copies;
     };
@@ -307,8 +360,7 @@ class HostGroup final : public CarriedGroup {
         start(*gloo, in, out)->wait();
         for (size_t i = 0; i < out.size(); ++i) {
           const Tensors pair{out[i], aliases[i]};
-          note_uses(queues.put(stream, [pair] { return copy(pair[0], pair[1]); }), "a copy back",
-                    {use_of(aliases[i], true)});
+          put_work(stream, "a copy back", {use_of(aliases[i], true)}, [pair] { return copy(pair[0], pair[1]); });
         }
       } catch (...) {
         return work->fail();
