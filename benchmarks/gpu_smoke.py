@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tools import harness, testbed
@@ -138,6 +140,37 @@ class Run:
             assert buffers.stats().syncs > 0, mode
         return {"hash_seconds": report.hash_seconds, "hashed_bytes": report.hashed_bytes}
 
+    def fsdp(self) -> dict[str, Any]:
+        """Train with FSDP2 as it is and registered, with the same gradients in half of the bytes."""
+        import ddp_hooks.fsdp
+
+        if self.device == "pretend":
+            from ddp_hooks_testing import _pretend
+
+            _pretend.end_memory_late(True)
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = init_device_mesh(self.device, (self.options.ranks,))
+        gradients, stats = [], None
+        for is_ours in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).to(self.device)
+            for module in (*model, model):
+                fully_shard(module, mesh=mesh, mp_policy=mixed)
+            state = ddp_hooks.fsdp.register(model) if is_ours else None
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            found = []
+            for number in range(6):
+                model(torch.full((8, WIDTH), 0.1 * (number + self.rank), device=self.device)).square().mean().backward()
+                found += [parameter.grad.to_local().clone() for parameter in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+            gradients.append(torch.cat([each.flatten() for each in found]).cpu())
+            stats = state and state.stats()
+        gap = float((gradients[0] - gradients[1]).abs().max())
+        assert gap < LARGEST_DIFFERENCE, gap
+        assert 2 * stats.payload_bytes == stats.dense_bytes
+        return {"gradient_difference": gap, "saved_fraction": stats.saved_fraction}
+
     def hangs(self) -> dict[str, Any]:
         """Wait for the device after each step, as `.item()` does, and report no rank as missing."""
         import ddp_hooks
@@ -248,6 +281,7 @@ PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
     "hook": Run.hook,
     "doctor": Run.doctor,
     "sync": Run.sync,
+    "fsdp": Run.fsdp,
     "memory": Run.memory,
     "lightning": Run.lightning,
     "transformers": Run.transformers,
@@ -261,6 +295,8 @@ def why_left_out(part: str, device: str) -> str | None:
         return f"{part} is not installed"
     if part == "transformers" and device == "pretend":
         return "transformers chooses the device itself, and does not know this one"
+    if part == "fsdp" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return f"ddp_hooks.fsdp refuses torch {torch.__version__}"
     return None
 
 

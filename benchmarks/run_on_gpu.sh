@@ -110,7 +110,7 @@ needs_tests() {
 }
 
 stage_smoke() {
-  local parts=(hook doctor sync lightning transformers hangs) hangs=30
+  local parts=(hook doctor sync fsdp lightning transformers hangs) hangs=30
   [ "$DEVICE" = pretend ] && hangs=5
   TAIL=20 run smoke 80 "$PYTHON" benchmarks/gpu_smoke.py --device "$DEVICE" --out "$OUT" --parts "${parts[@]}" --hang-seconds $hangs
 }

@@ -17,7 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import _extension
 from ..serving.modules import uncompiled
+
+_C = _extension.load()
 
 try:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -34,6 +37,7 @@ except ImportError as _error:  # another torch
 _ATTRIBUTES = (
     "fsdp_params",
     "mesh_info",
+    "mp_policy",
     "device",
     "post_backward",
     "reduce_grads",
@@ -67,10 +71,12 @@ class Participants:
     Attributes:
         included: the parameters in the reduce-scatter's input, in order.
         used: those of them with a gradient on this rank; the others are zeros.
+        accumulated: whether some gradient of this rank is the sum of several passes.
     """
 
     included: tuple[int, ...]
     used: frozenset[int]
+    accumulated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,8 @@ class Column:
 
 Reduce = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, Any], bool]
 Listener = Callable[[Participants], None]
+# Of the memory that FSDP2 asks for, when it asks for another.
+DtypeOfMemory = Callable[[torch.dtype], torch.dtype]
 
 
 class ParamGroup:
@@ -121,6 +129,11 @@ class ParamGroup:
         return self._inner.device  # type: ignore[no-any-return]
 
     @property
+    def device_type(self) -> str:
+        """The type of that device."""
+        return self.device.type
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group of its reduce-scatters; None if its parameters are not sharded."""
         mesh_info = self._inner.mesh_info
@@ -141,6 +154,18 @@ class ParamGroup:
     def divides_by_itself(self) -> bool:
         """Whether ``set_gradient_divide_factor`` sets the divisor of the sum."""
         return self._inner.gradient_divide_factor is not None
+
+    @property
+    def widens(self) -> bool:
+        """Whether FSDP2 widens the gradients of a pass from bfloat16 to float32, to reduce them."""
+        inner = self._inner
+        found = {inner.mp_policy.param_dtype or each.sharded_param.dtype for each in inner.fsdp_params}
+        return found == {torch.bfloat16} and inner.mp_policy.reduce_dtype == torch.float32
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether this rank has gradients from passes that were not reduced."""
+        return _has_accumulated(self._inner)
 
     @property
     def sends_unused(self) -> bool:
@@ -188,17 +213,20 @@ class ParamGroup:
         """The parameters of the reduction that is under way; None if there is none."""
         return self._participants
 
-    def install(self, reduce: Reduce, owner: object, finish: Listener) -> None:
+    def install(
+        self, reduce: Reduce, owner: object, finish: Listener, dtype_of_memory: DtypeOfMemory = lambda dtype: dtype
+    ) -> None:
         """Let reduce-scatters call ``reduce``, and torch's own function if it returns False.
 
         Args:
             reduce: called with output, input, process group and operation.
             owner: the value of :attr:`owner`.
             finish: see :meth:`listen`.
+            dtype_of_memory: returns the dtype of a reduce-scatter's memory, given the one that FSDP2 asks for.
         """
         inner = self._inner
         previous = self._previous = inner._reduce_scatter_comm
-        inner._reduce_scatter_comm = SkippingReduceScatter(reduce, previous, owner)
+        inner._reduce_scatter_comm = SkippingReduceScatter(reduce, previous, owner, dtype_of_memory)
         self.listen(finish)
 
     def listen(self, finish: Listener) -> None:
@@ -260,8 +288,8 @@ class ParamGroup:
         """Say why the group cannot be served, and what to do; None if it can."""
         if problem := self.why_unwatched():
             return problem
-        if self.device.type != "cpu":
-            return f"expected parameters on the CPU, received some on {self.device.type}, which is not supported yet"
+        if problem := _C.why_unserved(self.device):
+            return problem  # type: ignore[no-any-return]
         if self.owner is not None:
             return "a part of the module is already registered on its own; close() that state first"
         comm = type(self._inner._reduce_scatter_comm).__name__
@@ -330,6 +358,7 @@ class _PostBackward:
 
 def _look_at_gradients(inner: Any) -> Participants:
     included, used = [], []
+    accumulated = _has_accumulated(inner)
     for i, parameter in enumerate(inner.fsdp_params):
         if not hasattr(parameter, "_unsharded_param"):
             continue
@@ -338,7 +367,11 @@ def _look_at_gradients(inner: Any) -> Participants:
             included.append(i)
         elif inner.reduce_scatter_unused_params and parameter._unsharded_param.requires_grad:
             included.append(i)
-    return Participants(tuple(included), frozenset(used))
+    return Participants(tuple(included), frozenset(used), accumulated)
+
+
+def _has_accumulated(inner: Any) -> bool:
+    return any(parameter.unsharded_accumulated_grad is not None for parameter in inner.fsdp_params)
 
 
 class SkippingReduceScatter(ReduceScatter):
@@ -348,11 +381,13 @@ class SkippingReduceScatter(ReduceScatter):
         owner: the object that installed it.
     """
 
-    def __init__(self, reduce: Reduce, previous: Any, owner: object) -> None:
+    def __init__(self, reduce: Reduce, previous: Any, owner: object, dtype_of_memory: DtypeOfMemory) -> None:
         self._reduce, self._previous, self.owner = reduce, previous, owner
+        self._dtype_of_memory = dtype_of_memory
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for an input or output, allocated by the replaced reduce-scatter."""
+        dtype = self._dtype_of_memory(dtype)
         return self._previous.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
     def __call__(

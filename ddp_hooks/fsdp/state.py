@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._version import __version__
 from ..policies import Policy, resolve
 from ..serving.agreement import exchange_proposals, settle
-from ..serving.control_groups import GroupsOfHosts, new_name, open_groups_of_hosts
+from ..serving.control_groups import GroupsOfHosts, new_name, open_groups_of_hosts, open_small_group
 from ..serving.disabling import VARIABLE, check_alike, is_disabled, warn_of_it
 from ..serving.endpoints import Endpoint, find_endpoint
 from ..serving.engine_settings import least_coded_saving, why_links_need_no_code
@@ -23,6 +23,7 @@ from ..serving.topology import Topology, topology_of
 from ..statistics import ParameterUsage, Statistics
 from ..wording import short
 from . import param_groups
+from .devices import AccumulatedGradients, NarrowReduceScatter
 from .exchange import DIFFERS_IN_HOST, Announcement, LayoutsDiffer, Questions, Staging
 from .hosts import AverageOverHosts
 from .param_groups import ParamGroup, Participants
@@ -42,13 +43,15 @@ class ShardState:
         topologies: Mapping[str, Topology],
         groups_of_hosts: Mapping[str, GroupsOfHosts],
         mesh: DeviceMesh | None,
+        accumulated: Mapping[str, AccumulatedGradients],
     ) -> None:
         self._policy, self.mesh = policy, mesh
         hosts = None if mesh is None else mesh.get_group(0)
         self._staging = Staging()
         self._groups_of_hosts = list(groups_of_hosts.values())
         self._served = [
-            _ServedGroup(self, group, policy, topologies, groups_of_hosts, self._staging, hosts) for group in groups
+            _ServedGroup(self, group, policy, topologies, groups_of_hosts, self._staging, hosts, accumulated)
+            for group in groups
         ]
         self._earlier, self._earlier_of_hosts = Statistics(), Statistics()
         self._why_uncoded = _why_uncoded(policy, topologies, [group.process_group for group in groups])
@@ -156,6 +159,7 @@ class _ServedGroup:
         groups_of_hosts: Mapping[str, GroupsOfHosts],
         staging: Staging,
         hosts: dist.ProcessGroup | None,
+        accumulated: Mapping[str, AccumulatedGradients],
     ) -> None:
         self.group = group
         columns = group.columns()
@@ -164,7 +168,14 @@ class _ServedGroup:
         questions = _questions(policy, topologies.get(name, Topology()))
         by_host = groups_of_hosts.get(name)
         self._adds_up_in_hosts = by_host is not None
-        self.reduce_scatter = ReduceScatter(columns, group.names, policy, questions, staging, by_host)
+        self.reduce_scatter: ReduceScatter | NarrowReduceScatter
+        if group.device_type == "cpu":
+            self.reduce_scatter = ReduceScatter(columns, group.names, policy, questions, staging, by_host)
+            group.install(self._reduce, owner, self._finish)
+        else:
+            narrow = NarrowReduceScatter(group, accumulated.get(name) if group.widens else None)
+            self.reduce_scatter = narrow
+            group.install(self._reduce, owner, self._finish, narrow.dtype_of_memory)
         self.over_hosts = None
         if hosts is not None:
             numel = sum(column.length for column in columns)
@@ -173,7 +184,6 @@ class _ServedGroup:
         self._last: Participants | None = None
         self._announced: list[Announcement] | None = None
         self._announced_now: list[Announcement] | None = None
-        group.install(self._reduce, owner, self._finish)
         if self.over_hosts is not None:
             group.install_hook(self._average_over_hosts)
 
@@ -266,7 +276,8 @@ def register(
 
     Args:
         module: the root module to which ``torch.distributed.fsdp.fully_shard`` was applied, or the result of
-            ``torch.compile`` for it. It must be on the CPU, with gloo.
+            ``torch.compile`` for it. It must be on the CPU, with gloo, or on a GPU, where only gradients in bfloat16
+            that are summed in float32 are served.
         policy: what to skip; the same on every rank. ``"auto"`` decides from the savings of earlier steps, the same on
             every rank. ``"skip_unused"`` skips parameters without a gradient, and reads none. ``"skip_zeros"`` skips
             zeros. ``"allreduce"`` only counts bytes.
@@ -300,11 +311,17 @@ def register(
         registration.exchange(world)
     if is_disabled():
         warn_of_it()
-        return ShardState(registration.policy, [], {}, {}, None)
+        return ShardState(registration.policy, [], {}, {}, None, {})
     if registration.known is not None:
         return registration.known
-    opened = registration.groups_of_hosts
-    return ShardState(registration.policy, registration.groups, registration.topologies, opened, mesh)
+    return ShardState(
+        registration.policy,
+        registration.groups,
+        registration.topologies,
+        registration.groups_of_hosts,
+        mesh,
+        registration.open_agreements(),
+    )
 
 
 class _Registration:
@@ -333,6 +350,7 @@ class _Registration:
         self._problem: str | None = None
         self._description: dict[str, str] = {}
         self._reducing: set[str] = set()  # the names of process groups that reduce-scatter
+        self._device = _CPU
         try:
             self._look(module, policy, mesh, settings)
         except Exception as error:
@@ -356,7 +374,7 @@ class _Registration:
         settled = settle(_FUNCTION, offers, self.error)
         endpoints = [Endpoint(*endpoint) for endpoint, *_ in settled]
         name = _name_of(process_group)
-        topology = topology_of(process_group, _CPU, endpoints)
+        topology = topology_of(process_group, self._device, endpoints)
         if name not in self._reducing:
             # Averages over hosts are those of one rank each.
             topology = replace(topology, can_add_up=False)
@@ -366,6 +384,27 @@ class _Registration:
             ranks = SimpleNamespace(process_group=process_group, device=_CPU, device_type=_CPU.type)
             opened = open_groups_of_hosts(ranks, _FUNCTION, settled[0][2], topology, endpoints)
             self.groups_of_hosts[name] = opened
+
+    def open_agreements(self) -> dict[str, AccumulatedGradients]:
+        """Open a group on the host beside each process group of a device that narrow gradients pay on, by name.
+
+        If hosts have several ranks, direct messages would send more between hosts than the sums of a ring. And gloo,
+        with which the host waits for a device, sends such messages on the CPU alone.
+        """
+        opened = {}
+        for process_group in self.process_groups if self._device.type != "cpu" else ():
+            name = _name_of(process_group)
+            groups = [each for each in self.groups if _name_of(each.process_group) == name and each.widens]
+            topology = self.topologies[name]
+            if (
+                groups
+                and self.policy.coded != "off"
+                and (topology.has_one_rank_each or len(topology.hosts) == 1)
+                and process_group.size() > 1
+                and process_group._get_backend(self._device).name() != "gloo"
+            ):
+                opened[name] = AccumulatedGradients(open_small_group(groups[0], _FUNCTION), groups)
+        return opened
 
     def _look(
         self, module: nn.Module, policy: Policy | str, mesh: DeviceMesh | None, settings: Mapping[str, Any]
@@ -386,6 +425,7 @@ class _Registration:
         elif problem := _why_not_disabled(mesh) if is_disabled() else _why_unsupported(groups, mesh):
             self._problem = problem
             return
+        self._device = groups[0].device
         hosts = None if mesh is None else mesh.get_group(0)
         reducing = [group.process_group for group in groups]
         self._reducing = {_name_of(each) for each in reducing}
@@ -425,6 +465,8 @@ def _why_not_over_hosts(group: ParamGroup, mesh: DeviceMesh | None) -> str | Non
         if group.process_group is None:
             return f"FSDP2 itself all-reduces parameters under replicate(); apply it {way_out}"
         return None
+    if group.device_type != "cpu":
+        return f"expected mesh=None on {group.device_type}; apply fully_shard over both dimensions of the mesh"
     if mesh.ndim != 2:
         return f"expected a mesh of two dimensions, hosts x ranks per host, received one of {mesh.ndim}"
     if group.replicas is not None and dist.get_world_size(group.replicas) > 1:
@@ -451,6 +493,8 @@ def _describe(
         "policy": repr(policy),
         "parameters": f"{len(columns)} in {len(groups)} groups, with {sum(column.length for column in columns)} "
         "elements per rank",
+        "gradients": f"on {', '.join(sorted({group.device_type for group in groups}))}, those of "
+        f"{sum(group.widens for group in groups)} groups in bfloat16 before they are reduced in float32",
         "mesh": "none" if mesh is None else str(tuple(mesh.mesh.shape)),
         "module": "not registered" if known is None else "already registered",
     }

@@ -24,8 +24,9 @@ def smoke(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
 
 @pytest.mark.thorough
 def test_every_part_runs_and_registration_takes_no_memory(tmp_path: Path) -> None:
-    code, rows = smoke(tmp_path, "--parts", "hook", "doctor", "sync", "memory", "hangs", "--hang-seconds", "3")
-    assert [row["part"] for row in rows if "failed" not in row] == ["hook", "doctor", "sync", "memory", "hangs"]
+    parts = ["hook", "doctor", "sync", "memory", "hangs", "fsdp"]
+    code, rows = smoke(tmp_path, "--parts", *parts, "--hang-seconds", "3")
+    assert [row["part"] for row in rows if "failed" not in row] == parts
     assert code == 0
     assert rows[3]["registered"] == rows[3]["wrapped"]
     assert rows[4]["steps"] > 3

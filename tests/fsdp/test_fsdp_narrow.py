@@ -1,0 +1,125 @@
+"""ddp_hooks.fsdp on a pretended device: bfloat16 gradients are sent in 16 bits, and are those of plain FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_fsdp import Case, bits, experts
+from test_fsdp_devices import ALL, complaints, make, memory_that_ends_late, optimizer_of, train
+from test_pretend import pytestmark as pytestmark
+from test_pretend import run_pretended
+from torch.distributed.device_mesh import init_device_mesh
+
+from ddp_hooks import fsdp
+from ddp_hooks.errors import RefusedError
+from ddp_hooks.fsdp import devices
+
+COUNTS = ("launches", "host_waits", "collectives", "collective_bytes")
+
+
+def counts() -> dict[str, int]:
+    from ddp_hooks_testing import _pretend
+
+    return {name: _pretend.counts()[name] for name in COUNTS}
+
+
+def without_sign_of_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return bits(tensor.cpu() + 0.0)
+
+
+def train_both(case: Case, rank: int, steps: int, **settings: Any) -> tuple[fsdp.ShardState, list[dict[str, int]]]:
+    """Train plain FSDP2 and a registered model on the device; compare, and return what each of them asked for."""
+    mesh = init_device_mesh("pretend", (dist.get_world_size(),))
+    found, asked = [], []
+    for is_ours in (False, True):
+        model = make(case, mesh)
+        if is_ours:
+            state = fsdp.register(model, **settings)
+        optimizer = optimizer_of(model)
+        before = counts()
+        found.append(train(case, model, optimizer, rank, range(steps)))
+        asked.append({name: after - before[name] for name, after in counts().items()})
+    for step, (plain, ours) in enumerate(zip(*found, strict=True)):
+        assert plain.keys() == ours.keys()
+        for name, expected in plain.items():
+            same = torch.equal(without_sign_of_zeros(ours[name]), without_sign_of_zeros(expected))
+            assert same, f"step {step}: {name}"
+    return state, asked
+
+
+NARROW = ["dense", "recomputed", "adapters", "prefetched", "unused here and there", "by columns"]
+
+
+def compare_narrow(rank: int) -> None:
+    steps = 3
+    with memory_that_ends_late():
+        for name in NARROW:
+            state, (plain, ours) = train_both(ALL[name], rank, steps)
+            stats = state.stats()
+            assert 2 * stats.payload_bytes == 2 * stats.sent_bytes == stats.dense_bytes > 0, name
+            # With two ranks, an input is twice what a rank sends.
+            assert plain["collective_bytes"] - ours["collective_bytes"] == stats.dense_bytes, name
+            assert ours["host_waits"] == plain["host_waits"], name
+            assert ours["collectives"] == plain["collectives"], name
+            # Owners add up in a launch of their own.
+            assert ours["launches"] - plain["launches"] <= stats.messages, name
+
+
+def test_bfloat16_gradients_travel_in_16_bits() -> None:
+    run_pretended(2, 5, compare_narrow)
+
+
+def refused(rank: int) -> None:
+    mesh = init_device_mesh("pretend", (2, 1), mesh_dim_names=("hosts", "local"))
+    model = make(ALL["dense"], mesh["local"])
+    with pytest.raises(RefusedError, match=r"expected mesh=None on pretend; apply fully_shard over both dimensions"):
+        fsdp.register(model, mesh=mesh)
+
+
+def test_a_mesh_of_hosts_is_refused() -> None:
+    run_pretended(2, 8, refused)
+
+
+def reduced_by_torch(rank: int) -> None:
+    """Accumulated gradients have more bits, on one rank or on all; and what is not asked for is not done."""
+    with memory_that_ends_late():
+        state, _ = train_both(ALL["several passes"], rank, 2)
+        assert state.stats().payload_bytes == state.stats().dense_bytes > 0
+        # On rank 1, the first of two passes leaves the experts out, so only rank 0 has accumulated their gradients.
+        differing = Case(experts, passes=2, chosen=lambda rank, step, layer: () if rank == 1 and step < 7 else (0,))
+        state, _ = train_both(differing, rank, 2)
+        assert state.stats().payload_bytes == state.stats().dense_bytes > 0
+        for case, settings in ((ALL["float32"], {}), (ALL["dense"], {"coded": "off"})):
+            state, (plain, ours) = train_both(case, rank, 2, **settings)
+            assert state.stats().payload_bytes == state.stats().dense_bytes > 0
+            assert plain == ours
+
+
+def test_other_gradients_are_reduced_by_torch() -> None:
+    run_pretended(2, 6, reduced_by_torch)
+
+
+def not_waited_for(rank: int) -> None:
+    original = dist.all_to_all_single
+    with memory_that_ends_late():
+        for mistake in (False, True):
+            model = make(ALL["dense"], init_device_mesh("pretend", (2,)))
+            fsdp.register(model)
+            if mistake:
+                devices.dist.all_to_all_single = lambda *args, **options: original(*args, async_op=True, **options)
+            try:
+                for step in range(3):
+                    model(torch.full((2, 3), step + rank)).float().square().mean().backward()
+                    for parameter in model.parameters():
+                        parameter.grad = None
+            finally:
+                devices.dist.all_to_all_single = original
+            found = complaints()
+            assert any("nothing orders that with" in text for text in found) == mistake
+
+
+def test_a_message_that_is_not_waited_for_is_noticed() -> None:
+    run_pretended(2, 7, not_waited_for)
