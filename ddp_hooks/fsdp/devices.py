@@ -27,8 +27,9 @@ NARROW, WIDE = torch.bfloat16, torch.float32
 class AccumulatedGradients:
     """Agrees on the groups of parameters of which some rank has accumulated gradients.
 
-    One message describes all groups, and each reduction takes the answer for its own. The first reduction without an
-    answer sends the next message. All ranks reduce in the same order, so they agree on when that is.
+    One message of a backward pass describes all groups, and each reduction takes the answer for its own. The first
+    reduction without an answer sends the next message. All ranks reduce in the same order, so they agree on when that
+    is. An answer does not outlive its pass, because a group that one pass leaves out may be the first one of the next.
 
     Args:
         small: a group on the host, of the ranks that reduce.
@@ -38,6 +39,7 @@ class AccumulatedGradients:
     def __init__(self, small: SmallGroup, groups: Sequence[ParamGroup]) -> None:
         self._small, self._groups = small, list(groups)
         self._answers: dict[int, bool] = {}
+        self._pass = -1  # autograd's number for the pass that they belong to
 
     def anywhere(self, group: ParamGroup, here: bool) -> bool:
         """Return whether some rank has accumulated gradients of a group that is about to be reduced.
@@ -47,7 +49,9 @@ class AccumulatedGradients:
             here: whether this rank has.
         """
         index = self._groups.index(group)
-        if index not in self._answers:
+        now = torch._C._current_graph_task_id()
+        if now != self._pass or index not in self._answers:
+            self._pass = now
             has = [here if each is group else each.has_accumulated for each in self._groups]
             flags = torch.tensor(has, dtype=torch.uint8, device="cpu")
             options = dist.AllreduceOptions()

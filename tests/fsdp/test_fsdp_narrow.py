@@ -123,3 +123,40 @@ def not_waited_for(rank: int) -> None:
 
 def test_a_message_that_is_not_waited_for_is_noticed() -> None:
     run_pretended(2, 7, not_waited_for)
+
+
+class Alone:
+    """Stands for a group of one rank on the host."""
+
+    def __init__(self) -> None:
+        self.backend = self
+        self.messages = 0
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Alone:
+        self.messages += 1
+        return self
+
+    def wait(self) -> None:
+        """There is nobody to wait for."""
+
+
+class Reduced:
+    names = ("weight",)
+    has_accumulated = False
+
+
+def test_an_answer_does_not_outlive_its_pass() -> None:
+    alone, first, second = Alone(), Reduced(), Reduced()
+    agreement = devices.AccumulatedGradients(alone, [first, second])  # type: ignore[arg-type, list-item]
+
+    def reduce_in_backward(*groups: Reduced) -> list[bool]:
+        answers: list[bool] = []
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda _: answers.extend(agreement.anywhere(g, g.has_accumulated) for g in groups))  # type: ignore[arg-type]
+        x.sum().backward()
+        return answers
+
+    assert reduce_in_backward(second) == [False]
+    first.has_accumulated = True
+    assert reduce_in_backward(first, second) == [True, False]
+    assert alone.messages == 2
