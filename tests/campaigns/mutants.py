@@ -144,7 +144,7 @@ DELETIONS = (
         "engine/backward_pass.cpp",
         "    if (bucket < step.held.size()) as_held.emplace(reducer_, layout_->buckets[bucket], "
         "std::move(step.held[bucket]));",
-        test="engine/test_pretend.py -k dropped_within_backward",
+        test="engine/test_unusual_passes.py -k bucket_dropped",
     ),
     Deletion(
         "pinned memory of an answer is held until the host has read it",
