@@ -188,11 +188,10 @@ bool ask_meta(const c10::OperatorHandle& op, const Stack& stack, Stack& results)
 
 // Of a layer norm: 32 bits by its meta kernel and on other devices, but the weight's type on the CPU.
 void give_statistics_type_of_weight(Stack& arguments_of_backward) {
-  const at::Tensor input = arguments_of_backward[1].toTensor();
   const auto weight = arguments_of_backward[5].toOptional<at::Tensor>();
-  for (const size_t i : {3, 4}) {
-    arguments_of_backward[i] = arguments_of_backward[i].toTensor().to(weight.value_or(input).scalar_type());
-  }
+  const bool has_weight = weight && weight->defined();
+  const at::ScalarType type = (has_weight ? *weight : arguments_of_backward[1].toTensor()).scalar_type();
+  for (const size_t i : {3, 4}) arguments_of_backward[i] = arguments_of_backward[i].toTensor().to(type);
 }
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
