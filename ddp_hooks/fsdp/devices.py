@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _current_graph_task_id
 
 from ..serving.control_groups import SmallGroup
 from ..statistics import Statistics
@@ -49,7 +50,7 @@ class AccumulatedGradients:
             here: whether this rank has.
         """
         index = self._groups.index(group)
-        now = torch._C._current_graph_task_id()
+        now = _current_graph_task_id()
         if now != self._pass or index not in self._answers:
             self._pass = now
             has = [here if each is group else each.has_accumulated for each in self._groups]
