@@ -48,6 +48,7 @@ class FailingGroup(slow_group.SlowGroup):
         self.still_written: list[torch.Tensor] = []
         self.handed: list[torch.Tensor] = []  # held, so that nobody else is given that memory
         self.names: set[str] = set()
+        self.failures: list[threading.Timer] = []
         self.name_told = BACKEND
 
     def getBackendName(self) -> str:
@@ -59,7 +60,8 @@ class FailingGroup(slow_group.SlowGroup):
         if self.fails:
             work = FailingWork()
             self.names.add(name)
-            threading.Timer(0.05, work.fail).start()
+            self.failures.append(threading.Timer(0.05, work.fail))
+            self.failures[-1].start()
             self.still_written += tensors
             return work
         for tensor in self.still_written:
@@ -126,6 +128,9 @@ def step_after_failure(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], 
             step(ddp)
         assert group.names == expected
         assert group.still_written
+        # The first one has ended the step. If a later one came during the next step, that would fail in other words.
+        for failure in group.failures:
+            failure.join()
         group.fails = False
         if policy.name == "owners":
             with pytest.raises(RuntimeError, match=r"state.close\(\) and .*register(?s:.*) failed on purpose"):
