@@ -25,8 +25,8 @@ from .param_groups import ParamGroup, Participants
 NARROW, WIDE = torch.bfloat16, torch.float32
 
 
-class AccumulatedGradients:
-    """Agrees on the groups of parameters of which some rank has accumulated gradients.
+class WideGradients:
+    """Agrees on the groups of parameters of which some rank has gradients that are not in bfloat16.
 
     One message of a backward pass describes all groups, and each reduction takes the answer for its own. The first
     reduction without an answer sends the next message. All ranks reduce in the same order, so they agree on when that
@@ -38,22 +38,25 @@ class AccumulatedGradients:
     """
 
     def __init__(self, small: SmallGroup, groups: Sequence[ParamGroup]) -> None:
-        self._small, self._groups = small, list(groups)
+        self._small: SmallGroup | None = small
+        self._groups = list(groups)
         self._answers: dict[int, bool] = {}
         self._pass = -1  # autograd's number for the pass that they belong to
 
     def anywhere(self, group: ParamGroup, here: bool) -> bool:
-        """Return whether some rank has accumulated gradients of a group that is about to be reduced.
+        """Return whether some rank has such gradients of a group that is about to be reduced.
 
         Args:
             group: the group.
             here: whether this rank has.
         """
+        assert self._small is not None
         index = self._groups.index(group)
         now = _current_graph_task_id()
-        if now != self._pass or index not in self._answers:
+        # Pipelines reduce outside of autograd, without a number.
+        if now == -1 or now != self._pass or index not in self._answers:
             self._pass = now
-            has = [here if each is group else each.has_accumulated for each in self._groups]
+            has = [here if each is group else each.has_wide for each in self._groups]
             flags = torch.tensor(has, dtype=torch.uint8, device="cpu")
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
@@ -62,11 +65,15 @@ class AccumulatedGradients:
         answer = self._answers.pop(index)
         if here and not answer:
             raise RuntimeError(
-                f"ddp_hooks.fsdp: gradients of {group.names[0]} were accumulated after ranks had agreed on how to send "
-                "them, because other modules were reduced in between; call set_requires_gradient_sync on the root "
-                "module, or register with coded='off'"
+                f"ddp_hooks.fsdp: expected gradients of {group.names[0]} in bfloat16, received some in another type, "
+                "or some that were accumulated after ranks had agreed on how to send them, because other modules were "
+                "reduced in between; call set_requires_gradient_sync on the root module, or register with coded='off'"
             )
         return answer
+
+    def close(self) -> None:
+        """Close the group on the host. Sends nothing."""
+        self._small = None
 
 
 class NarrowReduceScatter:
@@ -74,14 +81,14 @@ class NarrowReduceScatter:
 
     Args:
         group: the group.
-        accumulated: what ranks agree on; None if torch reduces everything.
+        wide: what ranks agree on; None if torch reduces everything.
     """
 
     announced = None  # ranks exchange no masks
 
-    def __init__(self, group: ParamGroup, accumulated: AccumulatedGradients | None) -> None:
+    def __init__(self, group: ParamGroup, wide: WideGradients | None) -> None:
         self.statistics = Statistics()
-        self._group, self._accumulated = group, accumulated
+        self._group, self._wide = group, wide
         self._begun: Participants | None = None
 
     def dtype_of_memory(self, dtype: torch.dtype) -> torch.dtype:
@@ -90,9 +97,9 @@ class NarrowReduceScatter:
         if participants is None or participants is self._begun:
             return dtype
         self._begun = participants
-        if self._accumulated is None or dtype != WIDE or self._group.divides_by_itself:
+        if self._wide is None or dtype != WIDE or self._group.divides_by_itself:
             return dtype
-        return WIDE if self._accumulated.anywhere(self._group, participants.accumulated) else NARROW
+        return WIDE if self._wide.anywhere(self._group, participants.wide) else NARROW
 
     def __call__(
         self,

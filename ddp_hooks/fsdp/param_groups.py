@@ -71,12 +71,12 @@ class Participants:
     Attributes:
         included: the parameters in the reduce-scatter's input, in order.
         used: those of them with a gradient on this rank; the others are zeros.
-        accumulated: whether some gradient of this rank is the sum of several passes.
+        wide: whether some gradient of this rank is not in bfloat16, for example as the sum of several passes.
     """
 
     included: tuple[int, ...]
     used: frozenset[int]
-    accumulated: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +163,10 @@ class ParamGroup:
         return found == {torch.bfloat16} and inner.mp_policy.reduce_dtype == torch.float32
 
     @property
-    def has_accumulated(self) -> bool:
-        """Whether this rank has gradients from passes that were not reduced."""
-        return _has_accumulated(self._inner)
+    def has_wide(self) -> bool:
+        """Whether this rank has or is going to have gradients that are not in bfloat16; False without a module."""
+        inner = self._reference()
+        return inner is not None and _has_wide(inner)
 
     @property
     def sends_unused(self) -> bool:
@@ -358,7 +359,7 @@ class _PostBackward:
 
 def _look_at_gradients(inner: Any) -> Participants:
     included, used = [], []
-    accumulated = _has_accumulated(inner)
+    wide = _has_wide(inner)
     for i, parameter in enumerate(inner.fsdp_params):
         if not hasattr(parameter, "_unsharded_param"):
             continue
@@ -367,11 +368,15 @@ def _look_at_gradients(inner: Any) -> Participants:
             included.append(i)
         elif inner.reduce_scatter_unused_params and parameter._unsharded_param.requires_grad:
             included.append(i)
-    return Participants(tuple(included), frozenset(used), accumulated)
+    return Participants(tuple(included), frozenset(used), wide)
 
 
-def _has_accumulated(inner: Any) -> bool:
-    return any(parameter.unsharded_accumulated_grad is not None for parameter in inner.fsdp_params)
+def _has_wide(inner: Any) -> bool:
+    unsharded = [getattr(parameter, "_unsharded_param", None) for parameter in inner.fsdp_params]
+    found = [each for one in unsharded if one is not None for each in (one, one.grad) if each is not None]
+    return any(each.dtype != torch.bfloat16 for each in found) or any(
+        parameter.unsharded_accumulated_grad is not None for parameter in inner.fsdp_params
+    )
 
 
 class SkippingReduceScatter(ReduceScatter):

@@ -158,6 +158,8 @@ class ReduceScatter:
         except LayoutsDiffer as difference:
             # Raised after the other hosts have heard of it.
             error = LayoutsDiffer(difference.announced, groups.hosts[groups.between.rank()])
+            # If hosts exchange no masks now, the others see that these are no gradients.
+            sums.fill_(torch.nan)
         announced = self._within.announced
         known = [frozenset(participants.included)] if announced is None else [each.used for each in announced]
         of_host = replace(participants, used=frozenset().union(*known))

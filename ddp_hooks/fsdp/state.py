@@ -23,7 +23,7 @@ from ..serving.topology import Topology, topology_of
 from ..statistics import ParameterUsage, Statistics
 from ..wording import short
 from . import param_groups
-from .devices import AccumulatedGradients, NarrowReduceScatter
+from .devices import NarrowReduceScatter, WideGradients
 from .exchange import DIFFERS_IN_HOST, Announcement, LayoutsDiffer, Questions, Staging
 from .hosts import AverageOverHosts
 from .param_groups import ParamGroup, Participants
@@ -43,14 +43,14 @@ class ShardState:
         topologies: Mapping[str, Topology],
         groups_of_hosts: Mapping[str, GroupsOfHosts],
         mesh: DeviceMesh | None,
-        accumulated: Mapping[str, AccumulatedGradients],
+        wide: Mapping[str, WideGradients],
     ) -> None:
         self._policy, self.mesh = policy, mesh
         hosts = None if mesh is None else mesh.get_group(0)
         self._staging = Staging()
-        self._groups_of_hosts = list(groups_of_hosts.values())
+        self._opened: list[GroupsOfHosts | WideGradients] = [*groups_of_hosts.values(), *wide.values()]
         self._served = [
-            _ServedGroup(self, group, policy, topologies, groups_of_hosts, self._staging, hosts, accumulated)
+            _ServedGroup(self, group, policy, topologies, groups_of_hosts, self._staging, hosts, wide)
             for group in groups
         ]
         self._earlier, self._earlier_of_hosts = Statistics(), Statistics()
@@ -104,8 +104,8 @@ class ShardState:
         if self._is_open:
             for served in self._served:
                 served.group.remove()
-            for groups in self._groups_of_hosts:
-                groups.close()
+            for opened in self._opened:
+                opened.close()
             self._staging.clear()
         self._is_open = False
 
@@ -159,7 +159,7 @@ class _ServedGroup:
         groups_of_hosts: Mapping[str, GroupsOfHosts],
         staging: Staging,
         hosts: dist.ProcessGroup | None,
-        accumulated: Mapping[str, AccumulatedGradients],
+        wide: Mapping[str, WideGradients],
     ) -> None:
         self.group = group
         columns = group.columns()
@@ -173,7 +173,7 @@ class _ServedGroup:
             self.reduce_scatter = ReduceScatter(columns, group.names, policy, questions, staging, by_host)
             group.install(self._reduce, owner, self._finish)
         else:
-            narrow = NarrowReduceScatter(group, accumulated.get(name) if group.widens else None)
+            narrow = NarrowReduceScatter(group, wide.get(name) if group.widens else None)
             self.reduce_scatter = narrow
             group.install(self._reduce, owner, self._finish, narrow.dtype_of_memory)
         self.over_hosts = None
@@ -314,14 +314,11 @@ def register(
         return ShardState(registration.policy, [], {}, {}, None, {})
     if registration.known is not None:
         return registration.known
-    return ShardState(
-        registration.policy,
-        registration.groups,
-        registration.topologies,
-        registration.groups_of_hosts,
-        mesh,
-        registration.open_agreements(),
-    )
+    wide = registration.open_agreements()
+    if wide is not None:
+        registration.exchange(world)  # which raises what could not be opened
+    opened = registration.groups_of_hosts
+    return ShardState(registration.policy, registration.groups, registration.topologies, opened, mesh, wide or {})
 
 
 class _Registration:
@@ -385,14 +382,18 @@ class _Registration:
             opened = open_groups_of_hosts(ranks, _FUNCTION, settled[0][2], topology, endpoints)
             self.groups_of_hosts[name] = opened
 
-    def open_agreements(self) -> dict[str, AccumulatedGradients]:
+    def open_agreements(self) -> dict[str, WideGradients] | None:
         """Open a group on the host beside each process group of a device that narrow gradients pay on, by name.
+
+        None on the CPU. The next exchange raises what could not be opened.
 
         If hosts have several ranks, direct messages would send more between hosts than the sums of a ring. And gloo,
         with which the host waits for a device, sends such messages on the CPU alone.
         """
+        if self._device.type == "cpu":
+            return None
         opened = {}
-        for process_group in self.process_groups if self._device.type != "cpu" else ():
+        for process_group in self.process_groups:
             name = _name_of(process_group)
             groups = [each for each in self.groups if _name_of(each.process_group) == name and each.widens]
             topology = self.topologies[name]
@@ -403,7 +404,10 @@ class _Registration:
                 and process_group.size() > 1
                 and process_group._get_backend(self._device).name() != "gloo"
             ):
-                opened[name] = AccumulatedGradients(open_small_group(groups[0], _FUNCTION), groups)
+                try:
+                    opened[name] = WideGradients(open_small_group(groups[0], _FUNCTION), groups)
+                except RuntimeError as error:
+                    self.keep(error)
         return opened
 
     def _look(

@@ -137,7 +137,7 @@ def count_bytes(rank: int, layout: str) -> None:
             model(gradient + 0.0).backward()  # without -0.0, which is sent
             stats = state.stats()
             assert (stats.payload_bytes, stats.sent_bytes, stats.dense_bytes) == (expected, expected, full), name
-            groups = state._groups_of_hosts
+            groups = state._opened
             assert len(groups) == adds_up
             group = id(groups[0].between) if adds_up else next(iter(handed_over))
             assert handed_over.pop(group) == expected + stats.mask_bytes, f"{name}, step {step}"

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_fsdp import Case, bits, experts
+from test_fsdp import Case, bits, blocks, experts
 from test_fsdp_devices import ALL, complaints, make, memory_that_ends_late, optimizer_of, train
 from test_pretend import pytestmark as pytestmark
 from test_pretend import run_pretended
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ddp_hooks import fsdp
 from ddp_hooks.errors import RefusedError
@@ -142,21 +143,44 @@ class Alone:
 
 class Reduced:
     names = ("weight",)
-    has_accumulated = False
+    has_wide = False
 
 
 def test_an_answer_does_not_outlive_its_pass() -> None:
     alone, first, second = Alone(), Reduced(), Reduced()
-    agreement = devices.AccumulatedGradients(alone, [first, second])  # type: ignore[arg-type, list-item]
+    agreement = devices.WideGradients(alone, [first, second])  # type: ignore[arg-type, list-item]
 
     def reduce_in_backward(*groups: Reduced) -> list[bool]:
         answers: list[bool] = []
         x = torch.ones(1, requires_grad=True)
-        x.register_hook(lambda _: answers.extend(agreement.anywhere(g, g.has_accumulated) for g in groups))  # type: ignore[arg-type]
+        x.register_hook(lambda _: answers.extend(agreement.anywhere(g, g.has_wide) for g in groups))  # type: ignore[arg-type]
         x.sum().backward()
         return answers
 
     assert reduce_in_backward(second) == [False]
-    first.has_accumulated = True
+    first.has_wide = True
     assert reduce_in_backward(first, second) == [True, False]
     assert alone.messages == 2
+
+
+def made_wider(rank: int) -> None:
+    """FSDP2 decides in its first forward pass in which type gradients are, so perhaps after registration."""
+    mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    case = Case(blocks, mixed, prepare=lambda model: model.bfloat16())
+    found, states = [], []
+    with memory_that_ends_late():
+        for is_ours in (False, True):
+            model = make(case, init_device_mesh("pretend", (2,)))
+            if is_ours:
+                states.append(fsdp.register(model))
+            model.float()
+            found.append(train(case, model, optimizer_of(model), rank, range(2)))
+    stats = states[0].stats()
+    assert stats.payload_bytes == stats.dense_bytes > 0
+    for plain, ours in zip(*found, strict=True):
+        for name, expected in plain.items():
+            assert torch.equal(without_sign_of_zeros(ours[name]), without_sign_of_zeros(expected)), name
+
+
+def test_gradients_that_are_wider_than_at_registration() -> None:
+    run_pretended(2, 9, made_wider)
