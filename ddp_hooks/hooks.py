@@ -255,7 +255,8 @@ def skip_unused_hook(
         bucket: a bucket of gradients from DDP.
 
     Returns:
-        A future of the bucket's buffer with averaged gradients. If it fails, ``backward()`` raises its error.
+        A future of the bucket's buffer with averaged gradients. If it fails, ``backward()`` raises its error. It may
+        complete during a later bucket, so a hook that wraps this one must not wait for it; use ``then()``.
     """
     if not isinstance(bucket, dist.GradBucket):  # type: ignore[attr-defined]
         raise TypeError(
