@@ -37,7 +37,6 @@ except ImportError as _error:  # another torch
 _ATTRIBUTES = (
     "fsdp_params",
     "mesh_info",
-    "mp_policy",
     "device",
     "post_backward",
     "reduce_grads",
@@ -159,8 +158,10 @@ class ParamGroup:
     def widens(self) -> bool:
         """Whether FSDP2 widens the gradients of a pass from bfloat16 to float32, to reduce them."""
         inner = self._inner
-        found = {inner.mp_policy.param_dtype or each.sharded_param.dtype for each in inner.fsdp_params}
-        return found == {torch.bfloat16} and inner.mp_policy.reduce_dtype == torch.float32
+        mixed = getattr(inner, "mp_policy", None)  # without it, nothing is known, and torch reduces
+        if mixed is None or mixed.reduce_dtype != torch.float32:
+            return False
+        return {mixed.param_dtype or each.sharded_param.dtype for each in inner.fsdp_params} == {torch.bfloat16}
 
     @property
     def has_wide(self) -> bool:
