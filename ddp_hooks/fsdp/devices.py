@@ -2,8 +2,8 @@
 
 With ``param_dtype=torch.bfloat16`` and ``reduce_dtype=torch.float32``, autograd's gradients are bfloat16. FSDP2 then
 copies them into memory of that type, each rank sends each owner its part, and the owner adds up in 32 bits. This reads
-no gradient to find out, and takes one launch more than torch's reduce-scatter. Gradients that were accumulated over
-several passes have more bits, so torch reduces them.
+no gradient to find out, and takes one launch more than torch's reduce-scatter. Torch reduces gradients that have more
+bits, such as those that were accumulated over several passes.
 
 Ranks may differ in whether they have accumulated gradients, for example if they left out different parameters in a pass
 without reduction. But all of them have to start the same collectives, so they agree on the host first.

@@ -374,6 +374,18 @@ class Given(nn.Module):
         return (self.weight * gradient).sum()
 
 
+def reduce_with_and_without(gradient: torch.Tensor) -> list[torch.Tensor]:
+    """Return what plain FSDP2 and ours reduce a gradient to."""
+    results = []
+    for policy in (None, ON):
+        model = fully_shard(Given(len(gradient)))
+        if policy:
+            fsdp.register(model, policy)
+        model(gradient).backward()
+        results.append(local(model.weight.grad).clone())
+    return results
+
+
 def reduce_special_numbers(rank: int) -> None:
     zeros = 0
     specials = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1e-45, -1e-40, 1.5, 1 / 3, 3e38])
@@ -381,14 +393,7 @@ def reduce_special_numbers(rank: int) -> None:
         draw = torch.Generator().manual_seed(100 * seed + rank)
         # Stretches of one number each, so that there are units of every kind.
         gradient = specials[torch.randint(len(specials), (60,), generator=draw)].repeat_interleave(16)
-        results = []
-        for policy in (None, ON):
-            model = fully_shard(Given(960))
-            if policy:
-                fsdp.register(model, policy)
-            model(gradient).backward()
-            results.append(local(model.weight.grad).clone())
-        plain, ours = results
+        plain, ours = reduce_with_and_without(gradient)
         same = plain.view(torch.int32) == ours.view(torch.int32)
         near = (plain - ours).abs() <= (1e-6 * plain.abs() if dist.get_world_size() > 2 else 0)
         assert bool((same | (near & (plain != 0)) | (plain.isnan() & ours.isnan())).all())

@@ -11,7 +11,7 @@ import test_fsdp
 import test_fsdp_unusual
 import torch
 from spawn import RankFailure, run_ranks
-from test_fsdp import CASES, ON, POLICIES, Case, Given, assert_same, bits, experts, local, train
+from test_fsdp import CASES, ON, POLICIES, Case, Given, assert_same, bits, experts, train
 from test_fsdp_registration import AT_ONCE_SECONDS, served
 from torch.distributed.fsdp import fully_shard
 from tuned import with_settings
@@ -231,14 +231,7 @@ def reduce_special_numbers(rank: int) -> None:
     for seed in range(4):
         draw = torch.Generator().manual_seed(100 * seed + rank)
         gradient = specials[torch.randint(len(specials), (60,), generator=draw)].repeat_interleave(16)
-        results = []
-        for policy in (None, ON):
-            model = fully_shard(Given(960))
-            if policy:
-                fsdp.register(model, policy)
-            model(gradient).backward()
-            results.append(local(model.weight.grad).clone())
-        plain, ours = results
+        plain, ours = test_fsdp.reduce_with_and_without(gradient)
         assert torch.allclose(ours, plain, 1e-6, 0.0, equal_nan=True)
         negative = (bits(plain) == bits(torch.tensor([-0.0]))) & (plain == 0)
         assert torch.equal(bits(ours)[negative], bits(plain)[negative])
