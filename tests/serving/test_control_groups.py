@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import spawn
 import torch
 import torch.distributed as dist
 from spawn import RankFailure, run_ranks
@@ -192,10 +191,9 @@ def dies_while_groups_open(rank: int) -> None:
 
 
 @pytest.mark.thorough
-def test_a_rank_that_is_gone_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawn, "GRACE_SECONDS", 30.0)  # how long rank 0 may live on
+def test_a_rank_that_is_gone_is_waited_for_once() -> None:
     with pytest.raises(RankFailure, match="as it should be") as caught:
-        run_ranks(2, dies_while_groups_open)
+        run_ranks(2, dies_while_groups_open, grace=30.0)
     assert "died with exit code 3" in str(caught.value)
 
 

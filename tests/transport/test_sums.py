@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import spawn
 import torch
 import torch.distributed as dist
 from profiling import profiled
@@ -65,10 +64,9 @@ def test_all_gathers_and_all_to_alls_bring_the_same_sums() -> None:
         assert "ddp_hooks::all_to_all" in names
 
 
-def expect_a_death(monkeypatch: pytest.MonkeyPatch, ranks: int, function: Callable[..., Any], *args: Any) -> None:
-    monkeypatch.setattr(spawn, "GRACE_SECONDS", 30.0)  # how long the others may live on
+def expect_a_death(ranks: int, function: Callable[..., Any], *args: Any) -> None:
     with pytest.raises(RankFailure) as caught:
-        run_ranks(ranks, function, *args, collective_timeout=5.0)
+        run_ranks(ranks, function, *args, collective_timeout=5.0, grace=30.0)
     assert "died with exit code 3" in str(caught.value)
     assert str(caught.value).count(f"RuntimeError: {TOLD}") == ranks - 1
 
@@ -121,5 +119,5 @@ def dies_in_a_step(rank: int, phase: str, users: list[list[int]]) -> None:
     ],
 )
 @pytest.mark.parametrize("phase", [pytest.param("masks", marks=pytest.mark.thorough), "contributions", "sums"])
-def test_a_rank_that_dies_in_a_phase(monkeypatch: pytest.MonkeyPatch, phase: str, users: list[list[int]]) -> None:
-    expect_a_death(monkeypatch, 3, dies_in_a_step, phase, users)
+def test_a_rank_that_dies_in_a_phase(phase: str, users: list[list[int]]) -> None:
+    expect_a_death(3, dies_in_a_step, phase, users)
