@@ -21,6 +21,8 @@ TRAINERS := $(VENV)/.trainers
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp')
 
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes. Where this is set, each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-asan test-tsan fuzz matrix check format build wheel wheels install-wheel reference clean
 

@@ -564,7 +564,7 @@ def test_used_map() -> None:
         run_pretended(2, seed, used_map)
 
 
-@pytest.mark.parametrize("programs", [2, *thorough(20)])
+@pytest.mark.parametrize("programs", [2, *thorough(12)])
 def test_random_programs(programs: int) -> None:
     """A seed draws what each program does, and the order in which the device runs it: fuzz.py --device pretend."""
     run_many((generate(seed, 2, "pretend") for seed in range(programs)), on_failure=assert_same)
