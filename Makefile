@@ -32,10 +32,10 @@ demo: build
 # From another folder, so that what is tested is what is installed: this checkout, or with INSTALL=install-wheel a wheel.
 # What only tests use is built in the checkout in any case.
 INSTALL ?= build
-# Two files at once, each in a process with ranks of its own: one alone leaves a third of two cores idle.
+# Three files at once, each in a process with ranks of its own: many tests wait, and two leave a sixth of two cores idle.
 # TEST_OPTIONS='-n 0' runs all in one process.
 test: build $(INSTALL) $(TRAINERS)
-	cd tests && $(abspath $(BIN))/python -m pytest -n 2 --dist loadfile $(TEST_OPTIONS)
+	cd tests && $(abspath $(BIN))/python -m pytest -n 3 --dist loadfile $(TEST_OPTIONS)
 
 test-all:
 	$(MAKE) test TEST_OPTIONS='--all $(TEST_OPTIONS)'

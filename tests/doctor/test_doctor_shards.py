@@ -135,9 +135,8 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(
-    "how", ["layers", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("uneven", "raises", "caught"))]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", BROKEN)
 def test_a_run_that_breaks_down_is_explained(how: str) -> None:
     arguments = ["--nproc-per-node", "2", "-m", "ddp_hooks", "doctor", "--patience", "3"]
     everything = run([*arguments, "tests/doctored/sharded.py", how], 1)

@@ -318,6 +318,7 @@ def test_the_page_on_several_machines_launches_the_script_of_the_readme(hosts: H
         assert shown in text, text
 
 
+@pytest.mark.thorough
 def test_hosts_that_do_not_meet_are_told_address_and_variable(hosts: Hosts) -> None:
     for text in hosts.train("unreachable", "10.0.0.1"):
         assert text.count("REFUSED register: refused on every rank") == 1, text

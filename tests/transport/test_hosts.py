@@ -221,6 +221,7 @@ def dying_rank(rank: int) -> None:
     raise RuntimeError(f"rank {rank} was told")
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_is_an_error_on_both_hosts() -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(4, dying_rank, collective_timeout=10.0, timeout=60.0, grace=30.0)
