@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._C import _current_graph_task_id
 
+from ..fsdp.link_bytes import LinkBytes, count_link_bytes
 from ..fsdp.param_groups import ParamGroup, Participants, find
 from ..hangs.activity import ModuleActivity, activity
 from ..hangs.stack import BACKWARD, read_position
 from ..hangs.watcher import watch_forward
 from ..serving.agreement import exchange_proposals, settle
 from ..serving.modules import uncompiled
-from ..wording import describe_ranks, short_list
+from ..wording import describe_bytes, describe_ranks, short_list
 from .block import Block, require_entered
 from .breakdowns import count_steps, find_broken_backward, find_error, find_standstill, find_uneven
 from .findings import Findings
@@ -79,8 +80,10 @@ class ShardDiagnosis(Block):
         world = SimpleNamespace(process_group=dist.group.WORLD, device=device, device_type=device.type)
         settle(_FUNCTION, exchange_proposals(world.process_group, _FUNCTION, {"parameters": parameters}, problem))
         self._channel = SideChannel(world, _FUNCTION)
+        # On the CPU, values decide, and `state.stats()` counts.
+        link = count_link_bytes(groups, self._channel.hosts) if device.type != "cpu" else LinkBytes()
         # FSDP2 has given it a class of its own.
-        self._watch = _Watch(groups, uncompiled(self._module), class_name(self._module).removeprefix("FSDP"))
+        self._watch = _Watch(groups, uncompiled(self._module), class_name(self._module).removeprefix("FSDP"), link)
         self._watch.on_step = self.on_step
         return self
 
@@ -144,6 +147,7 @@ class _Watch:
         model: the class of the module.
         rank: this one, in the default process group.
         ranks: how many there are.
+        link: the bytes between hosts.
         steps: as in :class:`ShardRecord`.
         is_served: ``ddp_hooks.fsdp.register`` serves the module.
         sends_unused: zeros are reduced for what is unused.
@@ -151,9 +155,9 @@ class _Watch:
         last_progress: when the last step ended, or watching began, by the monotonic clock. Seconds.
     """
 
-    def __init__(self, groups: list[ParamGroup], module: nn.Module, model: str) -> None:
+    def __init__(self, groups: list[ParamGroup], module: nn.Module, model: str, link: LinkBytes) -> None:
         self.groups = groups
-        self.model = model
+        self.model, self.link = model, link
         self.steps: list[str] = []
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.on_step: Callable[[int], None] | None = None
@@ -284,6 +288,8 @@ def _advise(watch: _Watch, verdicts: list[ParameterVerdict]) -> str:
     kinds = {one.verdict for one in verdicts}
     if watch.is_served:
         return "ddp_hooks.fsdp serves the module already; print(state.stats()) says what it saves."
+    if watch.link.plain and verdicts:
+        return _describe_link(watch.link)
     if kinds & {SOME_RANKS, SOMETIMES}:
         return "Add, after the last fully_shard: state = ddp_hooks.fsdp.register(model). What is unused is not sent."
     if not verdicts:
@@ -292,6 +298,21 @@ def _advise(watch: _Watch, verdicts: list[ParameterVerdict]) -> str:
         "Whether ddp_hooks.fsdp.register(model) would save anything, state.stats() says: between hosts, it also sends "
         "gradients in fewer bits."
     )
+
+
+def _describe_link(link: LinkBytes) -> str:
+    """Say what each setting would put on the link between hosts."""
+    if link.served < link.plain:
+        ours = f"ddp_hooks.fsdp.register(model) would make that {describe_bytes(link.served)}"
+    else:
+        ours = "ddp_hooks.fsdp.register(model) would change nothing"
+    if link.rounded >= link.served:
+        rounded = "reduce_dtype=torch.bfloat16 would not send less, and rounds every sum"
+    else:
+        rounded = f"reduce_dtype=torch.bfloat16, which rounds every sum, {describe_bytes(link.rounded)}"
+        if link.served_rounded < link.rounded:
+            rounded += f", and both {describe_bytes(link.served_rounded)}"
+    return f"Each host sends the others {describe_bytes(link.plain)} of gradients in a step. {ours}; {rounded}."
 
 
 def _find_differing(facts: ShardFacts) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Averages reduced gradients over hosts, without zeros, coded.
+"""Averages reduced gradients over hosts: on the CPU without zeros, coded.
 
 Each rank of a host holds a shard. With two hosts, the two ranks with the same shard swap their gradients, and both add
 them up. With more hosts, the ranks with the same shard divide it: each owns a part, receives that part from the others,
@@ -80,13 +80,19 @@ class AverageOverHosts:
         before = 1.0 if local_ranks is None else divisor_before_hosts(shard.dtype, local_ranks, self._hosts)
         if before != 1:
             shard.div_(before)
-        if not (
-            self._exchange.begin(dense_bytes, shard.dtype in DTYPES) and self._sum(shard, participants, dense_bytes)
-        ):
-            dist.all_reduce(shard, group=self._group)
+        if not shard.is_cpu:
+            # It belongs to the stream of reduce-scatters, on which FSDP2 may let go of it while this stream uses it.
+            shard.record_stream(torch.accelerator.current_stream())
+        divisor = 1.0 if local_ranks is None else self._hosts / before
+        is_served = shard.is_cpu and shard.dtype in DTYPES
+        if not (self._exchange.begin(dense_bytes, is_served) and self._sum(shard, participants, dense_bytes)):
+            op = dist.ReduceOp.SUM
+            if divisor == self._hosts:
+                op, divisor = dist.ReduceOp.AVG, 1.0
+            dist.all_reduce(shard, op, self._group)
             self._exchange.count(buckets_whole=1, messages=1, payload_bytes=dense_bytes, sent_bytes=dense_bytes)
-        if local_ranks is not None and before != self._hosts:
-            shard.div_(self._hosts / before)
+        if divisor != 1:
+            shard.div_(divisor)
 
     def _part_of(self, numel: int) -> int:
         return -(-numel // self._hosts)

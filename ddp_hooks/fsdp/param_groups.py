@@ -164,6 +164,14 @@ class ParamGroup:
         return {mixed.param_dtype or each.sharded_param.dtype for each in inner.fsdp_params} == {torch.bfloat16}
 
     @property
+    def reduced_dtype(self) -> torch.dtype:
+        """The dtype in which FSDP2 reduces gradients."""
+        inner = self._inner
+        mixed = getattr(inner, "mp_policy", None)
+        chosen = None if mixed is None else mixed.reduce_dtype or mixed.param_dtype
+        return chosen or inner.fsdp_params[0].sharded_param.dtype  # type: ignore[no-any-return]
+
+    @property
     def has_wide(self) -> bool:
         """Whether this rank has or is going to have gradients that are not in bfloat16; False without a module."""
         inner = self._reference()

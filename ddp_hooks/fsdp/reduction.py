@@ -147,7 +147,7 @@ class ReduceScatter:
     ) -> None:
         assert self._within is not None
         hosts, position = len(groups.hosts), groups.within.rank()
-        by_position = torch.tensor([rank for ranks in zip(*groups.hosts, strict=True) for rank in ranks], device="cpu")
+        by_position = torch.tensor(ranks_by_position(groups.hosts), device="cpu")
         parts = self._staging.take("by position", flat.nbytes).view(flat.dtype)
         rows = len(by_position), output.numel()
         torch.index_select(flat.view(rows), 0, by_position, out=parts.view(rows))
@@ -207,6 +207,11 @@ class ReduceScatter:
             (included, element_bytes, parts),
             lambda: Layout(self._columns, self._names, included, element_bytes, self._policy, divides, parts),
         )
+
+
+def ranks_by_position(hosts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks at the first position on each host, then those at the second one, and so on."""
+    return [rank for ranks in zip(*hosts, strict=True) for rank in ranks]
 
 
 def order_of_ring(own: int, ranks: int) -> list[int]:

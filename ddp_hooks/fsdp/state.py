@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._version import __version__
 from ..policies import Policy, resolve
 from ..serving.agreement import exchange_proposals, settle
-from ..serving.control_groups import GroupsOfHosts, new_name, open_groups_of_hosts, open_small_group
+from ..serving.control_groups import GroupsOfHosts, new_name, open_groups_of_hosts
 from ..serving.disabling import VARIABLE, check_alike, is_disabled, warn_of_it
 from ..serving.endpoints import Endpoint, find_endpoint
 from ..serving.engine_settings import least_coded_saving, why_links_need_no_code
@@ -23,11 +23,12 @@ from ..serving.topology import Topology, topology_of
 from ..statistics import ParameterUsage, Statistics
 from ..wording import short
 from . import param_groups
-from .devices import NarrowReduceScatter, WideGradients
+from .devices import DeviceReduceScatter
 from .exchange import DIFFERS_IN_HOST, Announcement, LayoutsDiffer, Questions, Staging
 from .hosts import AverageOverHosts
 from .param_groups import ParamGroup, Participants
 from .reduction import ReduceScatter
+from .routes import Route, open_routes
 
 _FUNCTION = "ddp_hooks.fsdp.register"
 _CPU = torch.device("cpu")
@@ -43,14 +44,14 @@ class ShardState:
         topologies: Mapping[str, Topology],
         groups_of_hosts: Mapping[str, GroupsOfHosts],
         mesh: DeviceMesh | None,
-        wide: Mapping[str, WideGradients],
+        routes: Mapping[str, Route],
     ) -> None:
         self._policy, self.mesh = policy, mesh
         hosts = None if mesh is None else mesh.get_group(0)
         self._staging = Staging()
-        self._opened: list[GroupsOfHosts | WideGradients] = [*groups_of_hosts.values(), *wide.values()]
+        self._opened: list[GroupsOfHosts | Route] = [*groups_of_hosts.values(), *routes.values()]
         self._served = [
-            _ServedGroup(self, group, policy, topologies, groups_of_hosts, self._staging, hosts, wide)
+            _ServedGroup(self, group, policy, topologies, groups_of_hosts, self._staging, hosts, routes)
             for group in groups
         ]
         self._earlier, self._earlier_of_hosts = Statistics(), Statistics()
@@ -159,7 +160,7 @@ class _ServedGroup:
         groups_of_hosts: Mapping[str, GroupsOfHosts],
         staging: Staging,
         hosts: dist.ProcessGroup | None,
-        wide: Mapping[str, WideGradients],
+        routes: Mapping[str, Route],
     ) -> None:
         self.group = group
         columns = group.columns()
@@ -168,14 +169,13 @@ class _ServedGroup:
         questions = _questions(policy, topologies.get(name, Topology()))
         by_host = groups_of_hosts.get(name)
         self._adds_up_in_hosts = by_host is not None
-        self.reduce_scatter: ReduceScatter | NarrowReduceScatter
+        self.reduce_scatter: ReduceScatter | DeviceReduceScatter
         if group.device_type == "cpu":
             self.reduce_scatter = ReduceScatter(columns, group.names, policy, questions, staging, by_host)
             group.install(self._reduce, owner, self._finish)
         else:
-            narrow = NarrowReduceScatter(group, wide.get(name) if group.widens else None)
-            self.reduce_scatter = narrow
-            group.install(self._reduce, owner, self._finish, narrow.dtype_of_memory)
+            self.reduce_scatter = DeviceReduceScatter(group, routes.get(name, Route()))
+            group.install(self._reduce, owner, self._finish, self.reduce_scatter.dtype_of_memory)
         self.over_hosts = None
         if hosts is not None:
             numel = sum(column.length for column in columns)
@@ -314,11 +314,9 @@ def register(
         return ShardState(registration.policy, [], {}, {}, None, {})
     if registration.known is not None:
         return registration.known
-    wide = registration.open_agreements()
-    if wide is not None:
-        registration.exchange(world)  # which raises what could not be opened
+    routes = registration.open_routes(world) if registration.is_on_device else {}
     opened = registration.groups_of_hosts
-    return ShardState(registration.policy, registration.groups, registration.topologies, opened, mesh, wide or {})
+    return ShardState(registration.policy, registration.groups, registration.topologies, opened, mesh, routes)
 
 
 class _Registration:
@@ -372,43 +370,51 @@ class _Registration:
         endpoints = [Endpoint(*endpoint) for endpoint, *_ in settled]
         name = _name_of(process_group)
         topology = topology_of(process_group, self._device, endpoints)
-        if name not in self._reducing:
-            # Averages over hosts are those of one rank each.
-            topology = replace(topology, can_add_up=False)
-        self.topologies[name] = topology
+        # Averages over hosts are those of one rank each.
+        can_add_up = name in self._reducing and (topology.can_add_up or self._is_on_streams(process_group))
+        self.topologies[name] = topology = replace(topology, can_add_up=can_add_up)
         is_served = self.known is None and not is_disabled() and _questions(self.policy, topology).any
-        if topology.adds_up_in_hosts and is_served and name not in self.groups_of_hosts:
-            ranks = SimpleNamespace(process_group=process_group, device=_CPU, device_type=_CPU.type)
-            opened = open_groups_of_hosts(ranks, _FUNCTION, settled[0][2], topology, endpoints)
-            self.groups_of_hosts[name] = opened
+        if self.is_on_device or not is_served or not topology.adds_up_in_hosts or name in self.groups_of_hosts:
+            return
+        ranks = SimpleNamespace(process_group=process_group, device=_CPU, device_type=_CPU.type)
+        opened = open_groups_of_hosts(ranks, _FUNCTION, settled[0][2], topology, endpoints)
+        self.groups_of_hosts[name] = opened
 
-    def open_agreements(self) -> dict[str, WideGradients] | None:
-        """Open a group on the host beside each process group of a device that narrow gradients pay on, by name.
+    @property
+    def is_on_device(self) -> bool:
+        """Whether gradients are on another device than the CPU."""
+        return self._device.type != "cpu"
 
-        None on the CPU. The next exchange raises what could not be opened.
+    def _is_on_streams(self, process_group: dist.ProcessGroup) -> bool:
+        """Say whether a group puts collectives on streams of a device; with gloo, the host would wait for them."""
+        return self.is_on_device and process_group._get_backend(self._device).name() != "gloo"
 
-        If hosts have several ranks, direct messages would send more between hosts than the sums of a ring. And gloo,
-        with which the host waits for a device, sends such messages on the CPU alone.
+    def open_routes(self, world: dist.ProcessGroup) -> dict[str, Route]:
+        """Open what ranks on a device need to reduce, by the name of the process group. Collective over ``world``.
+
+        Raises:
+            RefusedError: on every rank, if some rank could not open it.
         """
-        if self._device.type == "cpu":
-            return None
-        opened = {}
-        for process_group in self.process_groups:
-            name = _name_of(process_group)
-            groups = [each for each in self.groups if _name_of(each.process_group) == name and each.widens]
-            topology = self.topologies[name]
-            if (
-                groups
-                and self.policy.coded != "off"
-                and (topology.has_one_rank_each or len(topology.hosts) == 1)
-                and process_group.size() > 1
-                and process_group._get_backend(self._device).name() != "gloo"
-            ):
-                try:
-                    opened[name] = WideGradients(open_small_group(groups[0], _FUNCTION), groups)
-                except RuntimeError as error:
-                    self.keep(error)
-        return opened
+        serving = {
+            _name_of(group): group
+            for group in self.process_groups
+            if _name_of(group) in self._reducing
+            and self.policy.coded != "off"
+            and group.size() > 1
+            and self._is_on_streams(group)
+        }
+        narrow = {
+            name: [each for each in self.groups if _name_of(each.process_group) == name and each.widens]
+            for name in serving
+        }
+        routes = open_routes(world, _FUNCTION, serving, self.topologies, narrow, self._device, self.keep)
+        try:
+            self.exchange(world)  # which raises what could not be opened
+        except Exception:
+            for route in routes.values():
+                route.close()
+            raise
+        return routes
 
     def _look(
         self, module: nn.Module, policy: Policy | str, mesh: DeviceMesh | None, settings: Mapping[str, Any]
@@ -469,8 +475,6 @@ def _why_not_over_hosts(group: ParamGroup, mesh: DeviceMesh | None) -> str | Non
         if group.process_group is None:
             return f"FSDP2 itself all-reduces parameters under replicate(); apply it {way_out}"
         return None
-    if group.device_type != "cpu":
-        return f"expected mesh=None on {group.device_type}; apply fully_shard over both dimensions of the mesh"
     if mesh.ndim != 2:
         return f"expected a mesh of two dimensions, hosts x ranks per host, received one of {mesh.ndim}"
     if group.replicas is not None and dist.get_world_size(group.replicas) > 1:

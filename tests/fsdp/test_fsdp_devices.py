@@ -111,9 +111,9 @@ def make(case: Case, mesh: DeviceMesh) -> Any:
     return model
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
     # On the CPU torch would choose another implementation.
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    return torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
 
 
 def train(

@@ -41,6 +41,7 @@ struct Block {
   size_t bytes = 0;
   StreamId stream = 0;  // it was made on
   std::set<StreamId> used_on;
+  std::vector<Ticket> recorded;  // since it was given back: where the streams were that it was recorded on
   bool given_back = false;       // and not taken again
   std::vector<Access> accesses;  // those that later ones may have to be ordered with
 
@@ -114,15 +115,33 @@ void end_accesses(Block& block, const Passed& passed) {
 
 // Ends what was given back on the stream, before what is put there next.
 void end_given_back(StreamId stream) {
+  // What was recorded ends on a stream of its own, so that the block's own stream does not wait.
+  constexpr StreamId kWaiting = -1;
   const std::vector<Block*> blocks = std::exchange(memory().given_back[stream], {});
   if (blocks.empty()) return;
   Queues& queues = Queues::get();
-  Passed passed = queues.ticket(stream).passed;
-  add(passed, queues.known_to_host());
+  const Ticket here = queues.ticket(stream);
   for (Block* const block : blocks) {
+    const std::vector<Ticket> recorded = std::exchange(block->recorded, {});
+    Passed passed = here.passed;
+    add(passed, queues.known_to_host());
+    for (const Ticket& use : recorded) {
+      add(passed, use.passed);
+      queues.wait(kWaiting, use);
+    }
     end_accesses(*block, passed);
-    queues.put(stream, [block] {
+    if (recorded.empty()) {
+      queues.put(stream, [block] {
+        std::memset(block->data, kPoison, block->bytes);
+        return true;
+      });
+      continue;
+    }
+    queues.wait(kWaiting, here);
+    queues.put(kWaiting, [block] {
       std::memset(block->data, kPoison, block->bytes);
+      const std::lock_guard lock(memory().mutex);
+      put_back(block);
       return true;
     });
   }
@@ -130,33 +149,15 @@ void end_given_back(StreamId stream) {
 
 void free_on_device(void* context) {
   auto* const block = static_cast<Block*>(context);
-  Queues& queues = Queues::get();
   const std::lock_guard lock(memory().mutex);
   block->given_back = true;
-  std::vector<Ticket> uses;
   for (const StreamId stream : std::exchange(block->used_on, {})) {
-    if (stream != block->stream) uses.push_back(queues.ticket(stream));
+    if (stream != block->stream) block->recorded.push_back(Queues::get().ticket(stream));
   }
-  if (uses.empty()) {
-    memory().given_back[block->stream].push_back(block);
-    if (!memory().ends_late) end_given_back(block->stream);
-    return put_back(block);
-  }
-  // What was recorded ends on a stream of its own, so that the block's own stream does not wait.
-  constexpr StreamId kWaiting = -1;
-  uses.push_back(queues.ticket(block->stream));
-  Passed passed = queues.known_to_host();
-  for (const Ticket& use : uses) {
-    add(passed, use.passed);
-    queues.wait(kWaiting, use);
-  }
-  end_accesses(*block, passed);
-  queues.put(kWaiting, [block] {
-    std::memset(block->data, kPoison, block->bytes);
-    const std::lock_guard lock(memory().mutex);
-    put_back(block);
-    return true;
-  });
+  const bool is_recorded = !block->recorded.empty();
+  memory().given_back[block->stream].push_back(block);
+  if (!memory().ends_late) end_given_back(block->stream);
+  if (!is_recorded) put_back(block);
 }
 
 class DeviceAllocator final : public c10::Allocator {

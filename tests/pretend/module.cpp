@@ -32,6 +32,7 @@ PYBIND11_MODULE(_pretend, m) {
                                            {"collectives", counts.collectives},
                                            {"collective_bytes", counts.collective_bytes}};
   });
+  m.def("bytes_by_group", [] { return pretend::Counts::get().bytes_by_group(); });
   m.def("make_group", &pretend::make_group, py::call_guard<py::gil_scoped_release>());
   m.def("make_host_group", &pretend::make_host_group, py::call_guard<py::gil_scoped_release>());
   // By stream, after how many pieces of work what is put on the current stream runs.

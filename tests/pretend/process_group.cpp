@@ -195,10 +195,7 @@ class QueuedGroup final : public CarriedGroup {
   }
 
   // As a ring over the hosts carries it.
-  static double seconds_of(c10d::OpType type, const Tensors& inputs) {
-    double bytes = 0;
-    for (const at::Tensor& tensor : inputs) bytes += static_cast<double>(tensor.nbytes());
-    Counts::get().collective_bytes += static_cast<uint64_t>(bytes);
+  static double seconds_of(c10d::OpType type, double bytes) {
     const Costs& costs = Costs::get();
     const double others = costs.hosts - 1;
     double share = 1;
@@ -212,7 +209,9 @@ class QueuedGroup final : public CarriedGroup {
   c10::intrusive_ptr<Work> put(c10d::OpType type, const Tensors& inputs, const Tensors& outputs, bool is_asynchronous,
                                Start start) override {
     TORCH_CHECK(--collectives_until_failure != 0, "failed on purpose");
-    ++Counts::get().collectives;
+    uint64_t bytes = 0;
+    for (const at::Tensor& tensor : inputs) bytes += tensor.nbytes();
+    Counts::get().add_collective(c10d::opTypeToString(type), getSize(), bytes);
     Queues& queues = Queues::get();
     const StreamId stream = is_asynchronous ? stream_ : current_stream();
     if (is_asynchronous) {
@@ -241,8 +240,8 @@ class QueuedGroup final : public CarriedGroup {
       return true;
     };
     const Costs& costs = Costs::get();
-    const Ticket work =
-        put_work(stream, c10d::opTypeToString(type), uses, run, seconds_of(type, inputs), costs.collective_launch);
+    const double seconds = seconds_of(type, static_cast<double>(bytes));
+    const Ticket work = put_work(stream, c10d::opTypeToString(type), uses, run, seconds, costs.collective_launch);
     ends_[stream] = work;
     return c10::make_intrusive<QueuedWork>(getRank(), type, work, stream, outputs);
   }
