@@ -1,6 +1,7 @@
 """What does a hook ask of a device in a step, with nothing to skip, half frozen, or with one table used in part?
 
     python benchmarks/device_counts.py
+    python benchmarks/device_counts.py --shapes llama --name shard_counts    # FSDP2
 
 It runs on the pretended device of the tests (tests/pretend/), with two ranks. It therefore needs a checkout built by
 `make build` with torch 2.13, and no GPU. On rank 0, it counts per step: launches (kernels and copies), allocations,
@@ -13,13 +14,21 @@ has no zero. In `frozen`, every other layer is frozen after two steps, so that b
 gradient of the largest parameter is zero but for a sixteenth of its rows. `allreduce_hook` always has dense gradients
 and nothing frozen. An adaptive policy is counted after 40 steps, when it has settled. It looks again in one of the
 ten counted steps, and pauses twice as long each time, so the median shows a usual step, and the mean includes a
-look."""
+look.
+
+With `--shapes llama`, it counts FSDP2 on 2 hosts of 4 ranks, for a model with the blocks of Llama, narrower. Parameters are
+float32, gradients bfloat16, and sums float32. `link_mb` are the bytes of gradients that leave a host, if torch's
+collectives are rings that enter and leave each host once, and `gathered_mb` those of parameters. `least_link_mb` is the
+least for sums in float32: each host sends the other one its sums of half of the parameters."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +52,12 @@ WARM_UP, STEPS = 40, 10
 WARM_UP_ALIKE, STEPS_ALIKE = 4, 1
 # By then DDP has rebuilt its buckets, in which frozen parameters therefore lie between others.
 FROZEN_FROM = 2
+# FSDP2, with one dimension over all ranks, and HSDP; with and without ddp_hooks.fsdp.
+LLAMA = "llama"
+SHARDED = ("fully_shard", "fully_shard+register", "hsdp", "hsdp+register", "hsdp+register(mesh)")
+HOSTS, RANKS_OF_A_HOST = 2, 4
+WIDTH, WORDS = 64, 1024
+LINK = ("link_mb", "gathered_mb")
 
 
 def measure(shape: str, variant: str) -> None:
@@ -119,41 +134,135 @@ def measure(shape: str, variant: str) -> None:
     dist.destroy_process_group()
 
 
+def measure_shards(variant: str) -> None:
+    """Count one variant of FSDP2; a rank."""
+    sys.path.insert(1, str(harness.ROOT / "tests"))
+    import pretend  # noqa: F401, makes torch know the device
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    import ddp_hooks.fsdp
+    from ddp_hooks_testing import _pretend
+
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,pretend:pretend")
+    os.environ["DDP_HOOKS_HOST"] = f"host {dist.get_rank() // RANKS_OF_A_HOST}"
+    _pretend.seed(dist.get_rank(), 0.0)
+    _pretend.end_memory_late(True)
+
+    class Block(nn.Module):
+        def __init__(self, shapes_of_weights: tuple[tuple[int, ...], ...]) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.zeros(size) for size in shapes_of_weights)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.stack([weight.sum() for weight in self.weights]).sum()
+
+    model: Any = nn.Sequential(*(Block(each) for each in shapes.blocks_of_llama(WIDTH, WORDS))).to("pretend")
+    sharding, _, call = variant.partition("+")
+    shape = (HOSTS, RANKS_OF_A_HOST) if sharding == "hsdp" else (HOSTS * RANKS_OF_A_HOST,)
+    mesh = init_device_mesh("pretend", shape, mesh_dim_names=("hosts", "local")[-len(shape) :])
+    over = mesh["local"] if call == "register(mesh)" else mesh
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model, model):
+        fully_shard(module, mesh=over, mp_policy=mixed)
+    if call:
+        ddp_hooks.fsdp.register(model, mesh=mesh if over is not mesh else None)
+    for _ in range(WARM_UP_ALIKE):
+        x = torch.zeros((), device="pretend", requires_grad=True)
+        before, groups_before = _pretend.counts(), Counter(_pretend.bytes_by_group())
+        model(x).backward()
+        after, groups = _pretend.counts(), Counter(_pretend.bytes_by_group())
+        for weight in model.parameters():
+            weight.grad = None
+        _pretend.synchronize()
+    if dist.get_rank() == 0:
+        sent = leaves_host(groups - groups_before)
+        numel = sum(weight.numel() for weight in model.parameters())
+        row = {
+            "shape": LLAMA,
+            "variant": variant,
+            "parameters": len(list(model.parameters())),
+            **{name: after[name] - before[name] for name in COUNTS},
+            "link_mb": sum(size for name, size in sent.items() if "GATHER" not in name) / 1e6,
+            "gathered_mb": sum(size for name, size in sent.items() if "GATHER" in name) / 1e6,
+            "least_link_mb": numel * torch.float32.itemsize * (HOSTS - 1) / HOSTS / 1e6,
+        }
+        testbed.report(row)
+    dist.destroy_process_group()
+
+
+def leaves_host(given: Mapping[tuple[str, int], int]) -> Counter[str]:
+    """Return the bytes that leave a host, given those that a rank hands to collectives, by operation and ranks."""
+    everyone = HOSTS * RANKS_OF_A_HOST
+    sent: Counter[str] = Counter()
+    for (operation, ranks), size in given.items():
+        if ranks == RANKS_OF_A_HOST:
+            continue
+        rings = RANKS_OF_A_HOST if ranks == HOSTS else 1
+        share = {
+            "ALLREDUCE": rings * 2 * (ranks - 1) / ranks,
+            "_REDUCE_SCATTER_BASE": rings * (ranks - 1) / ranks,
+            "_ALLGATHER_BASE": rings * (ranks - 1),
+            "ALLTOALL_BASE": RANKS_OF_A_HOST * (1 - (RANKS_OF_A_HOST / everyone if rings == 1 else 1 / ranks)),
+        }
+        sent[operation] += size * share[operation]  # type: ignore[assignment]
+    return sent
+
+
 def sentence_of(rows: list[dict[str, Any]]) -> str:
-    """Say what a settled `auto`, and a model that is half frozen, ask for beyond allreduce_hook."""
+    """Say what rows ask for beyond plain: a settled `auto`, a model that is half frozen, and FSDP2."""
     parts = []
     for row in rows:
         if row["variant"].startswith("auto"):
-            more = row["over_allreduce_hook"]
+            more = row["over_plain"]
             what = row["shape"] + (", rows of one table" if "table" in row["variant"] else "")
             parts.append(
                 f"{more['launches']:+.0f} launches and {more['host_waits']:+.0f} host waits a step, and "
                 f"{row['means']['host_waits']:.1f} waits in the mean of steps with a look ({what})"
             )
         elif row["variant"].endswith(":frozen"):
-            parts.append(f"{row['over_allreduce_hook']['collectives']:+.0f} collectives ({row['shape']}, half frozen)")
-    return f"Against torch's allreduce_hook a step asks for {', '.join(parts)}."
+            parts.append(f"{row['over_plain']['collectives']:+.0f} collectives ({row['shape']}, half frozen)")
+    sentences = [f"Against torch's allreduce_hook a step asks for {', '.join(parts)}."] if parts else []
+    for row in rows:
+        if "+" in row["variant"]:
+            more = row["over_plain"]
+            plain_mb = row["link_mb"] - more["link_mb"]
+            sentences.append(
+                f"With {row['variant']}, {row['link_mb'] / plain_mb:.3f} of the bytes of gradients leave a host, "
+                f"{row['link_mb'] / row['least_link_mb']:.3f} of the least, for {more['launches']:+.0f} launches, "
+                f"{more['collectives']:+.0f} collectives and {more['host_waits']:+.0f} host waits a step."
+            )
+    return " ".join(sentences)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=shapes.LAYERS, default=list(shapes.LAYERS))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--shapes", nargs="+", choices=[*shapes.LAYERS, LLAMA], default=list(shapes.LAYERS))
+    parser.add_argument("--variants", nargs="+", choices=[*VARIANTS, *SHARDED], default=[*VARIANTS, *SHARDED])
     parser.add_argument("--name", default="device_counts", help="of the result")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for the result")
     options = parser.parse_args()
     if harness.is_rank():
-        measure(options.shapes[0], options.variants[0])
+        shape, variant = options.shapes[0], options.variants[0]
+        measure_shards(variant) if shape == LLAMA else measure(shape, variant)
         return 0
-    header = harness.environment_header(sys.argv, 2, [testbed.LOOPBACK])
+    world_size = HOSTS * RANKS_OF_A_HOST if LLAMA in options.shapes else 2
+    header = harness.environment_header(sys.argv, world_size, [testbed.LOOPBACK])
     rows: list[dict[str, Any]] = []
     print(f"{'':34}" + "".join(f"{name:>14}" for name in COUNTS))
     for shape in options.shapes:
-        for variant in options.variants:
+        hosts, ranks_of_a_host = (HOSTS, RANKS_OF_A_HOST) if shape == LLAMA else (2, 1)
+        for variant in (each for each in options.variants if each in (SHARDED if shape == LLAMA else VARIANTS)):
             argv = [str(Path(__file__)), "--shapes", shape, "--variants", variant]
-            row = testbed.launch(argv, 2, testbed.LOOPBACK, echo_rank=None)[0].results[0]
-            base = next((one for one in rows if one["shape"] == shape and one["variant"] == ALLREDUCE), row)
-            row["over_allreduce_hook"] = {name: row[name] - base[name] for name in COUNTS}
+            outcomes = testbed.launch(argv, hosts, testbed.LOOPBACK, echo_rank=None, ranks_per_host=ranks_of_a_host)
+            row = outcomes[0].results[0]
+            plain = variant.partition("+")[0] if shape == LLAMA else ALLREDUCE
+            base = next((one for one in rows if one["shape"] == shape and one["variant"] == plain), row)
+            row["over_plain"] = {name: row[name] - base[name] for name in (*COUNTS, *LINK) if name in row}
             rows.append(row)
             print(f"{shape:12}{variant:22}" + "".join(f"{row[name]:14.1f}" for name in COUNTS), flush=True)
     sentence = sentence_of(rows)

@@ -144,7 +144,7 @@ def open_routes(
         if topologies[name].adds_up_in_hosts
     }
     like = {
-        ranks: (f"{device.type}:{group._get_backend(device).name()}", timeout_of(_place(group, device)))
+        ranks: (group._get_backend(device).name(), timeout_of(_place(group, device)))
         for name, group in process_groups.items()
         for ranks in wanted.get(name, ())
     }
@@ -160,7 +160,7 @@ def open_routes(
     routes = {}
     for name, topology in ((name, topologies[name]) for name in process_groups):
         own = [made[ranks] for ranks in wanted.get(name, ()) if dist.get_rank() in ranks and ranks in made]
-        hosts = HostsOnDevice(*own, topology.hosts, device) if len(own) == len(("within", "between")) else None
+        hosts = HostsOnDevice(own[0], own[1], topology.hosts, device) if len(own) > 1 else None
         wide = None
         # On hosts with different numbers of ranks, direct messages would send more than the sums of a ring.
         if groups[name] and (topology.counts_bytes or len(topology.hosts) == 1):

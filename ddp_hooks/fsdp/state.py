@@ -276,14 +276,14 @@ def register(
 
     Args:
         module: the root module to which ``torch.distributed.fsdp.fully_shard`` was applied, or the result of
-            ``torch.compile`` for it. It must be on the CPU, with gloo, or on a GPU, where only gradients in bfloat16
-            that are summed in float32 are served.
+            ``torch.compile`` for it. It must be on the CPU, with gloo, or on a GPU, where nothing is skipped:
+            gradients in bfloat16 that are summed in float32 are sent in 16 bits, and ranks of a host add up first.
         policy: what to skip; the same on every rank. ``"auto"`` decides from the savings of earlier steps, the same on
             every rank. ``"skip_unused"`` skips parameters without a gradient, and reads none. ``"skip_zeros"`` skips
             zeros. ``"allreduce"`` only counts bytes.
         mesh: a mesh of hosts x ranks per host, if ``fully_shard`` was applied over its second dimension only. Shards
             are then averaged over its first dimension, as in HSDP, but without zeros, and in fewer bits where that is
-            lossless. For ``replicate``, a mesh whose second dimension has one rank.
+            lossless. On a GPU, all of them are sent. For ``replicate``, a mesh whose second dimension has one rank.
         settings: fields of :class:`ddp_hooks.Policy` or of :class:`ddp_hooks.Tuning` to set differently.
 
     Returns:

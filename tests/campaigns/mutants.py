@@ -4,7 +4,7 @@
     python tests/campaigns/mutants.py NAME ...   some of them, by words of their names
     python tests/campaigns/mutants.py --seeds 60 --none   nothing deleted, so that nothing may be noticed
 
-All deletions are compiled at once, in a copy of the checkout under build/, each behind a question that an environment
+All deletions are made at once, in a copy of the checkout under build/, each behind a question that an environment
 variable answers. Then one after another is made: the fuzzer runs on the pretended device, with one seed after another,
 until it notices; a few a test notices that makes what programs rarely do. A deletion that nothing notices is an error,
 and so is one whose text is gone.
@@ -57,7 +57,7 @@ class Deletion:
 
     Attributes:
         name: what for.
-        file: where, in csrc/.
+        file: where, in csrc/, or in ddp_hooks/ if it is Python.
         text: what, once in that file.
         instead: what stands there, where `@` is whether it is deleted; by default a statement that is made or not.
         test: what notices, if not the fuzzer: options for pytest.
@@ -68,6 +68,21 @@ class Deletion:
     text: str
     instead: str = ""
     test: str = ""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return ROOT / ("ddp_hooks" if self.file.endswith(".py") else "csrc") / self.file
+
+    def replacement(self, number: int) -> str:
+        """Return what stands there if this is the deletion with a number."""
+        if self.file.endswith(".py"):
+            is_deleted = f'(__import__("os").environ.get("{VARIABLE}") == "{number}")'
+            instead = self.instead or f"@ or {self.text}"
+        else:
+            is_deleted = f"ddp_hooks::is_deleted({number})"
+            instead = self.instead or f"if (!@) {{ {self.text} }}"
+        return instead.replace("@", is_deleted)
 
 
 DELETIONS = (
@@ -225,6 +240,41 @@ DELETIONS = (
         "if (messages_not_back_ && *messages_not_back_ != 0) drop();",
         test="engine/test_failed_collectives.py",
     ),
+    # --- FSDP2
+    Deletion(
+        "FSDP2: narrow gradients are waited for",
+        "fsdp/devices.py",
+        "dist.all_to_all_single(received, flat, group=group)",
+        "dist.all_to_all_single(received, flat, group=group, async_op=@)",
+        test="fsdp/test_fsdp_narrow.py -k travel_in_16_bits",
+    ),
+    Deletion(
+        "FSDP2: sums of hosts are waited for",
+        "fsdp/devices.py",
+        "dist.reduce_scatter_single(output, sums, op, hosts.between)",
+        "dist.reduce_scatter_single(output, sums, op, hosts.between, @)",
+        test="fsdp/test_fsdp_device_hosts.py -k plain_fsdp2",
+    ),
+    Deletion(
+        "FSDP2: a shard is kept until hosts have averaged it",
+        "fsdp/hosts.py",
+        "shard.record_stream(torch.accelerator.current_stream())",
+        test="fsdp/test_fsdp_device_hosts.py -k kept_until",
+    ),
+    Deletion(
+        "FSDP2: an answer does not outlive its pass",
+        "fsdp/routes.py",
+        "now != self._pass or index not in self._answers",
+        "(now != self._pass and not @) or index not in self._answers",
+        test="fsdp/test_fsdp_narrow.py -k outlive",
+    ),
+    Deletion(
+        "FSDP2: ranks agree on wide gradients",
+        "fsdp/devices.py",
+        "return WIDE if self._wide.anywhere(self._group, participants.wide) else NARROW",
+        "return WIDE if (participants.wide if @ else self._wide.anywhere(self._group, participants.wide)) else NARROW",
+        test="fsdp/test_fsdp_narrow.py -k reduced_by_torch",
+    ),
 )
 
 
@@ -264,14 +314,14 @@ def build() -> None:
     """Copy what is built and tested, put the questions in, and compile; what has not changed since is kept."""
     COPY.mkdir(parents=True, exist_ok=True)
     sources = {path: path.read_text() for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp")}
+    sources |= {path: path.read_text() for path in (ROOT / "ddp_hooks").rglob("*.py")}
     for number, deletion in enumerate(DELETIONS, 1):
-        path = ROOT / "csrc" / deletion.file
+        path = deletion.path
         found = sources[path].count(deletion.text)
         if found != 1:
             sys.exit(f"{deletion.name}: expected its text once in {deletion.file}, found it {found} times")
-        instead = deletion.instead or f"if (!@) {{ {deletion.text} }}"
-        text = sources[path].replace(deletion.text, instead.replace("@", f"ddp_hooks::is_deleted({number})"))
-        sources[path] = text if text.startswith(QUESTION) else QUESTION + text
+        text = sources[path].replace(deletion.text, deletion.replacement(number))
+        sources[path] = text if path.suffix == ".py" or text.startswith(QUESTION) else QUESTION + text
     for path, text in sources.items():
         write(COPY / path.relative_to(ROOT), text)
     write(COPY / "csrc" / "deleted.h", HEADER)

@@ -67,7 +67,7 @@ def reduce_integers(rank: int, layout: str) -> None:
         state = fsdp.register(model)
         before = Counter(_pretend.bytes_by_group())
         model(numbers[rank].to("pretend", mixed.param_dtype)).backward()
-        assert torch.allclose(local(model.weight.grad).cpu(), expected, 1e-6, 0)
+        assert torch.allclose(local(model.weight.grad).cpu(), expected, 0, 1e-5)
         sent = Counter(_pretend.bytes_by_group()) - before
         within = Counter({(operation, ranks // hosts): part * ranks * part_bytes})
         assert {key: sent[key] for key in sent if key[0] != "_ALLGATHER_BASE"} == within + Counter(
@@ -99,7 +99,7 @@ def diagnose(rank: int, layout: str) -> str:
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        ("2 x 2", "ddp_hooks.fsdp.register(model) would make that 33.4 kB; reduce_dtype=torch.bfloat16, which rounds "),
+        ("2 x 2", "of gradients in a step. ddp_hooks.fsdp.register(model) would make that 16."),
         pytest.param(
             "a rank each",
             "16.7 kB; reduce_dtype=torch.bfloat16 would not send less, and rounds every sum.",
@@ -114,7 +114,7 @@ def diagnose(rank: int, layout: str) -> str:
 )
 def test_the_doctor_says_what_crosses_between_hosts(layout: str, expected: str) -> None:
     for text in run_pretended(len(LAYOUTS[layout]), 16, diagnose, layout):
-        assert expected in text
+        assert expected in text, text
 
 
 def uneven(rank: int) -> None:
