@@ -17,9 +17,10 @@ ten counted steps, and pauses twice as long each time, so the median shows a usu
 look.
 
 With `--shapes llama`, it counts FSDP2 on 2 hosts of 4 ranks, for a model with the blocks of Llama, narrower. Parameters are
-float32, gradients bfloat16, and sums float32. `link_mb` are the bytes of gradients that leave a host, if torch's
+float32, gradients bfloat16, and sums float32. `reduce_scatter_mb` are the bytes that a rank sends in reduce-scatters or
+instead, to any rank. `link_mb` are the bytes of gradients that leave a host, if torch's
 collectives are rings that enter and leave each host once, and `gathered_mb` those of parameters. `least_link_mb` is the
-least for sums in float32: each host sends the other one its sums of half of the parameters."""
+least for sums in float32: each host sends the other one its sums of half of the parameters, or of all under HSDP."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ LLAMA = "llama"
 SHARDED = ("fully_shard", "fully_shard+register", "hsdp", "hsdp+register", "hsdp+register(mesh)")
 HOSTS, RANKS_OF_A_HOST = 2, 4
 WIDTH, WORDS = 64, 1024
-LINK = ("link_mb", "gathered_mb")
+BYTES = ("reduce_scatter_mb", "link_mb", "gathered_mb")
 
 
 def measure(shape: str, variant: str) -> None:
@@ -181,12 +182,17 @@ def measure_shards(variant: str) -> None:
         _pretend.synchronize()
     if dist.get_rank() == 0:
         sent = leaves_host(groups - groups_before)
-        numel = sum(weight.numel() for weight in model.parameters())
+        # HSDP returns the sums of everything to both hosts, and FSDP2 those of half to each.
+        numel = sum(weight.numel() for weight in model.parameters()) * (2 if sharding == "hsdp" else 1)
+        reduced = {
+            key: size for key, size in (groups - groups_before).items() if "REDUCE_" in key[0] or "TOALL" in key[0]
+        }
         row = {
             "shape": LLAMA,
             "variant": variant,
             "parameters": len(list(model.parameters())),
             **{name: after[name] - before[name] for name in COUNTS},
+            "reduce_scatter_mb": sum(size * (ranks - 1) / ranks for (_, ranks), size in reduced.items()) / 1e6,
             "link_mb": sum(size for name, size in sent.items() if "GATHER" not in name) / 1e6,
             "gathered_mb": sum(size for name, size in sent.items() if "GATHER" in name) / 1e6,
             "least_link_mb": numel * torch.float32.itemsize * (HOSTS - 1) / HOSTS / 1e6,
@@ -230,10 +236,11 @@ def sentence_of(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if "+" in row["variant"]:
             more = row["over_plain"]
-            plain_mb = row["link_mb"] - more["link_mb"]
+            part = {name: row[name] / (row[name] - more[name]) for name in ("link_mb", "reduce_scatter_mb")}
             sentences.append(
-                f"With {row['variant']}, {row['link_mb'] / plain_mb:.3f} of the bytes of gradients leave a host, "
-                f"{row['link_mb'] / row['least_link_mb']:.3f} of the least, for {more['launches']:+.0f} launches, "
+                f"With {row['variant']}, {part['link_mb']:.3f} of the bytes of gradients leave a host, "
+                f"{row['link_mb'] / row['least_link_mb']:.3f} of the least, and a rank sends "
+                f"{part['reduce_scatter_mb']:.3f} in reduce-scatters, for {more['launches']:+.0f} launches, "
                 f"{more['collectives']:+.0f} collectives and {more['host_waits']:+.0f} host waits a step."
             )
     return " ".join(sentences)
@@ -262,7 +269,7 @@ def main() -> int:
             row = outcomes[0].results[0]
             plain = variant.partition("+")[0] if shape == LLAMA else ALLREDUCE
             base = next((one for one in rows if one["shape"] == shape and one["variant"] == plain), row)
-            row["over_plain"] = {name: row[name] - base[name] for name in (*COUNTS, *LINK) if name in row}
+            row["over_plain"] = {name: row[name] - base[name] for name in (*COUNTS, *BYTES) if name in row}
             rows.append(row)
             print(f"{shape:12}{variant:22}" + "".join(f"{row[name]:14.1f}" for name in COUNTS), flush=True)
     sentence = sentence_of(rows)
