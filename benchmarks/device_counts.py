@@ -16,11 +16,11 @@ and nothing frozen. An adaptive policy is counted after 40 steps, when it has se
 ten counted steps, and pauses twice as long each time, so the median shows a usual step, and the mean includes a
 look.
 
-With `--shapes llama`, it counts FSDP2 on 2 hosts of 4 ranks, for a model with the blocks of Llama, narrower. Parameters are
-float32, gradients bfloat16, and sums float32. `reduce_scatter_mb` are the bytes that a rank sends in reduce-scatters or
-instead, to any rank. `link_mb` are the bytes of gradients that leave a host, if torch's
-collectives are rings that enter and leave each host once, and `gathered_mb` those of parameters. `least_link_mb` is the
-least for sums in float32: each host sends the other one its sums of half of the parameters, or of all under HSDP."""
+With `--shapes llama`, it counts FSDP2 on 2 hosts of 4 ranks, for a model with the blocks of Llama, narrower.
+Parameters are float32, gradients bfloat16, and sums float32. `reduce_scatter_mb` are the bytes that a rank sends in
+reduce-scatters or instead, to any rank. `link_mb` are the bytes of gradients that leave a host, if torch's collectives
+are rings that enter and leave each host once, and `gathered_mb` those of parameters. `least_link_mb` is the least for
+sums in float32: each host sends the other one its sums of half of the parameters, or of all under HSDP."""
 
 from __future__ import annotations
 
