@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from ..serving.agreement import exchange_proposals, settle
 from ..serving.control_groups import GroupsOfHosts, new_name, open_groups_of_hosts
 from ..serving.disabling import VARIABLE, check_alike, is_disabled, warn_of_it
 from ..serving.endpoints import Endpoint, find_endpoint
-from ..serving.engine_settings import least_coded_saving, why_links_need_no_code
+from ..serving.engine_settings import ON_DEVICES, least_coded_saving, why_links_need_no_code
 from ..serving.topology import Topology, topology_of
 from ..statistics import ParameterUsage, Statistics
 from ..wording import short
@@ -55,8 +55,10 @@ class ShardState:
             for group in groups
         ]
         self._earlier, self._earlier_of_hosts = Statistics(), Statistics()
-        self._why_uncoded = _why_uncoded(policy, topologies, [group.process_group for group in groups])
-        self._why_uncoded_of_hosts = _why_uncoded(policy, topologies, [hosts])
+        device_types = {group.device_type for group in groups}
+        reducing = [group.process_group for group in groups]
+        self._why_uncoded = _why_uncoded(policy, topologies, reducing, device_types)
+        self._why_uncoded_of_hosts = _why_uncoded(policy, topologies, [hosts], device_types)
         self._is_open = True
 
     @property
@@ -128,10 +130,15 @@ def _questions(policy: Policy, topology: Topology) -> Questions:
 
 
 def _why_uncoded(
-    policy: Policy, topologies: Mapping[str, Topology], process_groups: Sequence[dist.ProcessGroup | None]
+    policy: Policy,
+    topologies: Mapping[str, Topology],
+    process_groups: Sequence[dist.ProcessGroup | None],
+    device_types: Iterable[str],
 ) -> str:
     """Say why no gradient is coded; empty if some are, or if the policy does not ask for it."""
     found = [topologies[name] for name in map(_name_of, process_groups) if name in topologies]
+    if found and policy.coded == "auto" and not {*device_types} <= {"cpu"}:
+        return ON_DEVICES
     reasons = [why_links_need_no_code(policy, topology) for topology in found]
     return reasons[0] if policy.coded == "auto" and reasons and all(reasons) else ""
 

@@ -33,6 +33,7 @@ _USUAL_LINK_MBITS = 10_000
 _MOST_CODED_ELEMENT_BYTES = 4
 # Reasons why policies code nothing.
 SHARED_HOSTS = "several ranks share a host"
+ON_DEVICES = "only gradients on the CPU are coded, over gloo"
 _UNEVEN_HOSTS = "hosts have different numbers of ranks"
 
 
@@ -118,7 +119,7 @@ def why_nothing_is_coded(
     if hosts > _MOST_HOSTS:
         return f"coded gradients need at most {_MOST_HOSTS} hosts, and there are {hosts}"
     if not _C.can_code(group, device, hosts):
-        return "only gradients on the CPU are coded, over gloo"
+        return ON_DEVICES
     real_bytes = [parameter.element_size() // (2 if parameter.is_complex() else 1) for parameter in parameters]
     if all(size > _MOST_CODED_ELEMENT_BYTES for size in real_bytes):
         return "numbers of 64 bits are not coded"

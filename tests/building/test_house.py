@@ -322,4 +322,4 @@ def test_what_may_be_in_cxx() -> None:
 
 @pytest.mark.parametrize("deletion", DELETIONS, ids=lambda deletion: deletion.name)
 def test_what_mutants_delete_is_there(deletion: Deletion) -> None:
-    assert (ROOT / "csrc" / deletion.file).read_text().count(deletion.text) == 1
+    assert deletion.path.read_text().count(deletion.text) == 1

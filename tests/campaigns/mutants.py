@@ -59,7 +59,8 @@ class Deletion:
         name: what for.
         file: where, in csrc/, or in ddp_hooks/ if it is Python.
         text: what, once in that file.
-        instead: what stands there, where `@` is whether it is deleted; by default a statement that is made or not.
+        instead: what stands there, where `@` is whether it is deleted; by default a statement that is made or
+            not, in Python an expression.
         test: what notices, if not the fuzzer: options for pytest.
     """
 

@@ -35,6 +35,7 @@ def compare_on_hosts(rank: int, layout: str, names: list[str]) -> None:
             state, (plain, ours) = train_both(ALL[name], rank, 2)
             stats = state.stats()
             assert stats.payload_bytes == stats.dense_bytes > 0, name
+            assert stats.why_uncoded == "only gradients on the CPU are coded, over gloo"
             assert ours["host_waits"] == plain["host_waits"], name
             assert ours["collectives"] - plain["collectives"] == stats.messages, name
             # To order parts by position, and to add up what is narrow.
