@@ -175,6 +175,9 @@ class Announcement:
 
 # The digest of a rank whose host holds gradients of different parameters.
 DIFFERS_IN_HOST = -1
+# If ranks exchange no digests, such a rank repeats this in place of its gradients: 16 bits which are a NaN in every
+# dtype, but not one that arithmetic makes.
+_DIFFERS_IN_HOST_WORD = -11
 
 
 class LayoutsDiffer(Exception):
@@ -188,6 +191,11 @@ class LayoutsDiffer(Exception):
     def __init__(self, announced: Sequence[Announcement], ranks: Sequence[int] | None = None) -> None:
         super().__init__()
         self.announced, self.ranks = announced, ranks
+
+
+def fill_as_different(flat: torch.Tensor) -> None:
+    """Replace gradients, so that :meth:`Exchange.sum_in_full` raises wherever they arrive."""
+    flat.view(torch.int16).fill_(_DIFFERS_IN_HOST_WORD)
 
 
 class Exchange:
@@ -278,11 +286,21 @@ class Exchange:
         return True
 
     def sum_in_full(self, group: Any, output: torch.Tensor, flat: torch.Tensor, order: Sequence[int]) -> None:
-        """Send each rank its part unchanged, and sum this rank's."""
+        """Send each rank its part unchanged, and sum this rank's.
+
+        Raises:
+            LayoutsDiffer: on every rank that receives a part which a rank has filled as different.
+        """
         whole = self._wholes.get(output.numel(), lambda: _C.ShardUnits([(output.numel(), output.numel())]))
         received = self._staging.take("received", flat.nbytes).view(flat.dtype)
         _all_to_all(group, received, flat)
         start = time.perf_counter()
+        words = received.view(torch.int16).view(group.size(), output.nbytes // 2)
+        if (words[:, :1] == _DIFFERS_IN_HOST_WORD).any():
+            differ = (words == _DIFFERS_IN_HOST_WORD).all(1).tolist()
+            if any(differ):
+                digests = [DIFFERS_IN_HOST if each else 0 for each in differ]
+                raise LayoutsDiffer([Announcement(digest, frozenset(), frozenset()) for digest in digests])
         masks = torch.full((group.size(), whole.mask_bytes), 255, dtype=torch.uint8, device="cpu")
         whole.sum(output, flat, received, masks, group.rank(), order)
         sent_bytes = flat.nbytes - flat.nbytes // group.size()

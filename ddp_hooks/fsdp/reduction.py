@@ -29,6 +29,7 @@ from .exchange import (
     Recent,
     Staging,
     digest_of,
+    fill_as_different,
 )
 from .param_groups import Column, Participants
 
@@ -86,7 +87,10 @@ class ReduceScatter:
         self._layouts: Recent[tuple[tuple[int, ...], int, int], Layout] = Recent()
         self._exchange = self._new_exchange(questions, 1)
         # Nothing is coded within a host.
-        self._within = None if groups is None else self._new_exchange(replace(questions, coded=None), len(groups.hosts))
+        self._within = self._by_position = None
+        if groups is not None:
+            self._within = self._new_exchange(replace(questions, coded=None), len(groups.hosts))
+            self._by_position = torch.tensor(ranks_by_position(groups.hosts), device="cpu")
 
     def _new_exchange(self, questions: Questions, parts: int) -> Exchange:
         # The layout of all parameters has the most units.
@@ -146,11 +150,11 @@ class ReduceScatter:
         self, groups: GroupsOfHosts, output: torch.Tensor, flat: torch.Tensor, participants: Participants
     ) -> None:
         assert self._within is not None
+        assert self._by_position is not None
         hosts, position = len(groups.hosts), groups.within.rank()
-        by_position = torch.tensor(ranks_by_position(groups.hosts), device="cpu")
         parts = self._staging.take("by position", flat.nbytes).view(flat.dtype)
-        rows = len(by_position), output.numel()
-        torch.index_select(flat.view(rows), 0, by_position, out=parts.view(rows))
+        rows = len(self._by_position), output.numel()
+        torch.index_select(flat.view(rows), 0, self._by_position, out=parts.view(rows))
         sums = self._staging.take("sums of host", hosts * output.nbytes).view(flat.dtype)
         error = None
         try:
@@ -158,8 +162,8 @@ class ReduceScatter:
         except LayoutsDiffer as difference:
             # Raised after the other hosts have heard of it.
             error = LayoutsDiffer(difference.announced, groups.hosts[groups.between.rank()])
-            # If hosts exchange no masks now, the others see that these are no gradients.
-            sums.fill_(torch.nan)
+            # If hosts exchange no masks now, the others hear of it in this way.
+            fill_as_different(sums)
         announced = self._within.announced
         known = [frozenset(participants.included)] if announced is None else [each.used for each in announced]
         of_host = replace(participants, used=frozenset().union(*known))

@@ -198,11 +198,14 @@ def test_usage_is_that_of_hosts() -> None:
     run_ranks(4, use_experts)
 
 
-def differ(rank: int, odd: list[int]) -> None:
+def differ(rank: int, odd: list[int], hosts_exchange_masks: bool) -> None:
     on_hosts(rank, "2 x 2")
     case = Case(experts, chosen=lambda rank, step, layer: (int(rank in odd),))
     model = case.make()
-    fsdp.register(model, ON)
+    state = fsdp.register(model, ON)
+    if not hosts_exchange_masks:
+        for each in state._served:
+            each.reduce_scatter._exchange.begin = lambda *_: False  # type: ignore[method-assign]
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="the ranks hold gradients of different parameters") as caught:
         list(train(case, model, rank, range(1)))
@@ -222,9 +225,9 @@ def differ(rank: int, odd: list[int]) -> None:
         assert_same(ours, plain, "after an error")
 
 
-@pytest.mark.parametrize("odd", [[3], [2, 3]])
-def test_different_gradients_are_an_error_on_every_host(odd: list[int]) -> None:
-    run_ranks(4, differ, odd)
+@pytest.mark.parametrize(("odd", "hosts_exchange_masks"), [([3], True), ([2, 3], True), ([3], False)])
+def test_different_gradients_are_an_error_on_every_host(odd: list[int], hosts_exchange_masks: bool) -> None:
+    run_ranks(4, differ, odd, hosts_exchange_masks)
 
 
 def reduce_special_numbers(rank: int) -> None:
