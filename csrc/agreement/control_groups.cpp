@@ -23,10 +23,11 @@ ControlGroups::ControlGroups(Topology topology, c10::intrusive_ptr<c10d::Backend
   for (auto& axis : axes) axes_.emplace_back(std::move(axis));
 }
 
-void ControlGroups::fail(const std::exception_ptr& error) const {
+std::exception_ptr ControlGroups::fail(std::exception_ptr error) const {
   for (const auto* group : {&contributions_, &sums_, &sizes_, &results_}) {
-    if (*group) (*group)->fail(error);
+    if (*group) error = (*group)->fail(error);
   }
+  return error;
 }
 
 bool ControlGroups::have_failed() const {

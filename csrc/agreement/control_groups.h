@@ -49,8 +49,8 @@ class ControlGroups {
   OrderedGroup& sizes() const { return *sizes_; }
   c10d::Backend& shares() const { return *shares_; }
   OrderedGroup& results() const { return *results_; }
-  // Turns that were taken will not be used.
-  void fail(const std::exception_ptr& error) const;
+  // Turns that were taken will not be used; as `OrderedGroup::fail`.
+  std::exception_ptr fail(std::exception_ptr error) const;
   // Whether what takes turns can never be sent again on this rank.
   bool have_failed() const;
 

@@ -6,15 +6,27 @@
 namespace ddp_hooks {
 namespace {
 
-std::string message_of(const std::exception_ptr& error) {
+struct Closed : std::runtime_error {
+  explicit Closed(const std::string& error)
+      : std::runtime_error(
+            "ddp_hooks: coded messages, owners' sums and messages between hosts can no longer be sent "
+            "because a step failed; if the process group still works, call state.close() and "
+            "ddp_hooks.register(ddp) on every rank. The step's error: " +
+            error) {}
+};
+
+// One group may close because another one has.
+std::exception_ptr closed_by(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
+  } catch (const Closed&) {
+    return error;
   } catch (const c10::Error& failed) {
-    return failed.what_without_backtrace();
+    return std::make_exception_ptr(Closed(failed.what_without_backtrace()));
   } catch (const std::exception& failed) {
-    return failed.what();
+    return std::make_exception_ptr(Closed(failed.what()));
   } catch (...) {
-    return "unknown error";
+    return std::make_exception_ptr(Closed("unknown error"));
   }
 }
 
@@ -51,14 +63,17 @@ void OrderedGroup::start(int64_t turn, Start start, Then then) {
   tell(dropped, error);
 }
 
-void OrderedGroup::fail(const std::exception_ptr& error) {
+std::exception_ptr OrderedGroup::fail(const std::exception_ptr& error) {
   Dropped dropped;
+  std::exception_ptr told;
   {
     std::lock_guard lock(mutex_);
     close(error);
     dropped.swap(ready_);
+    told = error_;
   }
-  tell(dropped, error);
+  tell(dropped, told);
+  return told;
 }
 
 bool OrderedGroup::has_failed() {
@@ -68,11 +83,7 @@ bool OrderedGroup::has_failed() {
 
 void OrderedGroup::close(const std::exception_ptr& error) {
   if (error_) return;
-  error_ = std::make_exception_ptr(
-      std::runtime_error("ddp_hooks: coded messages, owners' sums and messages between hosts can no longer be sent "
-                         "because a step failed; if the process group still works, call state.close() and "
-                         "ddp_hooks.register(ddp) on every rank. The step's error: " +
-                         message_of(error)));
+  error_ = closed_by(error);
   group_.let_go();
 }
 

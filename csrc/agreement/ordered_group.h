@@ -5,7 +5,8 @@
 // waits.
 //
 // When a turn will not be used here, other ranks may have used it, and would take whatever comes next for it. So
-// nothing starts any more then, and the group closes, whereupon the others fail at once.
+// nothing starts any more then, and the group closes, whereupon the others fail at once. Whoever waits for a turn is
+// told what to do about it, in this step and in later ones, which may be under way already.
 //
 // Always holds: what starts, starts in the order of turns, once; after a failure nothing does. Thread-safety: any
 // thread, but under no lock that `then` takes. Every rank must agree on: the order of turns.
@@ -37,8 +38,9 @@ class OrderedGroup {
   int64_t take_turn();
   // Here and now if it is this one's turn, and then those after it that are ready; otherwise later.
   void start(int64_t turn, Start start, Then then);
-  // A turn that was taken will not be used.
-  void fail(const std::exception_ptr& error);
+  // A turn that was taken will not be used, or its collective has failed. Returns what those hear whose turns come
+  // later, which is to be told of this one, too.
+  std::exception_ptr fail(const std::exception_ptr& error);
   bool has_failed();
 
  private:

@@ -81,8 +81,8 @@ void CodedSender::send_batch(std::vector<OutgoingMessage> messages) {
       },
       [batch, groups](const std::exception_ptr& error) {
         if (!error) return;
-        groups->fail(error);
-        for (const auto& message : batch) message->give_up(groups, error);
+        const std::exception_ptr told = groups->fail(error);
+        for (const auto& message : batch) message->give_up(groups, told);
       });
 }
 

@@ -264,8 +264,7 @@ void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contribut
         },
         [owned, groups](const std::exception_ptr& failure) {
           const auto open = failure ? groups.lock() : nullptr;
-          if (open) open->sums().fail(failure);
-          end_message(owned->launch, failure);
+          end_message(owned->launch, open ? open->sums().fail(failure) : failure);
         });
   };
   const c10::Device device = owned->device();
@@ -298,9 +297,7 @@ void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contribut
         groups->sums().start(turn, send_sums, sums_sent);
       },
       [owned, groups = control_groups_](const std::exception_ptr& error) {
-        if (!error) return;
-        groups->sums().fail(error);
-        end_message(owned->launch, error);
+        if (error) end_message(owned->launch, groups->sums().fail(error));
       });
 }
 

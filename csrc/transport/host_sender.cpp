@@ -207,8 +207,7 @@ void HostSender::send_results(const MessagePointer& message, const Groups& group
 void HostSender::fail(const MessagePointer& message, const Groups& groups, const std::exception_ptr& error) {
   const std::exception_ptr reason =
       error ? error : std::make_exception_ptr(std::runtime_error("ddp_hooks: the state was closed during a step"));
-  if (groups) groups->fail(reason);
-  end_message(message->launch(), reason);
+  end_message(message->launch(), groups ? groups->fail(reason) : reason);
 }
 
 }  // namespace ddp_hooks

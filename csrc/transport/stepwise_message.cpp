@@ -86,8 +86,8 @@ void in_turn(OrderedGroup& group, int64_t turn, const std::shared_ptr<StepInFlig
              OrderedGroup::Start start, std::function<void(const Groups&)> on_success,
              std::function<void(const Groups&, const std::exception_ptr&)> on_end) {
   group.start(turn, std::move(start),
-              [step, held = std::weak_ptr(groups), on_success = std::move(on_success), on_end = std::move(on_end)](
-                  const OrderedGroup::WorkPointer& work, std::exception_ptr error) {
+              [&group, step, held = std::weak_ptr(groups), on_success = std::move(on_success),
+               on_end = std::move(on_end)](const OrderedGroup::WorkPointer& work, std::exception_ptr error) {
                 const Groups groups = held.lock();
                 if (!error && !groups) {
                   error = std::make_exception_ptr(std::runtime_error("ddp_hooks: the state was closed during a step"));
@@ -95,7 +95,11 @@ void in_turn(OrderedGroup& group, int64_t turn, const std::shared_ptr<StepInFlig
                 if (error) return on_end(groups, error);
                 when_back(
                     work, c10::kCPU, step, [on_success, groups](c10::ivalue::Future&) { on_success(groups); },
-                    [on_end, groups](const std::exception_ptr& failure) { on_end(groups, failure); });
+                    [on_end, groups, work, &group](const std::exception_ptr& failure) {
+                      // Of what has come back as it should, the content may be wrong, and the group goes on.
+                      const bool is_groups = failure && work->getFuture()->hasError();
+                      on_end(groups, is_groups ? group.fail(failure) : failure);
+                    });
               });
 }
 
@@ -332,8 +336,7 @@ void StepwiseMessage::start_in_turn(OrderedGroup& group, int64_t turn, const Gro
 
 // Turns that it has taken will not be used, and other ranks wait for them.
 void StepwiseMessage::give_up(const Groups& groups, const std::exception_ptr& error) {
-  if (groups && message_.is_summed()) groups->sums().fail(error);
-  ended_(*this, error);
+  ended_(*this, groups && message_.is_summed() ? groups->sums().fail(error) : error);
 }
 
 // How many elements each rank contributes to what each owner adds up, apart from its own; or to what is broadcast.

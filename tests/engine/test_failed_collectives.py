@@ -49,6 +49,7 @@ class FailingGroup(slow_group.SlowGroup):
         self.handed: list[torch.Tensor] = []  # held, so that nobody else is given that memory
         self.names: set[str] = set()
         self.failures: list[threading.Timer] = []
+        self.seconds = {"all_reduce": 0.05, "all_to_all": 0.05}  # after which they fail
         self.name_told = BACKEND
 
     def getBackendName(self) -> str:
@@ -60,7 +61,7 @@ class FailingGroup(slow_group.SlowGroup):
         if self.fails:
             work = FailingWork()
             self.names.add(name)
-            self.failures.append(threading.Timer(0.05, work.fail))
+            self.failures.append(threading.Timer(self.seconds[name], work.fail))
             self.failures[-1].start()
             self.still_written += tensors
             return work
@@ -237,7 +238,7 @@ def contributions_fail_on_one_rank(rank: int) -> None:
     assert time.monotonic() - started < COLLECTIVE_TIMEOUT_SECONDS / 2
     # On every rank; and all have started the same collectives, so that the data group can go on.
     group.fails = False
-    with pytest.raises(RuntimeError, match=r"(?i)state.close\(\)|closed|reset|broken pipe"):
+    with pytest.raises(RuntimeError, match=r"state.close\(\) and .*register"):
         step()
     state.close()
     state = ddp_hooks.register(ddp, policy)
@@ -252,6 +253,32 @@ def contributions_fail_on_one_rank(rank: int) -> None:
 def test_contributions_fail_on_one_rank() -> None:
     """The others wait for a sum that this rank will not send, in vain, but not for long."""
     run_ranks(3, contributions_fail_on_one_rank)
+
+
+def contributions_fail_during_the_next_step(rank: int) -> None:
+    policy, by_rank, _ = CASES[-1]
+    group = new_failing_group(FailingGroup)
+    ddp = DistributedDataParallel(Branches(), process_group=group, find_unused_parameters=True)
+    group.name_told = "gloo"
+    ddp_hooks.register(ddp, policy)
+
+    def step() -> None:
+        ddp(torch.ones(2, 4), by_rank[rank]).sum().backward()
+
+    step()
+    group.fails = True
+    group.seconds["all_to_all"] = 0.5
+    with pytest.raises(RuntimeError, match="failed on purpose"):
+        step()
+    group.fails = False
+    assert any(failure.is_alive() for failure in group.failures)
+    with pytest.raises(RuntimeError, match=r"state.close\(\) and .*register(?s:.*) failed on purpose"):
+        step()
+
+
+def test_contributions_fail_during_the_next_step() -> None:
+    """Its sums wait for those that are not going to come."""
+    run_ranks(3, contributions_fail_during_the_next_step)
 
 
 class TwoBuckets(nn.Module):
