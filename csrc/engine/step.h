@@ -30,6 +30,8 @@ struct Step : StepInFlight {
   UsageMask used;  // as `skip_unused` agreed; `agreed` is what of it travels in buckets
   // Parameters that no rank used, each with its .grad, which the Reducer is about to overwrite.
   std::vector<std::pair<at::Tensor, at::Tensor>> untouched;
+  // Parameters whose averages are written into their .grad, with that.
+  std::vector<std::pair<at::Tensor, at::Tensor>> divided;
   std::vector<size_t> unmanaged;  // of the unmanaged parameters, those that some rank may have a gradient for
   // Where some parameters are agreed on by units: what is found, and the plan that grows with it.
   std::optional<UnitsOfStep> units;

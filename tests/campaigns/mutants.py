@@ -163,6 +163,12 @@ DELETIONS = (
         test="engine/test_unusual_passes.py -k bucket_dropped",
     ),
     Deletion(
+        "gradients that are looked into are kept until they are sent",
+        "detectors/units_of_step.cpp",
+        "    gradient.gradient.flat = step_.views.find_again(gradient.parameter, gradient.gradient.flat);",
+        test="engine/test_unusual_passes.py -k looked_into",
+    ),
+    Deletion(
         "pinned memory of an answer is held until the host has read it",
         "kernels/device_answer.h",
         "    under_way_ = true;",
