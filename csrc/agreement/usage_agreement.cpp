@@ -50,10 +50,12 @@ void UsageAgreement::start(uint64_t layout) {
   early_ = start_usage_exchange(local_usage(), false, layout);
 }
 
-void UsageAgreement::finish(uint64_t layout) {
+void UsageAgreement::finish(uint64_t layout, int64_t started) {
   if (early_error_) std::rethrow_exception(std::exchange(early_error_, nullptr));
-  if (!early_) early_ = start_usage_exchange(nothing(), true, layout);
-  std::unique_ptr<PendingExchange>(std::move(early_))->wait();
+  while (early_ || started_ < started) {
+    if (!early_) early_ = start_usage_exchange(nothing(), true, layout);
+    std::unique_ptr<PendingExchange>(std::move(early_))->wait();
+  }
 }
 
 AskedUsage UsageAgreement::ask(bool shadow, uint64_t layout) {
@@ -102,7 +104,10 @@ std::unique_ptr<PendingExchange> UsageAgreement::start_usage_exchange(const Usag
   UsageMask sent = usage;
   if (settings_.asks_who && !shadow && has_leftover(usage)) sent.set(leftover_bit());
   if (!shadow && has_unreached(usage)) sent.set(unreached_bit());
-  return counted(exchange_.start(sent, objections_(shadow), settings_.asks_who, {settings_.configuration, layout, 0}));
+  auto exchange =
+      counted(exchange_.start(sent, objections_(shadow), settings_.asks_who, {settings_.configuration, layout, 0}));
+  ++started_;
+  return exchange;
 }
 
 // DDP sends a gradient that is there, whether or not this pass adds to it, if another rank uses the parameter.

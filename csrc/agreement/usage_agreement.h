@@ -19,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "agreement/mask_exchange.h"
 #include "layout/usage_mask.h"
@@ -83,12 +84,17 @@ class UsageAgreement {
   // What kept an exchange from being started; thrown when its result is asked for.
   void fail(std::exception_ptr error) { early_error_ = std::move(error); }
   bool is_under_way() const { return early_ != nullptr; }
-  // Takes part in an exchange that another rank may have started, without any usage, and drops the result.
-  void finish(uint64_t layout);
+  // How many exchanges this rank has started, since it was made.
+  int64_t started() const { return started_; }
+  // Starts those of so many that other ranks have started and this one has not, without any usage; waits for what is
+  // under way, and drops the results.
+  void finish(uint64_t layout, int64_t started);
 
   // Hands over the exchange, and starts it if that has not been done. `shadow`: this rank has joined and has nothing to
   // contribute.
   AskedUsage ask(bool shadow, uint64_t layout);
+  // Instead of waiting for the exchange: it is under way again.
+  void take_back(AskedUsage asked) { early_ = std::move(asked.exchange); }
   // Waits for the exchange.
   AgreedUsage agree(AskedUsage asked);
 
@@ -117,6 +123,7 @@ class UsageAgreement {
   const size_t joined_bit_;
   MaskExchange exchange_;
 
+  int64_t started_ = 0;
   std::unique_ptr<PendingExchange> early_;
   std::exception_ptr early_error_;
 };

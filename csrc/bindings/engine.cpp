@@ -169,7 +169,8 @@ void bind_engine(py::module_& m) {
       .def("forward_begins", &Engine::forward_begins, py::call_guard<py::gil_scoped_release>())
       .def("forward_done", &Engine::forward_done, py::call_guard<py::gil_scoped_release>())
       .def("has_early_exchange", &Engine::has_early_exchange, py::call_guard<py::gil_scoped_release>())
-      .def("finish_early_exchange", &Engine::finish_early_exchange, py::call_guard<py::gil_scoped_release>())
+      .def("exchanges_started", &Engine::exchanges_started, py::call_guard<py::gil_scoped_release>())
+      .def("finish_exchanges", &Engine::finish_exchanges, py::call_guard<py::gil_scoped_release>())
       .def("declare_unused", &Engine::declare_unused, py::call_guard<py::gil_scoped_release>())
       .def(
           "set_callbacks",

@@ -126,17 +126,20 @@ void BackwardPass::configure(const EngineSettings& settings) {
   rebuild_timer_.restart();
 }
 
-std::unique_ptr<BackwardPrologue> BackwardPass::close() {
+std::pair<std::unique_ptr<BackwardPrologue>, std::shared_ptr<Step>> BackwardPass::close() {
   // Not into buckets that a forward pass has had made anew since the last step.
   if (!reducer_.is_gone()) views_.forget();
-  step_.reset();
   sender_.drop();
-  return std::move(prologue_);
+  return {std::move(prologue_), std::move(step_)};
 }
 
-void BackwardPass::finish_early_exchange() {
+std::shared_ptr<Step> BackwardPass::finish_exchanges(int64_t started) {
+  UsageAgreement& agreement = prologue_->agreement();
+  const bool is_broken = step_ && !reducer_.in_backward();
+  if (is_broken && step_->asked) agreement.take_back(*std::exchange(step_->asked, std::nullopt));
   if (!has_early_exchange()) refresh_layout();
-  prologue_->agreement().finish(layout_.hash());
+  agreement.finish(layout_.hash(), started);
+  return is_broken ? forward_begins() : nullptr;
 }
 
 std::shared_ptr<Step> BackwardPass::forward_begins() {
@@ -306,6 +309,10 @@ std::vector<double> BackwardPass::send_settled(const SettledUnits& settled) {
     const Stretch in_bucket{settled.bucket, offset, units.slice_length};
     const Stretch by_itself{bucket_count + divided.size(), 0, units.slice_length};
     gradients.push_back({is_divided ? by_itself : in_bucket, units});
+    if (is_divided && !step.shadow && views_.is_detached(parameter)) {
+      const at::Tensor& variable = reducer_.parameters()[parameter];
+      step.divided.emplace_back(variable, variable.grad());
+    }
     if (is_divided) divided.push_back({gradient.flat, gradient.offset, step.divisor, views_.is_divided(parameter)});
   }
   BucketPlan plan =
@@ -468,6 +475,8 @@ void BackwardPass::refresh_layout() {
 void BackwardPass::close_step() {
   Step& step = *step_;
   step.closed = true;
+  // If the user has dropped it meanwhile, it comes back, as the Reducer would make it of the bucket.
+  for (const auto& [parameter, gradient] : step.divided) parameter.mutable_grad() = gradient;
   record_usage();
   statistics_.coded_steps += step.coded_messages > 0;
   last_coded_ = step.coded;

@@ -21,6 +21,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <utility>
 #include <vector>
 
 #include "agreement/control_groups.h"
@@ -74,12 +75,16 @@ class BackwardPass {
   // To be called after each bucket, however it went.
   void bucket_taken();
 
-  bool has_early_exchange() const { return prologue_ && prologue_->agreement().is_under_way(); }
-  void finish_early_exchange();
+  bool has_early_exchange() const {
+    return (step_ && step_->asked) || (prologue_ && prologue_->agreement().is_under_way());
+  }
+  int64_t exchanges_started() const { return prologue_ ? prologue_->agreement().started() : 0; }
+  // As for `Engine`. Returns what `forward_begins` does.
+  std::shared_ptr<Step> finish_exchanges(int64_t started);
   // Between two steps.
   void configure(const EngineSettings& settings);
-  // Lets go of everything but what was counted. What is returned is to be dropped when no lock is held.
-  std::unique_ptr<BackwardPrologue> close();
+  // Lets go of everything but what was counted. What is returned is to be told, or dropped, when no lock is held.
+  std::pair<std::unique_ptr<BackwardPrologue>, std::shared_ptr<Step>> close();
 
   Usage usage() const { return usage_; }
   // May be asked in any thread.

@@ -4,6 +4,7 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <tuple>
 #include <utility>
 
 #include "agreement/stopwatch.h"
@@ -72,27 +73,32 @@ void Engine::close(bool remove_hook, bool dying) {
   std::shared_ptr<const ControlGroups> control_groups;
   EngineCallbacks callbacks;
   std::unique_ptr<c10d::CommHookInterface> hook;
-  const bool reducer_is_gone = reducer_.is_gone();
-  ReducerLock reducer_lock;
-  if (!reducer_is_gone) reducer_lock = reducer_.lock();
-  std::lock_guard lock(mutex_);
-  if (!pass_.prologue()) return;
-  TORCH_CHECK(dying || reducer_is_gone || (!pass_.step() && !reducer_.in_backward() && ending_.expired()),
-              "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass");
-  prologue = pass_.close();
-  if (!reducer_is_gone) {
-    if (!reducer_.in_backward()) reducer_.unmark_used_map_reduced();
-    reducer_.forget_parameters_of_buckets();
-    if (remove_hook && !dying) hook = reducer_.take_hook();
+  std::shared_ptr<Step> broken;
+  {
+    const bool reducer_is_gone = reducer_.is_gone();
+    ReducerLock reducer_lock;
+    if (!reducer_is_gone) reducer_lock = reducer_.lock();
+    std::lock_guard lock(mutex_);
+    if (!pass_.prologue()) return;
+    TORCH_CHECK(dying || reducer_is_gone || (!reducer_.in_backward() && ending_.expired()),
+                "ddp_hooks: expected the state to be closed between two steps, received a call during a backward pass");
+    std::tie(prologue, broken) = pass_.close();
+    if (!reducer_is_gone) {
+      if (!reducer_.in_backward()) reducer_.unmark_used_map_reduced();
+      reducer_.forget_parameters_of_buckets();
+      if (remove_hook && !dying) hook = reducer_.take_hook();
+    }
+    reports.swap(reports_);
+    control_groups.swap(control_groups_);
+    std::swap(callbacks, callbacks_);
+    if (dying || reducer_is_gone) {
+      data_group_.let_go_after(reducer_.lifetime());
+    } else {
+      data_group_.let_go();
+    }
   }
-  reports.swap(reports_);
-  control_groups.swap(control_groups_);
-  std::swap(callbacks, callbacks_);
-  if (dying || reducer_is_gone) {
-    data_group_.let_go_after(reducer_.lifetime());
-  } else {
-    data_group_.let_go();
-  }
+  // Whoever waits for its buckets is told without a lock.
+  if (broken) broken->break_off();
 }
 
 double Engine::seconds_in_hook() const {
@@ -154,6 +160,15 @@ void Engine::forward_begins() {
     broken = pass_.forward_begins();
   }
   // Whoever waits for its buckets is told without a lock.
+  if (broken) broken->break_off();
+}
+
+void Engine::finish_exchanges(int64_t started) {
+  std::shared_ptr<Step> broken;
+  {
+    const auto locks = lock_both();
+    broken = pass_.finish_exchanges(started);
+  }
   if (broken) broken->break_off();
 }
 

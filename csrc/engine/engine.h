@@ -95,10 +95,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Parameters (by index, the unmanaged ones after the Reducer's) that forward passes from now on do not use.
   void declare_unused(const std::vector<size_t>& parameters);
 
-  // A backward pass that failed before its first bucket leaves its exchange under way on this rank alone. When any rank
-  // has one, all of them finish it before they use the control group for something else.
+  // A backward pass that failed before its step opened leaves its exchange under way, on the ranks that have started
+  // it. Between two steps all of them finish what any rank has started, before they use the control group for something
+  // else, and forget the pass.
   bool has_early_exchange() const { return locked(&BackwardPass::has_early_exchange, pass_); }
-  void finish_early_exchange() { locked(&BackwardPass::finish_early_exchange, pass_); }
+  int64_t exchanges_started() const { return locked(&BackwardPass::exchanges_started, pass_); }
+  void finish_exchanges(int64_t started);
 
   // Registers the engine as a hook that the Reducer calls natively. From then on nobody but the engine reads the
   // Reducer's buckets, so gradients need not be in them before the hook is called. Not so where the hook is called

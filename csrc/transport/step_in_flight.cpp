@@ -61,7 +61,9 @@ void StepInFlight::fail(const std::exception_ptr& reason) {
 }
 
 void StepInFlight::break_off() {
-  fail(std::make_exception_ptr(std::runtime_error("ddp_hooks: this backward pass was aborted")));
+  fail(std::make_exception_ptr(
+      std::runtime_error("ddp_hooks: this backward pass broke off before its gradients were averaged; discard them and "
+                         "repeat the step on every rank")));
 }
 
 }  // namespace ddp_hooks

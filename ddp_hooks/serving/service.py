@@ -409,12 +409,12 @@ class Service:
         own: object = None,
         error: Exception | None = None,
     ) -> list[Any]:
-        """Agree, and finish an exchange that a failed pass may have left on the control groups of some ranks."""
-        pending = self.engine.has_early_exchange()
-        proposals = propose(self._served(), function, description, problem, (pending, own))
-        if any(each.own[0] for each in proposals):
-            self.engine.finish_early_exchange()
-        return [theirs for _, theirs in settle(function, proposals, error)]
+        """Agree, and finish exchanges that failed passes may have left on the control groups of some ranks."""
+        proposals = propose(self._served(), function, description, problem, (self.engine.exchanges_started(), own))
+        agreed = settle(function, proposals, error)
+        # Takes the Reducer's lock, which DDP holds while it calls a hook that calls this; but then it was refused.
+        self.engine.finish_exchanges(max(started for started, _ in agreed))
+        return [theirs for _, theirs in agreed]
 
     def _served(self) -> DistributedDataParallel:
         ddp = self.ddp

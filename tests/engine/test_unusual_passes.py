@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 from spawn import run_ranks
 from test_equivalence import HELD
+from test_units import EVERY_ROW, WITH_VALUES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import register
+from tuned import with_settings
 
 import ddp_hooks
 
@@ -174,9 +177,6 @@ def broken_off_between_buckets(wrap: Wrap, rank: int) -> Gradients:
         ddp(batch(rank), branch).square().sum().backward()
         return gradients_of(ddp)
 
-    def break_off(_: torch.Tensor) -> None:
-        raise ArithmeticError
-
     gradients = run(0)
     handle = model.first.weight.register_hook(break_off)
     with pytest.raises(ArithmeticError):
@@ -198,6 +198,24 @@ def bucket_dropped_before_the_last(wrap: Wrap, rank: int) -> Gradients:
 
     model.first.weight.register_hook(drop)
     return run_pass(ddp, rank) + run_pass(ddp, rank)
+
+
+def branch_dropped_before_the_last(wrap: Wrap, rank: int) -> Gradients:
+    """The same; but ranks take different branches, so that what is looked into leaves after the last bucket only."""
+    model = TwoBranches()
+    ddp = wrap(model, find_unused_parameters=True)
+
+    def drop(_: torch.Tensor) -> None:
+        model.second.weight.grad = None
+        model.second.bias.grad = torch.full_like(model.second.bias, 7.0)
+
+    model.first.weight.register_hook(drop)
+    gradients: Gradients = []
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(batch(rank), rank).square().sum().backward()
+        gradients += gradients_of(ddp)
+    return gradients
 
 
 WAYS: dict[str, tuple[ddp_hooks.Policy | str, bool]] = {
@@ -231,6 +249,13 @@ def test_same_as_plain(passes: Passes, way: str) -> None:
     run_ranks(2, same_as_plain, passes, *WAYS[way])
 
 
+@pytest.mark.parametrize("opening_bytes", [0, 1 << 40])
+@pytest.mark.parametrize("policy", ["skip_zeros", EVERY_ROW, WITH_VALUES], ids=["values", "rows", "both"])
+@pytest.mark.parametrize("passes", [bucket_dropped_before_the_last, branch_dropped_before_the_last])
+def test_dropped_while_it_is_looked_into(passes: Passes, policy: ddp_hooks.Policy | str, opening_bytes: int) -> None:
+    run_ranks(2, same_as_plain, passes, with_settings(policy, opening_bytes=opening_bytes), True)
+
+
 def gradients_of_gradients(rank: int, views: bool) -> None:
     """DDP refuses create_graph=True; taking the gradients from it must not make that a silent zero."""
     for hooked in (False, True):
@@ -246,6 +271,100 @@ def gradients_of_gradients(rank: int, views: bool) -> None:
 @pytest.mark.parametrize("views", [False, True])
 def test_gradients_of_gradients(views: bool) -> None:
     run_ranks(2, gradients_of_gradients, views)
+
+
+class LeavesOutItsFirstBucket(TwoDtypes):
+    """The first bucket is there with the first gradient, and nothing of it is sent."""
+
+    breaks_off = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.breaks_off == "forward":
+            raise ArithmeticError
+        output = self.first(x)
+        if self.breaks_off == "outputs":
+            output.register_hook(break_off)
+        return output * 1
+
+
+def break_off(_: torch.Tensor) -> None:
+    raise ArithmeticError
+
+
+def break_off_a_pass(ddp: DistributedDataParallel, rank: int, where: str) -> None:
+    ddp.module.breaks_off = where
+    handle = ddp.module.first.weight.register_hook(break_off)  # behind the first bucket
+    with pytest.raises(ArithmeticError):
+        run_pass(ddp, rank)
+    handle.remove()
+    ddp.module.breaks_off = ""
+    ddp._update_process_group(ddp.process_group)
+
+
+def agreement_after_passes_that_broke_off(rank: int, policy: ddp_hooks.Policy | str) -> None:
+    """Ranks break off where they have started an exchange, have taken it up, or have not; then they agree."""
+    torch.manual_seed(0)
+    model = LeavesOutItsFirstBucket()
+    plain = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
+    run_pass(plain, rank)
+    for places in (["outputs", "buckets"], ["buckets", "forward"], ["outputs", "forward"], ["buckets", "buckets"]):
+        for agree in ("set_policy", "rebuild", "after a forward pass"):
+            ddp = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
+            state = ddp_hooks.register(ddp, policy)
+            run_pass(ddp, rank)
+            break_off_a_pass(ddp, rank, places[rank])
+            if agree == "rebuild":
+                assert ddp_hooks.rebuild(ddp, find_unused_parameters=False)
+                assert ddp_hooks.rebuild(ddp, find_unused_parameters=True)
+            else:
+                if agree == "after a forward pass":
+                    ddp(batch(rank))
+                state.set_policy("skip_zeros")
+                assert state.policy.name == "skip_zeros"
+            for _ in range(2):
+                run_pass(ddp, rank)
+                for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+                    assert ours.grad is theirs.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("policy", ["skip_unused", HELD], ids=["at once", "held"])
+def test_agreement_after_passes_that_broke_off(policy: ddp_hooks.Policy | str) -> None:
+    run_ranks(2, agreement_after_passes_that_broke_off, policy)
+
+
+def told_that_a_pass_broke_off(rank: int, then: str) -> None:
+    """Whoever waits for a bucket hears that nothing will come of it."""
+    futures = []
+
+    def keep(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations as objects
+        futures.append(ddp_hooks.skip_unused_hook(state, bucket))
+        return futures[-1]
+
+    ddp = DistributedDataParallel(LeavesOutItsFirstBucket(), find_unused_parameters=True)
+    state = ddp_hooks.SkipUnusedState(ddp, HELD)
+    ddp.register_comm_hook(state, keep)
+    break_off_a_pass(ddp, rank, "buckets")
+    assert len(futures) == 1
+    assert not futures[0].done()
+    if then == "forward":
+        ddp(batch(rank))
+    elif then == "set_policy":
+        state.set_policy("auto")
+    elif then == "rebuild":
+        ddp_hooks.rebuild(ddp, find_unused_parameters=False)
+    elif then == "close":
+        state.close()
+    else:
+        del ddp, state
+        gc.collect()
+    assert futures[0].done()
+    with pytest.raises(RuntimeError, match=r"broke off before its gradients were averaged; .* repeat the step"):
+        futures[0].wait()
+
+
+@pytest.mark.parametrize("then", ["forward", "set_policy", "rebuild", "close", "gone"])
+def test_told_that_a_pass_broke_off(then: str) -> None:
+    run_ranks(2, told_that_a_pass_broke_off, then)
 
 
 def declared_for_long(rank: int) -> None:
