@@ -182,9 +182,7 @@ bool UnitsOfStep::try_settle(Bucket& bucket, UsageMask& local, UsageMask& agreed
   detector_.note_needed_words(bucket.index, bucket.parameters(), bucket.bits, needed);
   const Contributors& who = bucket.exchange->contributors();
   for (size_t i = 0; i < bucket.gradients.size(); ++i) {
-    GradientInUnits& gradient = bucket.gradients[i];
-    // The user may have dropped it since it was looked into.
-    gradient.gradient.flat = step_.views.find_again(gradient.parameter, gradient.gradient.flat);
+    const GradientInUnits& gradient = bucket.gradients[i];
     make_zeros_positive(gradient, bucket.result(i).negative_zeros, anywhere);
     if (gradient.is_divided) {
       count(bucket, i, anywhere, who);

@@ -4,6 +4,7 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <list>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -58,12 +59,13 @@ std::exception_ptr explained(const std::exception_ptr& error, const BackwardPass
   }
 }
 
-// For as long as a held bucket is sent: its parameters' gradients as they were when it was ready.
+// For as long as a bucket is sent: its parameters' gradients as they were when it was ready.
 class GradientsAsHeld {
  public:
-  GradientsAsHeld(const ReducerView& reducer, const BucketLayout& layout, std::vector<at::Tensor> held) {
+  GradientsAsHeld(const ReducerView& reducer, const BucketLayout& layout, const std::vector<at::Tensor>& held) {
+    const std::vector<at::Tensor>& parameters = reducer.parameters();
     for (size_t i = 0; i < held.size(); ++i) {
-      at::Tensor& gradient = reducer.parameters()[layout.slices[i].parameter].mutable_grad();
+      at::Tensor& gradient = parameters[layout.slices[i].parameter].mutable_grad();
       if (!gradient.is_same(held[i])) changed_.emplace_back(&gradient, std::exchange(gradient, held[i]));
     }
   }
@@ -203,7 +205,8 @@ void BackwardPass::take_bucket(c10d::GradBucket& bucket, bool shadow, const Futu
   }
   if (step_->error) std::rethrow_exception(step_->error);
   check_bucket(index);
-  if (index < step_->opens_with) return hold(index);
+  hold(index);
+  if (index < step_->opens_with) return;
   const bool opens = index == step_->opens_with;
   if (opens) open_step();
   send_buckets(opens ? 0 : index, index);
@@ -268,9 +271,10 @@ void BackwardPass::prepare_gradients(uint32_t bucket) {
 }
 
 void BackwardPass::hold(uint32_t bucket) {
+  const std::vector<at::Tensor>& parameters = reducer_.parameters();
   std::vector<at::Tensor>& gradients = step_->held.emplace_back();
   for (const ParameterSlice& slice : layout_->buckets[bucket].slices) {
-    gradients.push_back(reducer_.parameters()[slice.parameter].grad());
+    gradients.push_back(parameters[slice.parameter].grad());
   }
 }
 
@@ -279,9 +283,10 @@ void BackwardPass::send_buckets(uint32_t first, uint32_t ready) {
   Step& step = *step_;
   for (uint32_t bucket = first; bucket <= ready; ++bucket) {
     std::optional<GradientsAsHeld> as_held;
-    if (bucket < step.held.size()) as_held.emplace(reducer_, layout_->buckets[bucket], std::move(step.held[bucket]));
+    if (bucket < ready) as_held.emplace(reducer_, layout_->buckets[bucket], step.held[bucket]);
     if (!step.shadow) prepare_gradients(bucket);
     send_bucket(bucket, ready);
+    if (!has_yet_to_send(bucket)) step.held[bucket].clear();
   }
   if (!step.units) return;
   step.units->advance(ready, step.local, step.agreed,
@@ -294,10 +299,33 @@ void BackwardPass::send_bucket(uint32_t bucket, uint32_t ready) {
   const bool is_sparse = layout_->buckets[bucket].sparse;
   const bool settles_later = step.units && step.units->concerns(bucket);
   settles_later ? step.buckets[bucket].hold() : sender_.count(layout_->buckets[bucket], plan);
-  is_sparse ? sender_.send_sparse(step_, bucket) : sender_.send(step_, *layout_, bucket, plan);
+  is_sparse ? sender_.send_sparse(step_, bucket) : send(bucket, plan, {});
   if (!settles_later) return;
   const at::Tensor flat = is_sparse ? at::Tensor() : step.buckets[bucket].flat();
   step.units->scan(bucket, ready, flat, step.local, step.agreed);
+}
+
+// Some of what leaves with this bucket may be of earlier ones.
+void BackwardPass::send(uint32_t bucket, const BucketPlan& plan, const Places& divided) {
+  std::list<GradientsAsHeld> as_held;
+  std::optional<size_t> last;
+  const auto hold_on = [&](size_t place) {
+    // Nothing has happened yet to what has just become ready; and what is divided is held by itself.
+    if (place + 1 >= step_->buckets.size() || std::exchange(last, place) == place) return;
+    as_held.emplace_back(reducer_, layout_->buckets[place], step_->held[place]);
+  };
+  hold_on(bucket);
+  for (const Message& message : plan.launches) {
+    for (const Stretch& stretch : message.stretches) hold_on(stretch.place);
+  }
+  sender_.send(step_, *layout_, bucket, plan, divided);
+}
+
+bool BackwardPass::has_yet_to_send(uint32_t bucket) const {
+  const std::vector<ParameterSlice>& slices = layout_->buckets[bucket].slices;
+  return std::any_of(slices.begin(), slices.end(), [&](const ParameterSlice& slice) {
+    return step_->used.test(slice.parameter) && views_.is_detached(slice.parameter);
+  });
 }
 
 std::vector<double> BackwardPass::send_settled(const SettledUnits& settled) {
@@ -309,17 +337,13 @@ std::vector<double> BackwardPass::send_settled(const SettledUnits& settled) {
     const Stretch in_bucket{settled.bucket, offset, units.slice_length};
     const Stretch by_itself{bucket_count + divided.size(), 0, units.slice_length};
     gradients.push_back({is_divided ? by_itself : in_bucket, units});
-    if (is_divided && !step.shadow && views_.is_detached(parameter)) {
-      const at::Tensor& variable = reducer_.parameters()[parameter];
-      step.divided.emplace_back(variable, variable.grad());
-    }
     if (is_divided) divided.push_back({gradient.flat, gradient.offset, step.divisor, views_.is_divided(parameter)});
   }
   BucketPlan plan =
       std::move(step.planner->plan(settled.bucket, {std::move(gradients)}, settled.used, settled.contributors).front());
   BucketInFlight& bucket = step.buckets[settled.bucket];
   sender_.count(layout_->buckets[settled.bucket], plan);
-  sender_.send(step_, *layout_, settled.bucket, plan, divided);
+  send(settled.bucket, plan, divided);
   bucket.release();
   return std::move(plan.sent);
 }
@@ -475,8 +499,7 @@ void BackwardPass::refresh_layout() {
 void BackwardPass::close_step() {
   Step& step = *step_;
   step.closed = true;
-  // If the user has dropped it meanwhile, it comes back, as the Reducer would make it of the bucket.
-  for (const auto& [parameter, gradient] : step.divided) parameter.mutable_grad() = gradient;
+  put_back_dropped();
   record_usage();
   statistics_.coded_steps += step.coded_messages > 0;
   last_coded_ = step.coded;
@@ -488,6 +511,20 @@ void BackwardPass::close_step() {
   looked_up_->forget();
   step.rebuild = is_time_to_rebuild();
   if (step.nobody_joined) reducer_.mark_used_map_reduced(step.used);
+}
+
+// What the Reducer does not make of its bucket: averages are written into it, or it is zero on every rank.
+void BackwardPass::put_back_dropped() {
+  for (size_t bucket = 0; bucket < step_->held.size(); ++bucket) {
+    const std::vector<at::Tensor>& held = step_->held[bucket];
+    for (size_t i = 0; i < held.size(); ++i) {
+      const size_t parameter = layout_->buckets[bucket].slices[i].parameter;
+      if (!held[i].defined() || !step_->used.test(parameter) || !views_.is_detached(parameter)) continue;
+      reducer_.parameters()[parameter].mutable_grad() = held[i];
+    }
+  }
+  // Here, and not where the step's last message comes back.
+  step_->held.clear();
 }
 
 void BackwardPass::record_usage() {

@@ -108,8 +108,11 @@ class BackwardPass {
   void note_unannounced(uint32_t bucket);
   void send_buckets(uint32_t first, uint32_t ready);
   void send_bucket(uint32_t bucket, uint32_t ready);
+  void send(uint32_t bucket, const BucketPlan& plan, const Places& divided);
+  bool has_yet_to_send(uint32_t bucket) const;
   std::vector<double> send_settled(const SettledUnits& settled);
   void close_step();
+  void put_back_dropped();
   void record_usage();
   bool is_time_to_rebuild();
 

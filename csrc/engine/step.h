@@ -24,14 +24,12 @@ namespace ddp_hooks {
 struct Step : StepInFlight {
   std::optional<AskedUsage> asked;  // until it opens
   uint32_t opens_with = 0;          // this bucket
-  // The gradients of each held bucket, by its slices: a user may drop some before they are sent.
+  // The gradients of each bucket, by its slices, until all of them have been sent: a user may drop some before that.
   std::vector<std::vector<at::Tensor>> held;
   UsageMask local;
   UsageMask used;  // as `skip_unused` agreed; `agreed` is what of it travels in buckets
   // Parameters that no rank used, each with its .grad, which the Reducer is about to overwrite.
   std::vector<std::pair<at::Tensor, at::Tensor>> untouched;
-  // Parameters whose averages are written into their .grad, with that.
-  std::vector<std::pair<at::Tensor, at::Tensor>> divided;
   std::vector<size_t> unmanaged;  // of the unmanaged parameters, those that some rank may have a gradient for
   // Where some parameters are agreed on by units: what is found, and the plan that grows with it.
   std::optional<UnitsOfStep> units;

@@ -125,17 +125,6 @@ at::Tensor BucketViews::find_own_or_fill(size_t parameter) {
   return {};
 }
 
-at::Tensor BucketViews::find_again(size_t parameter, const at::Tensor& found) {
-  const at::Tensor& gradient = reducer_.parameters()[parameter].grad();
-  const bool stays = gradient.defined() && gradient.has_storage() && gradient.is_alias_of(found);
-  if (stays || !is_detached(parameter)) return found;
-  const at::Tensor view = place(parameter);
-  if (found.is_alias_of(view)) return found;
-  view.copy_(found);
-  restore(parameter);
-  return view;
-}
-
 bool BucketViews::shares_memory(size_t parameter) const {
   const at::Tensor& gradient = reducer_.parameters()[parameter].grad();
   if (!gradient.defined() || !gradient.has_storage()) return false;

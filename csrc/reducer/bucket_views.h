@@ -57,8 +57,6 @@ class BucketViews {
   // hands on what it has, so that other gradients, or what is still to be differentiated, may be views of its memory;
   // and hooks behind ours, of another DDP module's Reducer for one, come for it later.
   at::Tensor find_own_or_fill(size_t parameter);
-  // What was found before, for whoever sends it now: if it is no longer in .grad, the view is filled with it instead.
-  at::Tensor find_again(size_t parameter, const at::Tensor& found);
   const at::Tensor& parameter(size_t parameter) const { return reducer_.parameters()[parameter]; }
   bool is_as_autograd_left_it(size_t parameter) const;
   // The part of the bucket that belongs to a detached view, flat and real.

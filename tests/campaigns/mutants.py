@@ -158,14 +158,14 @@ DELETIONS = (
     Deletion(
         "gradients of held buckets are kept until they are sent",
         "engine/backward_pass.cpp",
-        "    if (bucket < step.held.size()) as_held.emplace(reducer_, layout_->buckets[bucket], "
-        "std::move(step.held[bucket]));",
-        test="engine/test_unusual_passes.py -k bucket_dropped",
+        "  hold(index);\n  if (index",
+        "  if (@) step_->held.emplace_back();\n  if (!@) hold(index);\n  if (index",
+        test="engine/test_unusual_passes.py -k 'bucket_dropped and held'",
     ),
     Deletion(
-        "gradients that are looked into are kept until they are sent",
-        "detectors/units_of_step.cpp",
-        "    gradient.gradient.flat = step_.views.find_again(gradient.parameter, gradient.gradient.flat);",
+        "gradients of earlier buckets are kept until they are sent",
+        "engine/backward_pass.cpp",
+        "    as_held.emplace_back(reducer_, layout_->buckets[place], step_->held[place]);",
         test="engine/test_unusual_passes.py -k looked_into",
     ),
     Deletion(

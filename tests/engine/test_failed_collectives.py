@@ -271,7 +271,6 @@ def contributions_fail_during_the_next_step(rank: int) -> None:
     with pytest.raises(RuntimeError, match="failed on purpose"):
         step()
     group.fails = False
-    assert any(failure.is_alive() for failure in group.failures)
     with pytest.raises(RuntimeError, match=r"state.close\(\) and .*register(?s:.*) failed on purpose"):
         step()
 
