@@ -263,6 +263,7 @@ def contributions_fail_during_the_next_step(rank: int) -> None:
     ddp_hooks.register(ddp, policy)
 
     def step() -> None:
+        ddp.zero_grad()
         ddp(torch.ones(2, 4), by_rank[rank]).sum().backward()
 
     step()
@@ -271,6 +272,7 @@ def contributions_fail_during_the_next_step(rank: int) -> None:
     with pytest.raises(RuntimeError, match="failed on purpose"):
         step()
     group.fails = False
+    assert any(failure.is_alive() for failure in group.failures)
     with pytest.raises(RuntimeError, match=r"state.close\(\) and .*register(?s:.*) failed on purpose"):
         step()
 
