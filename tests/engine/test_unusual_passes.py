@@ -333,7 +333,10 @@ EVERYWHERE = [["outputs", "buckets"], ["outputs", "forward"], ["buckets", "bucke
 @pytest.mark.parametrize(
     ("policy", "ways"),
     # If a step opens with the first bucket, that waits for the other rank's exchange.
-    [pytest.param("skip_unused", EVERYWHERE, id="at once"), pytest.param(HELD, [*EVERYWHERE, ["buckets", "forward"]])],
+    [
+        pytest.param("skip_unused", EVERYWHERE, id="at once"),
+        pytest.param(HELD, [*EVERYWHERE, ["buckets", "forward"]], id="held"),
+    ],
 )
 def test_agreement_after_passes_that_broke_off(policy: ddp_hooks.Policy | str, ways: list[list[str]]) -> None:
     run_ranks(2, agreement_after_passes_that_broke_off, policy, ways)
