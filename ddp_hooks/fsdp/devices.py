@@ -63,7 +63,9 @@ class DeviceReduceScatter:
         allocated here.
         """
         ranks = group.size()
-        hosts = self._hosts if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) else None
+        # A divisor that a user sets may differ between ranks, and so may the operation.
+        adds_up = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and not self._group.divides_by_itself
+        hosts = self._hosts if adds_up else None
         dense_bytes = (ranks - 1) * output.nbytes
         sent_bytes = flat.nbytes - flat.nbytes // ranks
         if hosts is not None:

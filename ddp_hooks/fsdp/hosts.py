@@ -61,7 +61,9 @@ class AverageOverHosts:
         """The announcements of the last average, if ranks exchanged masks."""
         return self._exchange.announced
 
-    def __call__(self, shard: torch.Tensor, participants: Participants, local_ranks: int | None) -> None:
+    def __call__(
+        self, shard: torch.Tensor, participants: Participants, local_ranks: int | None, sums_alone: bool
+    ) -> None:
         """Average a shard in place.
 
         Args:
@@ -69,6 +71,7 @@ class AverageOverHosts:
             participants: the parameters in the shard. Those that some rank of this host uses count as used, as far as
                 that is known.
             local_ranks: the ranks of a host, over which FSDP2 averages; None if FSDP2 divides by another number.
+            sums_alone: collectives have to add up, and not average.
 
         Raises:
             LayoutsDiffer: on every rank, if hosts hold gradients of different parameters.
@@ -87,7 +90,8 @@ class AverageOverHosts:
         is_served = shard.is_cpu and shard.dtype in DTYPES
         if not (self._exchange.begin(dense_bytes, is_served) and self._sum(shard, participants, dense_bytes)):
             op = dist.ReduceOp.SUM
-            if divisor == self._hosts:
+            # As FSDP2 does: NCCL divides before it adds up, and then narrower numbers would lose their last bits.
+            if divisor == self._hosts and shard.dtype in (torch.float32, torch.bfloat16) and not sums_alone:
                 op, divisor = dist.ReduceOp.AVG, 1.0
             dist.all_reduce(shard, op, self._group)
             self._exchange.count(buckets_whole=1, messages=1, payload_bytes=dense_bytes, sent_bytes=dense_bytes)

@@ -53,13 +53,15 @@ def count_link_bytes(groups: Sequence[ParamGroup], hosts: Sequence[Sequence[int]
         element_bytes = group.reduced_dtype.itemsize
         rounded_bytes = min(element_bytes, torch.bfloat16.itemsize)
         if (shards := group.process_group) is not None:
-            total += _count_reduce_scatter(_Spread.of(shards, hosts), part, element_bytes, rounded_bytes, group.widens)
+            spread = _Spread.of(shards, hosts)
+            if group.divides_by_itself:
+                total += _count_torchs(spread.ring(part), element_bytes, rounded_bytes)
+            else:
+                total += _count_reduce_scatter(spread, part, element_bytes, rounded_bytes, group.widens)
         if (replicas := group.replicas) is not None:
             spread = _Spread.of(replicas, hosts)
             # Twice what a reduce-scatter sends, of the whole shard.
-            sent = 2 * spread.ring(part / spread.ranks)
-            plain, rounded = round(sent * element_bytes), round(sent * rounded_bytes)
-            total += LinkBytes(plain, plain, rounded, rounded)
+            total += _count_torchs(2 * spread.ring(part / spread.ranks), element_bytes, rounded_bytes)
     return total
 
 
@@ -90,6 +92,12 @@ class _Spread:
     def ring(self, part: float) -> float:
         """Return the elements that leave a host if a ring reduces a part for each rank."""
         return self.groups_of_host * (self.ranks - 1) * part if self.hosts > 1 else 0.0
+
+
+def _count_torchs(sent: float, element_bytes: int, rounded_bytes: int) -> LinkBytes:
+    """Count what torch reduces, also with ``register``."""
+    plain, rounded = round(sent * element_bytes), round(sent * rounded_bytes)
+    return LinkBytes(plain, plain, rounded, rounded)
 
 
 def _count_reduce_scatter(

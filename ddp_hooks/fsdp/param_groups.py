@@ -155,6 +155,11 @@ class ParamGroup:
         return self._inner.gradient_divide_factor is not None
 
     @property
+    def sums_alone(self) -> bool:
+        """Whether collectives have to add up, by ``set_force_sum_reduction_for_comms``, and FSDP2 divides."""
+        return bool(self._inner.force_sum_reduction_for_comms)
+
+    @property
     def widens(self) -> bool:
         """Whether FSDP2 widens the gradients of a pass from bfloat16 to float32, to reduce them."""
         inner = self._inner

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -93,7 +93,7 @@ class HostsOnDevice:
         self.by_position = torch.tensor(ranks_by_position(hosts), device=device)
 
     def close(self) -> None:
-        """Destroy both groups. Sends nothing."""
+        """Destroy both groups, which with NCCL waits for what is under way in them. Sends nothing."""
         for group in (self.within, self.between):
             with suppress(ValueError):  # torch has destroyed it
                 dist.destroy_process_group(group)
@@ -125,7 +125,7 @@ def open_routes(
     topologies: Mapping[str, Topology],
     groups: Mapping[str, Sequence[ParamGroup]],
     device: torch.device,
-    keep: Callable[[RuntimeError], None],
+    keep: Callable[[Exception], None],
 ) -> dict[str, Route]:
     """Open the routes of process groups, by name. Collective over the default process group.
 
@@ -147,29 +147,37 @@ def open_routes(
         ranks: (group._get_backend(device).name(), timeout_of(_place(group, device)))
         for name, group in process_groups.items()
         for ranks in wanted.get(name, ())
+        if dist.get_rank() in ranks
     }
     offers = settle(function, exchange_proposals(world, function, {}, own=like))
     # Torch requires every rank to make every group, in the same order. Timeouts are those of a group's last rank.
     everywhere = {ranks: how for own in offers for ranks, how in own.items()}
     made = {}
-    try:
+    with _kept(keep):
         for ranks, (backend, timeout) in sorted(everywhere.items()):
             made[ranks] = dist.new_group(list(ranks), timeout, backend, group_desc="ddp_hooks.fsdp", sort_ranks=False)
-    except RuntimeError as error:
-        keep(error)
     routes = {}
     for name, topology in ((name, topologies[name]) for name in process_groups):
         own = [made[ranks] for ranks in wanted.get(name, ()) if dist.get_rank() in ranks and ranks in made]
-        hosts = HostsOnDevice(own[0], own[1], topology.hosts, device) if len(own) > 1 else None
-        wide = None
+        hosts = wide = None
+        with _kept(keep):
+            if len(own) > 1:
+                hosts = HostsOnDevice(own[0], own[1], topology.hosts, device)
         # On hosts with different numbers of ranks, direct messages would send more than the sums of a ring.
         if groups[name] and (topology.counts_bytes or len(topology.hosts) == 1):
-            try:
+            with _kept(keep):
                 wide = WideGradients(open_small_group(groups[name][0], function), groups[name])
-            except RuntimeError as error:
-                keep(error)
         routes[name] = Route(wide, hosts)
     return routes
+
+
+@contextmanager
+def _kept(keep: Callable[[Exception], None]) -> Iterator[None]:
+    """Keep an error until every rank knows, because others wait for what this rank does next."""
+    try:
+        yield
+    except Exception as error:
+        keep(error)
 
 
 def _ranks_of_hosts(process_group: dist.ProcessGroup, hosts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

@@ -222,7 +222,7 @@ class _ServedGroup:
         try:
             # FSDP2 divides only by the ranks of a host, unless a divisor was set.
             local_ranks = None if self.group.divides_by_itself else max(len(self._ranks), 1)
-            self.over_hosts(shard, replace(participants, used=used), local_ranks)
+            self.over_hosts(shard, replace(participants, used=used), local_ranks, self.group.sums_alone)
         except LayoutsDiffer as error:
             who = [f"host {host}" for host in range(len(error.announced))]
             raise RuntimeError(self._describe(error.announced, who)) from None

@@ -655,14 +655,14 @@ def test_two_hosts_swap_what_they_have() -> None:
     assert (first["on neither"], second["on neither"]) == (0, 0)
 
 
-def average_large_numbers(rank: int, shape: tuple[int, int]) -> None:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("hosts", "local"))
+def average_large_numbers(rank: int, shape: tuple[int, int], device: str = "cpu") -> None:
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("hosts", "local"))
     half = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     draw = torch.Generator().manual_seed(rank)
     # Several of them add up to more than float16 holds, 65504; and small ones, which lose digits when divided.
     ranks = shape[0] * shape[1]
     large = 120000.0 / ranks  # all are divided by 2 first
-    gradient = torch.cat([torch.full((480,), large) + rank, torch.rand(480, generator=draw) * 1e-6])
+    gradient = torch.cat([torch.full((480,), large) + rank, torch.rand(480, generator=draw) * 1e-6]).to(device)
     results = []
     for policy in (None, ON, POLICIES["allreduce"]):
         model = fully_shard(Given(960), mesh=mesh if policy is None else mesh["local"], mp_policy=half)

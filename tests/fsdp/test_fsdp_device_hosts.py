@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from quick import thorough
-from test_fsdp import MIXED, Case, Given, blocks, local
+from test_fsdp import MIXED, Case, Given, average_large_numbers, blocks, local
 from test_fsdp_devices import ALL, make, memory_that_ends_late, optimizer_of, train
 from test_fsdp_hosts import LAYOUTS, on_hosts
 from test_fsdp_narrow import counts, train_both, without_sign_of_zeros
@@ -191,6 +191,10 @@ def dropped_shards(rank: int) -> None:
     case = Case(blocks, MixedPrecisionPolicy(reduce_dtype=torch.float32), prepare=lambda model: model.bfloat16())
     with memory_that_ends_late():
         train_over_hosts(case, rank, mesh, 3)
+
+
+def test_float16_holds_what_hsdp_holds() -> None:
+    run_pretended(4, 15, average_large_numbers, (2, 2), "pretend")
 
 
 def test_shards_are_kept_until_hosts_have_averaged_them() -> None:
