@@ -665,11 +665,11 @@ def average_large_numbers(rank: int, shape: tuple[int, int], device: str = "cpu"
     gradient = torch.cat([torch.full((480,), large) + rank, torch.rand(480, generator=draw) * 1e-6]).to(device)
     results = []
     for policy in (None, ON, POLICIES["allreduce"]):
-        model = fully_shard(Given(960), mesh=mesh if policy is None else mesh["local"], mp_policy=half)
+        model = fully_shard(Given(960).to(device), mesh=mesh if policy is None else mesh["local"], mp_policy=half)
         if policy is not None:
             fsdp.register(model, policy, mesh=mesh)
         model(gradient).backward()
-        results.append(local(model.weight.grad).clone())
+        results.append(local(model.weight.grad).cpu().clone())
     hsdp, *ours = results
     assert bool(hsdp.isfinite().all())
     for each in ours:

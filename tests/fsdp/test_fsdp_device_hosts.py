@@ -193,8 +193,13 @@ def dropped_shards(rank: int) -> None:
         train_over_hosts(case, rank, mesh, 3)
 
 
+def average_float16(rank: int) -> None:
+    with memory_that_ends_late():
+        average_large_numbers(rank, (2, 2), "pretend")
+
+
 def test_float16_holds_what_hsdp_holds() -> None:
-    run_pretended(4, 15, average_large_numbers, (2, 2), "pretend")
+    run_pretended(4, 15, average_float16)
 
 
 def test_shards_are_kept_until_hosts_have_averaged_them() -> None:
