@@ -38,6 +38,7 @@ STORAGE_GOES = [
     "free ../include/rtld-malloc.h:50 (ld-linux-x86-64.so.2+0x11785)",
     "__GI__dl_deallocate_tls ../elf/dl-tls.c:682 (ld-linux-x86-64.so.2+0x11785)",
 ]
+LETS_GROUP_GO = f"ddp_hooks::GroupReference<c10d::Backend>::let_go() ../csrc/agreement/group_reference.h:56 {OURS}"
 SHARED_GOES = (
     f"std::_Sp_counted_ptr_inplace<ddp_hooks::MaskInTransit, std::allocator<void> >::_M_dispose() <null> {OURS}"
 )
@@ -109,6 +110,11 @@ def race(freeing: list[str], using: list[str], kind: str = "data race") -> str:
             [*STORAGE_GOES, f"c10d::ProcessGroupGloo::~ProcessGroupGloo() <null> {TORCH}", SHARED_GOES],
             [CLEAR, CLEAR, f"at::impl::ThreadLocalPythonObjects::~ThreadLocalPythonObjects() <null> {TORCH}"],
             id="the storage of a worker that has ended",
+        ),
+        pytest.param(
+            [*STORAGE_GOES, "std::thread::detach() <null> (libstdc++.so.6+0xd4544)", LETS_GROUP_GO],
+            [CLEAR, CLEAR, f"at::impl::ThreadLocalPythonObjects::~ThreadLocalPythonObjects() <null> {TORCH}"],
+            id="the storage of another thread that has ended, where we start one",
         ),
     ],
 )

@@ -76,7 +76,7 @@ ACCESS = re.compile(r"^  (Previous )?(atomic )?(read|write) of size ", re.MULTIL
 # What ends the life of memory, or of a mutex or a condition that lies in it, as the innermost frame.
 FREES = re.compile(r" +#0 (operator delete(\[\])?\(|free |pthread_(cond|mutex)_destroy )")
 # What gives up the thread-local storage of a thread that has ended.
-FREES_STORAGE = re.compile(r" +#\d+ .*\b_dl_deallocate_tls .*\(ld-")
+FREES_STORAGE = re.compile(r" +#\d+ (__GI_)?_dl_deallocate_tls .*\(ld-")
 # What clears its tables before, in torch's own frames.
 DESTROYS_GROUP = re.compile(r" +#\d+ c10d::ProcessGroup::~ProcessGroup\(\) .*\(libtorch_")
 # Where torch gives up one of the objects that it counts: in the pointer, or in the destructor of such a class or of a
