@@ -172,8 +172,7 @@ class Tables(nn.Module):
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(64, 64) for _ in range(5))
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        x = torch.ones((), device=rows.device)
+    def forward(self, rows: torch.Tensor, x: torch.Tensor | float = 1.0) -> torch.Tensor:
         for table in self.tables:
             x = torch.tanh(x + table(rows))
         return x
@@ -187,23 +186,26 @@ def dropped_within_backward(rank: int, policy: ddp_hooks.Policy, users: int) -> 
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Tables().to("pretend"), bucket_cap_mb=0.001)
     register(ddp, policy, True)
-    *_, early = ddp.parameters()
+    late, *_, early = ddp.parameters()
     taken = []
 
-    def drop(_: torch.Tensor) -> None:
-        early.grad = None
-        taken.append(torch.full_like(early, 7.0))
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+        taken.append(torch.full_like(parameter, 7.0))
 
     # The first one's rows leave with the third bucket if masks are there by then, and this is the fourth.
     for parameter in list(ddp.parameters())[2:]:
         parameter.register_post_accumulate_grad_hook(lambda _: time.sleep(0.02))
-    list(ddp.parameters())[1].register_post_accumulate_grad_hook(drop)
+    list(ddp.parameters())[1].register_post_accumulate_grad_hook(lambda _: drop(early))
     for step in range(6):
+        # Its gradient is there after the module's, whose last bucket is then under way.
+        before = torch.ones((), device="pretend", requires_grad=True) * 1
+        before.register_hook(lambda _: drop(late))
         # Far from each other, so that they are packed.
         rows = [first + step + (rank + i) % dist.get_world_size() for first in (0, 30) for i in range(users)]
-        ddp(torch.tensor(rows, device="pretend")).square().mean().backward()
+        ddp(torch.tensor(rows, device="pretend"), before).square().mean().backward()
         ddp.zero_grad()
-    assert len(taken) == 6
+    assert len(taken) == 12
     assert all(bool((tensor == 7).all()) for tensor in taken)
 
 
