@@ -175,7 +175,7 @@ class Announcement:
 
 # The digest of a rank whose host holds gradients of different parameters.
 DIFFERS_IN_HOST = -1
-# If ranks exchange no digests, such a rank repeats this in place of its gradients: 16 bits which are a NaN in every
+# If ranks exchange no digests, such a rank repeats this in place of its gradients: 16 bits that are a NaN in every
 # dtype, but not one that arithmetic makes.
 _DIFFERS_IN_HOST_WORD = -11
 

@@ -42,6 +42,7 @@ _ATTRIBUTES = (
     "reduce_grads",
     "all_reduce_grads",
     "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
     "reduce_scatter_unused_params",
     "_reduce_scatter_comm",
     "_all_reduce_hook",
