@@ -163,8 +163,7 @@ void sum_contributions(const at::Tensor& packed, const std::vector<SliceSum>& su
     char* const to = reader.address();
     terms.clear();
     for (const Contribution& each : sum.contributions) terms.push_back(each.own ? to : received + each.offset);
-    cpu::sum_terms(to, terms.data(), terms.size(), sum.to.length, reader.type(), {sum.divisor, sum.divides},
-                   sum.adds_zero);
+    cpu::sum_terms(to, terms.data(), terms.size(), sum.to.length, reader.type(), 1 / sum.divisor, sum.adds_zero);
   }
 }
 

@@ -35,9 +35,8 @@ using Contributions = c10::SmallVector<Contribution, 2>;
 struct SliceSum {
   BorrowedSlice to;
   Contributions contributions;  // one at least, and at most one is `own`
-  double divisor = 1;
-  bool divides = false;    // each is divided; otherwise, and always on CUDA, it is multiplied with 1 / divisor
-  bool adds_zero = false;  // +0.0 is added at the end, so that -0.0 becomes +0.0
+  double divisor = 1;           // each is multiplied with 1 / divisor
+  bool adds_zero = false;       // +0.0 is added at the end, so that -0.0 becomes +0.0
 };
 
 // Each slice = its contributions, scaled one by one and added in their order, with each product and each sum rounded to

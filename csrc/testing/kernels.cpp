@@ -65,12 +65,12 @@ void bind_packing(py::module_& m) {
            py::arg("own") = false);
   py::class_<HeldSum>(m, "SliceSum")
       .def(py::init([](const at::Tensor& flat, int64_t offset, int64_t length,
-                       const std::vector<Contribution>& contributions, double divisor, bool divides, bool adds_zero) {
+                       const std::vector<Contribution>& contributions, double divisor, bool adds_zero) {
              const Contributions all(contributions.begin(), contributions.end());
-             return HeldSum{flat, {{nullptr, offset, length}, all, divisor, divides, adds_zero}};
+             return HeldSum{flat, {{nullptr, offset, length}, all, divisor, adds_zero}};
            }),
            py::arg("flat"), py::arg("offset"), py::arg("length"), py::arg("contributions"), py::arg("divisor") = 1,
-           py::arg("divides") = false, py::arg("adds_zero") = false);
+           py::arg("adds_zero") = false);
   m.def(
       "sum_contributions",
       [](const std::optional<at::Tensor>& packed, const std::vector<HeldSum>& sums) {

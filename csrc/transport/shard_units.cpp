@@ -121,7 +121,7 @@ void ShardUnits::sum(const at::Tensor& to, const at::Tensor& packed, const std::
       to.narrow(0, run_begin, end - run_begin).zero_();
     } else {
       const bool adds_zero = contributions.size() < cursors.size();
-      sums.push_back({{&to, run_begin, end - run_begin}, std::move(contributions), 1, false, adds_zero});
+      sums.push_back({{&to, run_begin, end - run_begin}, std::move(contributions), 1, adds_zero});
     }
     contributions.clear();
     run_begin = end;

@@ -412,7 +412,7 @@ def check_emulated_sum(case: Case) -> None:
 def test_sums_of_two_contributions_of_every_kind(dtype: torch.dtype, divisor: float) -> None:
     plan = [(length, pair) for pair in PAIRS for length in (0, 1, 37, 300)]
     for offset in range(0, 16 // dtype.itemsize, 3):
-        check_emulated_sum(make_case(dtype, plan, divisor, False, offset % 2 == 0, 5, offset, 8))
+        check_emulated_sum(make_case(dtype, plan, divisor, offset % 2 == 0, 5, offset, 8))
 
 
 @DTYPES
@@ -440,7 +440,7 @@ def test_sums_of_any_length_and_alignment(
     offset: int,
     seed: int,
 ) -> None:
-    check_emulated_sum(make_case(dtype, with_own(plan), divisor, False, adds_zero, seed, offset, 8))
+    check_emulated_sum(make_case(dtype, with_own(plan), divisor, adds_zero, seed, offset, 8))
 
 
 def test_many_sums_take_few_launches() -> None:
@@ -454,10 +454,10 @@ def test_many_sums_take_few_launches() -> None:
         (most_terms // 4 + 1, 4, 2),
         (3, most_terms, 3),
     ):
-        case = make_case(torch.float32, [(2, [OWN, *[PACKED] * (terms - 1)])] * count, 2.0, False, False, 1, 0, 8)
+        case = make_case(torch.float32, [(2, [OWN, *[PACKED] * (terms - 1)])] * count, 2.0, False, 1, 0, 8)
         assert testing.emulate_sum_contributions(case.buffer, case.sums)[0] == launches
         assert_sum(case)
-    case = make_case(torch.float32, [(2, [PACKED] * (most_terms + 1))], 2.0, False, False, 1, 0, 8)
+    case = make_case(torch.float32, [(2, [PACKED] * (most_terms + 1))], 2.0, False, 1, 0, 8)
     with pytest.raises(RuntimeError, match="a slice has more contributions than a launch holds"):
         testing.emulate_sum_contributions(case.buffer, case.sums)
 

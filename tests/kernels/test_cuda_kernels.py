@@ -313,7 +313,7 @@ def test_sums_of_contributions(dtype: torch.dtype, divisor: float, terms: int, s
             kinds = [PACKED] * terms
             kinds[rng.randrange(terms)] = rng.choice([OWN, PACKED])
             plan.append((rng.choice([0, 1, 3, 64, 257, rng.randrange(3000)]), kinds))
-        case = make_case(dtype, plan, divisor, False, offset % 2 == 0, offset, offset, 8)
+        case = make_case(dtype, plan, divisor, offset % 2 == 0, offset, offset, 8)
         flat = torch.zeros(case.flat.numel() + offset, dtype=dtype, device="cuda")[offset:]
         flat.view(WORDS[dtype]).copy_(case.flat.view(WORDS[dtype]))
         testing.sum_contributions(case.buffer.cuda(), case.sums_on(flat))

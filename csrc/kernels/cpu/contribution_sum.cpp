@@ -4,7 +4,6 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "kernels/cpu/addition.h"
 #include "kernels/cpu/elements.h"
@@ -23,24 +22,6 @@ struct Product {
     return static_cast<T>(static_cast<typename Arithmetic<T>::Wide>(number) * factor);
   }
 };
-template <typename T>
-struct Quotient {
-  typename Arithmetic<T>::Wide divisor;
-  DDP_HOOKS_ALWAYS_INLINE T operator()(T number) const {
-    return static_cast<T>(static_cast<typename Arithmetic<T>::Wide>(number) / divisor);
-  }
-};
-
-template <typename T, typename Act>
-void with_scale(const Scaling& scaling, const Act& act) {
-  using Wide = typename Arithmetic<T>::Wide;
-  const auto divisor = static_cast<Wide>(scaling.divisor);
-  if (!scaling.divides) return act(Product<T>{static_cast<Wide>(1 / scaling.divisor)});
-  int exponent = 0;
-  // The reciprocal of a power of two is exact, so the product is the quotient, several times as fast.
-  if (std::frexp(divisor, &exponent) == Wide{0.5}) return act(Product<T>{1 / divisor});
-  act(Quotient<T>{divisor});
-}
 
 template <typename T, typename ElementAt>
 DDP_HOOKS_ALWAYS_INLINE void fill_in_loop(char* to, int64_t numel, const ElementAt& element_at) {
@@ -66,60 +47,55 @@ void fill(char* to, int64_t numel, const ElementAt& element_at) {
 // These three add `last` at the end: +0.0, or -0.0, which changes nothing.
 
 template <typename T>
-void scale_one(char* to, const char* term, int64_t numel, const Scaling& scaling, T last) {
-  with_scale<T>(scaling, [&](auto scale) {
-    fill<T>(to, numel, [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(scale(load_element<T>(term, i)), last); });
+void scale_one(char* to, const char* term, int64_t numel, Product<T> scale, T last) {
+  fill<T>(to, numel, [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA { return add(scale(load_element<T>(term, i)), last); });
+}
+
+template <typename T>
+void add_two(char* to, const char* a, const char* b, int64_t numel, Product<T> scale, T last) {
+  fill<T>(to, numel, [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA {
+    return add(add_terms(scale(load_element<T>(a, i)), scale(load_element<T>(b, i))), last);
   });
 }
 
 template <typename T>
-void add_two(char* to, const char* a, const char* b, int64_t numel, const Scaling& scaling, T last) {
-  with_scale<T>(scaling, [&](auto scale) {
-    fill<T>(to, numel, [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA {
-      return add(add_terms(scale(load_element<T>(a, i)), scale(load_element<T>(b, i))), last);
-    });
+void add_one_more(char* to, const char* sums, const char* term, int64_t numel, Product<T> scale, T last) {
+  fill<T>(to, numel, [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA {
+    return add(add_terms(load_element<T>(sums, i), scale(load_element<T>(term, i))), last);
   });
 }
 
 template <typename T>
-void add_one_more(char* to, const char* sums, const char* term, int64_t numel, const Scaling& scaling, T last) {
-  with_scale<T>(scaling, [&](auto scale) {
-    fill<T>(to, numel, [=](int64_t i) DDP_HOOKS_INLINE_LAMBDA {
-      return add(add_terms(load_element<T>(sums, i), scale(load_element<T>(term, i))), last);
-    });
-  });
-}
-
-template <typename T>
-void sum(char* to, const char* const* terms, size_t count, int64_t numel, const Scaling& scaling, bool adds_zero) {
+void sum(char* to, const char* const* terms, size_t count, int64_t numel, double factor, bool adds_zero) {
   constexpr auto kElementBytes = static_cast<int64_t>(sizeof(T));
+  const Product<T> scale{static_cast<typename Arithmetic<T>::Wide>(factor)};
   const T nothing = static_cast<T>(-0.0f);
   const T last = adds_zero ? static_cast<T>(0.0f) : nothing;
-  if (count == 1) return scale_one<T>(to, terms[0], numel, scaling, last);
-  if (count == 2) return add_two<T>(to, terms[0], terms[1], numel, scaling, last);
+  if (count == 1) return scale_one<T>(to, terms[0], numel, scale, last);
+  if (count == 2) return add_two<T>(to, terms[0], terms[1], numel, scale, last);
   alignas(64) char sums[kBlockBytes];
   for (int64_t begin = 0; begin < numel; begin += kBlockBytes / kElementBytes) {
     const int64_t length = std::min(numel - begin, kBlockBytes / kElementBytes);
     const auto from_here = [&](size_t i) { return terms[i] + begin * kElementBytes; };
-    add_two<T>(sums, from_here(0), from_here(1), length, scaling, nothing);
-    for (size_t i = 2; i + 1 < count; ++i) add_one_more<T>(sums, sums, from_here(i), length, scaling, nothing);
-    add_one_more<T>(to + begin * kElementBytes, sums, from_here(count - 1), length, scaling, last);
+    add_two<T>(sums, from_here(0), from_here(1), length, scale, nothing);
+    for (size_t i = 2; i + 1 < count; ++i) add_one_more<T>(sums, sums, from_here(i), length, scale, nothing);
+    add_one_more<T>(to + begin * kElementBytes, sums, from_here(count - 1), length, scale, last);
   }
 }
 
 }  // namespace
 
-void sum_terms(char* to, const char* const* terms, size_t count, int64_t numel, ElementType type,
-               const Scaling& scaling, bool adds_zero) {
+void sum_terms(char* to, const char* const* terms, size_t count, int64_t numel, ElementType type, double factor,
+               bool adds_zero) {
   switch (type) {
     case ElementType::kFloat32:
-      return sum<float>(to, terms, count, numel, scaling, adds_zero);
+      return sum<float>(to, terms, count, numel, factor, adds_zero);
     case ElementType::kFloat64:
-      return sum<double>(to, terms, count, numel, scaling, adds_zero);
+      return sum<double>(to, terms, count, numel, factor, adds_zero);
     case ElementType::kFloat16:
-      return sum<c10::Half>(to, terms, count, numel, scaling, adds_zero);
+      return sum<c10::Half>(to, terms, count, numel, factor, adds_zero);
     case ElementType::kBFloat16:
-      return sum<c10::BFloat16>(to, terms, count, numel, scaling, adds_zero);
+      return sum<c10::BFloat16>(to, terms, count, numel, factor, adds_zero);
   }
 }
 

@@ -14,15 +14,9 @@
 
 namespace ddp_hooks::cpu {
 
-// As copy_divided or copy_scaled with the reciprocal would.
-struct Scaling {
-  double divisor = 1;
-  bool divides = false;
-};
-
-// to[i] = terms[0][i] scaled + terms[1][i] scaled + ..., and where `adds_zero`, + 0.0. There is a term at least. One
-// may lie in `to` itself; the others do not overlap it.
-void sum_terms(char* to, const char* const* terms, size_t count, int64_t numel, ElementType type,
-               const Scaling& scaling, bool adds_zero);
+// to[i] = factor * terms[0][i] + factor * terms[1][i] + ..., and where `adds_zero`, + 0.0. There is a term at least.
+// One may lie in `to` itself; the others do not overlap it.
+void sum_terms(char* to, const char* const* terms, size_t count, int64_t numel, ElementType type, double factor,
+               bool adds_zero);
 
 }  // namespace ddp_hooks::cpu
