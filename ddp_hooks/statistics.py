@@ -52,7 +52,7 @@ class Statistics:
         accumulated_steps: steps whose gradients are sums of several backward passes on this rank, all but the last
             under ``no_sync()``. Such sums have more bits than the gradients of one pass under autocast.
         buckets_whole: buckets sent whole.
-        buckets_packed: buckets that were sent in part.
+        buckets_packed: buckets that were sent in part, or with parameters divided into rows.
         buckets_skipped: buckets that were not sent.
         messages: collectives that carried gradients.
         dense_bytes: bytes that plain DDP would have all-reduced, for the parameters in the module's Reducer. Bytes.

@@ -107,14 +107,14 @@ def make_reduction_plan(
     layout: LayoutOfBuckets,
     agreed: UsageMask,
     settings: PlanSettings,
-    held: UsageMask | None = None,
+    divided: UsageMask | None = None,
     by_rank: Sequence[UsageMask] = [],
 ) -> list[BucketPlan]: ...
 def plan_bucket_by_bucket(
     layout: LayoutOfBuckets,
     agreed: UsageMask,
     settings: PlanSettings,
-    held: UsageMask | None = None,
+    divided: UsageMask | None = None,
     by_rank: Sequence[UsageMask] = [],
 ) -> list[BucketPlan]: ...
 
@@ -186,7 +186,6 @@ class SliceSum:
         length: int,
         contributions: Sequence[Contribution],
         divisor: float = 1,
-        divides: bool = False,
         adds_zero: bool = False,
     ) -> None: ...
 

@@ -73,6 +73,8 @@ bool UnitsOfStep::is_chosen(const ParameterSlice& slice, const UsageMask& agreed
   return chosen_.divided.test(slice.parameter) || (chosen_.whole && slice.length > 0 && agreed.test(slice.parameter));
 }
 
+// Starts exchanges as soon as scans have answered. The first buckets are settled at once, later ones a bucket later,
+// and all of them at the end if ranks use different parameters (bucket_pipeline.h).
 void UnitsOfStep::advance(uint32_t ready, UsageMask& local, UsageMask& agreed, const Settled& settled) {
   pipeline_.advance(
       ready, ready + 1 == step_.layout.buckets.size(),
@@ -100,7 +102,8 @@ void UnitsOfStep::scan(uint32_t index, uint32_t ready, const at::Tensor& flat, c
     const bool detached = step_.views.is_detached(parameter);
     const bool has_gradient =
         !step_.shadow && (step_.views.has_gradient(parameter) || (!detached && local.test(parameter)));
-    // A divided gradient is written to. Where this rank has none, the Reducer makes one of the view.
+    // A divided gradient is .grad itself, to be written to; or, if others share its memory or this rank has none, the
+    // filled view, which the Reducer copies into .grad.
     at::Tensor elsewhere;
     if (detached && gradient.is_divided && !step_.shadow) {
       elsewhere = step_.views.find_own_or_fill(parameter);

@@ -328,16 +328,20 @@ bool BackwardPass::has_yet_to_send(uint32_t bucket) const {
   });
 }
 
+// Called by `UnitsOfStep::advance` with each bucket whose units are agreed on. What is divided into units gets a place
+// of its own behind those of the buckets: `.grad`, where it is read and written.
 std::vector<double> BackwardPass::send_settled(const SettledUnits& settled) {
   Step& step = *step_;
   const size_t bucket_count = layout_->buckets.size();
   std::vector<GradientToSend> gradients;
   Places divided;
-  for (const auto& [parameter, offset, gradient, units, is_divided] : settled.gradients) {
-    const Stretch in_bucket{settled.bucket, offset, units.slice_length};
-    const Stretch by_itself{bucket_count + divided.size(), 0, units.slice_length};
-    gradients.push_back({is_divided ? by_itself : in_bucket, units});
-    if (is_divided) divided.push_back({gradient.flat, gradient.offset, step.divisor, views_.is_divided(parameter)});
+  for (const GradientInUnits& of : settled.gradients) {
+    const Stretch in_bucket{settled.bucket, of.offset, of.units.slice_length};
+    const Stretch by_itself{bucket_count + divided.size(), 0, of.units.slice_length};
+    gradients.push_back({of.is_divided ? by_itself : in_bucket, of.units});
+    if (!of.is_divided) continue;
+    const bool divides = views_.is_averaged_by_division(of.parameter);
+    divided.push_back({of.gradient.flat, of.gradient.offset, step.divisor, divides});
   }
   BucketPlan plan =
       std::move(step.planner->plan(settled.bucket, {std::move(gradients)}, settled.used, settled.contributors).front());
@@ -478,13 +482,13 @@ void BackwardPass::choose_units(const AgreedUsage& usage, int64_t step_number) {
 }
 
 void BackwardPass::plan_parameters(const UsageMask& to_send, const Contributors& who) {
-  const UsageMask held = step_->units ? step_->units->chosen().divided : prologue_->agreement().nothing();
-  const PlanCache::Key key{to_send, held, who, step_->settings.direct.transports.coded};
+  const UsageMask divided = step_->units ? step_->units->chosen().divided : prologue_->agreement().nothing();
+  const PlanCache::Key key{to_send, divided, who, step_->settings.direct.transports.coded};
   step_->plan = plans_.find(key);
   (step_->plan ? statistics_.plan_cache_hits : statistics_.plan_cache_misses) += 1;
   if (step_->plan) return;
   RECORD_FUNCTION("ddp_hooks::plan", std::vector<c10::IValue>());
-  step_->plan = std::make_shared<ReductionPlan>(make_reduction_plan(*layout_, to_send, held, who, step_->settings));
+  step_->plan = std::make_shared<ReductionPlan>(make_reduction_plan(*layout_, to_send, divided, who, step_->settings));
   plans_.insert(key, step_->plan);
 }
 

@@ -217,6 +217,7 @@ Transports choose_transports(const std::vector<DirectPart>& stretches, int64_t e
     double leaving_sent = 0;
     double sent = 0;
   };
+  // On two ranks: uncoded, a broadcast if one contributes, and an all-reduce if both do; coded, always a broadcast.
   const auto outcome = [&](const Transports& transports) {
     Outcome of;
     std::vector<DirectPart> leaving;

@@ -24,7 +24,7 @@ class PlanCache {
   // Apart from the settings: `coded` is what messages are expected to take.
   struct Key {
     UsageMask agreed;
-    UsageMask held;
+    UsageMask divided;
     Contributors contributors;
     std::optional<CodedParts> coded;
     bool operator==(const Key& other) const = default;
@@ -41,7 +41,7 @@ class PlanCache {
   };
   struct KeyHash {
     size_t operator()(const Key& key) const {
-      return key.agreed.hash() ^ (key.held.hash() << 1) ^ (key.contributors.hash() << 2);
+      return key.agreed.hash() ^ (key.divided.hash() << 1) ^ (key.contributors.hash() << 2);
     }
   };
 

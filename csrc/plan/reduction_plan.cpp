@@ -154,6 +154,7 @@ std::vector<BucketPlan> Planner::plan(uint32_t first, const std::vector<std::vec
       }
     }
     add_runs(first + static_cast<uint32_t>(b), runs, plan);
+    // The bucket's other gradients may be in another plan.
     if (has_divided) plan.disposition = Disposition::kPacked;
   }
   for (const Group& group : groups) {
@@ -181,7 +182,7 @@ void Planner::add_runs(uint32_t bucket, const std::vector<Stretch>& runs, Bucket
     if (!is_bucket(gap)) return false;
     const std::vector<ParameterSlice> slices = parameters_in(layout, gap);
     return std::none_of(slices.begin(), slices.end(),
-                        [&](const ParameterSlice& slice) { return held_.test(slice.parameter); }) &&
+                        [&](const ParameterSlice& slice) { return divided_.test(slice.parameter); }) &&
            std::none_of(plan.not_reduced.begin(), plan.not_reduced.end(),
                         [&](const DirectPart& part) { return part.offset < gap.end() && gap.offset < part.end(); });
   };
@@ -249,13 +250,13 @@ std::vector<GradientToSend> whole_gradients(uint32_t bucket, const LayoutOfBucke
   return gradients;
 }
 
-ReductionPlan make_reduction_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& held,
+ReductionPlan make_reduction_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& divided,
                                   const Contributors& contributors, const PlanSettings& settings) {
   const UsageMask none(layout.parameter_count);
   ReductionPlan plan{{}, none, none, none};
   std::vector<std::vector<GradientToSend>> gradients;
   for (uint32_t b = 0; b < layout.buckets.size(); ++b) gradients.push_back(whole_gradients(b, layout, agreed));
-  plan.buckets = Planner(layout, held, settings).plan(0, gradients, agreed, contributors);
+  plan.buckets = Planner(layout, divided, settings).plan(0, gradients, agreed, contributors);
   const auto set = [&](const Stretch& stretch, UsageMask& mask) {
     for (const ParameterSlice& slice : parameters_in(layout.buckets[stretch.place], stretch)) {
       if (agreed.test(slice.parameter)) mask.set(slice.parameter);

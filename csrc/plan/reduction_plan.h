@@ -80,9 +80,9 @@ struct GradientToSend {
 // Packed messages stay open from one call to the next, but for those with divided gradients.
 class Planner {
  public:
-  // `held`: parameters that travel otherwise, so that no gap may hold one.
-  Planner(const LayoutOfBuckets& layout, const UsageMask& held, const PlanSettings& settings)
-      : layout_(layout), held_(held), settings_(settings) {}
+  // `divided`: parameters that travel otherwise, so that no gap may hold one.
+  Planner(const LayoutOfBuckets& layout, const UsageMask& divided, const PlanSettings& settings)
+      : layout_(layout), divided_(divided), settings_(settings) {}
 
   // Of the buckets from `first` on, by bucket, in the order in which the gradients lie; divided ones only one bucket at
   // a time. Buckets come in order, each once; after the last one every message has been closed.
@@ -99,7 +99,7 @@ class Planner {
   void close(bool all, BucketPlan& plan);
 
   const LayoutOfBuckets& layout_;
-  const UsageMask held_;
+  const UsageMask divided_;
   const PlanSettings settings_;
   // In order of their first stretch. A handful at most: one for each dtype and device.
   std::vector<Message> open_;
@@ -118,7 +118,7 @@ struct ReductionPlan {
 
 // Of parameters that are a unit each. Packed messages leave with the last bucket that adds to them instead of with the
 // last of all. `contributors`: of parameters.
-ReductionPlan make_reduction_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& held,
+ReductionPlan make_reduction_plan(const LayoutOfBuckets& layout, const UsageMask& agreed, const UsageMask& divided,
                                   const Contributors& contributors, const PlanSettings& settings);
 
 // The buckets that a message has parts of, ascending; divided gradients are those of the bucket `of_divided`.

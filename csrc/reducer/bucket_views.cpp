@@ -157,7 +157,7 @@ void BucketViews::note_gradients() {
   }
 }
 
-bool BucketViews::is_divided(size_t parameter) const {
+bool BucketViews::is_averaged_by_division(size_t parameter) const {
   const at::Tensor& variable = reducer_.parameters()[parameter];
   // On CUDA, and complex numbers anywhere, ATen divides by a number by multiplying with its reciprocal. Batches are
   // divided as flat buckets of real numbers.

@@ -65,7 +65,7 @@ class BucketViews {
   // Whether plain DDP divides this gradient by n, which it does where it lies in the bucket already. While it copies,
   // it multiplies with 1/n, which differs in the last bit unless n is a power of two. Where a pass was not announced,
   // what was noted last counts.
-  bool is_divided(size_t parameter) const;
+  bool is_averaged_by_division(size_t parameter) const;
 
  private:
   struct Entry {

@@ -105,29 +105,30 @@ void bind_plans(py::module_& m) {
       .def_readonly("direct", &BucketPlan::direct)
       .def_readonly("messages_touching", &BucketPlan::messages_touching)
       .def_readonly("disposition", &BucketPlan::disposition);
-  const auto or_nothing = [](const LayoutOfBuckets& layout, const std::optional<UsageMask>& held) {
-    return held.value_or(UsageMask(layout.parameter_count));
+  const auto or_nothing = [](const LayoutOfBuckets& layout, const std::optional<UsageMask>& divided) {
+    return divided.value_or(UsageMask(layout.parameter_count));
   };
   m.def(
       "make_reduction_plan",
       [or_nothing](const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings,
-                   const std::optional<UsageMask>& held, const std::vector<UsageMask>& by_rank) {
-        return make_reduction_plan(layout, agreed, or_nothing(layout, held), Contributors(by_rank), settings).buckets;
+                   const std::optional<UsageMask>& divided, const std::vector<UsageMask>& by_rank) {
+        return make_reduction_plan(layout, agreed, or_nothing(layout, divided), Contributors(by_rank), settings)
+            .buckets;
       },
-      py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("held") = py::none(),
+      py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("divided") = py::none(),
       py::arg("by_rank") = std::vector<UsageMask>());
   m.def(
       "plan_bucket_by_bucket",
       [or_nothing](const LayoutOfBuckets& layout, const UsageMask& agreed, const PlanSettings& settings,
-                   const std::optional<UsageMask>& held, const std::vector<UsageMask>& by_rank) {
-        Planner planner(layout, or_nothing(layout, held), settings);
+                   const std::optional<UsageMask>& divided, const std::vector<UsageMask>& by_rank) {
+        Planner planner(layout, or_nothing(layout, divided), settings);
         std::vector<BucketPlan> plans;
         for (uint32_t b = 0; b < layout.buckets.size(); ++b) {
           plans.push_back(planner.plan(b, {whole_gradients(b, layout, agreed)}, agreed, Contributors(by_rank)).front());
         }
         return plans;
       },
-      py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("held") = py::none(),
+      py::arg("layout"), py::arg("agreed"), py::arg("settings"), py::arg("divided") = py::none(),
       py::arg("by_rank") = std::vector<UsageMask>());
 
   // Of the divided gradients of a bucket: the all-reduced messages and the others; and by gradient how many elements

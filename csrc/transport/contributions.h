@@ -21,7 +21,7 @@ struct Place {
   at::Tensor flat;     // undefined where a message has none
   int64_t offset = 0;  // where a stretch would begin at offset 0
   double divisor = 1;
-  bool divides = false;  // as plain DDP does, see BucketViews::is_divided
+  bool divides = false;  // as plain DDP does, see BucketViews::is_averaged_by_division
 
   BorrowedSlice slice(const Stretch& stretch) const { return {&flat, offset + stretch.offset, stretch.length}; }
 };

@@ -208,7 +208,7 @@ void MessageSender::copy_into_bucket(const StepInFlight& step, const BucketLayou
       gradient = take_gradient(step, slice.parameter);
       treatment = gradient.defined() ? Treatment::kGather : Treatment::kScale;
     }
-    const bool divides = views_.is_divided(slice.parameter);
+    const bool divides = views_.is_averaged_by_division(slice.parameter);
     if (!run.takes(slice.offset, treatment, divides)) {
       run.make_ready(flat, divisor);
       run = {slice.offset, slice.offset, treatment, divides, {}};
@@ -224,7 +224,8 @@ void MessageSender::copy_into_bucket_early(StepInFlight& step, size_t parameter)
   const at::Tensor gradient = views_.find(parameter);
   if (!gradient.defined()) return;
   const double divisor = step.plan->coded.test(parameter) ? 1 : step.divisor;
-  gather(views_.place(parameter), {{&gradient, 0, gradient.numel()}}, divisor, views_.is_divided(parameter));
+  gather(views_.place(parameter), {{&gradient, 0, gradient.numel()}}, divisor,
+         views_.is_averaged_by_division(parameter));
   step.copied_early.set(parameter);
 }
 
@@ -290,7 +291,8 @@ void MessageSender::send_packed(const std::shared_ptr<StepInFlight>& step, const
     for (const ParameterSlice& part : parameters_in(layout.buckets[stretch.place], stretch)) {
       const at::Tensor gradient = take_gradient(*step, part.parameter);
       const at::Tensor& flat = gradient.defined() ? gradients.emplace_back(gradient) : place.flat;
-      add({&flat, gradient.defined() ? 0 : part.offset, part.length}, step->divisor, views_.is_divided(part.parameter));
+      add({&flat, gradient.defined() ? 0 : part.offset, part.length}, step->divisor,
+          views_.is_averaged_by_division(part.parameter));
     }
   }
   const at::Tensor packed = staging_.take(*step, message.numel, places->front().flat.options());

@@ -3,7 +3,7 @@
 //
 // Nothing waits in here: a message's completion counts it off on the buckets that it carries slices of.
 // Thread-safety: the engine locks; completions run in the process group's threads.
-// Every rank must agree on: the plan, the agreed mask, the factor.
+// Every rank must agree on: the plan, the agreed mask.
 #pragma once
 
 #include <cstdint>
