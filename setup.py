@@ -261,16 +261,19 @@ def planted_defects(group: list[torches.Torch]) -> list[Extension]:
 
 
 def for_tests(group: list[torches.Torch]) -> list[Extension]:
-    """Describe what only tests load: what asks the extension's parts, a stand-in for CUDA's driver, a pretended device.
+    """Describe what only tests load.
 
-    The device (tests/pretend/queues.h) is written for the inside of one torch.
+    That is what asks the extension's parts, a stand-in for CUDA's driver, groups with emulated ranks, and a pretended
+    device. The device (tests/pretend/queues.h) is written for the inside of one torch.
     """
     found = [python_extension("ddp_hooks_testing", group)]
     flags = ["-O1", "-w", "-UNDEBUG"]
     emulation = CSRC / "testing" / "emulation.cpp"
-    # It includes nothing of torch, so one is enough.
-    if group is GROUPS[0] and (driver := ROOT / "tests" / "kernels" / "stand_in_driver.cpp").exists():
-        found.append(Extension("ddp_hooks_testing._driver", group, [(driver, flags)]))
+    if group is GROUPS[0]:
+        # One file includes nothing of torch, and the others are used with one torch only.
+        for name, pattern in (("_driver", "kernels/stand_in_driver.cpp"), ("_emulated", "emulated/*.cpp")):
+            if paths := sorted((ROOT / "tests").glob(pattern)):
+                found.append(Extension(f"ddp_hooks_testing.{name}", group, [(path, flags) for path in paths]))
     folder = ROOT / "tests" / "pretend"
     if folder.exists() and not sanitizer_flags() and group[0].version.startswith("2.13."):
         sources = [(path, [*flags, f"-I{folder}"]) for path in [*sorted(folder.glob("*.cpp")), emulation]]

@@ -30,7 +30,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools import harness, shapes, tables, testbed, virtual_time
+from tools import harness, shaped_model, shapes, tables, testbed, virtual_time
 
 PLAIN, ORACLE = "plain", "oracle"
 AT_ONCE = "opens at once"
@@ -44,9 +44,6 @@ VARIANTS = (
     "skip_unused:frozen",
     "auto:frozen",
 )
-# Operations per second, and samples of a rank's batch: tokens or images.
-OPERATIONS = {"gpt2": 400e12, "resnet50": 130e12}
-SAMPLES = {"gpt2": {"gpu": 32768, "launch": 1024}, "resnet50": {"gpu": 256, "launch": 8}}
 GBITS = (100, 400)
 EXCHANGE_SECONDS, LATE_SECONDS = 0.3e-3, 0.2e-3
 # By then DDP has rebuilt its buckets. And what is adaptive has looked at samples, and not yet at values.
@@ -59,7 +56,6 @@ def trace_steps(shape: str, variant: str) -> None:
     import pretend  # noqa: F401, makes torch know the device
     import torch
     import torch.distributed as dist
-    from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     from tuned import with_settings
 
@@ -76,44 +72,9 @@ def trace_steps(shape: str, variant: str) -> None:
         for _ in range(launches):
             _pretend.work(max(costs["kernel"], seconds / launches))
 
-    class Run(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, layer: shapes.Layer, samples: int, *weights: torch.Tensor) -> Any:
-            ctx.layer, ctx.seconds, ctx.weights = layer, layer.operations * samples / OPERATIONS[shape], weights
-            run_kernels(layer.launches, ctx.seconds)
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-            # Of a frozen layer only what leads to its input.
-            needed = ctx.needs_input_grad[3:]
-            parts = 1 if needed and not any(needed) else 2
-            run_kernels(parts * ctx.layer.launches, parts * ctx.seconds)
-            gradients = [
-                torch.empty_like(weight) if need else None for weight, need in zip(ctx.weights, needed, strict=True)
-            ]
-            return gradient, None, None, *gradients
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kinds = list(shapes.LAYERS[shape]())
-            self.layers = nn.ModuleList(
-                nn.ParameterList(torch.empty(size) for size in layer.parameters) for layer in self.kinds
-            )
-
-        def freeze(self) -> None:
-            for layer, is_frozen in zip(self.layers, shapes.half_frozen(self.kinds), strict=True):
-                layer.requires_grad_(not is_frozen)
-
-        def forward(self, x: torch.Tensor, samples: int) -> torch.Tensor:
-            for kind, layer in zip(self.kinds, self.layers, strict=True):
-                x = Run.apply(x, kind, samples, *layer)
-            return x
-
     name, _, case = variant.partition(":")
     policy, _, opening = name.partition(", ")
-    model = Model().to("pretend")
+    model = shaped_model.Model(shape, run_kernels).to("pretend")
     if policy == ORACLE:
         model.freeze()
     is_plain = policy in (PLAIN, ORACLE)
@@ -122,7 +83,7 @@ def trace_steps(shape: str, variant: str) -> None:
     if not is_plain:
         ddp_hooks.register(ddp, with_settings(policy, opening_bytes=0) if opening else policy)
     x = torch.zeros((), device="pretend", requires_grad=True)
-    sizes = SAMPLES[shape]
+    sizes = shaped_model.SAMPLES[shape]
     rows = []
     for step in range(WARM_UP + len(sizes)):
         if case == "frozen" and step == FROZEN_FROM:

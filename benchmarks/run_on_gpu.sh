@@ -6,7 +6,7 @@
 # used if they are there.
 #
 #   benchmarks/run_on_gpu.sh                     # everything but sanitize
-#   benchmarks/run_on_gpu.sh install kernels     # some of: install smoke memory step hook fuzz kernels sanitize
+#   benchmarks/run_on_gpu.sh install kernels     # some of: install smoke memory link step hook fuzz kernels sanitize
 #   benchmarks/run_on_gpu.sh --device pretend    # rehearses it without a GPU, on the device in tests/pretend/
 #
 # OUT: folder for results and the log (benchmarks/results). PYTHON: the interpreter (python3). WORKERS: how many tests at
@@ -26,7 +26,7 @@ if [ "${1:-}" = --device ]; then
   shift 2
 fi
 STAGES=("$@")
-[ ${#STAGES[@]} -eq 0 ] && STAGES=(install smoke memory step hook fuzz kernels)
+[ ${#STAGES[@]} -eq 0 ] && STAGES=(install smoke memory link step hook fuzz kernels)
 mkdir -p "$OUT"
 : >"$LOG"
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
@@ -120,6 +120,14 @@ stage_memory() {
     run "memory_$ranks" 30 "$PYTHON" benchmarks/gpu_smoke.py --device "$DEVICE" --out "$OUT" --parts memory --ranks $ranks \
       --name "gpu_memory_${ranks}_$DEVICE"
   done
+}
+
+# On the pretended device, times mean nothing.
+stage_link() {
+  needs_tests
+  local rehearsal=()
+  [ "$DEVICE" = pretend ] && rehearsal=(--shapes resnet50 --rounds 1)
+  TAIL=90 run link 150 "$PYTHON" benchmarks/emulated_link.py --device "$DEVICE" --out "$OUT" "${rehearsal[@]}"
 }
 
 # On the pretended device counts take the place of times.

@@ -58,3 +58,18 @@ def test_the_script_gives_the_same_again(tmp_path: Path) -> None:
         for name, value in before.items():
             # Plain DDP fills in zeros in any order.
             assert ours[name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-3)), name
+
+
+@pytest.mark.thorough
+def test_emulated_ranks(tmp_path: Path) -> None:
+    """What a real GPU does with links that are emulated runs on the pretended device too, where times mean nothing."""
+    script = harness.BENCHMARKS / "emulated_link.py"
+    command = [sys.executable, str(script), "--device", "pretend", "--shapes", "resnet50", "--rounds", "1"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads((tmp_path / "emulated_link_pretend.json").read_text())["rows"]
+    assert len({(row["link"], row["bound by"], row["variant"]) for row in rows}) == len(rows) == 4 * 2 * 10
+    # Exchanges of masks take half a millisecond, and the host waits for what backward has left of that.
+    waits = {row["variant"]: row["mask_wait_ms"] for row in rows}
+    assert waits["plain"] == 0
+    assert all(0 <= wait < 1e3 for wait in waits.values())

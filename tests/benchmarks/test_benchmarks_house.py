@@ -22,6 +22,8 @@ EXCEPTIONS = {
     "ddp_hooks._C": "has the kernels, which are measured without what Python puts around them",
     "ddp_hooks_testing._C": "has those that the package runs within a step only",
     "ddp_hooks_testing._pretend": "counts what the pretended device is asked to do, which only it knows",
+    "ddp_hooks_testing._emulated": "has the groups whose other ranks are emulated",
+    "control_groups._open_group": "makes the groups for masks, in place of which emulated ones are made",
     "torch.cuda._sleep": "keeps the device busy, which nothing public does",
     "torch._foreach_copy_": "is the fastest copy there is, to compare with",
     "dist._broadcast_coalesced": "is how DDP itself sends parameters, to compare with",
