@@ -102,7 +102,7 @@ std::vector<Planner::Group> Planner::groups_of(uint32_t first,
   return groups;
 }
 
-// What of a group need not go round a ring.
+// What of a group need not go round a ring: of two hosts, if nothing is coded, what one of them contributes.
 Transports Planner::choose(const Group& group, const UsageMask& used, const Contributors& contributors) const {
   DirectSettings settings = settings_.direct;
   Transports& allowed = settings.transports;
@@ -139,6 +139,7 @@ std::vector<BucketPlan> Planner::plan(uint32_t first, const std::vector<std::vec
         has_divided = has_divided || group.divided;
         if (!group.divided) plan.is_coded = group.transports.coded.has_value() && !settings_.adds_up_in_hosts;
         plan.sent[i] = count_sent(gradient.units, used, contributors, uncoded);
+        // If many rows are used, all of them are sent, in one run.
         if (group.divided &&
             travels_whole(gradient.units, count_sent(gradient.units, used, contributors, group.transports))) {
           plan.sent[i] = static_cast<double>(gradient.place.length);
@@ -149,7 +150,7 @@ std::vector<BucketPlan> Planner::plan(uint32_t first, const std::vector<std::vec
           if (transport_for(ranks, group.transports) == Transport::kAllReduce) return append(runs, stretch);
           const DirectPart part{stretch, ranks};
           append(group.direct, part);
-          if (is_bucket(part)) append(plan.not_reduced, part);
+          if (lies_in_bucket(part)) append(plan.not_reduced, part);
         });
       }
     }
@@ -179,7 +180,7 @@ void Planner::add_runs(uint32_t bucket, const std::vector<Stretch>& runs, Bucket
   const BucketLayout& layout = layout_.buckets[bucket];
   // A gap in the bucket may be sent if nothing in it travels otherwise; one in a divided gradient never is.
   const auto may_be_sent = [&](const Stretch& gap) {
-    if (!is_bucket(gap)) return false;
+    if (!lies_in_bucket(gap)) return false;
     const std::vector<ParameterSlice> slices = parameters_in(layout, gap);
     return std::none_of(slices.begin(), slices.end(),
                         [&](const ParameterSlice& slice) { return divided_.test(slice.parameter); }) &&
@@ -207,7 +208,7 @@ void Planner::add_runs(uint32_t bucket, const std::vector<Stretch>& runs, Bucket
       if (!std::exchange(is_in_open, true)) ++plan.messages_touching;
       // A divided gradient may hold much more than fits a message; what lies in a bucket leaves with that. Where a
       // bucket is one message, any length fits.
-      if (is_bucket(runs[i]) || settings_.one_message_per_bucket) continue;
+      if (lies_in_bucket(runs[i]) || settings_.one_message_per_bucket) continue;
       if (message.numel * message.element_bytes < settings_.pack_bytes) continue;
       close(false, plan);
       is_in_open = false;
@@ -228,10 +229,10 @@ Message& Planner::open_message(const BucketLayout& layout) {
 void Planner::close(bool all, BucketPlan& plan) {
   std::vector<Message> still_open;
   // Divided gradients are known only while their bucket is sent.
-  const auto is_divided = [&](const Stretch& stretch) { return !is_bucket(stretch); };
+  const auto lies_by_itself = [&](const Stretch& stretch) { return !lies_in_bucket(stretch); };
   for (Message& message : open_) {
     const bool is_full = message.numel * message.element_bytes >= settings_.pack_bytes;
-    if (!all && !is_full && std::none_of(message.stretches.begin(), message.stretches.end(), is_divided)) {
+    if (!all && !is_full && std::none_of(message.stretches.begin(), message.stretches.end(), lies_by_itself)) {
       still_open.push_back(std::move(message));
       continue;
     }

@@ -93,7 +93,7 @@ class Planner {
   struct Group;
   std::vector<Group> groups_of(uint32_t first, const std::vector<std::vector<GradientToSend>>& gradients) const;
   Transports choose(const Group& group, const UsageMask& used, const Contributors& contributors) const;
-  bool is_bucket(const Stretch& stretch) const { return stretch.place < layout_.buckets.size(); }
+  bool lies_in_bucket(const Stretch& stretch) const { return stretch.place < layout_.buckets.size(); }
   void add_runs(uint32_t bucket, const std::vector<Stretch>& runs, BucketPlan& plan);
   Message& open_message(const BucketLayout& layout);
   void close(bool all, BucketPlan& plan);
