@@ -190,22 +190,26 @@ def with_hosts_on_streams(
     here = dist.get_rank(ddp.process_group)
     own_host = next(host for host in topology.hosts if here in host)
     between = _ranks_between_hosts(topology, dist.get_world_size(ddp.process_group), here)
-    opened, problem = None, None
+    opened: dict[str, Any] = {}
+    on_streams, problem = None, None
     try:
-        within = _open_on_device(ddp, f"{name}/within", topology.hosts.index(own_host), own_host, here)
-        across = _open_on_device(ddp, f"{name}/between", own_host.index(here), between, here)
-        opened = _C.HostsOnStreams(hosts=topology.hosts, within=within, between=across)
+        opened["within"] = _open_on_device(ddp, f"{name}/within", topology.hosts.index(own_host), own_host)
+        opened["between"] = _open_on_device(ddp, f"{name}/between", own_host.index(here), between)
+        on_streams = _C.HostsOnStreams(hosts=topology.hosts, **opened)
     except Exception as error:
         problem = f"could not open the groups of hosts: {error}"
     settle(function, propose(ddp, function, {}, problem))
-    return replace(groups, on_streams=opened)
+    for group in opened.values():
+        # Connects the ranks here, and not in the backward pass that needs it first.
+        group.allreduce([torch.zeros(1, device=ddp.device)]).wait()
+    return replace(groups, on_streams=on_streams)
 
 
-def _open_on_device(ddp: Distributed, name: str, number: int, ranks: Sequence[int], here: int) -> Any:
-    """Open one of several groups into which the ranks of the module's group are divided, and connect its ranks."""
+def _open_on_device(ddp: Distributed, name: str, number: int, ranks: Sequence[int]) -> Any:
+    """Open one of several groups into which the ranks of the module's group are divided."""
     parent = ddp.process_group._get_backend(ddp.device)
     store = dist.PrefixStore(f"{name}/{number}", store_of(ddp.process_group))  # type: ignore[attr-defined]
-    place = store, ranks.index(here), len(ranks)
+    place = store, ranks.index(dist.get_rank(ddp.process_group)), len(ranks)
     if parent.name() == "nccl":
         options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
         options._timeout = timeout_of(ddp)
@@ -215,8 +219,6 @@ def _open_on_device(ddp: Distributed, name: str, number: int, ranks: Sequence[in
         backend = dist.Backend._plugins[parent.name().upper()].creator_fn(*place, timeout_of(ddp))
     group = dist.ProcessGroup(*place)
     group._register_backend(ddp.device, dist.Backend.backend_type_map[parent.name()], backend)
-    # Here, and not in the backward pass that needs it first.
-    group.allreduce([torch.zeros(1, device=ddp.device)]).wait()
     return group
 
 
