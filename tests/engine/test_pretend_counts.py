@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from test_hosts import on_hosts
 from test_pretend import run_pretended
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -191,6 +193,33 @@ def owners_unasked(rank: int) -> None:
 
 def test_owners_sum_on_a_device_only_if_they_are_asked_to() -> None:
     run_pretended(3, 3, owners_unasked)
+
+
+def on_two_hosts(rank: int) -> None:
+    """Each rank uses a branch of its own: two ranks of a host add up both of the host's."""
+    from ddp_hooks_testing import _pretend
+
+    on_hosts(rank, "2 x 2")
+    counted = []
+    for owners in (None, True):
+        ddp = DistributedDataParallel(Branches().to("pretend"), find_unused_parameters=True)
+        state = register(ddp, ddp_hooks.Policy("owners", tuning=Tuning(owners=owners, min_direct_bytes=0)), True)
+        for _ in range(SETTLED):
+            ddp.zero_grad()
+            loss = ddp(torch.ones(2, 64, device="pretend"), [rank])
+            before = Counter(_pretend.counts())
+            loss.backward()
+            of_step = Counter(_pretend.counts()) - before
+        assert (state.stats().broadcast_bytes > 0) == bool(owners)
+        counted.append([of_step[name] for name in COUNTS])
+    unasked, asked = counted
+    more = dict(zip(COUNTS, (a - b for a, b in zip(asked, unasked, strict=True)), strict=True))
+    # One message in place of an all-reduce: packed, added up, packed, added up, and two shares put back.
+    assert more == {"launches": 6, "host_waits": 0, "collectives": 2}
+
+
+def test_hosts_that_add_up_on_a_device() -> None:
+    run_pretended(4, 3, on_two_hosts)
 
 
 def unmanaged(rank: int) -> None:
