@@ -248,6 +248,12 @@ DELETIONS = (
         test="engine/test_failed_collectives.py",
     ),
     Deletion(
+        "what a completion has packed is kept if it cannot be sent",
+        "transport/staging.h",
+        "    keep_for_stream(buffer);",
+        test="transport/test_hosts_on_streams.py -k could_not_be",
+    ),
+    Deletion(
         "what a message of a step took is nobody else's in that step",
         "transport/staging.h",
         "    at::Tensor& buffer = buffers_[step.next_staging++];",
