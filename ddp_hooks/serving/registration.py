@@ -12,10 +12,11 @@ from .. import _extension
 from ..policies import Policy
 from .absentees import meet_to_register
 from .agreement import propose, settle
-from .control_groups import ControlGroups, new_name, open_control_groups, with_hosts_on_streams
+from .control_groups import ControlGroups, new_name, open_control_groups
 from .ddp_methods import keep_place
 from .disabling import DisabledService, check_alike, disabled_service, is_disabled, warn_of_it
 from .endpoints import Endpoint, find_endpoint
+from .hosts_on_streams import with_hosts_on_streams
 from .modules import describe, parameters_of, why_not_coded, why_unsupported
 from .service import REGISTERED, Service, groups_to_share, registered_service
 from .topology import topology_of

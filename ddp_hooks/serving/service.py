@@ -24,9 +24,10 @@ from ..statistics import ParameterUsage, Statistics, UnitUsage
 from ..wording import short, short_list
 from .absentees import meet_to_close
 from .agreement import propose, settle
-from .control_groups import ControlGroups, new_name, timeout_of, with_hosts_on_streams
+from .control_groups import ControlGroups, new_name, timeout_of
 from .engine_settings import engine_settings, why_little_is_coded, why_nothing_is_coded
 from .groups import is_in_use
+from .hosts_on_streams import with_hosts_on_streams
 from .modules import (
     describe,
     initialize_used_map,

@@ -19,7 +19,7 @@ from training import Scenario, compare, register
 from tuned import with_settings
 
 import ddp_hooks
-from ddp_hooks.serving import control_groups
+from ddp_hooks import _C
 
 # What plain DDP would do: nobody has asked for more.
 UNASKED = with_settings(DIRECT, name="unasked", owners=None)
@@ -144,15 +144,15 @@ def unopened(rank: int) -> None:
     """A rank cannot have the groups: every rank is told, and what was in force stays."""
     on_hosts(rank, "2 x 2")
     pair = Pair(UNASKED)
-    make = control_groups._C.HostsOnStreams
+    make = _C.HostsOnStreams
 
     def fail(**_: object) -> None:
         raise MemoryError("no room on rank 1")
 
-    control_groups._C.HostsOnStreams = fail if rank == 1 else make
+    _C.HostsOnStreams = fail if rank == 1 else make
     with pytest.raises(RuntimeError, match="rank 1: could not open the groups of hosts: no room on rank 1"):
         pair.state.set_policy(DIRECT)
-    control_groups._C.HostsOnStreams = make
+    _C.HostsOnStreams = make
     assert pair.state.policy == UNASKED
     assert pair.step(rank).broadcast_bytes == 0
     pair.state.set_policy(DIRECT)
