@@ -191,7 +191,7 @@ class RandomRanks(Scenario):
                     width = layer.in_features
                     x = (
                         x
-                        + nn.functional.pad(layer(x[:, :width] if width < 8 else x.repeat(1, 3)[:, :width]), (0, 8))[
+                        + nn.functional.pad(layer(x[:, :width] if width < 8 else torch.cat([x] * 3, 1)[:, :width]), (0, 8))[
                             :, :8
                         ]
                     )
