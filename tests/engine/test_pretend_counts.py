@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -196,26 +195,30 @@ def test_owners_sum_on_a_device_only_if_they_are_asked_to() -> None:
 
 
 def on_two_hosts(rank: int) -> None:
-    """Each rank uses a branch of its own: two ranks of a host add up both of the host's."""
+    """Each rank uses a branch of its own: what a host has of them travels in one message, or in two."""
     from ddp_hooks_testing import _pretend
 
     on_hosts(rank, "2 x 2")
+    branch = 4 * 65 * 64
     counted = []
-    for owners in (None, True):
+    for owners, segment_bytes in ((None, branch), (True, branch), (True, branch // 2)):
         ddp = DistributedDataParallel(Branches().to("pretend"), find_unused_parameters=True)
-        state = register(ddp, ddp_hooks.Policy("owners", tuning=Tuning(owners=owners, min_direct_bytes=0)), True)
+        tuning = Tuning(owners=owners, segment_bytes=segment_bytes, min_direct_bytes=0)
+        state = register(ddp, ddp_hooks.Policy("hosts", tuning=tuning), True)
         for _ in range(SETTLED):
             ddp.zero_grad()
             loss = ddp(torch.ones(2, 64, device="pretend"), [rank])
-            before = Counter(_pretend.counts())
+            before = _pretend.counts()
             loss.backward()
-            of_step = Counter(_pretend.counts()) - before
+            counts = {name: after - before[name] for name, after in _pretend.counts().items() if name in COUNTS}
         assert (state.stats().broadcast_bytes > 0) == bool(owners)
-        counted.append([of_step[name] for name in COUNTS])
-    unasked, asked = counted
-    more = dict(zip(COUNTS, (a - b for a, b in zip(asked, unasked, strict=True)), strict=True))
-    # One message in place of an all-reduce: packed, added up, packed, added up, and two shares put back.
-    assert more == {"launches": 6, "host_waits": 0, "collectives": 2}
+        counted.append(counts)
+    unasked, one_message, two_messages = counted
+    assert one_message["host_waits"] == unasked["host_waits"]
+    assert one_message["collectives"] == unasked["collectives"] - 1 + 3
+    # Packed, added up, packed, added up, and two shares put back.
+    more = {"launches": 6, "host_waits": 0, "collectives": 3}
+    assert {name: two_messages[name] - one_message[name] for name in COUNTS} == more
 
 
 def test_hosts_that_add_up_on_a_device() -> None:
