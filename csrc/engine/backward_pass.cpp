@@ -344,8 +344,7 @@ std::vector<double> BackwardPass::send_settled(const SettledUnits& settled) {
     if (is_divided) divided.push_back({gradient.flat, gradient.offset, step.divisor, views_.is_divided(parameter)});
   }
   const Contributors who = topology().by_host(settled.contributors);
-  BucketPlan plan =
-      std::move(step.planner->plan(settled.bucket, {std::move(gradients)}, settled.used, who).front());
+  BucketPlan plan = std::move(step.planner->plan(settled.bucket, {std::move(gradients)}, settled.used, who).front());
   BucketInFlight& bucket = step.buckets[settled.bucket];
   sender_.count(layout_->buckets[settled.bucket], plan);
   send(settled.bucket, plan, divided);

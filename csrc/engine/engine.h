@@ -74,8 +74,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // `unmanaged_parameters` are the module's parameters that the Reducer does not know, because they were frozen when it
   // was made. `names` are those of the Reducer's parameters and then of the unmanaged ones, for messages. `pending` (by
-  // index) have a gradient that no step has taken up: what the engine of the Reducer before had so. `hosts`: null unless
-  // ranks add up in hosts, and the module's group puts collectives on streams.
+  // index) have a gradient that no step has taken up: what the engine of the Reducer before had so. `hosts`: null
+  // unless ranks add up in hosts, and the module's group puts collectives on streams.
   static std::shared_ptr<Engine> make(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
                                       std::shared_ptr<const HostsOnStreams> hosts, const EngineSettings& settings,
                                       std::vector<at::Tensor> unmanaged_parameters, std::vector<std::string> names,

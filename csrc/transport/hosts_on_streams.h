@@ -8,8 +8,9 @@
 // rank must agree on: the topology, the order of what is asked of each group.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/custom_class.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
 #include "agreement/group_reference.h"

@@ -30,8 +30,8 @@ int64_t payload_bytes(const at::Tensor& tensor);
 
 class MessageSender {
  public:
-  // The references have to outlive every call of `send`. `device_type` is the gradients'. `hosts`: null unless ranks add
-  // up in hosts, and collectives are put on streams; then what is not all-reduced goes over these.
+  // The references have to outlive every call of `send`. `device_type` is the gradients'. `hosts`: null unless ranks
+  // add up in hosts, and collectives are put on streams; then what is not all-reduced goes over these.
   MessageSender(c10d::ProcessGroup& group, c10::DeviceType device_type,
                 const std::shared_ptr<const ControlGroups>& control_groups,
                 const std::shared_ptr<const HostsOnStreams>& hosts, BucketViews& views, MessageStatistics& statistics)

@@ -128,7 +128,7 @@ def sum_up(trials: Sequence[Trial], division: Division | None) -> PolicyTrial:
     leaving = [sum((rank + 1) % ranks not in host for rank in host) for host in topology.hosts]
     crossings = max([1, *leaving])
     plain_bytes = crossings * 2 * (ranks - 1) / ranks * counted.wrapped_bytes
-    link_bytes = crossings * max(sent)
+    link_bytes: float = crossings * max(sent)
     if topology.adds_up_in_hosts:
         # On a device, what many hosts use still goes round a ring.
         all_reduced = counted.payload_bytes - counted.broadcast_bytes - counted.owner_bytes

@@ -66,14 +66,15 @@ def _open_group(ddp: Distributed, name: str, number: int, ranks: Sequence[int]) 
     store = dist.PrefixStore(f"{name}/{number}", store_of(ddp.process_group))  # type: ignore[attr-defined]
     place = store, ranks.index(dist.get_rank(ddp.process_group)), len(ranks)
     if parent.name() == "nccl":
-        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
-        options._timeout, options.group_name = timeout_of(ddp), f"{name}/{number}"
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout_of(ddp)
+        options.group_name = f"{name}/{number}"  # type: ignore[assignment]
         everyone = dist.get_process_group_ranks(ddp.process_group)
         options.global_ranks_in_group = [everyone[rank] for rank in ranks]
         # Not what torch wraps around it with TORCH_DISTRIBUTED_DEBUG=DETAIL.
-        if isinstance(parent, dist.ProcessGroupNCCL):  # type: ignore[attr-defined]
+        if isinstance(parent, dist.ProcessGroupNCCL):
             options.split_from, options.split_color = parent, number
-        backend = dist.ProcessGroupNCCL(*place, options)  # type: ignore[attr-defined]
+        backend = dist.ProcessGroupNCCL(*place, options)
     else:
         backend = dist.Backend._plugins[parent.name().upper()].creator_fn(*place, timeout_of(ddp))
     group = dist.ProcessGroup(*place)
