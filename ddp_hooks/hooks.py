@@ -83,7 +83,10 @@ class SkipUnusedState:
 
     @property
     def topology(self) -> Topology | None:
-        """Which ranks share a host, as of registration; None if ``DDP_HOOKS_DISABLE`` is set."""
+        """Which ranks share a host, as of registration, and what follows from that under the policy in force.
+
+        None if ``DDP_HOOKS_DISABLE`` is set.
+        """
         return self._require_service().topology
 
     def _attach(self, ddp: DistributedDataParallel, mistake: Exception | None, *, native: bool) -> None:

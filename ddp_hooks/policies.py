@@ -89,12 +89,13 @@ class Tuning:
         pack_bytes: gathered gradients are sent once they reach this many bytes. Bytes.
         direct: a rank that alone contributes a gradient sends it straight to the others, which takes half the bytes of
             an all-reduce (docs/internals/protocol.md, "Who contributes"). This requires ``skip_unused``, a gloo or NCCL
-            group of at most 64 ranks, and one rank per host; otherwise everything is all-reduced. On CPUs over gloo,
-            hosts with equally many ranks count as ranks here, after their ranks have added up. Hosts differ in
-            hostname or the kernel's boot id, or in the variable ``DDP_HOOKS_HOST``.
+            group of at most 64 ranks, and one rank per host; otherwise everything is all-reduced. Hosts with equally
+            many ranks count as ranks here, after their ranks have added up: on CPUs over gloo, and on GPUs with
+            ``owners=True``. Hosts differ in hostname or the kernel's boot id, or in the variable ``DDP_HOOKS_HOST``.
         owners: if only some ranks contribute a gradient, one of them sums it and sends the sum to all, which saves up
             to half of the bytes. Requires ``direct``. ``None`` stands for True on CPUs, and for False on GPUs, where it
-            takes more collectives and launches, and nobody has measured whether that pays.
+            takes more collectives and launches, and nobody has measured whether that pays. On GPUs, ``True`` also lets
+            the ranks of a host add up what few hosts contribute, each rank a share, before it leaves the host.
         segment_bytes: roughly how much each rank puts into one such message. Bytes.
         min_zero_fraction: how much zeros must save for an adaptive setting to stay on. For ``skip_zeros``, this is the
             fraction of a step's bytes in gradients that are entirely zero. For ``skip_zero_rows``, it is the fraction

@@ -15,6 +15,7 @@
 #include "agreement/control_groups.h"
 #include "bindings/rooms.h"
 #include "engine/statistics.h"
+#include "transport/hosts_on_streams.h"
 
 namespace py = pybind11;
 
@@ -148,14 +149,21 @@ void bind_engine(py::module_& m) {
   // locked.
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](const py::object& reducer, std::shared_ptr<ControlGroups> control_groups,
-                       const EngineSettings& settings, std::vector<at::Tensor> unmanaged_parameters,
-                       std::vector<std::string> names, const std::vector<size_t>& pending) {
-             return Engine::make(reducer.cast<std::shared_ptr<c10d::Reducer>>(), std::move(control_groups), settings,
-                                 std::move(unmanaged_parameters), std::move(names), pending);
+                       std::shared_ptr<HostsOnStreams> hosts, const EngineSettings& settings,
+                       std::vector<at::Tensor> unmanaged_parameters, std::vector<std::string> names,
+                       const std::vector<size_t>& pending) {
+             return Engine::make(reducer.cast<std::shared_ptr<c10d::Reducer>>(), std::move(control_groups),
+                                 std::move(hosts), settings, std::move(unmanaged_parameters), std::move(names),
+                                 pending);
            }),
-           py::kw_only(), py::arg("reducer"), py::arg("control_groups"), py::arg("settings"),
+           py::kw_only(), py::arg("reducer"), py::arg("control_groups"), py::arg("hosts"), py::arg("settings"),
            py::arg("unmanaged_parameters"), py::arg("names"), py::arg("pending"))
-      .def("configure", &Engine::configure, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "configure",
+          [](Engine& engine, const EngineSettings& settings, std::shared_ptr<HostsOnStreams> hosts) {
+            engine.configure(settings, std::move(hosts));
+          },
+          py::arg("settings"), py::arg("hosts"), py::call_guard<py::gil_scoped_release>())
       .def("run",
            [](Engine& engine, const py::object& bucket) {
              auto& grad_bucket = bucket.cast<c10d::GradBucket&>();

@@ -1,11 +1,16 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include "bindings/rooms.h"
 #include "plan/direct_plan.h"
 #include "plan/reduction_plan.h"
 #include "transport/direct_sender.h"
+#include "transport/hosts_on_streams.h"
+#include "transport/launch.h"
 
 namespace py = pybind11;
 
@@ -29,6 +34,15 @@ void bind_transport(py::module_& m) {
            py::kw_only(), py::arg("in_place_bytes"), py::arg("pack_bytes"), py::arg("one_message_per_bucket") = false,
            py::arg("gap_fraction") = PlanSettings().gap_fraction, py::arg("direct") = DirectSettings());
 
+  py::class_<HostsOnStreams, std::shared_ptr<HostsOnStreams>>(m, "HostsOnStreams")
+      .def(py::init([](const std::vector<std::vector<int>>& hosts, HostsOnStreams::Group within,
+                       HostsOnStreams::Group between) {
+             return std::make_shared<HostsOnStreams>(Topology(hosts), std::move(within), std::move(between));
+           }),
+           py::kw_only(), py::arg("hosts"), py::arg("within"), py::arg("between"));
+  m.def("is_on_streams", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
+    return is_on_streams(backend_name(*group, device.type()), device.type());
+  });
   m.def("can_code", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device, int count) {
     return DirectSender::can_code(*group, device, count);
   });

@@ -20,12 +20,11 @@ namespace {
 constexpr size_t kCachedPlans = 64;
 
 // What a group and a policy allow.
-EngineSettings fitted(EngineSettings settings, const ControlGroups& control_groups, c10d::ProcessGroup& group,
-                      c10::Device device) {
-  const Topology& topology = control_groups.topology();
+EngineSettings fitted(EngineSettings settings, const Topology& topology, const ControlGroups& control_groups,
+                      c10d::ProcessGroup& group, c10::Device device) {
   const int hosts = topology.host_count();
   Transports& transports = settings.plan.direct.transports;
-  settings.plan.adds_up_in_hosts = transports.direct && topology.shares_hosts();
+  settings.plan.adds_up_in_hosts = transports.direct && control_groups.topology().shares_hosts();
   // A host's ranks have as much room in a message as a rank would that has a host of its own.
   settings.plan.direct.segment_bytes *= topology.ranks_per_host();
   transports.world_size = hosts;
@@ -82,22 +81,25 @@ class GradientsAsHeld {
 }  // namespace
 
 BackwardPass::BackwardPass(const ReducerView& reducer, c10d::ProcessGroup& group,
-                           const std::shared_ptr<const ControlGroups>& control_groups, const EngineSettings& settings,
+                           const std::shared_ptr<const ControlGroups>& control_groups,
+                           std::shared_ptr<const HostsOnStreams> hosts, const EngineSettings& settings,
                            const std::vector<at::Tensor>& unmanaged, const std::vector<std::string>& names,
                            const std::vector<size_t>& pending, Statistics& statistics)
     : reducer_(reducer),
       group_(group),
       control_groups_(control_groups),
+      hosts_(std::move(hosts)),
       statistics_(statistics),
       views_(reducer_),
       layout_(reducer_),
       accumulator_streams_(reducer_.accumulator_streams()),
-      settings_(fitted(settings, *control_groups_, group_, reducer_.parameters().front().device())),
+      settings_(fitted(settings, topology(), *control_groups_, group_, reducer_.parameters().front().device())),
       skip_zeros_(settings_.units.adaptive, settings_.units.adaptive.hold_steps, true),
       units_(settings_.units),
-      coding_(settings_.coding, settings_.units.adaptive, control_groups_->topology().host_count()),
+      coding_(settings_.coding, settings_.units.adaptive, topology().host_count()),
       plans_(kCachedPlans),
-      sender_(group_, reducer_.parameters().front().device().type(), control_groups_, views_, statistics_.messages) {
+      sender_(group_, reducer_.parameters().front().device().type(), control_groups_, hosts_, views_,
+              statistics_.messages) {
   const size_t parameters = reducer_.parameters().size() + unmanaged.size();
   TORCH_CHECK(names.size() == parameters, "ddp_hooks: expected a name for each of the module's ", parameters,
               " parameters, received ", names.size());
@@ -112,13 +114,14 @@ BackwardPass::BackwardPass(const ReducerView& reducer, c10d::ProcessGroup& group
   }
 }
 
-void BackwardPass::configure(const EngineSettings& settings) {
+void BackwardPass::configure(const EngineSettings& settings, std::shared_ptr<const HostsOnStreams> hosts) {
   TORCH_CHECK(!step_ && !has_early_exchange(),
               "ddp_hooks: expected a change of policy between two steps, received one during a backward pass");
-  settings_ = fitted(settings, *control_groups_, group_, reducer_.parameters().front().device());
+  hosts_ = std::move(hosts);
+  settings_ = fitted(settings, topology(), *control_groups_, group_, reducer_.parameters().front().device());
   skip_zeros_ = {settings_.units.adaptive, settings_.units.adaptive.hold_steps, true};
   units_ = UnitsDetector(settings_.units);
-  coding_ = CodingRule(settings_.coding, settings_.units.adaptive, control_groups_->topology().host_count());
+  coding_ = CodingRule(settings_.coding, settings_.units.adaptive, topology().host_count());
   sender_.set_adds_up_in_hosts(settings_.plan.adds_up_in_hosts);
   // With the layout that stands; before the first step there is none yet.
   units_.use_layout(*layout_);
@@ -132,6 +135,7 @@ std::pair<std::unique_ptr<BackwardPrologue>, std::shared_ptr<Step>> BackwardPass
   // Not into buckets that a forward pass has had made anew since the last step.
   if (!reducer_.is_gone()) views_.forget();
   sender_.drop();
+  hosts_.reset();
   return {std::move(prologue_), std::move(step_)};
 }
 
@@ -343,8 +347,8 @@ std::vector<double> BackwardPass::send_settled(const SettledUnits& settled) {
     const bool divides = views_.is_averaged_by_division(of.parameter);
     divided.push_back({of.gradient.flat, of.gradient.offset, step.divisor, divides});
   }
-  BucketPlan plan =
-      std::move(step.planner->plan(settled.bucket, {std::move(gradients)}, settled.used, settled.contributors).front());
+  const Contributors who = topology().by_host(settled.contributors);
+  BucketPlan plan = std::move(step.planner->plan(settled.bucket, {std::move(gradients)}, settled.used, who).front());
   BucketInFlight& bucket = step.buckets[settled.bucket];
   sender_.count(layout_->buckets[settled.bucket], plan);
   send(settled.bucket, plan, divided);
@@ -411,7 +415,7 @@ void BackwardPass::open_step() {
   }
   // A rank that contributes what its mask does not say would not be heard.
   const bool direct = settings_.plan.direct.transports.direct && usage.nothing_left_over && step_->nobody_joined;
-  plan_parameters(step_->agreed, direct ? control_groups_->topology().by_host(step_->contributors) : Contributors());
+  plan_parameters(step_->agreed, direct ? topology().by_host(step_->contributors) : Contributors());
 }
 
 // Waits for the other ranks.

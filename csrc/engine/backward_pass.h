@@ -50,9 +50,9 @@ class BackwardPass {
 
   // The references have to outlive every call. The rest is as for `Engine::make`.
   BackwardPass(const ReducerView& reducer, c10d::ProcessGroup& group,
-               const std::shared_ptr<const ControlGroups>& control_groups, const EngineSettings& settings,
-               const std::vector<at::Tensor>& unmanaged, const std::vector<std::string>& names,
-               const std::vector<size_t>& pending, Statistics& statistics);
+               const std::shared_ptr<const ControlGroups>& control_groups, std::shared_ptr<const HostsOnStreams> hosts,
+               const EngineSettings& settings, const std::vector<at::Tensor>& unmanaged,
+               const std::vector<std::string>& names, const std::vector<size_t>& pending, Statistics& statistics);
 
   // What comes before the first bucket; null once this is closed.
   BackwardPrologue* prologue() const { return prologue_.get(); }
@@ -81,8 +81,8 @@ class BackwardPass {
   int64_t exchanges_started() const { return prologue_ ? prologue_->agreement().started() : 0; }
   // As for `Engine`. Returns what `forward_begins` does.
   std::shared_ptr<Step> finish_exchanges(int64_t started);
-  // Between two steps.
-  void configure(const EngineSettings& settings);
+  // Between two steps. `hosts`: as for `Engine::make`.
+  void configure(const EngineSettings& settings, std::shared_ptr<const HostsOnStreams> hosts);
   // Lets go of everything but what was counted. What is returned is to be told, or dropped, when no lock is held.
   std::pair<std::unique_ptr<BackwardPrologue>, std::shared_ptr<Step>> close();
 
@@ -93,6 +93,7 @@ class BackwardPass {
   const MessageSender& sender() const { return sender_; }
 
  private:
+  const Topology& topology() const { return hosts_ ? hosts_->topology() : control_groups_->topology(); }
   void refresh_layout();
   void begin_step(bool shadow);
   void hold(uint32_t bucket);
@@ -119,6 +120,7 @@ class BackwardPass {
   const ReducerView& reducer_;
   c10d::ProcessGroup& group_;
   const std::shared_ptr<const ControlGroups>& control_groups_;
+  std::shared_ptr<const HostsOnStreams> hosts_;  // may be null
   Statistics& statistics_;
   BucketViews views_;
   CurrentLayout layout_;

@@ -39,9 +39,10 @@ void leave_out_used_map(const ReducerView& reducer) {
 }  // namespace
 
 std::shared_ptr<Engine> Engine::make(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
-                                     const EngineSettings& settings, std::vector<at::Tensor> unmanaged_parameters,
-                                     std::vector<std::string> names, const std::vector<size_t>& pending) {
-  std::shared_ptr<Engine> engine(new Engine(std::move(reducer), std::move(groups), settings,
+                                     std::shared_ptr<const HostsOnStreams> hosts, const EngineSettings& settings,
+                                     std::vector<at::Tensor> unmanaged_parameters, std::vector<std::string> names,
+                                     const std::vector<size_t>& pending) {
+  std::shared_ptr<Engine> engine(new Engine(std::move(reducer), std::move(groups), std::move(hosts), settings,
                                             std::move(unmanaged_parameters), std::move(names), pending));
   for (size_t i = 0; i < engine->reducer_.parameters().size(); ++i) {
     engine->reports_.emplace_back(engine->reducer_.accumulators()[i], [weak = std::weak_ptr<Engine>(engine), i] {
@@ -52,14 +53,16 @@ std::shared_ptr<Engine> Engine::make(std::weak_ptr<c10d::Reducer> reducer, std::
 }
 
 Engine::Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
-               const EngineSettings& settings, std::vector<at::Tensor> unmanaged_parameters,
-               std::vector<std::string> names, const std::vector<size_t>& pending)
+               std::shared_ptr<const HostsOnStreams> hosts, const EngineSettings& settings,
+               std::vector<at::Tensor> unmanaged_parameters, std::vector<std::string> names,
+               const std::vector<size_t>& pending)
     : reducer_(std::move(reducer)),
       unmanaged_parameters_(std::move(unmanaged_parameters)),
       names_(std::move(names)),
       data_group_(reducer_.process_group()),
       control_groups_(std::move(groups)),
-      pass_(reducer_, *data_group_, control_groups_, settings, unmanaged_parameters_, names_, pending, statistics_) {}
+      pass_(reducer_, *data_group_, control_groups_, std::move(hosts), settings, unmanaged_parameters_, names_, pending,
+            statistics_) {}
 
 Engine::~Engine() {
   // Perhaps within the Reducer's own destructor, which drops the group after this; and perhaps with the GIL held.

@@ -74,10 +74,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // `unmanaged_parameters` are the module's parameters that the Reducer does not know, because they were frozen when it
   // was made. `names` are those of the Reducer's parameters and then of the unmanaged ones, for messages. `pending` (by
-  // index) have a gradient that no step has taken up: what the engine of the Reducer before had so.
+  // index) have a gradient that no step has taken up: what the engine of the Reducer before had so. `hosts`: null
+  // unless ranks add up in hosts, and the module's group puts collectives on streams.
   static std::shared_ptr<Engine> make(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
-                                      const EngineSettings& settings, std::vector<at::Tensor> unmanaged_parameters,
-                                      std::vector<std::string> names, const std::vector<size_t>& pending);
+                                      std::shared_ptr<const HostsOnStreams> hosts, const EngineSettings& settings,
+                                      std::vector<at::Tensor> unmanaged_parameters, std::vector<std::string> names,
+                                      const std::vector<size_t>& pending);
   ~Engine();
 
   // The hook. Never throws: errors arrive through the future, because an exception would leave the Reducer unusable.
@@ -127,7 +129,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int64_t agreed_steps() const { return pass_.agreed_steps(); }
 
   // Other settings from the next step on; throws within a step.
-  void configure(const EngineSettings& settings) { locked(&BackwardPass::configure, pass_, settings); }
+  void configure(const EngineSettings& settings, std::shared_ptr<const HostsOnStreams> hosts) {
+    locked(&BackwardPass::configure, pass_, settings, std::move(hosts));
+  }
 
   Statistics statistics() const;
   void reset_statistics();
@@ -136,7 +140,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   Engine(std::weak_ptr<c10d::Reducer> reducer, std::shared_ptr<const ControlGroups> groups,
-         const EngineSettings& settings, std::vector<at::Tensor> unmanaged_parameters, std::vector<std::string> names,
+         std::shared_ptr<const HostsOnStreams> hosts, const EngineSettings& settings,
+         std::vector<at::Tensor> unmanaged_parameters, std::vector<std::string> names,
          const std::vector<size_t>& pending);
   // Both locks, in their order; throws once the DDP module is gone.
   std::pair<ReducerLock, std::unique_lock<std::recursive_mutex>> lock_both() const {

@@ -35,6 +35,9 @@ inline int64_t element_bytes_of(const Places& places) {
   return one_of(places).element_size();
 }
 
+// As for one tensor; see launch.h.
+void keep_for_stream(const Places& places);
+
 // A message, what it is for, and where it lies.
 struct OutgoingMessage {
   Launch launch;

@@ -37,10 +37,6 @@ class Packer {
   std::vector<PackedSlice> parts_;
 };
 
-void keep(const Places& places) {
-  for (const Place& place : places) keep_for_stream(place.flat);
-}
-
 // What this rank has for all others, which lies where its part of the memory begins.
 template <typename Group>
 c10::intrusive_ptr<c10d::Work> send_to_all(Group& group, const DirectMessage& message, at::Tensor memory,
@@ -104,7 +100,7 @@ struct DirectSender::OwnedMessage {
       for (const DirectPart& part : group.parts) to.push_back(places[part.place].slice(part));
       scatter(sums_of(group), to);
     }
-    keep(places);
+    keep_for_stream(places);
   }
 };
 
@@ -190,7 +186,7 @@ void DirectSender::broadcast(OutgoingMessage outgoing) {
               for (const DirectGroup& group : groups) add_sums(group, places, to, {}, ranks, positions, sums);
               sum_contributions(received.memory, sums);
               keep_for_stream(received.memory);
-              keep(places);
+              keep_for_stream(places);
             });
 }
 
@@ -270,9 +266,7 @@ void DirectSender::sum_when_back(const c10::intrusive_ptr<c10d::Work>& contribut
   const c10::Device device = owned->device();
   if (is_on_streams_) {
     // The completion runs here and now, in the same order on every rank.
-    TORCH_CHECK(contributions->getFuture()->completed(), "ddp_hooks: expected a backend whose collectives complete ",
-                "on the host once they are enqueued on a stream, received ", backend_name(group_, device.type()),
-                ", for which the host would have to wait; set Tuning.owners to False");
+    check_is_complete(*contributions, group_, device);
     std::exception_ptr failure;
     when_back(
         contributions, device, owned->launch.step,

@@ -31,20 +31,23 @@ class HostSender::Message {
     }
     constexpr int64_t kAlignment = sizeof(int64_t);
     room_bytes_ = (most * element_bytes_ + kAlignment - 1) / kAlignment * kAlignment;
-    pack_contributions(staging);
+    const at::TensorOptions bytes = one_of(places_).options().dtype(at::kByte);
+    pack_contributions(staging, bytes);
     received_bytes_.assign(shares_.size(), sent_bytes_[position_]);
-    received_ = staging.take(*launch_.step, sent_bytes_[position_] * count(), at::kByte);
-    results_ = staging.take(*launch_.step, slot_bytes() * count(), at::kByte);
-    travelled(position_) = {};
+    received_ = staging.take(*launch_.step, sent_bytes_[position_] * count(), bytes);
+    results_ = staging.take(*launch_.step, slot_bytes() * count(), bytes);
+    if (message_.is_coded) travelled(position_) = {};
   }
 
   const Launch& launch() const { return launch_; }
+  c10::Device device() const { return results_.device(); }
   const Share& own_share() const { return shares_[position_]; }
 
   // Where the share lies while it is between hosts.
   Places place_of_share() const { return {Place{share(position_)}}; }
 
-  OrderedGroup::WorkPointer start_contributions(c10d::Backend& group) {
+  template <typename Group>
+  OrderedGroup::WorkPointer start_contributions(Group& group) {
     return all_to_all(group, received_, sent_, received_bytes_, sent_bytes_);
   }
 
@@ -66,15 +69,17 @@ class HostSender::Message {
       filled += part.length;
     }
     if (!sums.empty()) sum_contributions(received_, sums);
+    keep_for_stream(results_);
   }
 
-  // So that all ranks count the same.
-  void note(const StepwiseMessage& between) {
-    travelled(position_) = between.travelled();
-    sent_bytes_between_ = between.sent_bytes();
+  // What this rank's share took between hosts. How many bytes are coded all ranks are told, so that they count alike.
+  void note(int64_t sent_bytes, const Travelled& coded = {}) {
+    sent_bytes_between_ = sent_bytes;
+    if (message_.is_coded) travelled(position_) = coded;
   }
 
-  OrderedGroup::WorkPointer start_results(c10d::Backend& group) {
+  template <typename Group>
+  OrderedGroup::WorkPointer start_results(Group& group) {
     return all_gather(group, results_, results_.narrow(0, begin_of(position_), slot_bytes()));
   }
 
@@ -88,6 +93,7 @@ class HostSender::Message {
       for (const DirectPart& part : shares_[i].parts) to.push_back(places_[part.place].slice(part));
       scatter(share(i).narrow(0, 0, shares_[i].between_hosts.numel), to);
     }
+    keep_for_stream(places_);
   }
 
   void count(LateStatistics& counted) const {
@@ -100,7 +106,7 @@ class HostSender::Message {
     }
     counted.add(more);
     Travelled all;
-    for (size_t i = 0; i < shares_.size(); ++i) all += travelled(i);
+    for (size_t i = 0; message_.is_coded && i < shares_.size(); ++i) all += travelled(i);
     counted.add_payload(message_, element_bytes_, all);
   }
 
@@ -109,8 +115,8 @@ class HostSender::Message {
  private:
   int64_t count() const { return static_cast<int64_t>(shares_.size()); }
 
-  // A share and what it took.
-  int64_t slot_bytes() const { return room_bytes_ + static_cast<int64_t>(sizeof(Travelled)); }
+  // A share, and if it is coded, what it took.
+  int64_t slot_bytes() const { return room_bytes_ + (message_.is_coded ? int64_t{sizeof(Travelled)} : 0); }
   int64_t begin_of(size_t position) const { return static_cast<int64_t>(position) * slot_bytes(); }
   at::Tensor share(size_t position) const {
     return results_.narrow(0, begin_of(position), room_bytes_).view(one_of(places_).scalar_type());
@@ -119,7 +125,7 @@ class HostSender::Message {
     return *reinterpret_cast<Travelled*>(results_.mutable_data_ptr<uint8_t>() + begin_of(position) + room_bytes_);
   }
 
-  void pack_contributions(Staging& staging) {
+  void pack_contributions(Staging& staging, const at::TensorOptions& options) {
     RECORD_FUNCTION("ddp_hooks::pack", std::vector<c10::IValue>());
     int64_t bytes = 0;
     std::vector<PackedSlice> slices;
@@ -131,7 +137,7 @@ class HostSender::Message {
         slices.push_back({place.slice(part), place.divisor, place.divides});
       }
     }
-    sent_ = staging.take(*launch_.step, bytes, at::kByte);
+    sent_ = staging.take(*launch_.step, bytes, options);
     pack(sent_, slices);
   }
 
@@ -152,6 +158,7 @@ class HostSender::Message {
 };
 
 void HostSender::send(OutgoingMessage outgoing) {
+  if (on_streams_) return send_on_streams(std::move(outgoing));
   const Groups groups = control_groups_;
   const Topology& topology = groups->topology();
   const std::shared_ptr<StepInFlight> step = outgoing.launch.step;
@@ -167,7 +174,7 @@ void HostSender::send(OutgoingMessage outgoing) {
                                               const StepwiseMessage& share, const std::exception_ptr& error) {
                                             const Groups open = held.lock();
                                             if (error || !open) return fail(message, open, error);
-                                            message->note(share);
+                                            message->note(share.sent_bytes(), share.travelled());
                                             send_results(message, open, counted);
                                           });
     between->take_turns(*groups, true);
@@ -201,6 +208,40 @@ void HostSender::send_results(const MessagePointer& message, const Groups& group
       [message](const Groups& open, const std::exception_ptr& error) {
         error ? fail(message, open, error) : end_message(message->launch(), nullptr);
       });
+}
+
+// Completions run here and now, one within the other: all of this is over when it returns.
+void HostSender::send_on_streams(OutgoingMessage outgoing) {
+  const HostsOnStreams& hosts = *on_streams_;
+  const auto message = std::make_shared<Message>(std::move(outgoing), hosts.topology(), rank_, staging_);
+  const auto contributions = message->start_contributions(hosts.within());
+  check_is_complete(*contributions, hosts.within(), message->device());
+  MessageStatistics between;
+  std::exception_ptr failure;
+  const auto note_failure = [&](const std::exception_ptr& error) {
+    if (error) failure = error;
+  };
+  const auto send_results = [&] {
+    message->note(between.sent_bytes);
+    when_back(message->start_results(hosts.within()), message->device(), message->launch(),
+              [message, counted = counted_](c10::ivalue::Future&) {
+                message->put_back();
+                message->count(*counted);
+              });
+  };
+  when_back(
+      contributions, message->device(), message->launch().step,
+      [&](c10::ivalue::Future&) {
+        message->add_up();
+        const DirectMessage& share = message->own_share().between_hosts;
+        if (share.numel == 0) return send_results();
+        const OnEnd ended = [&](const std::exception_ptr& error) { error ? note_failure(error) : send_results(); };
+        DirectSender(hosts.between(), true, control_groups_, staging_, between)
+            .send({{message->launch().step, {}, ended}, share, message->place_of_share()});
+      },
+      note_failure);
+  // The other ranks are ahead of this one, which must not send them anything else.
+  if (failure) std::rethrow_exception(failure);
 }
 
 // The turns that it has taken will not be used, and others wait for what it would have sent.

@@ -26,6 +26,12 @@ bool is_on_streams(const std::string& backend_name, c10::DeviceType device_type)
   return kernels != nullptr && std::count(kernels->backends.begin(), kernels->backends.end(), backend_name) > 0;
 }
 
+void check_is_complete(c10d::Work& work, c10d::ProcessGroup& group, c10::Device device) {
+  TORCH_CHECK(work.getFuture()->completed(), "ddp_hooks: expected a backend whose collectives complete on the host ",
+              "once they are enqueued on a stream, received ", backend_name(group, device.type()),
+              ", for which the host would have to wait; set Tuning.owners to False");
+}
+
 void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, std::shared_ptr<StepInFlight> step,
                OnSuccess on_success, OnEnd on_end) {
   *step->messages_not_back += 1;
@@ -65,6 +71,7 @@ void end_message(const Launch& launch, const std::exception_ptr& error) {
   // Before a bucket fails, since the next step may begin then.
   if (error) launch.step->has_failed = true;
   for (BucketInFlight* bucket : launch.buckets) error ? bucket->fail(error) : bucket->message_done();
+  if (launch.ended) launch.ended(error);
 }
 
 void gather(const at::Tensor& to, const std::vector<BorrowedSlice>& from, double divisor, bool divides) {

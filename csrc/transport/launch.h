@@ -18,10 +18,14 @@
 
 namespace ddp_hooks {
 
+// With what has failed, or null.
+using OnEnd = std::function<void(const std::exception_ptr& error)>;
+
 // The step keeps the buckets alive; they are not looked up in it, because the engine may be adding to it meanwhile.
 struct Launch {
   std::shared_ptr<StepInFlight> step;
   std::vector<BucketInFlight*> buckets;
+  OnEnd ended = {};  // of a message that is a part of another one's way; may be empty
 };
 
 // What the group calls its backend for a type of device; empty where it has none, as one that is written in Python. The
@@ -30,15 +34,16 @@ std::string backend_name(c10d::ProcessGroup& group, c10::DeviceType device_type)
 // Whether a backend of this name puts the collectives of such devices on their streams, as NCCL does, and can average.
 bool is_on_streams(const std::string& backend_name, c10::DeviceType device_type);
 
+// Refuses a collective on a device whose completion would not run here and now.
+void check_is_complete(c10d::Work& work, c10d::ProcessGroup& group, c10::Device device);
+
 using OnSuccess = std::function<void(c10::ivalue::Future&)>;
-// With what has failed, or null.
-using OnEnd = std::function<void(const std::exception_ptr& error)>;
 
 // When the collective is back, runs `on_success`, unless it has failed, and then `on_end`.
 void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, std::shared_ptr<StepInFlight> step,
                OnSuccess on_success, OnEnd on_end);
 // The same for what is written into buckets, unless their step has failed; counts the message off on each, or fails
-// them.
+// them, and tells who waits for its end.
 void when_back(const c10::intrusive_ptr<c10d::Work>& work, c10::Device device, const Launch& launch,
                OnSuccess on_success);
 void end_message(const Launch& launch, const std::exception_ptr& error);

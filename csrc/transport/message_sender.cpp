@@ -72,7 +72,11 @@ void MessageSender::send(const std::shared_ptr<StepInFlight>& step, const Layout
   std::vector<OutgoingMessage> coded;
   for (const DirectMessage& message : plan.direct) {
     OutgoingMessage outgoing = direct_message(step, layout, index, message, divided);
-    message.is_coded ? coded.push_back(std::move(outgoing)) : direct_.send(std::move(outgoing));
+    if (message.is_coded) {
+      coded.push_back(std::move(outgoing));
+    } else {
+      hosts_on_streams_ ? hosts_.send(std::move(outgoing)) : direct_.send(std::move(outgoing));
+    }
   }
   coded_.send(std::move(coded));
 }

@@ -18,6 +18,7 @@
 #include "transport/coded_sender.h"
 #include "transport/direct_sender.h"
 #include "transport/host_sender.h"
+#include "transport/hosts_on_streams.h"
 #include "transport/launch.h"
 #include "transport/staging.h"
 #include "transport/step_in_flight.h"
@@ -29,23 +30,25 @@ int64_t payload_bytes(const at::Tensor& tensor);
 
 class MessageSender {
  public:
-  // The references have to outlive every call of `send`. `device_type` is the gradients'.
+  // The references have to outlive every call of `send`. `device_type` is the gradients'. `hosts`: null unless ranks
+  // add up in hosts, and collectives are put on streams; then what is not all-reduced goes over these.
   MessageSender(c10d::ProcessGroup& group, c10::DeviceType device_type,
-                const std::shared_ptr<const ControlGroups>& control_groups, BucketViews& views,
-                MessageStatistics& statistics)
+                const std::shared_ptr<const ControlGroups>& control_groups,
+                const std::shared_ptr<const HostsOnStreams>& hosts, BucketViews& views, MessageStatistics& statistics)
       : group_(group),
         is_on_streams_(ddp_hooks::is_on_streams(backend_name(group, device_type), device_type)),
         control_groups_(control_groups),
+        hosts_on_streams_(hosts),
         views_(views),
         statistics_(statistics),
         direct_(group, is_on_streams_, control_groups, staging_, statistics),
         coded_(group.getRank(), group.getSize(), control_groups, staging_, late_),
-        hosts_(group.getRank(), control_groups, staging_, late_) {}
+        hosts_(group.getRank(), control_groups, hosts, staging_, late_) {}
 
   // Whether the group puts collectives on the gradients' streams.
   bool is_on_streams() const { return is_on_streams_; }
 
-  // Whether plans count hosts, whose ranks add up what they have; every rank has to agree on it.
+  // Whether ranks of a host add up everything before it leaves the host; every rank has to agree on it.
   void set_adds_up_in_hosts(bool adds_up) { adds_up_in_hosts_ = adds_up; }
 
   // The messages of a bucket's plan. `divided`: where the gradients lie whose places in the plan come after the
@@ -81,13 +84,16 @@ class MessageSender {
   void prepare_direct(const StepInFlight& step, const BucketLayout& layout, const BucketPlan& plan);
   void copy_into_bucket(const StepInFlight& step, const BucketLayout& layout, const Stretch& sent, bool scales);
   at::Tensor take_gradient(const StepInFlight& step, size_t parameter);
-  const Topology& topology() const { return control_groups_->topology(); }
+  const Topology& topology() const {
+    return hosts_on_streams_ ? hosts_on_streams_->topology() : control_groups_->topology();
+  }
   bool group_averages(const StepInFlight& step, const at::Tensor& tensor) const;
   void all_reduce(const at::Tensor& tensor, c10d::ReduceOp operation, Launch launch, OnSuccess on_success);
 
   c10d::ProcessGroup& group_;
   const bool is_on_streams_;
   const std::shared_ptr<const ControlGroups>& control_groups_;
+  const std::shared_ptr<const HostsOnStreams>& hosts_on_streams_;
   bool adds_up_in_hosts_ = false;
   BucketViews& views_;
   MessageStatistics& statistics_;

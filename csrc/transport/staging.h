@@ -2,7 +2,8 @@
 //
 // Always holds: what a step took is nobody else's until the step is over. If one of its messages has not come back
 // well, no later step has it: what has failed, or was under way beside it, may still write there. Messages under way
-// keep their own reference. Thread-safety: none; the engine locks. Ranks may differ.
+// keep their own reference; on a device, memory is not reused before work on the stream that has taken it is through.
+// Thread-safety: none; the engine locks. Ranks may differ.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "transport/launch.h"
 #include "transport/step_in_flight.h"
 
 namespace ddp_hooks {
@@ -26,6 +28,8 @@ class Staging {
         buffer.device() != options.device()) {
       buffer = at::empty({numel}, options);
     }
+    // It may belong to another stream: that of an earlier step, or of a completion in which this was first taken.
+    keep_for_stream(buffer);
     return buffer.narrow(0, 0, numel);
   }
 

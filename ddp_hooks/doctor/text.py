@@ -199,7 +199,7 @@ def host_lines(tried: Sequence[PolicyTrial]) -> Iterator[str]:
     sent = [("plain DDP", tried[0].plain_link_bytes), *((one.policy, one.link_bytes) for one in tried)]
     each = " and ".join(f"{describe_bytes(size)} with {name}" for name, size in sent)
     yield from _wrap(f"Between the {hosts} hosts, the busiest one sent this much in a step: {each}.")
-    if topology.counts_bytes and topology.can_add_up:
+    if topology.counts_bytes and topology.can_add_up and not topology.is_on_streams:
         # What all of H hosts contribute crosses each one's link 2 (H - 1) / H times.
         growth = (2 * hosts - 1) / (2 * hosts - 2)
         yield from _wrap(
@@ -208,8 +208,8 @@ def host_lines(tried: Sequence[PolicyTrial]) -> Iterator[str]:
         )
     elif not topology.counts_bytes:
         yield from _wrap(
-            "Ranks of a host could add up first, so that each byte crosses once: that takes CPUs, gloo, and equally "
-            "many ranks on each host."
+            "Ranks of a host could add up first, so that each byte crosses once: that takes equally many ranks on each "
+            "host, and CPUs and gloo; or on GPUs owners=True, for what few hosts use."
         )
 
 

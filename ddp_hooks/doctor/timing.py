@@ -128,8 +128,12 @@ def sum_up(trials: Sequence[Trial], division: Division | None) -> PolicyTrial:
     leaving = [sum((rank + 1) % ranks not in host for rank in host) for host in topology.hosts]
     crossings = max([1, *leaving])
     plain_bytes = crossings * 2 * (ranks - 1) / ranks * counted.wrapped_bytes
-    by_host = [sum(sent[rank] for rank in host) for host in topology.hosts]
-    link_bytes = max(by_host) if topology.adds_up_in_hosts else crossings * max(sent)
+    link_bytes: float = crossings * max(sent)
+    if topology.adds_up_in_hosts:
+        # On a device, what many hosts use still goes round a ring.
+        all_reduced = counted.payload_bytes - counted.broadcast_bytes - counted.owner_bytes
+        ring = 2 * (ranks - 1) / ranks * all_reduced if topology.is_on_streams else 0
+        link_bytes = crossings * ring + max(sum(sent[rank] - ring for rank in host) for host in topology.hosts)
     return PolicyTrial(
         trials[0].policy,
         counted.steps,

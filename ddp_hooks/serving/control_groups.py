@@ -68,6 +68,8 @@ class ControlGroups:
     has_one_axis: bool
     """Whether masks travel in one gather, which ranks start in the order of their backward passes. Along further axes,
     completions start the gathers, and two services that share the groups would do so in any order."""
+    on_streams: Any = None
+    """A ``_C.HostsOnStreams`` for gradients on a device; None if no policy has asked for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from .control_groups import ControlGroups, new_name, open_control_groups
 from .ddp_methods import keep_place
 from .disabling import DisabledService, check_alike, disabled_service, is_disabled, warn_of_it
 from .endpoints import Endpoint, find_endpoint
+from .hosts_on_streams import with_hosts_on_streams
 from .modules import describe, parameters_of, why_not_coded, why_unsupported
 from .service import REGISTERED, Service, groups_to_share, registered_service
 from .topology import topology_of
@@ -69,7 +70,7 @@ def service_of(ddp: DistributedDataParallel) -> Service | DisabledService | None
 
 
 def _agree(ddp: DistributedDataParallel, function: str, policy: Policy, problem: str | None) -> ControlGroups | None:
-    """Make sure that all ranks can serve the module in the same way, and open control groups, or share existing ones.
+    """Make sure that all ranks can serve the module in the same way, and open its groups, or share existing ones.
 
     Args:
         ddp: the module.
@@ -100,4 +101,6 @@ def _agree(ddp: DistributedDataParallel, function: str, policy: Policy, problem:
     # Ranks differ in which of the services that share groups still exist.
     shared = set(sharable).intersection(*(theirs for _, _, theirs in offers))
     groups = sharable[min(shared)] if shared else open_control_groups(ddp, function, offers[0][0], endpoints)
-    return replace(groups, topology=topology_of(ddp.process_group, ddp.device, endpoints))
+    # Not those of another service: it may have gone on some ranks.
+    groups = replace(groups, topology=topology_of(ddp.process_group, ddp.device, endpoints), on_streams=None)
+    return with_hosts_on_streams(ddp, function, f"{offers[0][0]}/hosts", groups, policy)

@@ -24,9 +24,10 @@ from ..statistics import ParameterUsage, Statistics, UnitUsage
 from ..wording import short, short_list
 from .absentees import meet_to_close
 from .agreement import propose, settle
-from .control_groups import ControlGroups, timeout_of
+from .control_groups import ControlGroups, new_name, timeout_of
 from .engine_settings import engine_settings, why_little_is_coded, why_nothing_is_coded
 from .groups import is_in_use
+from .hosts_on_streams import with_hosts_on_streams
 from .modules import (
     describe,
     initialize_used_map,
@@ -286,11 +287,7 @@ class Service:
         engine = _C.Engine(
             reducer=ddp.reducer,
             control_groups=self._control_groups.groups,
-            settings=engine_settings(
-                self._policy,
-                describe(self._policy, ddp, reduced, unmanaged),
-                self._control_groups.topology,
-            ),
+            **self._settings(self._policy, describe(self._policy, ddp, reduced, unmanaged)),
             unmanaged_parameters=unmanaged,
             names=self._names,
             pending=[i for i, parameter in enumerate(self._parameters) if id(parameter) in pending],
@@ -309,6 +306,16 @@ class Service:
             explain=partial(_explain, self._activity),
         )
         return engine
+
+    def _settings(self, policy: Policy, description: Mapping[str, str]) -> dict[str, Any]:
+        """Return what the engine is told of a policy."""
+        groups = self._control_groups
+        assert groups is not None
+        topology = groups.topology.under(policy)
+        return {
+            "settings": engine_settings(policy, description, topology),
+            "hosts": groups.on_streams if topology.adds_up_in_hosts else None,
+        }
 
     def rebuild(self, find_unused_parameters: bool | None) -> bool:
         """Rebuild the module's Reducer; arguments and errors as for :func:`ddp_hooks.rebuild`."""
@@ -391,11 +398,11 @@ class Service:
             problem = "a backward pass is under way; call set_policy between two steps"
         problem = problem or why_not_coded(policy, ddp)
         description = describe(policy, ddp, *parameters_of(ddp))
-        self._agree_between_steps("set_policy", description, problem)
+        names = self._agree_between_steps("set_policy", description, problem, new_name())
         assert self._control_groups is not None
-        groups = self._control_groups
+        self._control_groups = with_hosts_on_streams(ddp, "set_policy", names[0], self._control_groups, policy)
         self._restart_counters(self.statistics())  # some of them count per policy
-        self.engine.configure(engine_settings(policy, description, groups.topology))
+        self.engine.configure(**self._settings(policy, description))
         self._policy = policy
         self._note_coding(ddp)
         self._warn_of_uncoded_gradients(ddp, 3)
@@ -525,8 +532,8 @@ class Service:
 
     @property
     def topology(self) -> Topology | None:
-        """Which ranks share a host."""
-        return None if self._control_groups is None else self._control_groups.topology
+        """Which ranks share a host, and how gradients travel between hosts under the policy in force."""
+        return None if self._control_groups is None else self._control_groups.topology.under(self._policy)
 
     def reset_statistics(self) -> None:
         """Set all counters to zero."""
@@ -538,10 +545,10 @@ class Service:
             self.engine.reset_statistics()
 
     def _note_coding(self, ddp: DistributedDataParallel) -> None:
-        groups = self._control_groups
-        assert groups is not None
+        topology = self.topology
+        assert topology is not None
         reduced, _ = parameters_of(ddp)
-        self._why_uncoded = why_nothing_is_coded(self._policy, groups.topology, ddp.process_group, ddp.device, reduced)
+        self._why_uncoded = why_nothing_is_coded(self._policy, topology, ddp.process_group, ddp.device, reduced)
 
     def _warn_of_uncoded_gradients(self, ddp: DistributedDataParallel, stacklevel: int) -> None:
         if self._policy.coded == "on" and self._why_uncoded and dist.get_rank(ddp.process_group) == 0:

@@ -1,14 +1,15 @@
-"""Which ranks share a host, and what messages between hosts travel over."""
+"""Which ranks share a host, and how gradients travel between hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from .. import _extension
+from ..policies import Policy
 from .endpoints import Endpoint, group_by_host, slowest_link
 
 _C = _extension.load()
@@ -25,7 +26,16 @@ class Topology:
     link_mbits: int | None = None
     """The speed of the slowest host's network interface, in Mbit/s; None if no rank knows its own."""
     can_add_up: bool = False
-    """Whether ranks of a host could add up what they have before it leaves the host: on CPUs, over gloo."""
+    """Whether ranks of a host could add up what they have before it leaves the host: on CPUs, over gloo; on a device
+    what few hosts have, if the policy asks for it."""
+    is_on_streams: bool = False
+    """Whether collectives are put on streams of a device."""
+
+    def under(self, policy: Policy) -> Topology:
+        """Return the topology with what a policy asks for."""
+        # Nobody has measured on a device whether it pays that ranks sum for others.
+        asks = policy.skip_unused and policy.tuning.direct and policy.tuning.owners is True
+        return replace(self, can_add_up=True) if self.is_on_streams and asks else self
 
     @property
     def has_one_rank_each(self) -> bool:
@@ -58,11 +68,14 @@ class Topology:
             return "one host: gradients are all-reduced"
         if self.has_one_rank_each:
             return f"{len(self.hosts)} hosts with a rank each"
+        if len({len(ranks) for ranks in self.hosts}) > 1:
+            return "hosts with different numbers of ranks: gradients are all-reduced"
+        each = f"{len(self.hosts)} hosts with {len(self.hosts[0])} ranks each"
         if self.adds_up_in_hosts:
-            return f"{len(self.hosts)} hosts with {len(self.hosts[0])} ranks each, which add up before anything leaves"
-        if not self.can_add_up:
-            return "hosts with several ranks, not on CPUs over gloo: gradients are all-reduced"
-        return "hosts with different numbers of ranks: gradients are all-reduced"
+            what = "what few hosts use before it" if self.is_on_streams else "before anything"
+            return f"{each}, which add up {what} leaves"
+        way_out = "owners=True was not set" if self.is_on_streams else "they are not on CPUs over gloo"
+        return f"{each}: gradients are all-reduced, because {way_out}"
 
 
 def topology_of(group: dist.ProcessGroup, device: torch.device, endpoints: Sequence[Endpoint]) -> Topology:
@@ -76,4 +89,5 @@ def topology_of(group: dist.ProcessGroup, device: torch.device, endpoints: Seque
     hosts = group_by_host([endpoint.host for endpoint in endpoints])
     # Without the boot id and the namespace, which nobody reads.
     names = tuple(endpoints[ranks[0]].host.split(" ")[0] for ranks in hosts)
-    return Topology(hosts, names, slowest_link(endpoints), _C.can_code(group, device, len(hosts)))
+    can_add_up, is_on_streams = _C.can_code(group, device, len(hosts)), _C.is_on_streams(group, device)
+    return Topology(hosts, names, slowest_link(endpoints), can_add_up, is_on_streams)

@@ -204,8 +204,8 @@ DELETIONS = (
     Deletion(
         "gradients are kept until owners' sums are put back into them",
         "transport/direct_sender.cpp",
-        "  keep(places);\n  }",
-        "  if (!@) keep(places);\n  }",
+        "    keep_for_stream(places);\n  }",
+        "    if (!@) keep_for_stream(places);\n  }",
         test="engine/test_pretend.py -k 'dropped and owner'",
     ),
     Deletion(
@@ -217,8 +217,20 @@ DELETIONS = (
     Deletion(
         "gradients are kept until contributions are added up in them",
         "transport/direct_sender.cpp",
-        "for (const Place& place : places) keep_for_stream(place.flat);",
+        "              keep_for_stream(places);",
         test="engine/test_pretend.py -k dropped_within_backward",
+    ),
+    Deletion(
+        "gradients are kept until what hosts have added up is put into them",
+        "transport/host_sender.cpp",
+        "    keep_for_stream(places_);",
+        test="transport/test_hosts_on_streams.py -k dropped",
+    ),
+    Deletion(
+        "what hosts add up is kept if it cannot be sent",
+        "transport/host_sender.cpp",
+        "    keep_for_stream(results_);",
+        test="transport/test_hosts_on_streams.py -k could_not_be",
     ),
     Deletion(
         "unmanaged gradients are kept until their average is copied into them",
@@ -234,6 +246,12 @@ DELETIONS = (
         ".target_device(buffer.device()).make_tensor();\n"
         "    return buffer.narrow(0, 0, numel);",
         test="engine/test_failed_collectives.py",
+    ),
+    Deletion(
+        "what a completion has packed is kept if it cannot be sent",
+        "transport/staging.h",
+        "    keep_for_stream(buffer);",
+        test="transport/test_hosts_on_streams.py -k could_not_be",
     ),
     Deletion(
         "what a message of a step took is nobody else's in that step",

@@ -232,9 +232,10 @@ def test_the_estimate_is_what_the_link_saves() -> None:
     assert divide([]) is None
 
 
-def counted(sent: int, hosts: tuple[tuple[int, ...], ...]) -> Trial:
-    statistics = Statistics(steps=2, dense_bytes=200, payload_bytes=100, sent_bytes=sent)
-    return Trial("auto", statistics, (1.0, 1.0), Topology(hosts, ("",) * len(hosts), can_add_up=True))
+def counted(sent: int, hosts: tuple[tuple[int, ...], ...], *, is_on_streams: bool = False) -> Trial:
+    statistics = Statistics(steps=2, dense_bytes=200, payload_bytes=100, sent_bytes=sent, broadcast_bytes=20)
+    topology = Topology(hosts, ("",) * len(hosts), can_add_up=True, is_on_streams=is_on_streams)
+    return Trial("auto", statistics, (1.0, 1.0), topology)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +260,16 @@ def test_what_crosses_between_hosts(
     text = " ".join(" ".join(host_lines([one])).split())
     assert said in text
     assert ("busiest" in text) == (len(hosts) > 1)
+
+
+def test_what_crosses_between_hosts_on_a_device() -> None:
+    """A ring over all ranks carries what is all-reduced; the rest crosses once."""
+    of_ring = 2 * 3 * 80 // 4
+    sent = (of_ring + 10, of_ring + 12, of_ring, of_ring)
+    trials = [counted(bytes_sent, ((0, 1), (2, 3)), is_on_streams=True) for bytes_sent in sent]
+    one = sum_up(trials, None)
+    assert one.link_bytes == (of_ring + 22) // 2
+    assert "if they use the same layers" not in " ".join(host_lines([one]))
 
 
 def test_nothing_is_said_of_policies_if_a_rank_is_missing() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_hosts import on_hosts
 from test_pretend import run_pretended
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -191,6 +192,37 @@ def owners_unasked(rank: int) -> None:
 
 def test_owners_sum_on_a_device_only_if_they_are_asked_to() -> None:
     run_pretended(3, 3, owners_unasked)
+
+
+def on_two_hosts(rank: int) -> None:
+    """Each rank uses a branch of its own: what a host has of them travels in one message, or in two."""
+    from ddp_hooks_testing import _pretend
+
+    on_hosts(rank, "2 x 2")
+    branch = 4 * 65 * 64
+    counted = []
+    for owners, segment_bytes in ((None, branch), (True, branch), (True, branch // 2)):
+        ddp = DistributedDataParallel(Branches().to("pretend"), find_unused_parameters=True)
+        tuning = Tuning(owners=owners, segment_bytes=segment_bytes, min_direct_bytes=0)
+        state = register(ddp, ddp_hooks.Policy("hosts", tuning=tuning), True)
+        for _ in range(SETTLED):
+            ddp.zero_grad()
+            loss = ddp(torch.ones(2, 64, device="pretend"), [rank])
+            before = _pretend.counts()
+            loss.backward()
+            counts = {name: after - before[name] for name, after in _pretend.counts().items() if name in COUNTS}
+        assert (state.stats().broadcast_bytes > 0) == bool(owners)
+        counted.append(counts)
+    unasked, one_message, two_messages = counted
+    assert one_message["host_waits"] == unasked["host_waits"]
+    assert one_message["collectives"] == unasked["collectives"] - 1 + 3
+    # Packed, added up, packed, added up, and two shares put back.
+    more = {"launches": 6, "host_waits": 0, "collectives": 3}
+    assert {name: two_messages[name] - one_message[name] for name in COUNTS} == more
+
+
+def test_hosts_that_add_up_on_a_device() -> None:
+    run_pretended(4, 3, on_two_hosts)
 
 
 def unmanaged(rank: int) -> None:

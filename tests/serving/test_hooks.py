@@ -202,7 +202,7 @@ def exchange_on_a_grid(rank: int) -> None:
     assert (state.stats().exchanges, state.stats().mask_bytes) == (6 * 2, 6 * (7 + 9) * (1 + 2) * 8)
     if rank == 3:
         state._service.engine.configure(
-            engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}, Topology(((0,),)))
+            engine_settings(ddp_hooks.Policy("skip_zeros"), {"drift": "on purpose"}, Topology(((0,),))), None
         )
     assert "rank 3: exchange 12" in error_of(lambda: run_step(ddp, 0))
 
@@ -940,7 +940,7 @@ def drifting_ranks(rank: int) -> None:
     if rank == 1:
         other = ddp_hooks.Policy("other")
         description = {"policy": repr(other)}
-        state._service.engine.configure(engine_settings(other, description, Topology(((0,), (1,)))))
+        state._service.engine.configure(engine_settings(other, description, Topology(((0,), (1,)))), None)
     message = error_of(lambda: run_step(ddp, 0))
     assert "the ranks drifted apart" in message
     assert "rank 0: exchange 1" in message

@@ -189,12 +189,8 @@ class RandomRanks(Scenario):
                 for i in used:
                     layer = self.layers[i]
                     width = layer.in_features
-                    x = (
-                        x
-                        + nn.functional.pad(layer(x[:, :width] if width < 8 else x.repeat(1, 3)[:, :width]), (0, 8))[
-                            :, :8
-                        ]
-                    )
+                    wide = x if width < 8 else torch.cat([x] * 3, 1)
+                    x = x + nn.functional.pad(layer(wide[:, :width]), (0, 8))[:, :8]
                 return self.head(x)
 
         return Layers()
