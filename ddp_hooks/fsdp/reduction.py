@@ -186,24 +186,42 @@ class ReduceScatter:
         is_wrong: bool = False,
     ) -> None:
         """Sum a part for each rank of a group, or several parts together."""
-        full_bytes = (group.size() - 1) * output.nbytes
-        if exchange.begin(full_bytes, True):
-            layout = self._layout(participants.included, output.element_size(), parts)
-            if layout.units.numel != output.numel():
-                raise RuntimeError(
-                    f"ddp_hooks.fsdp: expected {layout.units.numel} elements to be reduced for each rank, received "
-                    f"{output.numel()}: this version of FSDP2 lays out gradients differently"
-                )
-            digest = DIFFERS_IN_HOST if is_wrong else layout.digest
-            own = Announcement(digest, participants.used, frozenset(participants.included))
-            known_zero = [self._questions.skip_unused and i not in participants.used for i in layout.parameters]
-            if exchange.sum(group, output, flat, layout.units, own, order, full_bytes, known_zero=known_zero):
-                exchange.count(
-                    skip_zeros_steps=int(self._policy.skip_zeros != "off"),
-                    skip_zero_rows_steps=int(self._policy.skip_zero_rows != "off"),
-                )
-                return
-        exchange.sum_in_full(group, output, flat, order)
+        if not self._sum_units(exchange, group, output, flat, participants, order, parts=parts, is_wrong=is_wrong):
+            exchange.sum_in_full(group, output, flat, order)
+
+    def _sum_units(
+        self,
+        exchange: Exchange,
+        group: Any,
+        output: torch.Tensor,
+        flat: torch.Tensor,
+        participants: Participants,
+        order: Sequence[int],
+        *,
+        is_served: bool = True,
+        parts: int = 1,
+        is_wrong: bool = False,
+    ) -> bool:
+        """Do so without zeros, if this step looks at gradients and that pays; return whether."""
+        if not exchange.begin((group.size() - 1) * output.nbytes, is_served):
+            return False
+        layout = self._layout(participants.included, flat.element_size(), parts)
+        if layout.units.numel != output.numel():
+            raise RuntimeError(
+                f"ddp_hooks.fsdp: expected {layout.units.numel} elements to be reduced for each rank, received "
+                f"{output.numel()}: this version of FSDP2 lays out gradients differently"
+            )
+        digest = DIFFERS_IN_HOST if is_wrong else layout.digest
+        own = Announcement(digest, participants.used, frozenset(participants.included))
+        known_zero = [self._questions.skip_unused and i not in participants.used for i in layout.parameters]
+        full_bytes = flat.nbytes - flat.nbytes // group.size()
+        if not exchange.sum(group, output, flat, layout.units, own, order, full_bytes, known_zero=known_zero):
+            return False
+        exchange.count(
+            skip_zeros_steps=int(self._policy.skip_zeros != "off"),
+            skip_zero_rows_steps=int(self._policy.skip_zero_rows != "off"),
+        )
+        return True
 
     def _layout(self, included: tuple[int, ...], element_bytes: int, parts: int) -> Layout:
         divides = self._questions.divides
