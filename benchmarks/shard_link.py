@@ -79,8 +79,6 @@ def trace_step(dtype: str, variant: str) -> None:
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
             run_kernels(2 * LAUNCHES_OF_A_LAYER, 2 * ctx.seconds)
-            # While ranks look for zeros, there are none.
-            make = torch.empty_like if step == WARM_UP else torch.ones_like
             return gradient, None, *(make(weight) for weight in ctx.weights)
 
     class Layer(nn.Module):
@@ -100,6 +98,8 @@ def trace_step(dtype: str, variant: str) -> None:
     for step in range(WARM_UP + 1):
         for weight in model.parameters():
             weight.grad = None
+        # While ranks look for zeros, there are none.
+        make = torch.empty_like if step == WARM_UP else torch.ones_like
         x = torch.zeros((), device="pretend", requires_grad=True)
         before = _pretend.counts()
         _pretend.begin_trace()
@@ -169,11 +169,11 @@ def sentence_of(rows: list[dict[str, Any]]) -> str:
 
     as_much = [one for one in ours if one["gbits"] == max(GBITS) or one["variant"].startswith("hsdp")]
     worst = max(as_much, key=lambda one: one["over_plain"])
+    where = f"{worst['variant']}, {worst['dtype']}, {worst['gbits']} Gbit/s"
+    flat = steps(gbits=GBITS[0], variant=ours[0]["variant"])
     return (
-        f"At {GBITS[0]} Gbit/s, a step with fully_shard+register takes {steps(gbits=GBITS[0], variant=ours[0]['variant'])}"
-        f" of plain FSDP2's. With HSDP, which sends as much between hosts with register as without, and at {GBITS[1]} "
-        f"Gbit/s, it takes at most {worst['over_plain']:.3f} ({worst['variant']}, {worst['dtype']}, {worst['gbits']} "
-        "Gbit/s)."
+        f"At {GBITS[0]} Gbit/s, a step with fully_shard+register takes {flat} of plain FSDP2's. Under HSDP, where register "
+        f"sends as much between hosts, and at {GBITS[1]} Gbit/s, it takes at most {worst['over_plain']:.3f} ({where})."
     )
 
 

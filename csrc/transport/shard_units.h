@@ -45,8 +45,8 @@ class ShardUnits {
     int64_t offset = 0;  // elements into a tensor
     uint8_t* mask = nullptr;
   };
-  // Chooses units of some parts of a tensor, and writes mask_bytes() to the mask of each. Returns how many it has chosen.
-  // If values on a device are read, this takes one launch, for which the host waits.
+  // Chooses units of some parts of a tensor, and writes mask_bytes() to the mask of each. Returns how many it has
+  // chosen. If it reads values on a device, it takes one launch, and the host waits for the answer.
   int64_t choose(const at::Tensor& flat, const std::vector<Part>& parts, const ShardQuestion& question) const;
 
   // The elements of a part that are sent.

@@ -47,10 +47,11 @@ class DeviceReduceScatter(ReduceScatter):
         self._group, self._route = group, route
         self._wide = route.wide if group.widens else None
         # The ranks that look for zeros together, in the order of their group, by their places in FSDP2's.
-        everyone = group.process_group
-        together = everyone if route.hosts is None else route.hosts.between
-        ranks = dist.get_process_group_ranks(together) if everyone is not None else []
-        self._members = [dist.get_group_rank(everyone, rank) for rank in ranks]
+        self._members: list[int] = []
+        if (everyone := group.process_group) is not None:
+            together = everyone if route.hosts is None else route.hosts.between
+            ranks = dist.get_process_group_ranks(together)
+            self._members = [dist.get_group_rank(everyone, rank) for rank in ranks]
         self._begun: Participants | None = None
 
     def dtype_of_memory(self, dtype: torch.dtype) -> torch.dtype:

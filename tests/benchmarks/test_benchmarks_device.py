@@ -56,8 +56,9 @@ def test_collectives_on_a_link_take_turns() -> None:
 @pytest.mark.thorough
 def test_a_step_of_fsdp2_is_the_same_again(tmp_path: Path) -> None:
     variants = ["hsdp", "hsdp+register"]
-    command = [sys.executable, str(harness.BENCHMARKS / "shard_link.py"), "--dtypes", "bfloat16", "--variants", *variants]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=500)
+    command = [sys.executable, str(harness.BENCHMARKS / "shard_link.py"), "--out", str(tmp_path)]
+    command += ["--dtypes", "bfloat16", "--variants", *variants]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "shard_link.json").read_text())
     committed = json.loads((harness.RESULTS / "shard_link.json").read_text())

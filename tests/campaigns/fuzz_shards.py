@@ -4,9 +4,9 @@ python tests/campaigns/fuzz_shards.py --seeds 0:300            on 2 ranks
 python tests/campaigns/fuzz_shards.py --seeds 0:100 --ranks 4  on hosts of two ranks, for example
 python tests/campaigns/fuzz_shards.py --seeds 17:18            one program, printed
 
-Gradients and parameters are compared bit by bit on two ranks and where hosts average, but for the sign of zeros. On more
-ranks, another order of additions may round differently, so parameters stay, and gradients are compared up to that. The
-exit code is 1 if anything differs. Ranks that fail or hang end the campaign; the traceback names the seed.
+Gradients and parameters are compared bit by bit on two ranks and where hosts average, but for the sign of zeros. On
+more ranks, another order of additions may round differently, so parameters stay, and gradients are compared up to that.
+The exit code is 1 if anything differs. Ranks that fail or hang end the campaign; the traceback names the seed.
 """
 
 from __future__ import annotations

@@ -242,7 +242,8 @@ class QueuedGroup final : public CarriedGroup {
     const std::string name = c10d::opTypeToString(type);
     const auto given = static_cast<double>(bytes);
     const double host_seconds = Costs::get().collective_launch;
-    const Ticket work = put_work(stream, name, uses, run, {seconds_of(type, given), host_seconds, given, name, getSize()});
+    const Ticket work =
+        put_work(stream, name, uses, run, {seconds_of(type, given), host_seconds, given, name, getSize()});
     ends_[stream] = work;
     return c10::make_intrusive<QueuedWork>(getRank(), type, work, stream, outputs);
   }
