@@ -172,8 +172,9 @@ def sentence_of(rows: list[dict[str, Any]]) -> str:
     where = f"{worst['variant']}, {worst['dtype']}, {worst['gbits']} Gbit/s"
     flat = steps(gbits=GBITS[0], variant=ours[0]["variant"])
     return (
-        f"At {GBITS[0]} Gbit/s, a step with fully_shard+register takes {flat} of plain FSDP2's. Under HSDP, where register "
-        f"sends as much between hosts, and at {GBITS[1]} Gbit/s, it takes at most {worst['over_plain']:.3f} ({where})."
+        f"At {GBITS[0]} Gbit/s, a step with fully_shard+register takes {flat} of plain FSDP2's. Under HSDP, where "
+        f"register sends as much between hosts, and at {GBITS[1]} Gbit/s, it takes at most {worst['over_plain']:.3f} "
+        f"({where})."
     )
 
 

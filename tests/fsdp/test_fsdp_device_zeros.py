@@ -44,7 +44,7 @@ def compare_units(rank: int, dtype: torch.dtype) -> None:
             part = message[begin : begin + units.sent_elements(masks)[1]]
             total = torch.empty(units.numel, dtype=dtype, device=device)
             before = counts()
-            units.sum(total, flat, part.repeat(ranks - 1), received, 0, list(range(ranks)))
+            units.sum(total, flat, torch.cat([part] * (ranks - 1)), received, 0, list(range(ranks)))
             asked = {name: after - before[name] for name, after in counts().items()}
             # Both with and without a zero that is not sent, after a copy of the own part.
             assert device == "cpu" or (asked["launches"] <= 4 and asked["host_waits"] == 0)
