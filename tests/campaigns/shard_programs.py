@@ -131,13 +131,14 @@ def generate(seed: int, ranks: int) -> Program:
     precision = draw.choices(list(PRECISIONS), [6, 3, 1, 1, 1])[0]
     narrow_parameters = precision in ("mixed", "bfloat16 sums") and chance(0.2)
     differs = "experts" in layers and chance(0.6)
-    # Zeros that FSDP2 makes for what is unused are not of the type of gradients that were accumulated.
-    may_accumulate = not differs or (precision == "float32" and not narrow_parameters)
+    # FSDP2 mixes no gradients of one pass, or zeros for what is unused, with accumulated ones of another type.
+    may_accumulate = "experts" not in layers or (precision == "float32" and not narrow_parameters)
     patterns = PASSES if may_accumulate else tuple(each for each in PASSES if all(each))
     frozen: tuple[int, ...] = ()
     steps = []
-    for _ in range(draw.randint(2, 4)):
-        if chance(0.3):
+    for step in range(draw.randint(2, 4)):
+        # If all of a layer is frozen in its first forward pass, FSDP2 never learns the type of its gradients.
+        if step > 0 and chance(0.3):
             frozen = tuple(i for i in range(len(layers)) if chance(0.4))
         steps.append(Step(draw.choice(patterns), frozen, clips=chance(0.3), keeps=chance(0.15)))
     return Program(
