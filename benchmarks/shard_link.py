@@ -44,7 +44,7 @@ LAUNCHES_OF_A_LAYER = 16
 FAST_LINK_GBITS, GBITS = 2400, (25, 400)
 # The models that are played, by what they have of the 8 billion parameters, and the slow link.
 LARGE, SMALL = "8B", "2M"
-PLAYED = tuple((LARGE, gbits) for gbits in GBITS) + ((SMALL, max(GBITS)),)
+PLAYED = (*((LARGE, gbits) for gbits in GBITS), (SMALL, max(GBITS)))
 EXCHANGE_SECONDS = 0.3e-3
 DTYPES = ("bfloat16", "float32")
 WITHIN, BETWEEN = "within", "between"
