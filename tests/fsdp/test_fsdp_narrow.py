@@ -98,7 +98,7 @@ def not_waited_for(rank: int) -> None:
     with memory_that_ends_late():
         for mistake in (False, True):
             model = make(ALL["dense"], init_device_mesh("pretend", (2,)))
-            fsdp.register(model)
+            fsdp.register(model, **WITHOUT_LOOKS)  # for which the host would wait
             if mistake:
                 devices.dist.all_to_all_single = lambda *args, **options: original(*args, async_op=True, **options)
             try:
