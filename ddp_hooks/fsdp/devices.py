@@ -98,7 +98,7 @@ class DeviceReduceScatter(ReduceScatter):
                 output.div_(group.size())
             return True
         sent_bytes = flat.nbytes - flat.nbytes // group.size()
-        self._exchange.count(buckets_whole=1, messages=1, payload_bytes=sent_bytes, sent_bytes=sent_bytes)
+        self.exchange.count(buckets_whole=1, messages=1, payload_bytes=sent_bytes, sent_bytes=sent_bytes)
         if hosts is None and flat.dtype == output.dtype:
             return False
         _reduce_scatter(output, flat, group, op)
@@ -113,12 +113,12 @@ class DeviceReduceScatter(ReduceScatter):
         adds_up: bool,
     ) -> bool:
         small = self._route.small
-        looks = adds_up and small is not None and self._questions.zeros and output.dtype in DTYPES
+        looks = adds_up and small is not None and self.questions.zeros and output.dtype in DTYPES
         ranks = _Ranks(group, small, self._members)
         try:
-            # In the order in which narrow numbers are added up in full.
-            order = range(group.size())
-            return self._sum_units(self._exchange, ranks, output, flat, participants, order, is_served=looks)
+            return self.sum_units(
+                self.exchange, ranks, output, flat, participants, range(group.size()), is_served=looks
+            )
         except LayoutsDiffer as difference:
             raise LayoutsDiffer(difference.announced, self._members) from None
 
