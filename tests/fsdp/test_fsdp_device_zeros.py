@@ -67,7 +67,7 @@ WITH_ZEROS = {"stacked experts": 0.3, "unused here and there": 0.35, "unused in 
 def compare_with_zeros(rank: int, policy: str) -> None:
     with memory_that_ends_late():
         for name, most in WITH_ZEROS.items():
-            state, (plain, ours) = train_both(ALL[name], rank, 3, policy=POLICIES[policy])
+            state, (plain, ours) = train_both(ALL[name], rank, 2, policy=POLICIES[policy])
             stats = state.stats()
             assert stats.buckets_packed + stats.buckets_skipped > 0, name
             assert stats.coded_bytes == 0
@@ -82,18 +82,20 @@ def test_gradients_are_those_of_plain_fsdp2(policy: str) -> None:
     run_pretended(2, 21, compare_with_zeros, policy)
 
 
+MANY = ["unused here and there", "stacked experts", "float32"]
+
+
 @pytest.mark.parametrize(
-    ("layout", "policy"),
+    ("layout", "policy", "names"),
     [
-        ("interleaved", "on"),
+        ("interleaved", "on", ["unused here and there"]),
         *(
-            pytest.param(layout, policy, marks=pytest.mark.thorough)
-            for layout, policy in (("2 x 2", "restless"), ("one host", "on"), ("a rank each", "on"), ("uneven", "on"))
+            pytest.param(layout, policy, MANY, marks=pytest.mark.thorough)
+            for layout, policy in (("2 x 2", "restless"), ("one host", "on"), ("uneven", "on"))
         ),
     ],
 )
-def test_on_hosts(layout: str, policy: str) -> None:
-    names = ["unused here and there", "stacked experts", "float32"]
+def test_on_hosts(layout: str, policy: str, names: list[str]) -> None:
     run_pretended(len(LAYOUTS[layout]), 22, compare_on_hosts, layout, names, POLICIES[policy])
 
 
@@ -143,7 +145,7 @@ def test_ranks_with_gradients_of_different_parameters() -> None:
 def reduce_special_numbers(rank: int) -> None:
     specials = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1.5, 1 / 3])
     mesh = init_device_mesh("pretend", (2,))
-    for seed in range(8):
+    for seed in range(3):
         draw = torch.Generator().manual_seed(100 * seed + rank)
         gradient = specials[torch.randint(len(specials), (60,), generator=draw)].repeat_interleave(16)
         results = []
