@@ -14,7 +14,6 @@ which waits for them, and before that for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -114,7 +113,7 @@ class DeviceReduceScatter(ReduceScatter):
     ) -> bool:
         small = self._route.small
         looks = adds_up and small is not None and self.questions.zeros and output.dtype in DTYPES
-        ranks = _Ranks(group, small, self._members)
+        ranks = _Ranks(group, small)
         try:
             return self.sum_units(
                 self.exchange, ranks, output, flat, participants, range(group.size()), is_served=looks
@@ -128,30 +127,23 @@ class _Ranks:
 
     Args:
         group: the process group.
-        small: a group on the host, of these ranks and perhaps others.
-        members: the places of these ranks in the group on the host.
+        small: a group of these ranks on the host.
     """
 
-    def __init__(self, group: dist.ProcessGroup, small: SmallGroup | None, members: Sequence[int]) -> None:
-        self._group, self._small, self._members = group, small, members
+    def __init__(self, group: dist.ProcessGroup, small: SmallGroup | None) -> None:
+        self._group, self._small = group, small
         self.size, self.rank = group.size, group.rank
 
     def all_to_all_single(
         self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
     ) -> None:
-        """Exchange gradients of these sizes, or rows of masks."""
+        """Exchange gradients of these sizes, or masks."""
         if not received.is_cpu:
             dist.all_to_all_single(received, sent, received_sizes, sent_sizes, self._group)
             return
         assert self._small is not None
-        backend = self._small.backend
-        rows = [int(place in self._members) for place in range(backend.size())]
-        # The rows are in the order of members, and travel in that of places.
-        by_place = torch.tensor(sorted(range(len(self._members)), key=self._members.__getitem__), device="cpu")
-        in_places = torch.empty_like(received)
         with record_function("ddp_hooks::wait_for_ranks"):
-            backend.alltoall_base(in_places, sent[by_place], rows, rows).wait()
-        received[by_place] = in_places
+            self._small.backend.alltoall_base(received, sent, received_sizes, sent_sizes).wait()
 
 
 def _reduce_scatter(output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:

@@ -108,7 +108,8 @@ class Route:
     Attributes:
         wide: what they agree on; None if no gradient is in bfloat16.
         hosts: the groups of hosts; None if every rank has a host of its own, or all share one.
-        small: a group on the host for masks; None if no rank looks for zeros.
+        small: a group on the host for masks, of the ranks that look for zeros together, in the same order; None if no
+            rank looks.
     """
 
     wide: WideGradients | None = None
@@ -171,11 +172,15 @@ def open_routes(
             if len(own) > 1:
                 hosts = HostsOnDevice(own[0], own[1], topology.hosts, device)
         # On hosts with different numbers of ranks, direct messages would send more than the sums of a ring.
-        if (groups[name] or looks) and (topology.counts_bytes or len(topology.hosts) == 1):
+        if topology.counts_bytes or len(topology.hosts) == 1:
             with _kept(keep):
-                small = open_small_group(_place(process_groups[name], device), function)
-                wide = WideGradients(small, groups[name]) if groups[name] else None
-        routes[name] = Route(wide, hosts, small if looks else None)
+                if groups[name]:
+                    wide = WideGradients(open_small_group(groups[name][0], function), groups[name])
+                if looks:
+                    # Ranks at another position have other sums, and may look in other steps.
+                    together = process_groups[name] if hosts is None else hosts.between
+                    small = open_small_group(_place(together, device), function)
+        routes[name] = Route(wide, hosts, small)
     return routes
 
 
