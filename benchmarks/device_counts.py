@@ -25,15 +25,13 @@ sums in float32: each host sends the other one its sums of half of the parameter
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools import harness, shapes, testbed
+from tools import harness, shapes, sharded, testbed
 
 COUNTS = ("launches", "allocations", "events", "stream_waits", "host_waits", "collectives")
 ALLREDUCE = "allreduce_hook"
@@ -53,10 +51,7 @@ WARM_UP, STEPS = 40, 10
 WARM_UP_ALIKE, STEPS_ALIKE = 4, 1
 # By then DDP has rebuilt its buckets, in which frozen parameters therefore lie between others.
 FROZEN_FROM = 2
-# FSDP2, with one dimension over all ranks, and HSDP; with and without ddp_hooks.fsdp.
 LLAMA = "llama"
-SHARDED = ("fully_shard", "fully_shard+register", "hsdp", "hsdp+register", "hsdp+register(mesh)")
-HOSTS, RANKS_OF_A_HOST = 2, 4
 WIDTH, WORDS = 64, 1024
 BYTES = ("reduce_scatter_mb", "link_mb", "gathered_mb")
 
@@ -142,15 +137,12 @@ def measure_shards(variant: str) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    import ddp_hooks.fsdp
     from ddp_hooks_testing import _pretend
 
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo,pretend:pretend")
-    os.environ["DDP_HOOKS_HOST"] = f"host {dist.get_rank() // RANKS_OF_A_HOST}"
     _pretend.seed(dist.get_rank(), 0.0)
     _pretend.end_memory_late(True)
 
@@ -163,15 +155,7 @@ def measure_shards(variant: str) -> None:
             return x + torch.stack([weight.sum() for weight in self.weights]).sum()
 
     model: Any = nn.Sequential(*(Block(each) for each in shapes.blocks_of_llama(WIDTH, WORDS))).to("pretend")
-    sharding, _, call = variant.partition("+")
-    shape = (HOSTS, RANKS_OF_A_HOST) if sharding == "hsdp" else (HOSTS * RANKS_OF_A_HOST,)
-    mesh = init_device_mesh("pretend", shape, mesh_dim_names=("hosts", "local")[-len(shape) :])
-    over = mesh["local"] if call == "register(mesh)" else mesh
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model, model):
-        fully_shard(module, mesh=over, mp_policy=mixed)
-    if call:
-        ddp_hooks.fsdp.register(model, mesh=mesh if over is not mesh else None)
+    sharded.shard(model, variant, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     for _ in range(WARM_UP_ALIKE):
         x = torch.zeros((), device="pretend", requires_grad=True)
         before, groups_before = _pretend.counts(), Counter(_pretend.bytes_by_group())
@@ -181,9 +165,9 @@ def measure_shards(variant: str) -> None:
             weight.grad = None
         _pretend.synchronize()
     if dist.get_rank() == 0:
-        sent = leaves_host(groups - groups_before)
+        sent = sharded.leaves_host(groups - groups_before)
         # HSDP returns the sums of everything to both hosts, and FSDP2 those of half to each.
-        numel = sum(weight.numel() for weight in model.parameters()) * (2 if sharding == "hsdp" else 1)
+        numel = sum(weight.numel() for weight in model.parameters()) * (2 if variant.startswith("hsdp") else 1)
         reduced = {
             key: size for key, size in (groups - groups_before).items() if "REDUCE_" in key[0] or "TOALL" in key[0]
         }
@@ -195,28 +179,10 @@ def measure_shards(variant: str) -> None:
             "reduce_scatter_mb": sum(size * (ranks - 1) / ranks for (_, ranks), size in reduced.items()) / 1e6,
             "link_mb": sum(size for name, size in sent.items() if "GATHER" not in name) / 1e6,
             "gathered_mb": sum(size for name, size in sent.items() if "GATHER" in name) / 1e6,
-            "least_link_mb": numel * torch.float32.itemsize * (HOSTS - 1) / HOSTS / 1e6,
+            "least_link_mb": numel * torch.float32.itemsize * (sharded.HOSTS - 1) / sharded.HOSTS / 1e6,
         }
         testbed.report(row)
     dist.destroy_process_group()
-
-
-def leaves_host(given: Mapping[tuple[str, int], int]) -> Counter[str]:
-    """Return the bytes that leave a host, given those that a rank hands to collectives, by operation and ranks."""
-    everyone = HOSTS * RANKS_OF_A_HOST
-    sent: Counter[str] = Counter()
-    for (operation, ranks), size in given.items():
-        if ranks == RANKS_OF_A_HOST:
-            continue
-        rings = RANKS_OF_A_HOST if ranks == HOSTS else 1
-        share = {
-            "ALLREDUCE": rings * 2 * (ranks - 1) / ranks,
-            "_REDUCE_SCATTER_BASE": rings * (ranks - 1) / ranks,
-            "_ALLGATHER_BASE": rings * (ranks - 1),
-            "ALLTOALL_BASE": RANKS_OF_A_HOST * (1 - (RANKS_OF_A_HOST / everyone if rings == 1 else 1 / ranks)),
-        }
-        sent[operation] += size * share[operation]  # type: ignore[assignment]
-    return sent
 
 
 def sentence_of(rows: list[dict[str, Any]]) -> str:
@@ -249,7 +215,8 @@ def sentence_of(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=[*shapes.LAYERS, LLAMA], default=list(shapes.LAYERS))
-    parser.add_argument("--variants", nargs="+", choices=[*VARIANTS, *SHARDED], default=[*VARIANTS, *SHARDED])
+    every = [*VARIANTS, *sharded.VARIANTS]
+    parser.add_argument("--variants", nargs="+", choices=every, default=every)
     parser.add_argument("--name", default="device_counts", help="of the result")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for the result")
     options = parser.parse_args()
@@ -257,17 +224,18 @@ def main() -> int:
         shape, variant = options.shapes[0], options.variants[0]
         measure_shards(variant) if shape == LLAMA else measure(shape, variant)
         return 0
-    world_size = HOSTS * RANKS_OF_A_HOST if LLAMA in options.shapes else 2
+    world_size = sharded.HOSTS * sharded.RANKS_OF_A_HOST if LLAMA in options.shapes else 2
     header = harness.environment_header(sys.argv, world_size, [testbed.LOOPBACK])
     rows: list[dict[str, Any]] = []
     print(f"{'':34}" + "".join(f"{name:>14}" for name in COUNTS))
     for shape in options.shapes:
-        hosts, ranks_of_a_host = (HOSTS, RANKS_OF_A_HOST) if shape == LLAMA else (2, 1)
-        for variant in (each for each in options.variants if each in (SHARDED if shape == LLAMA else VARIANTS)):
+        hosts, ranks_of_a_host = (sharded.HOSTS, sharded.RANKS_OF_A_HOST) if shape == LLAMA else (2, 1)
+        variants = sharded.VARIANTS if shape == LLAMA else VARIANTS
+        for variant in (each for each in options.variants if each in variants):
             argv = [str(Path(__file__)), "--shapes", shape, "--variants", variant]
             outcomes = testbed.launch(argv, hosts, testbed.LOOPBACK, echo_rank=None, ranks_per_host=ranks_of_a_host)
             row = outcomes[0].results[0]
-            plain = variant.partition("+")[0] if shape == LLAMA else ALLREDUCE
+            plain = sharded.plain_of(variant) if shape == LLAMA else ALLREDUCE
             base = next((one for one in rows if one["shape"] == shape and one["variant"] == plain), row)
             row["over_plain"] = {name: row[name] - base[name] for name in (*COUNTS, *BYTES) if name in row}
             rows.append(row)

@@ -119,7 +119,9 @@ def row(
         trace,
         (0.0, LATE_SECONDS),
         EXCHANGE_SECONDS,
-        lambda seconds: costs["latency"] + slower * (seconds - costs["latency"]),
+        lambda moment: (
+            costs["latency"] + slower * (moment.seconds - costs["latency"]) if moment.collective else moment.seconds
+        ),
     )
     return {
         "shape": shape,
@@ -129,7 +131,7 @@ def row(
         "step_ms": 1e3 * played.step,
         "host_waits_ms": 1e3 * played.host_waits,
         "device_idles_ms": 1e3 * played.device_idles,
-        "link_ms": 1e3 * played.link,
+        "link_ms": 1e3 * sum(played.links.values()),
         **{name: counted[name] for name in ("launches", "collectives", "collective_bytes")},
     }
 

@@ -3,6 +3,7 @@
 Every host runs the same trace and may begin at another time. A host's time is what its launches take and what it waits
 for. A piece of work begins when what it waits for has ended, and not before the host has launched it. A collective
 begins when the last host's has begun, and an exchange of masks ends so many seconds after the last host has started it.
+Collectives on the same link take turns, in the order in which hosts launch them, as those of one NCCL communicator do.
 """
 
 from __future__ import annotations
@@ -11,9 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-# Collectives are put on streams with numbers from here on (tests/pretend/process_group.cpp).
-_FIRST_OF_GROUPS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +22,21 @@ class Played:
         step: from the first host's begin to the end of all work.
         host_waits: of the host that waited longest, for masks or its device.
         device_idles: of the device that idled longest, without a kernel of the model or the hook.
-        link: that collectives took.
+        links: that collectives took, by link.
     """
 
     step: float
     host_waits: float
     device_idles: float
-    link: float
+    links: dict[str, float]
 
 
 def play(
     trace: Sequence[Any],
     begins: Sequence[float],
     exchange_seconds: float,
-    collective: Callable[[float], float] = lambda seconds: seconds,
+    seconds_of: Callable[[Any], float] = lambda moment: moment.seconds,
+    link_of: Callable[[Any], str] = lambda moment: "link",
 ) -> Played:
     """Play a trace.
 
@@ -45,13 +44,16 @@ def play(
         trace: moments, as ``_pretend.end_trace`` returns them.
         begins: when each host begins, in seconds.
         exchange_seconds: how long an exchange of masks takes after the last host has started it.
-        collective: what a collective takes that took so many seconds on the pretended link.
+        seconds_of: what a piece of work takes; by default, what it took on the pretended device and its link.
+        link_of: the link that a collective uses.
     """
     hosts = range(len(begins))
     host = list(begins)
     streams: list[dict[int, float]] = [defaultdict(float) for _ in hosts]
     ends: list[dict[int, float]] = [defaultdict(float) for _ in hosts]  # of moments; those before the trace are over
-    busy, link = [0.0 for _ in hosts], 0.0
+    busy = [0.0 for _ in hosts]
+    links: dict[str, float] = defaultdict(float)
+    links_are_free: dict[str, float] = defaultdict(float)  # from then on
     waited = [0.0 for _ in hosts]
     exchanges: deque[float] = deque()
 
@@ -68,15 +70,17 @@ def play(
             for one in hosts:
                 wait(one, done)
             continue
-        seconds, is_collective = moment.seconds, moment.stream >= _FIRST_OF_GROUPS
+        seconds, is_collective = seconds_of(moment), bool(moment.collective)
         starts = []
         for one in hosts:
             host[one] += moment.host_seconds
             starts.append(max(host[one], streams[one][moment.stream]))
-        if moment.what == "work" and is_collective:
-            starts = [max(starts)] * len(starts)
-            seconds = collective(seconds)
-            link += seconds
+        if is_collective:
+            link = link_of(moment)
+            start = max(*starts, links_are_free[link])
+            starts = [start] * len(starts)
+            links_are_free[link] = start + seconds
+            links[link] += seconds
         for one in hosts:
             if moment.what == "host waits":
                 wait(one, ends[one][moment.after])
@@ -88,4 +92,4 @@ def play(
             ends[one][moment.number] = streams[one][moment.stream]
     end = max(max(host), *(max(times.values(), default=0.0) for times in streams))
     idles = max(end - begin - one for begin, one in zip(begins, busy, strict=True))
-    return Played(end - min(begins), max(waited), idles, link)
+    return Played(end - min(begins), max(waited), idles, dict(links))

@@ -60,12 +60,11 @@ int64_t choose(const ShardUnits& units, const at::Tensor& masks, const at::Tenso
                const std::vector<bool>& known_zero) {
   const MaskRows rows(masks, units);
   const int64_t distance = distance_of_parts(flat, units, rows);
-  const ShardQuestion question{zeros, {known_zero.begin(), known_zero.end()}};
-  int64_t chosen = 0;
+  std::vector<ShardUnits::Part> parts;
   for (int64_t part = 0; part < rows.parts(); ++part) {
-    if (part != own) chosen += units.choose(flat, part * distance, question, rows.row(part));
+    if (part != own) parts.push_back({part * distance, rows.row(part)});
   }
-  return chosen;
+  return units.choose(flat, parts, {zeros, {known_zero.begin(), known_zero.end()}});
 }
 
 // The messages for all ranks but `own`, one after the other; what does not get smaller stays as it is.
@@ -74,17 +73,21 @@ std::vector<int64_t> write_parts(const ShardUnits& units, const at::Tensor& to, 
   const MaskRows rows(masks, units);
   const int64_t distance = distance_of_parts(flat, units, rows);
   std::vector<int64_t> sizes;
+  std::vector<BorrowedSlice> slices;
   int64_t end = 0;
   for (int64_t part = 0; part < rows.parts(); ++part) {
-    std::vector<BorrowedSlice> slices;
     if (part != own) units.append_slices(flat, part * distance, rows.row(part), slices);
-    const int64_t raw = units.sent_elements(rows.row(part)) * flat.element_size();
-    const at::Tensor rest = to.narrow(0, end, to.numel() - end);
-    int64_t size = write_message(slices, is_coded, rest);
-    if (is_coded && size >= raw) size = write_message(slices, false, rest);
+    int64_t size = part == own ? 0 : units.sent_elements(rows.row(part)) * flat.element_size();
+    if (is_coded) {
+      const at::Tensor rest = to.narrow(0, end, to.numel() - end);
+      const int64_t coded = write_message(slices, true, rest);
+      size = coded < size ? coded : write_message(slices, false, rest);
+      slices.clear();
+    }
     sizes.push_back(size);
     end += size;
   }
+  write_message(slices, false, to);
   return sizes;
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "kernels/packing.h"
@@ -18,6 +19,12 @@ bool is_sent(const uint8_t* mask, int64_t unit) {
 
 void send(uint8_t* mask, int64_t unit) {
   mask[unit / 8] = static_cast<uint8_t>(mask[unit / 8] | 1 << (unit % 8));
+}
+
+// A -0.0 keeps its sign where all ranks have one.
+bool is_zero(const UnitScanResult& result, int64_t unit) {
+  return (result.nonzero[static_cast<size_t>(unit / 64)] >> (unit % 64) & 1) == 0 &&
+         !std::binary_search(result.negative_zeros.begin(), result.negative_zeros.end(), static_cast<uint32_t>(unit));
 }
 
 // Calls `act(begin, end)` for each run of units that are sent, in elements.
@@ -58,35 +65,38 @@ ShardUnits::ShardUnits(std::vector<Units> stretches) : stretches_(std::move(stre
   }
 }
 
-int64_t ShardUnits::choose(const at::Tensor& flat, int64_t offset, const ShardQuestion& question, uint8_t* mask) const {
-  TORCH_CHECK(flat.is_cpu(), "ddp_hooks: expected a tensor on the CPU, received one on ", flat.device());
+int64_t ShardUnits::choose(const at::Tensor& flat, const std::vector<Part>& parts,
+                           const ShardQuestion& question) const {
   TORCH_CHECK(question.known_zero.empty() || question.known_zero.size() == stretches_.size(), "ddp_hooks: expected ",
               stretches_.size(), " flags, received ", question.known_zero.size());
-  check_range(flat, offset, numel_);
-  std::memset(mask, 0, static_cast<size_t>(mask_bytes()));
-  int64_t unit = 0, chosen = 0;
-  for (size_t i = 0; i < stretches_.size(); ++i) {
-    const Units& units = stretches_[i];
-    const int64_t first = unit, begin = offset;
-    unit += units.count();
-    offset += units.slice_length;
-    if (!question.known_zero.empty() && question.known_zero[i] != 0) continue;
-    if (!question.zeros) {
-      for (int64_t u = first; u < unit; ++u) send(mask, u);
-      chosen += unit - first;
-      continue;
+  std::vector<UnitsToScan> scans;
+  for (const Part& part : parts) {
+    check_range(flat, part.offset, numel_);
+    int64_t begin = part.offset;
+    for (size_t i = 0; i < stretches_.size(); ++i) {
+      const Units& units = stretches_[i];
+      if (question.zeros && !question.is_known_zero(i)) {
+        scans.push_back({{flat, begin, units.slice_length}, units.length, std::nullopt});
+      }
+      begin += units.slice_length;
     }
-    PendingUnitScan scan = start_unit_scan({{{flat, begin, units.slice_length}, units.length, std::nullopt}});
-    const UnitScanResult& result = scan.wait().front();
-    for (int64_t u = first; u < unit; ++u) {
-      const int64_t of_stretch = u - first;
-      // A -0.0 keeps its sign where all ranks have one.
-      const bool is_zero = (result.nonzero[static_cast<size_t>(of_stretch / 64)] >> (of_stretch % 64) & 1) == 0 &&
-                           !std::binary_search(result.negative_zeros.begin(), result.negative_zeros.end(),
-                                               static_cast<uint32_t>(of_stretch));
-      if (is_zero) continue;
-      send(mask, u);
-      ++chosen;
+  }
+  PendingUnitScan scan = start_unit_scan(scans);
+  auto result = scan.wait().begin();
+  int64_t chosen = 0;
+  for (const Part& part : parts) {
+    std::memset(part.mask, 0, static_cast<size_t>(mask_bytes()));
+    int64_t unit = 0;
+    for (size_t i = 0; i < stretches_.size(); ++i) {
+      const int64_t first = unit;
+      unit += stretches_[i].count();
+      if (question.is_known_zero(i)) continue;
+      for (int64_t u = first; u < unit; ++u) {
+        if (question.zeros && is_zero(*result, u - first)) continue;
+        send(part.mask, u);
+        ++chosen;
+      }
+      if (question.zeros) ++result;
     }
   }
   return chosen;

@@ -27,6 +27,8 @@ struct ShardQuestion {
   bool zeros = false;
   // Of each stretch: whether it is known to be +0.0 throughout. Empty if nothing is known.
   std::vector<uint8_t> known_zero;
+
+  bool is_known_zero(size_t stretch) const { return !known_zero.empty() && known_zero[stretch] != 0; }
 };
 
 class ShardUnits {
@@ -39,9 +41,13 @@ class ShardUnits {
   // What the mask of a part takes.
   int64_t mask_bytes() const { return (count() + 7) / 8; }
 
-  // Chooses units of a part, which begins at `offset` of a CPU tensor, and writes mask_bytes() to `mask`. Returns how
-  // many it has chosen.
-  int64_t choose(const at::Tensor& flat, int64_t offset, const ShardQuestion& question, uint8_t* mask) const;
+  struct Part {
+    int64_t offset = 0;  // elements into a tensor
+    uint8_t* mask = nullptr;
+  };
+  // Chooses units of some parts of a tensor, and writes mask_bytes() to the mask of each. Returns how many it has
+  // chosen. If it reads values on a device, it takes one launch, and the host waits for the answer.
+  int64_t choose(const at::Tensor& flat, const std::vector<Part>& parts, const ShardQuestion& question) const;
 
   // The elements of a part that are sent.
   int64_t sent_elements(const uint8_t* mask) const;

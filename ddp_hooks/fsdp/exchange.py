@@ -66,6 +66,11 @@ class Questions:
             always="on" in asked or (policy.skip_unused and not {"adaptive", "auto"} & {*asked}),
         )
 
+    @classmethod
+    def on_device(cls, policy: Policy) -> Questions:
+        """Read a policy for gradients on a device, where nothing is coded."""
+        return cls.of(replace(policy, coded="off"), None)
+
     @property
     def any(self) -> bool:
         """Whether there is any question."""
@@ -75,8 +80,8 @@ class Questions:
 class Looks:
     """Decides in which steps gradients are examined; the same on every rank, because totals are the same."""
 
-    def __init__(self, policy: Policy, always: bool) -> None:
-        settings = adaptive_settings(policy, is_on_device=False)
+    def __init__(self, policy: Policy, always: bool, *, is_on_device: bool = False) -> None:
+        settings = adaptive_settings(policy, is_on_device=is_on_device)
         self._rule = _C.AdaptiveRule(settings, looks_after_pay=settings.hold_steps, starts_paused=False)
         self._always = always
         self._step = 0
@@ -118,12 +123,15 @@ class Coding:
 
 @dataclass(slots=True)
 class Staging:
-    """Memory for messages, which the reductions of a module share one after another."""
+    """Memory for messages on a device. On the CPU, the reductions of a module share it, one after another."""
 
+    device: torch.device
     _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def take(self, name: str, size: int) -> torch.Tensor:
         """Return memory of a size; memory taken earlier under the same name becomes invalid."""
+        if self.device.type != "cpu":  # torch's allocator knows which stream still uses it
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -201,6 +209,8 @@ def fill_as_different(flat: torch.Tensor) -> None:
 class Exchange:
     """Sums parts over the ranks of a process group or of a gloo group of ours, and counts bytes and time.
 
+    On a device, gradients are put on the current stream. The host waits for the answer of a scan and for masks only.
+
     Args:
         parameter_count: the number of parameters in the parts.
         most_mask_bytes: the largest size of a layout's masks, so that ranks with different layouts send equal sizes.
@@ -222,7 +232,9 @@ class Exchange:
         staging: Staging,
     ) -> None:
         self._questions, self._staging = questions, staging
-        self._looks, self._coding = Looks(policy, questions.always), Coding(policy, questions.coded)
+        is_on_device = staging.device.type != "cpu"
+        self._looks = Looks(policy, questions.always, is_on_device=is_on_device)
+        self._coding = Coding(policy, questions.coded)
         self._set_words = -(-parameter_count // _BITS_OF_WORD)
         self._words = 3 + 2 * self._set_words
         self._row_bytes = -(-(self._words * _WORD_BYTES + most_mask_bytes) // _WORD_BYTES) * _WORD_BYTES
@@ -253,7 +265,7 @@ class Exchange:
         """Let each rank send only units that are not zero, and sum its own part, after :meth:`begin`.
 
         Args:
-            group: the process group, the same as last time or one of the same ranks.
+            group: the ranks, the same as last time.
             output: receives the sum of this rank's part.
             flat: a part for each rank, or one for all, which may be ``output``.
             units: the units of a part.
@@ -276,7 +288,7 @@ class Exchange:
             return False
         elements, masks = received
         start = time.perf_counter()
-        units.sum(output, flat, elements, masks, group.rank(), order)
+        units.sum(output, flat, elements.to(output.dtype), masks, group.rank(), order)
         is_sent = any(each.sent_bytes for each in self.announced or ())
         self.count(
             hook_seconds=time.perf_counter() - start,
@@ -343,7 +355,9 @@ class Exchange:
         message = torch.zeros(ranks, self._row_bytes, dtype=torch.uint8, device="cpu")
         head, masks = message.view(torch.int64)[:, : self._words], message[:, self._words * _WORD_BYTES :]
         units_sent = units.choose(masks, flat, rank, self._questions.zeros, known_zero)
-        content, sizes, uncoded_bytes = self._pack(units, flat, masks, rank)
+        uncoded_sizes = [count * flat.element_size() for count in units.sent_elements(masks)]
+        coded = self._encode(units, flat, masks, rank, uncoded_sizes)
+        sizes = uncoded_sizes if coded is None else coded[1]
         words = [own.digest, 0, sum(sizes), *self._to_words(own.used), *self._to_words(own.included)]
         head[:] = torch.tensor(words, dtype=torch.int64, device="cpu")
         head[:, 1] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
@@ -364,38 +378,42 @@ class Exchange:
         if not pays(max(each.sent_bytes for each in announced)):
             return None
         self.count(units_agreed_on=len(units) * (ranks - 1), units_sent=units_sent)
-        masks = received[:, self._words * _WORD_BYTES :]
+        received_masks = received[:, self._words * _WORD_BYTES :]
         if not any(each.sent_bytes for each in announced):
-            return torch.empty(0, dtype=flat.dtype, device="cpu"), masks
+            return flat.new_empty(0), received_masks
+        if coded is None:
+            start = time.perf_counter()
+            content = self._staging.take("sent", sum(sizes))
+            units.write(content, flat, masks, rank, False)
+            self.count(hook_seconds=time.perf_counter() - start)
+        else:
+            content = coded[0]
+            self.count(coded_steps=1, coded_bytes=sum(sizes), uncoded_bytes=sum(uncoded_sizes))
         received_sizes = [words[1] for words in rows]
-        coded = self._staging.take("received", sum(received_sizes))
-        _all_to_all(group, coded, content, received_sizes, sizes)
+        message = self._staging.take("received", sum(received_sizes))
+        _all_to_all(group, message, content, received_sizes, sizes)
         self.count(messages=1, payload_bytes=sum(sizes), sent_bytes=sum(sizes))
-        if uncoded_bytes:
-            self.count(coded_steps=1, coded_bytes=sum(sizes), uncoded_bytes=uncoded_bytes)
-        counts = units.sent_elements(masks)
+        counts = units.sent_elements(received_masks)
         if received_sizes == [count * flat.element_size() for count in counts]:
-            return coded.view(flat.dtype), masks
+            return message.view(flat.dtype), received_masks
         start = time.perf_counter()
         elements = self._staging.take("elements", sum(counts) * flat.element_size()).view(flat.dtype)
-        _C.decode_messages(elements, coded, received_sizes, counts)
+        _C.decode_messages(elements, message, received_sizes, counts)
         self.count(hook_seconds=time.perf_counter() - start)
-        return elements, masks
+        return elements, received_masks
 
-    def _pack(
-        self, units: Any, flat: torch.Tensor, masks: torch.Tensor, own: int
-    ) -> tuple[torch.Tensor, list[int], int]:
-        """Put together what the masks say; return the messages, their sizes, and what they took uncoded."""
-        counts = units.sent_elements(masks)
-        uncoded_bytes = sum(counts) * flat.element_size()
-        may_code = uncoded_bytes > 0 and flat.element_size() <= _MOST_CODED_ELEMENT_BYTES
+    def _encode(
+        self, units: Any, flat: torch.Tensor, masks: torch.Tensor, own: int, uncoded_sizes: Sequence[int]
+    ) -> tuple[torch.Tensor, list[int]] | None:
+        """Code what the masks say; return the messages and their sizes, or None if they should not be coded."""
+        may_code = any(uncoded_sizes) and flat.element_size() <= _MOST_CODED_ELEMENT_BYTES
         if not may_code or not self._coding.codes():
-            content = self._staging.take("sent", uncoded_bytes)
-            return content, units.write(content, flat, masks, own, False), 0
+            return None
+        counts = units.sent_elements(masks)
         room = self._staging.take("sent", sum(_C.most_coded_bytes(count, flat) for count in counts))
         sizes = units.write(room, flat, masks, own, True)
-        self._coding.observe(sum(sizes), uncoded_bytes)
-        return room[: sum(sizes)], sizes, uncoded_bytes
+        self._coding.observe(sum(sizes), sum(uncoded_sizes))
+        return room[: sum(sizes)], sizes
 
     def _to_words(self, indices: frozenset[int]) -> list[int]:
         mask = sum(1 << i for i in indices)
@@ -419,4 +437,6 @@ def _all_to_all(
 ) -> None:
     # torch's function takes no groups that it does not know, and torch is about to rename the methods.
     start = getattr(group, "all_to_all_single", None) or group.alltoall_base
-    start(received, sent, list(received_sizes), list(sent_sizes)).wait()
+    work = start(received, sent, list(received_sizes), list(sent_sizes))
+    if work is not None:
+        work.wait()

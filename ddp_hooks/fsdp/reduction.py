@@ -71,6 +71,10 @@ class ReduceScatter:
         questions: what the policy asks of gradients; of the sums of a host, if there are groups of hosts.
         staging: memory for messages.
         groups: the groups of hosts, if ranks add up in them.
+
+    Attributes:
+        questions: what the policy asks of gradients.
+        exchange: sums and counts what ranks exchange; between hosts, if there are groups of hosts.
     """
 
     def __init__(
@@ -82,10 +86,10 @@ class ReduceScatter:
         staging: Staging,
         groups: GroupsOfHosts | None,
     ) -> None:
-        self._columns, self._names, self._policy, self._questions = columns, names, policy, questions
+        self._columns, self._names, self._policy, self.questions = columns, names, policy, questions
         self._staging, self._groups = staging, groups
         self._layouts: Recent[tuple[tuple[int, ...], int, int], Layout] = Recent()
-        self._exchange = self._new_exchange(questions, 1)
+        self.exchange = self._new_exchange(questions, 1)
         # Nothing is coded within a host.
         self._within = self._by_position = None
         if groups is not None:
@@ -104,7 +108,7 @@ class ReduceScatter:
 
         If ranks add up in hosts, bytes within a host do not count.
         """
-        counted = self._exchange.statistics
+        counted = self.exchange.statistics
         if self._within is None:
             return counted
         within = self._within.statistics
@@ -117,7 +121,7 @@ class ReduceScatter:
     @property
     def announced(self) -> list[Announcement] | None:
         """The announcements of the last reduction, if ranks exchanged masks; of hosts, if ranks add up in them."""
-        return self._exchange.announced
+        return self.exchange.announced
 
     def __call__(
         self,
@@ -133,13 +137,13 @@ class ReduceScatter:
             LayoutsDiffer: on every rank.
         """
         ranks = group.size()
-        if not self._questions.any or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or output.dtype not in DTYPES:
+        if not self.questions.any or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or output.dtype not in DTYPES:
             full_bytes = (ranks - 1) * output.nbytes
-            self._exchange.begin(full_bytes, False)
-            self._exchange.count(buckets_whole=1, messages=1, payload_bytes=full_bytes, sent_bytes=full_bytes)
+            self.exchange.begin(full_bytes, False)
+            self.exchange.count(buckets_whole=1, messages=1, payload_bytes=full_bytes, sent_bytes=full_bytes)
             return False
         if self._groups is None:
-            self._sum(self._exchange, group, output, flat, participants, order_of_ring(group.rank(), ranks))
+            self._sum(self.exchange, group, output, flat, participants, order_of_ring(group.rank(), ranks))
         else:
             self._sum_by_host(self._groups, output, flat, participants)
         if op == dist.ReduceOp.AVG:
@@ -168,7 +172,7 @@ class ReduceScatter:
         known = [frozenset(participants.included)] if announced is None else [each.used for each in announced]
         of_host = replace(participants, used=frozenset().union(*known))
         try:
-            self._sum(self._exchange, groups.between, output, sums, of_host, range(hosts), is_wrong=error is not None)
+            self._sum(self.exchange, groups.between, output, sums, of_host, range(hosts), is_wrong=error is not None)
         except LayoutsDiffer as difference:
             raise error or LayoutsDiffer(difference.announced, [ranks[position] for ranks in groups.hosts]) from None
         if error is not None:
@@ -186,27 +190,63 @@ class ReduceScatter:
         is_wrong: bool = False,
     ) -> None:
         """Sum a part for each rank of a group, or several parts together."""
-        full_bytes = (group.size() - 1) * output.nbytes
-        if exchange.begin(full_bytes, True):
-            layout = self._layout(participants.included, output.element_size(), parts)
-            if layout.units.numel != output.numel():
-                raise RuntimeError(
-                    f"ddp_hooks.fsdp: expected {layout.units.numel} elements to be reduced for each rank, received "
-                    f"{output.numel()}: this version of FSDP2 lays out gradients differently"
-                )
-            digest = DIFFERS_IN_HOST if is_wrong else layout.digest
-            own = Announcement(digest, participants.used, frozenset(participants.included))
-            known_zero = [self._questions.skip_unused and i not in participants.used for i in layout.parameters]
-            if exchange.sum(group, output, flat, layout.units, own, order, full_bytes, known_zero=known_zero):
-                exchange.count(
-                    skip_zeros_steps=int(self._policy.skip_zeros != "off"),
-                    skip_zero_rows_steps=int(self._policy.skip_zero_rows != "off"),
-                )
-                return
-        exchange.sum_in_full(group, output, flat, order)
+        if not self.sum_units(exchange, group, output, flat, participants, order, parts=parts, is_wrong=is_wrong):
+            exchange.sum_in_full(group, output, flat, order)
+
+    def sum_units(
+        self,
+        exchange: Exchange,
+        group: Any,
+        output: torch.Tensor,
+        flat: torch.Tensor,
+        participants: Participants,
+        order: Sequence[int],
+        *,
+        is_served: bool = True,
+        parts: int = 1,
+        is_wrong: bool = False,
+    ) -> bool:
+        """Sum without zeros, if this step looks at gradients and that pays.
+
+        Args:
+            exchange: the exchange.
+            group: the ranks that take part.
+            output: receives the sum of this rank's part, or of several parts together.
+            flat: the parts for all ranks.
+            participants: the parameters in a part.
+            order: the order in which contributions are added up.
+            is_served: whether ranks may look at gradients in this step.
+            parts: the number of parts that ``output`` holds.
+            is_wrong: whether ranks of this host hold gradients of different parameters.
+
+        Returns:
+            Whether it is summed. If not, nothing was sent.
+
+        Raises:
+            LayoutsDiffer: on every rank.
+        """
+        if not exchange.begin((group.size() - 1) * output.nbytes, is_served):
+            return False
+        layout = self._layout(participants.included, flat.element_size(), parts)
+        if layout.units.numel != output.numel():
+            raise RuntimeError(
+                f"ddp_hooks.fsdp: expected {layout.units.numel} elements to be reduced for each rank, received "
+                f"{output.numel()}: this version of FSDP2 lays out gradients differently"
+            )
+        digest = DIFFERS_IN_HOST if is_wrong else layout.digest
+        own = Announcement(digest, participants.used, frozenset(participants.included))
+        known_zero = [self.questions.skip_unused and i not in participants.used for i in layout.parameters]
+        full_bytes = flat.nbytes - flat.nbytes // group.size()
+        if not exchange.sum(group, output, flat, layout.units, own, order, full_bytes, known_zero=known_zero):
+            return False
+        exchange.count(
+            skip_zeros_steps=int(self._policy.skip_zeros != "off"),
+            skip_zero_rows_steps=int(self._policy.skip_zero_rows != "off"),
+        )
+        return True
 
     def _layout(self, included: tuple[int, ...], element_bytes: int, parts: int) -> Layout:
-        divides = self._questions.divides
+        divides = self.questions.divides
         return self._layouts.get(
             (included, element_bytes, parts),
             lambda: Layout(self._columns, self._names, included, element_bytes, self._policy, divides, parts),

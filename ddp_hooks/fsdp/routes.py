@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _current_graph_task_id
+from torch.autograd.profiler import record_function
 
 from ..serving.agreement import exchange_proposals, settle
 from ..serving.control_groups import SmallGroup, open_small_group, timeout_of
@@ -54,7 +55,8 @@ class WideGradients:
             flags = torch.tensor(has, dtype=torch.uint8, device="cpu")
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-            self._small.backend.allreduce([flags], options).wait()
+            with record_function("ddp_hooks::wait_for_ranks"):
+                self._small.backend.allreduce([flags], options).wait()
             self._answers = dict(enumerate(map(bool, flags.tolist())))
         answer = self._answers.pop(index)
         if here and not answer:
@@ -99,20 +101,24 @@ class HostsOnDevice:
                 dist.destroy_process_group(group)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Route:
     """How the ranks of a process group reduce on a device.
 
     Attributes:
         wide: what they agree on; None if no gradient is in bfloat16.
         hosts: the groups of hosts; None if every rank has a host of its own, or all share one.
+        small: a group on the host for masks, of the ranks that look for zeros together, in the same order; None if no
+            rank looks.
     """
 
     wide: WideGradients | None = None
     hosts: HostsOnDevice | None = None
+    small: SmallGroup | None = None
 
     def close(self) -> None:
         """Close all groups. Sends nothing."""
+        self.small = None
         for opened in (self.wide, self.hosts):
             if opened is not None:
                 opened.close()
@@ -124,6 +130,7 @@ def open_routes(
     process_groups: Mapping[str, dist.ProcessGroup],
     topologies: Mapping[str, Topology],
     groups: Mapping[str, Sequence[ParamGroup]],
+    looks: bool,
     device: torch.device,
     keep: Callable[[Exception], None],
 ) -> dict[str, Route]:
@@ -135,6 +142,7 @@ def open_routes(
         process_groups: this rank's process groups that are served, by name, in the same order on every rank of each.
         topologies: their topologies, by name.
         groups: their groups of parameters with gradients in bfloat16, by name.
+        looks: whether ranks look for zeros.
         device: the device of the gradients.
         keep: called with what this rank could not open. Until every rank knows, its routes may lack that.
     """
@@ -159,15 +167,21 @@ def open_routes(
     routes = {}
     for name, topology in ((name, topologies[name]) for name in process_groups):
         own = [made[ranks] for ranks in wanted.get(name, ()) if dist.get_rank() in ranks and ranks in made]
-        hosts = wide = None
+        hosts = wide = small = None
         with _kept(keep):
             if len(own) > 1:
                 hosts = HostsOnDevice(own[0], own[1], topology.hosts, device)
         # On hosts with different numbers of ranks, direct messages would send more than the sums of a ring.
-        if groups[name] and (topology.counts_bytes or len(topology.hosts) == 1):
-            with _kept(keep):
-                wide = WideGradients(open_small_group(groups[name][0], function), groups[name])
-        routes[name] = Route(wide, hosts)
+        if topology.counts_bytes or len(topology.hosts) == 1:
+            if groups[name]:
+                with _kept(keep):
+                    wide = WideGradients(open_small_group(groups[name][0], function), groups[name])
+            if looks:
+                # Ranks at another position have other sums, and may look in other steps.
+                together = process_groups[name] if hosts is None else hosts.between
+                with _kept(keep):
+                    small = open_small_group(_place(together, device), function)
+        routes[name] = Route(wide, hosts, small)
     return routes
 
 

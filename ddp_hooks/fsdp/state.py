@@ -48,7 +48,7 @@ class ShardState:
     ) -> None:
         self._policy, self.mesh = policy, mesh
         hosts = None if mesh is None else mesh.get_group(0)
-        self._staging = Staging()
+        self._staging = Staging(groups[0].device if groups else _CPU)
         self._opened: list[GroupsOfHosts | Route] = [*groups_of_hosts.values(), *routes.values()]
         self._served = [
             _ServedGroup(self, group, policy, topologies, groups_of_hosts, self._staging, hosts, routes)
@@ -175,14 +175,15 @@ class _ServedGroup:
         name = _name_of(group.process_group)
         questions = _questions(policy, topologies.get(name, Topology()))
         by_host = groups_of_hosts.get(name)
-        self._adds_up_in_hosts = by_host is not None
-        self.reduce_scatter: ReduceScatter | DeviceReduceScatter
+        route = routes.get(name, Route())
+        self._adds_up_in_hosts = by_host is not None or route.hosts is not None
+        self.reduce_scatter: ReduceScatter
         if group.device_type == "cpu":
             self.reduce_scatter = ReduceScatter(columns, group.names, policy, questions, staging, by_host)
             group.install(self._reduce, owner, self._finish)
         else:
-            self.reduce_scatter = DeviceReduceScatter(group, routes.get(name, Route()))
-            group.install(self._reduce, owner, self._finish, self.reduce_scatter.dtype_of_memory)
+            self.reduce_scatter = on_device = DeviceReduceScatter(group, route, policy, staging)
+            group.install(self._reduce, owner, self._finish, on_device.dtype_of_memory)
         self.over_hosts = None
         if hosts is not None:
             numel = sum(column.length for column in columns)
@@ -283,7 +284,7 @@ def register(
 
     Args:
         module: the root module to which ``torch.distributed.fsdp.fully_shard`` was applied, or the result of
-            ``torch.compile`` for it. It must be on the CPU, with gloo, or on a GPU, where nothing is skipped:
+            ``torch.compile`` for it. It must be on the CPU, with gloo, or on a GPU, where nothing is coded:
             gradients in bfloat16 that are summed in float32 are sent in 16 bits, and ranks of a host add up first.
         policy: what to skip; the same on every rank. ``"auto"`` decides from the savings of earlier steps, the same on
             every rank. ``"skip_unused"`` skips parameters without a gradient, and reads none. ``"skip_zeros"`` skips
@@ -402,19 +403,20 @@ class _Registration:
         Raises:
             RefusedError: on every rank, if some rank could not open it.
         """
+        narrows, looks = self.policy.coded != "off", Questions.on_device(self.policy).zeros
         serving = {
             _name_of(group): group
             for group in self.process_groups
             if _name_of(group) in self._reducing
-            and self.policy.coded != "off"
+            and (narrows or looks)
             and group.size() > 1
             and self._is_on_streams(group)
         }
         narrow = {
-            name: [each for each in self.groups if _name_of(each.process_group) == name and each.widens]
+            name: [each for each in self.groups if narrows and _name_of(each.process_group) == name and each.widens]
             for name in serving
         }
-        routes = open_routes(world, _FUNCTION, serving, self.topologies, narrow, self._device, self.keep)
+        routes = open_routes(world, _FUNCTION, serving, self.topologies, narrow, looks, self._device, self.keep)
         try:
             self.exchange(world)  # which raises what could not be opened
         except Exception:

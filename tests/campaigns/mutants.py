@@ -276,9 +276,16 @@ DELETIONS = (
     Deletion(
         "FSDP2: sums of hosts are waited for",
         "fsdp/devices.py",
-        "dist.reduce_scatter_single(output, sums, op, hosts.between)",
-        "dist.reduce_scatter_single(output, sums, op, hosts.between, @)",
+        "dist.reduce_scatter_single(output, flat, op, group)",
+        "dist.reduce_scatter_single(output, flat, op, group, @)",
         test="fsdp/test_fsdp_device_hosts.py -k plain_fsdp2",
+    ),
+    Deletion(
+        "FSDP2: gradients without zeros are waited for",
+        "fsdp/devices.py",
+        "dist.all_to_all_single(received, sent, received_sizes, sent_sizes, self._group)",
+        "dist.all_to_all_single(received, sent, received_sizes, sent_sizes, self._group, @)",
+        test="fsdp/test_fsdp_device_zeros.py -k plain_fsdp2",
     ),
     Deletion(
         "FSDP2: a shard is kept until hosts have averaged it",

@@ -21,10 +21,10 @@ struct Costs {
     static Costs costs;
     return costs;
   }
-  double of_kernel(const std::vector<Use>& uses) const {
+  Cost of_kernel(const std::vector<Use>& uses) const {
     double bytes = 0;
     for (const Use& use : uses) bytes += static_cast<double>(use.bytes);
-    return kernel + bytes / memory;
+    return {.seconds = kernel + bytes / memory, .host_seconds = launch, .bytes = bytes};
   }
 };
 

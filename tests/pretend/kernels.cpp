@@ -30,8 +30,7 @@ void put(StreamHandle stream, const char* name, const std::vector<Use>& uses, st
     act();
     return true;
   };
-  const Costs& costs = Costs::get();
-  put_work(reinterpret_cast<intptr_t>(stream), name, uses, run, costs.of_kernel(uses), costs.launch);
+  put_work(reinterpret_cast<intptr_t>(stream), name, uses, run, Costs::get().of_kernel(uses));
 }
 
 std::vector<Use> uses_of(const SliceOfMemory* slices, size_t count, bool writes) {

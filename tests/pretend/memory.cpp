@@ -323,11 +323,10 @@ void resize_storage(const c10::Storage& storage, size_t bytes) {
   impl->set_nbytes(bytes);
 }
 
-Ticket put_work(StreamId stream, const std::string& name, const std::vector<Use>& uses, Work act, double seconds,
-                double host_seconds) {
+Ticket put_work(StreamId stream, const std::string& name, const std::vector<Use>& uses, Work act, const Cost& cost) {
   const std::lock_guard lock(memory().mutex);
   end_given_back(stream);
-  const Ticket work = Queues::get().put(stream, std::move(act), seconds, host_seconds);
+  const Ticket work = Queues::get().put(stream, std::move(act), cost);
   note_uses(work, name, uses);
   return work;
 }

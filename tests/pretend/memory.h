@@ -44,8 +44,8 @@ struct Use {
 };
 Use use_of(const at::Tensor& tensor, bool writes);
 // Puts a piece of work on a stream, as Queues::put does, by the name that an error calls it.
-Ticket put_work(StreamId stream, const std::string& name, const std::vector<Use>& uses, Work act, double seconds = 0,
-                double host_seconds = 0);
+Ticket put_work(StreamId stream, const std::string& name, const std::vector<Use>& uses, Work act,
+                const Cost& cost = {});
 
 // The calling thread's.
 StreamId current_stream();

@@ -45,7 +45,7 @@ PYBIND11_MODULE(_pretend, m) {
   m.def("work", [](double seconds) {
     ++pretend::Counts::get().launches;
     const auto run = [] { return true; };
-    Queues::get().put(pretend::current_stream(), run, seconds, pretend::Costs::get().launch);
+    Queues::get().put(pretend::current_stream(), run, {seconds, pretend::Costs::get().launch});
   });
   m.def("costs", [] {
     const pretend::Costs& costs = pretend::Costs::get();
@@ -57,8 +57,11 @@ PYBIND11_MODULE(_pretend, m) {
   py::class_<pretend::Moment>(m, "Moment")
       .def_readonly("what", &pretend::Moment::what)
       .def_readonly("stream", &pretend::Moment::stream)
-      .def_readonly("seconds", &pretend::Moment::seconds)
-      .def_readonly("host_seconds", &pretend::Moment::host_seconds)
+      .def_property_readonly("seconds", [](const pretend::Moment& m) { return m.cost.seconds; })
+      .def_property_readonly("host_seconds", [](const pretend::Moment& m) { return m.cost.host_seconds; })
+      .def_property_readonly("bytes", [](const pretend::Moment& m) { return m.cost.bytes; })
+      .def_property_readonly("collective", [](const pretend::Moment& m) { return m.cost.collective; })
+      .def_property_readonly("ranks", [](const pretend::Moment& m) { return m.cost.ranks; })
       .def_readonly("number", &pretend::Moment::number)
       .def_readonly("after", &pretend::Moment::after);
   m.def("begin_trace", [] { pretend::Trace::get().begin(); });

@@ -44,14 +44,13 @@ at::Tensor as_cpu(const at::Tensor& tensor) {
 
 void put_on_current_stream(const std::string& name, const std::vector<Use>& uses, std::function<void()> act) {
   ++Counts::get().launches;
-  const Costs& costs = Costs::get();
   const auto run = [act = std::move(act)] {
     const at::NoGradGuard no_grad;
     const c10::impl::ExcludeDispatchKeyGuard without_autograd(c10::autograd_dispatch_keyset);
     act();
     return true;
   };
-  put_work(current_stream(), name, uses, run, costs.of_kernel(uses), costs.launch);
+  put_work(current_stream(), name, uses, run, Costs::get().of_kernel(uses));
 }
 
 void synchronize_current_stream() {

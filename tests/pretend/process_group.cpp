@@ -239,9 +239,11 @@ class QueuedGroup final : public CarriedGroup {
       under_way->work->wait();  // throws what went wrong
       return true;
     };
-    const Costs& costs = Costs::get();
-    const double seconds = seconds_of(type, static_cast<double>(bytes));
-    const Ticket work = put_work(stream, c10d::opTypeToString(type), uses, run, seconds, costs.collective_launch);
+    const std::string name = c10d::opTypeToString(type);
+    const auto given = static_cast<double>(bytes);
+    const double host_seconds = Costs::get().collective_launch;
+    const Ticket work =
+        put_work(stream, name, uses, run, {seconds_of(type, given), host_seconds, given, name, getSize()});
     ends_[stream] = work;
     return c10::make_intrusive<QueuedWork>(getRank(), type, work, stream, outputs);
   }

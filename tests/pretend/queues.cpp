@@ -40,12 +40,12 @@ void Queues::seed(uint64_t seed, double lateness) {
   longest_rest_seconds_ = kLongest[random_() % kLongest.size()];
 }
 
-Ticket Queues::put(StreamId id, Work work, double seconds, double host_seconds) {
+Ticket Queues::put(StreamId id, Work work, const Cost& cost) {
   std::lock_guard lock(mutex_);
   Stream& stream = streams_[id];
-  host_seconds_ += host_seconds;
-  stream.seconds = std::max(stream.seconds, host_seconds_) + seconds;
-  if (seconds > 0) stream.moment = note({"work", id, seconds, host_seconds}, stream.moment);
+  host_seconds_ += cost.host_seconds;
+  stream.seconds = std::max(stream.seconds, host_seconds_) + cost.seconds;
+  if (cost.seconds > 0) stream.moment = note({"work", id, cost}, stream.moment);
   stream.waiting.push_back(std::move(work));
   add(stream.passed, host_);
   stream.passed[id] = ++stream.put;

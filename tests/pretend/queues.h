@@ -37,6 +37,15 @@ namespace pretend {
 using StreamId = int64_t;
 using Work = std::function<bool()>;  // whether it is done
 
+// What a piece of work takes, in virtual time.
+struct Cost {
+  double seconds = 0;       // on its stream
+  double host_seconds = 0;  // until the host has put it there
+  double bytes = 0;         // that it moves; of a collective, that this rank gives it
+  std::string collective;   // its operation; empty if it is none
+  int ranks = 1;            // of the collective
+};
+
 // How many pieces of work have run on each stream, at least.
 using Passed = std::map<StreamId, uint64_t>;
 void add(Passed& passed, const Passed& more);
@@ -58,8 +67,7 @@ class Queues {
   // drawn, for as long as is drawn.
   void seed(uint64_t seed, double lateness);
 
-  // The host takes `host_seconds` to put it there, and the stream `seconds` to run it.
-  Ticket put(StreamId stream, Work work, double seconds = 0, double host_seconds = 0);
+  Ticket put(StreamId stream, Work work, const Cost& cost = {});
   Ticket ticket(StreamId stream);
   void wait(StreamId stream, const Ticket& ticket);  // what is put on the stream from now on runs after the ticket
   // The host asks. What it knows to have run, all that it puts anywhere from then on runs after.

@@ -18,8 +18,9 @@ at::CallbackHandle ranges = at::INVALID_CALLBACK_HANDLE;
 
 std::unique_ptr<at::ObserverContext> range_begins(const at::RecordFunction& range) {
   const std::string_view name = range.name();
-  if (name == "ddp_hooks::start_masks") Trace::get().note({.what = "masks start"});
-  if (name == "ddp_hooks::wait_for_masks") Trace::get().note({.what = "masks wait"});
+  const bool is_exchange = name == "ddp_hooks::wait_for_ranks";
+  if (is_exchange || name == "ddp_hooks::start_masks") Trace::get().note({.what = "masks start"});
+  if (is_exchange || name == "ddp_hooks::wait_for_masks") Trace::get().note({.what = "masks wait"});
   return nullptr;
 }
 
@@ -34,7 +35,8 @@ void Trace::begin() {
   std::lock_guard lock(mutex);
   moments.clear();
   if (noting.exchange(true)) return;
-  ranges = at::addGlobalCallback(at::RecordFunctionCallback(&range_begins).scopes({at::RecordScope::FUNCTION}));
+  ranges = at::addGlobalCallback(
+      at::RecordFunctionCallback(&range_begins).scopes({at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE}));
 }
 
 std::vector<Moment> Trace::end() {
