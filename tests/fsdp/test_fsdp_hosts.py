@@ -205,7 +205,7 @@ def differ(rank: int, odd: list[int], hosts_exchange_masks: bool) -> None:
     state = fsdp.register(model, ON)
     if not hosts_exchange_masks:
         for each in state._served:
-            each.reduce_scatter._exchange.begin = lambda *_: False  # type: ignore[method-assign]
+            each.reduce_scatter.exchange.begin = lambda *_: False  # type: ignore[method-assign]
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="the ranks hold gradients of different parameters") as caught:
         list(train(case, model, rank, range(1)))
