@@ -40,7 +40,7 @@ void bind_transport(py::module_& m) {
              return std::make_shared<HostsOnStreams>(Topology(hosts), std::move(within), std::move(between));
            }),
            py::kw_only(), py::arg("hosts"), py::arg("within"), py::arg("between"));
-  m.def("is_on_streams", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
+  m.def("puts_on_streams", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device) {
     return is_on_streams(backend_name(*group, device.type()), device.type());
   });
   m.def("can_code", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::Device& device, int count) {

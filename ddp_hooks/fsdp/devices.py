@@ -80,7 +80,7 @@ class DeviceReduceScatter(ReduceScatter):
             False on every rank if torch should reduce.
 
         Raises:
-            LayoutsDiffer: on every rank.
+            LayoutsDiffer: on every rank that looks with this one, if they hold gradients of different parameters.
         """
         # A divisor that a user sets may differ between ranks, and so may the operation.
         adds_up = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and not self._group.divides_by_itself

@@ -172,15 +172,13 @@ def open_routes(
             if len(own) > 1:
                 hosts = HostsOnDevice(own[0], own[1], topology.hosts, device)
         # On hosts with different numbers of ranks, direct messages would send more than the sums of a ring.
-        if topology.counts_bytes or len(topology.hosts) == 1:
-            if groups[name]:
-                with _kept(keep):
-                    wide = WideGradients(open_small_group(groups[name][0], function), groups[name])
-            if looks:
-                # Ranks at another position have other sums, and may look in other steps.
-                together = process_groups[name] if hosts is None else hosts.between
-                with _kept(keep):
-                    small = open_small_group(_place(together, device), function)
+        if groups[name] and (topology.counts_bytes or len(topology.hosts) == 1):
+            with _kept(keep):
+                wide = WideGradients(open_small_group(groups[name][0], function), groups[name])
+        if looks and topology.counts_bytes:
+            # Ranks at another position have other sums, and may look in other steps.
+            with _kept(keep):
+                small = open_small_group(_place(process_groups[name], device), function, topology=topology)
         routes[name] = Route(wide, hosts, small)
     return routes
 

@@ -84,13 +84,16 @@ class SmallGroup:
     """The ranks of each host."""
 
 
-def open_small_group(ddp: Distributed, function: str, problem: str | None = None) -> SmallGroup:
+def open_small_group(
+    ddp: Distributed, function: str, problem: str | None = None, topology: Topology | None = None
+) -> SmallGroup:
     """Open a group for messages other than masks. Collective over the module's process group.
 
     Args:
         ddp: the module, or anything else with a process group and a device.
         function: the function that every rank calls.
         problem: why this rank cannot take part, or None.
+        topology: if its ranks add up in hosts, ranks at different positions on their hosts get groups of their own.
 
     Raises:
         RuntimeError: on every rank, if some rank has a problem or could not open the group.
@@ -98,16 +101,17 @@ def open_small_group(ddp: Distributed, function: str, problem: str | None = None
     own = (new_name(), tuple(find_endpoint(ddp.process_group)))
     offers = settle(function, propose(ddp, function, {}, problem, own))
     name, endpoints = offers[0][0], [Endpoint(*endpoint) for _, endpoint in offers]
-    ranks = dist.get_world_size(ddp.process_group)
+    here, ranks = dist.get_rank(ddp.process_group), len(endpoints)
+    members = range(ranks) if topology is None else _ranks_between_hosts(topology, ranks, here)
 
     def open_one(attempt: int, listener: Listener) -> Any:
-        if ranks == 1:
+        if len(members) == 1:
             return None
-        devices = listener.make_devices()
-        return _open_group(ddp, f"{name}/{attempt}/small", dist.get_rank(ddp.process_group), ranks, devices)
+        own_name = f"{name}/{attempt}/small/{members[0]}"
+        return _open_group(ddp, own_name, members.index(here), len(members), listener.make_devices())
 
     backend = _open_on_every_rank(ddp, function, "a group for small messages", endpoints, open_one)
-    keeper = _C.ControlGroups(hosts=_one_rank_each(ranks), all=backend, axes=[])
+    keeper = _C.ControlGroups(hosts=_one_rank_each(len(members)), all=backend, axes=[])
     return SmallGroup(backend, keeper, group_by_host([endpoint.host for endpoint in endpoints]))
 
 

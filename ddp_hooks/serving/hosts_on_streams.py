@@ -48,16 +48,31 @@ def with_hosts_on_streams(
     opened: dict[str, Any] = {}
     on_streams, problem = None, None
     try:
+        # NCCL splits no communicator that has work under way.
+        torch.get_device_module(ddp.device).synchronize(ddp.device)
         opened["within"] = _open_group(ddp, f"{name}/within", number, own_host)
         opened["between"] = _open_group(ddp, f"{name}/between", position, [host[position] for host in topology.hosts])
         on_streams = _C.HostsOnStreams(hosts=topology.hosts, **opened)
     except Exception as error:
         problem = f"could not open the groups of hosts: {error}"
     settle(function, propose(ddp, function, {}, problem))
-    for group in opened.values():
-        # Connects the ranks here, and not in the backward pass that needs it first.
-        group.allreduce([torch.zeros(1, device=ddp.device)]).wait()
+    # Connects the ranks here, and not in the backward pass that needs it first.
+    try:
+        for group in opened.values():
+            _connect(group, ddp.device)
+    except Exception as error:
+        problem = f"could not connect the groups of hosts: {error}"
+    settle(function, propose(ddp, function, {}, problem))
     return replace(groups, on_streams=on_streams)
+
+
+def _connect(group: Any, device: torch.device) -> None:
+    """Run each kind of collective that gradients will need once, and wait for the device."""
+    one, each = torch.zeros(1, device=device), torch.zeros(group.size(), device=device)
+    group.allreduce([one]).wait()
+    group._allgather_base(each, one).wait()
+    group.alltoall_base(torch.zeros_like(each), each, [], []).wait()
+    torch.get_device_module(device).synchronize(device)
 
 
 def _open_group(ddp: Distributed, name: str, number: int, ranks: Sequence[int]) -> Any:

@@ -14,6 +14,9 @@ from .endpoints import Endpoint, group_by_host, slowest_link
 
 _C = _extension.load()
 
+# The largest set of ranks that masks can name (csrc/layout/contributors.h).
+_MOST_RANKS_ON_STREAMS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -33,9 +36,11 @@ class Topology:
 
     def under(self, policy: Policy) -> Topology:
         """Return the topology with what a policy asks for."""
-        # Nobody has measured on a device whether it pays that ranks sum for others.
+        # Nobody has measured on a device whether it pays that ranks sum for others. Masks travel from every rank there,
+        # and of many ranks it is not known who contributes.
         asks = policy.skip_unused and policy.tuning.direct and policy.tuning.owners is True
-        return replace(self, can_add_up=True) if self.is_on_streams and asks else self
+        are_few = sum(map(len, self.hosts)) <= _MOST_RANKS_ON_STREAMS
+        return replace(self, can_add_up=True) if self.is_on_streams and asks and are_few else self
 
     @property
     def has_one_rank_each(self) -> bool:
@@ -89,5 +94,5 @@ def topology_of(group: dist.ProcessGroup, device: torch.device, endpoints: Seque
     hosts = group_by_host([endpoint.host for endpoint in endpoints])
     # Without the boot id and the namespace, which nobody reads.
     names = tuple(endpoints[ranks[0]].host.split(" ")[0] for ranks in hosts)
-    can_add_up, is_on_streams = _C.can_code(group, device, len(hosts)), _C.is_on_streams(group, device)
+    can_add_up, is_on_streams = _C.can_code(group, device, len(hosts)), _C.puts_on_streams(group, device)
     return Topology(hosts, names, slowest_link(endpoints), can_add_up, is_on_streams)

@@ -214,8 +214,8 @@ def test_shards_are_kept_until_hosts_have_averaged_them() -> None:
 # --- ends
 
 
-def open_and_fail(*args: Any) -> None:
-    open_small_group(*args)
+def open_and_fail(*args: Any, **options: Any) -> None:
+    open_small_group(*args, **options)
     raise RuntimeError("on purpose")
 
 
