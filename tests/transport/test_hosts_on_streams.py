@@ -20,6 +20,7 @@ from tuned import with_settings
 
 import ddp_hooks
 from ddp_hooks import _C
+from ddp_hooks.serving.topology import Topology
 
 # What plain DDP would do: nobody has asked for more.
 UNASKED = with_settings(DIRECT, name="unasked", owners=None)
@@ -185,6 +186,13 @@ def uneven(rank: int) -> None:
 
 def test_uneven_hosts() -> None:
     run_pretended(4, 5, uneven)
+
+
+@pytest.mark.parametrize(("hosts", "adds_up"), [(8, True), (9, False)])
+def test_of_many_ranks_nobody_knows_who_contributes(hosts: int, adds_up: bool) -> None:
+    topology = Topology(tuple(tuple(range(8 * host, 8 * host + 8)) for host in range(hosts)), is_on_streams=True)
+    assert not topology.adds_up_in_hosts
+    assert topology.under(DIRECT).adds_up_in_hosts == adds_up
 
 
 def nothing_after_a_failure(rank: int) -> None:
