@@ -347,7 +347,9 @@ std::vector<double> BackwardPass::send_settled(const SettledUnits& settled) {
     const bool divides = views_.is_averaged_by_division(of.parameter);
     divided.push_back({of.gradient.flat, of.gradient.offset, step.divisor, divides});
   }
-  const Contributors who = topology().by_host(settled.contributors);
+  // On CPUs, masks of units are those of hosts already.
+  const Contributors by_host = hosts_ ? hosts_->topology().by_host(settled.contributors) : Contributors();
+  const Contributors& who = hosts_ ? by_host : settled.contributors;
   BucketPlan plan = std::move(step.planner->plan(settled.bucket, {std::move(gradients)}, settled.used, who).front());
   BucketInFlight& bucket = step.buckets[settled.bucket];
   sender_.count(layout_->buckets[settled.bucket], plan);

@@ -44,13 +44,12 @@ std::vector<UsageMask> Topology::in_order_of_ranks(std::vector<UsageMask> masks)
   return ordered;
 }
 
-Contributors Topology::by_host(const Contributors& contributors) const {
-  const std::vector<UsageMask>& by_rank = contributors.by_rank();
-  if (!shares_hosts() || by_rank.size() != places_.size()) return contributors;
+Contributors Topology::by_host(const Contributors& by_rank) const {
+  if (!shares_hosts() || !by_rank.are_known()) return by_rank;
   std::vector<UsageMask> masks;
   for (const std::vector<int>& ranks : hosts_) {
-    UsageMask& mask = masks.emplace_back(by_rank[static_cast<size_t>(ranks.front())]);
-    for (const int rank : ranks) mask.merge(by_rank[static_cast<size_t>(rank)]);
+    UsageMask& mask = masks.emplace_back(by_rank.by_rank()[static_cast<size_t>(ranks.front())]);
+    for (const int rank : ranks) mask.merge(by_rank.by_rank()[static_cast<size_t>(rank)]);
   }
   return Contributors(std::move(masks));
 }

@@ -32,8 +32,8 @@ class Topology {
   // From the order of hosts, and in each of its ranks.
   std::vector<UsageMask> in_order_of_ranks(std::vector<UsageMask> masks) const;
 
-  // A host contributes what one of its ranks does. What is unknown, or known by host already, stays as it is.
-  Contributors by_host(const Contributors& contributors) const;
+  // A host contributes what one of its ranks does.
+  Contributors by_host(const Contributors& by_rank) const;
 
  private:
   struct Place {

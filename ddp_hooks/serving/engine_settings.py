@@ -12,15 +12,13 @@ import torch.distributed as dist
 from .. import _extension
 from ..policies import Policy
 from ..statistics import Statistics
-from .topology import Topology
+from .topology import MOST_IN_SET, Topology
 
 _C = _extension.load()
 
 _WHEN = {"off": _C.When.OFF, "on": _C.When.ON, "adaptive": _C.When.ADAPTIVE, "auto": _C.When.ADAPTIVE}
 # A guess, not measured on a GPU yet: a quarter of the bytes makes up for a host that no longer runs ahead.
 _MIN_ZERO_FRACTION_ON_DEVICE = 0.25
-# The largest set of hosts that a message can describe (csrc/layout/contributors.h).
-_MOST_HOSTS = 64
 # What it takes to code a byte of a gradient and to decode one; coding has to save more time than that on the link. With
 # two hosts on two cores, a byte took 0.5e-9 s of a step at 1 Gbit/s and 1.1e-9 s at 10 Gbit/s, where gloo needs the
 # cores (benchmarks/results.md). With more cores it takes less.
@@ -116,8 +114,8 @@ def why_nothing_is_coded(
     if why := why_links_need_no_code(policy, topology):
         return why
     hosts = len(topology.hosts)
-    if hosts > _MOST_HOSTS:
-        return f"coded gradients need at most {_MOST_HOSTS} hosts, and there are {hosts}"
+    if hosts > MOST_IN_SET:
+        return f"coded gradients need at most {MOST_IN_SET} hosts, and there are {hosts}"
     if not _C.can_code(group, device, hosts):
         return ON_DEVICES
     real_bytes = [parameter.element_size() // (2 if parameter.is_complex() else 1) for parameter in parameters]

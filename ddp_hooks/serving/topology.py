@@ -14,8 +14,8 @@ from .endpoints import Endpoint, group_by_host, slowest_link
 
 _C = _extension.load()
 
-# The largest set of ranks that masks can name (csrc/layout/contributors.h).
-_MOST_RANKS_ON_STREAMS = 64
+# The largest set of ranks or hosts that a message can describe (csrc/layout/contributors.h).
+MOST_IN_SET = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,11 @@ class Topology:
         # Nobody has measured on a device whether it pays that ranks sum for others. Masks travel from every rank there,
         # and of many ranks it is not known who contributes.
         asks = policy.skip_unused and policy.tuning.direct and policy.tuning.owners is True
-        are_few = sum(map(len, self.hosts)) <= _MOST_RANKS_ON_STREAMS
-        return replace(self, can_add_up=True) if self.is_on_streams and asks and are_few else self
+        return replace(self, can_add_up=True) if self.is_on_streams and asks and not self._has_many_ranks else self
+
+    @property
+    def _has_many_ranks(self) -> bool:
+        return sum(map(len, self.hosts)) > MOST_IN_SET
 
     @property
     def has_one_rank_each(self) -> bool:
@@ -79,8 +82,12 @@ class Topology:
         if self.adds_up_in_hosts:
             what = "what few hosts use before it" if self.is_on_streams else "before anything"
             return f"{each}, which add up {what} leaves"
-        way_out = "owners=True was not set" if self.is_on_streams else "they are not on CPUs over gloo"
-        return f"{each}: gradients are all-reduced, because {way_out}"
+        reason = "they are not on CPUs over gloo"
+        if self.is_on_streams:
+            reason = "owners=True was not set"
+        if self.is_on_streams and self._has_many_ranks:
+            reason = f"there are more than {MOST_IN_SET} ranks"
+        return f"{each}: gradients are all-reduced, because {reason}"
 
 
 def topology_of(group: dist.ProcessGroup, device: torch.device, endpoints: Sequence[Endpoint]) -> Topology:

@@ -190,9 +190,11 @@ def test_uneven_hosts() -> None:
 
 @pytest.mark.parametrize(("hosts", "adds_up"), [(8, True), (9, False)])
 def test_of_many_ranks_nobody_knows_who_contributes(hosts: int, adds_up: bool) -> None:
-    topology = Topology(tuple(tuple(range(8 * host, 8 * host + 8)) for host in range(hosts)), is_on_streams=True)
+    places = tuple(tuple(range(8 * host, 8 * host + 8)) for host in range(hosts))
+    topology = Topology(places, ("",) * hosts, is_on_streams=True)
     assert not topology.adds_up_in_hosts
     assert topology.under(DIRECT).adds_up_in_hosts == adds_up
+    assert ("more than 64 ranks" in str(topology.under(DIRECT))) != adds_up
 
 
 def nothing_after_a_failure(rank: int) -> None:
