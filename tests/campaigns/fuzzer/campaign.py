@@ -18,9 +18,9 @@ from .execute import Register, run_program, warm_up
 from .program import Program, policy_of
 from .units import unit_length
 
-# Seconds, by device. A program takes a fraction of one on the CPU; on the pretended device seed 64 takes 30. A rank
-# whose partner raised is let go by its group.
-PROGRAM_TIMEOUTS = {"cpu": 40.0, "pretend": 240.0, "cuda": 240.0}
+# Seconds. A program takes a fraction of one on the CPU, and on a device up to 30, if nothing else runs. A rank whose
+# partner raised is let go by its group.
+PROGRAM_TIMEOUT = 240.0
 COLLECTIVE_TIMEOUT = 15.0
 # What starts and imports does not count as a hang, however busy the machine.
 START_TIMEOUT = 300.0
@@ -59,7 +59,7 @@ def judge(program: Program, register: Register | None = None) -> Verdict:
             program.ranks,
             run_program,
             *arguments,
-            timeout=PROGRAM_TIMEOUTS[program.options.device],
+            timeout=PROGRAM_TIMEOUT,
             collective_timeout=COLLECTIVE_TIMEOUT,
             **where,
         )

@@ -277,7 +277,8 @@ class _Generator:
             return policy
         settings["coded"] = self.codes.choice(["on", "on", "on", "auto", "off"])
         # What everybody uses then travels directly, too: of these layers a message for each number takes too long.
-        if settings["coded"] != "off" and any(layer.get("width", 0) > 100 for layer in self.program.layers):
+        many = any(layer.get("experts", 1) * layer.get("width", 0) > 100 for layer in self.program.layers)
+        if settings["coded"] != "off" and many:
             settings["segment_bytes"] = max(settings.get("segment_bytes", 1000), 1000)
         # Presets divide nothing that is as small as what is trained here, and wait long before they try.
         if settings["coded"] == "auto":
