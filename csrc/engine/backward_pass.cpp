@@ -132,11 +132,13 @@ void BackwardPass::configure(const EngineSettings& settings, std::shared_ptr<con
 }
 
 std::pair<std::unique_ptr<BackwardPrologue>, std::shared_ptr<Step>> BackwardPass::close() {
+  const bool in_backward = !reducer_.is_gone() && reducer_.in_backward();
+  std::shared_ptr<Step> broken = in_backward ? std::exchange(step_, nullptr) : forward_begins();
   // Not into buckets that a forward pass has had made anew since the last step.
   if (!reducer_.is_gone()) views_.forget();
   sender_.drop();
   hosts_.reset();
-  return {std::move(prologue_), std::move(step_)};
+  return {std::move(prologue_), std::move(broken)};
 }
 
 std::shared_ptr<Step> BackwardPass::finish_exchanges(int64_t started) {

@@ -295,7 +295,10 @@ class TwoBuckets(nn.Module):
 
 
 def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], where: str, when: str) -> None:
-    """A pass breaks off, and what it has sent comes back after the next one, or before that has sent anything."""
+    """A pass breaks off, and what it has sent comes back after the next one, or before that has sent anything.
+
+    Or after a pass of plain DDP, when the hook has been taken away.
+    """
     torch.manual_seed(0)
     model = TwoBuckets()
     # So that gradients are the buckets that messages are put back into.
@@ -353,11 +356,13 @@ def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], where
             module(torch.full((2, 4), rank + 3.0), 1).sum().backward()
     else:
         step(plain, 1)
+        if when == "closed":
+            state.close()
         if when == "within":
             # The last gradient of the bucket that is sent first; the others lie there.
             model.branches.trunk.weight.register_hook(finish)
         step(ddp, 1)
-    assert bool(finished) == (when != "after")
+    assert bool(finished) == (when in ("within", "accumulated"))
     finish()
     dist.barrier()
     time.sleep(0.2)  # sums that follow come back as well
@@ -369,7 +374,7 @@ def late_messages(rank: int, policy: ddp_hooks.Policy, by_rank: list[int], where
 
 
 @pytest.mark.parametrize("where", ["between", "behind"])
-@pytest.mark.parametrize("when", ["after", "within", "accumulated"])
+@pytest.mark.parametrize("when", ["after", "within", "accumulated", "closed"])
 @pytest.mark.parametrize(("policy", "by_rank"), [pytest.param(*case[:2], id=case[0].name) for case in CASES])
 def test_late_messages_of_a_pass_that_broke_off(
     policy: ddp_hooks.Policy, by_rank: list[int], where: str, when: str
