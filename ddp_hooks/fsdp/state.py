@@ -217,9 +217,12 @@ class _ServedGroup:
                 "ddp_hooks.fsdp: expected set_requires_all_reduce(True) with a mesh of hosts, because gradients that "
                 "are left out once are never averaged; accumulate with set_requires_gradient_sync(False)"
             )
-        # With one rank per host, ranks of a host exchange nothing.
-        announced = self._announced_now if len(self._ranks) > 1 else None
-        used = participants.used if announced is None else frozenset().union(*(each.used for each in announced))
+        known = [participants.used]
+        if len(self._ranks) > 1:
+            announced = self._announced_now
+            # In some steps, this rank does not hear what the others of its host use.
+            known = [frozenset(participants.included)] if announced is None else [each.used for each in announced]
+        used = frozenset().union(*known)
         try:
             # FSDP2 divides only by the ranks of a host, unless a divisor was set.
             local_ranks = None if self.group.divides_by_itself else max(len(self._ranks), 1)

@@ -133,10 +133,11 @@ def _bytes(program: Program, results: list[dict[str, Any]]) -> Iterable[str]:
         allowed = (used_bytes if known else dense) * (1 + with_settings(policy).tuning.gap_fraction) + sum(
             sizes[name] for name in unmanaged
         )
-        # What is coded may take a quarter of its bits or a few more than all; messages of one number take many more.
+        # What is coded may take a quarter of its bits, half of that if one of two ranks contributes zeros, or a few
+        # more than all; messages of one number take many more.
         least = 1.0
         if getattr(policy, "coded", "off") != "off":
-            least = 0.2
+            least = 0.1
             allowed *= 1.1 if policy.tuning.segment_bytes > 500 else 4
         needed = least * sum(int(nonzero[name].sum()) * _element_bytes(results[0], name) for name in used)
         if payload < needed:
