@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from profiling import profiled
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from test_unit_scan import slow_unit_scan
 from test_units import ADAPTIVE, EVERY_ROW, Rows, Table, compare_bytes, tokens
 from torch import nn
@@ -487,7 +487,8 @@ def test_same_as_plain_ddp_if_nobody_knows_what_was_looked_up() -> None:
     run_ranks(2, check, UNKNOWN, True)
 
 
-def check_other_ways(rank: int) -> None:
+@on_ranks(2)
+def test_other_ways(rank: int) -> None:
     # The Reducer has copied the gradients into its buckets.
     check(rank, [Counted, TensorHook, TwoCalls], False)
     # What is sent is what was found, not what was looked up.
@@ -504,7 +505,8 @@ def check_other_ways(rank: int) -> None:
     assert adaptive.counts[LOOKED_UP] == adaptive.steps - 2
 
 
-def declared_unused_once(rank: int) -> None:
+@on_ranks(2)
+def test_declared_unused_once(rank: int) -> None:
     """What guards a declaration hands gradients on as they are, and changes nothing in later steps."""
 
     class Left(Table):
@@ -522,11 +524,3 @@ def declared_unused_once(rank: int) -> None:
         ddp(indices).square().mean().backward()
     names = Counter(event.name() for event in profile.profiler.kineto_results.events())
     assert names[LOOKED_UP] == 1
-
-
-def test_declared_unused_once() -> None:
-    run_ranks(2, declared_unused_once)
-
-
-def test_other_ways() -> None:
-    run_ranks(2, check_other_ways)

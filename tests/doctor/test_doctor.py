@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -353,13 +353,10 @@ def rebuild_in_the_block(rank: int) -> None:
     assert "backward left out c, and DDP waits for the gradients" in " ".join(str(diagnosis).split())
 
 
-def everything_else(rank: int) -> None:
+@on_ranks(2)
+def test_the_module_is_left_as_it_was_and_oddities_are_understood(rank: int) -> None:
     leave_no_trace(rank)
     rebuild_in_the_block(rank)
     diagnose_oddities(rank)
     name_what_is_unfinished(rank)
     diagnose_alone(rank)
-
-
-def test_the_module_is_left_as_it_was_and_oddities_are_understood() -> None:
-    run_ranks(2, everything_else)

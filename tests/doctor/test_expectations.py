@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from quick import thorough
-from spawn import RankFailure, run_ranks
+from spawn import RankFailure, on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -163,7 +163,9 @@ def remove_on_one_rank(rank: int, keep: bool) -> None:
     second.remove()
 
 
-def expect_of_what_is_compiled(rank: int, place: str) -> None:
+@pytest.mark.parametrize("place", ["of DDP", "around the model", *thorough("around DDP", "of the model")])
+@on_ranks(2, collective_timeout=15)
+def test_what_is_compiled_is_heard_and_left_whole(rank: int, place: str) -> None:
     """Expectations, and a diagnosis, hear of the steps of a compiled call, and leave the model's graph whole."""
     graphs: list[list[str]] = []
 
@@ -208,16 +210,8 @@ def expect_of_what_is_compiled(rank: int, place: str) -> None:
     assert outcomes[0] == outcomes[1], place
 
 
-@pytest.mark.parametrize("place", ["of DDP", "around the model", *thorough("around DDP", "of the model")])
-def test_what_is_compiled_is_heard_and_left_whole(place: str) -> None:
-    run_ranks(2, expect_of_what_is_compiled, place, collective_timeout=15)
-
-
-def expectations_at_odds(rank: int) -> None:
+@on_ranks(2, timeout=40, collective_timeout=8)
+def test_calls_that_do_not_fit_are_errors_on_every_rank(rank: int) -> None:
     call_it_in_backward(rank)
     remove_on_one_rank(rank, keep=False)
     remove_on_one_rank(rank, keep=True)
-
-
-def test_calls_that_do_not_fit_are_errors_on_every_rank() -> None:
-    run_ranks(2, expectations_at_odds, timeout=40, collective_timeout=8)
