@@ -331,11 +331,13 @@ def run_ranks(
     return pool.run(function, *args, **options)
 
 
-def on_ranks(world_size: int | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def on_ranks(
+    world_size: int | None = None, *, run: Callable[..., Any] = run_ranks, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a test of a function, which ranks call with their rank and the test's parameters.
 
-    Without ``world_size``, the test has a parameter of that name, which the function does not get. ``options`` are as
-    for :func:`run_ranks`.
+    Without ``world_size``, the test has a parameter of that name, which the function does not get. ``run`` and
+    ``options`` are as :func:`run_ranks` and its options.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -344,7 +346,7 @@ def on_ranks(world_size: int | None = None, **options: Any) -> Callable[[Callabl
             if args:  # on a rank, which finds this under the function's name
                 return function(*args)
             ranks = world_size or parameters.pop("world_size")
-            run_ranks(ranks, test, *parameters.values(), **options)
+            run(ranks, test, *parameters.values(), **options)
 
         _, *others = inspect.signature(function).parameters.values()
         if world_size is None:
