@@ -249,15 +249,8 @@ def _exists(module: str, kind: str) -> bool:
 
 def _repeat(options: Options) -> list[str]:
     """Return the arguments for Python that run a script under this command."""
-    repeated = [
-        "-m",
-        "ddp_hooks",
-        "doctor",
-        "--steps",
-        str(options.steps),
-        "--patience",
-        f"{options.patience_seconds:g}",
-    ]
+    repeated = ["-m", "ddp_hooks", "doctor"]
+    repeated += ["--steps", str(options.steps), "--patience", f"{options.patience_seconds:g}"]
     repeated += [name for name, given in (("--only-watch", options.only_watch), ("--continue", options.go_on)) if given]
     for name, path in (("--json", options.json), ("--html", options.html)):
         if path is not None:
