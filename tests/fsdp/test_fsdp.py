@@ -374,15 +374,15 @@ class Given(nn.Module):
         return (self.weight * gradient).sum()
 
 
-def reduce_with_and_without(gradient: torch.Tensor) -> list[torch.Tensor]:
-    """Return what plain FSDP2 and ours reduce a gradient to."""
+def reduce_with_and_without(gradient: torch.Tensor, mesh: Any = None) -> list[torch.Tensor]:
+    """Return what plain FSDP2 and ours reduce a gradient to, on the host."""
     results = []
     for policy in (None, ON):
-        model = fully_shard(Given(len(gradient)))
+        model = fully_shard(Given(len(gradient)).to(gradient.device), mesh=mesh)
         if policy:
             fsdp.register(model, policy)
         model(gradient).backward()
-        results.append(local(model.weight.grad).clone())
+        results.append(local(model.weight.grad).cpu().clone())
     return results
 
 

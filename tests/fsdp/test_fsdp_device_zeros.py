@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_fsdp import ON, POLICIES, Given, bits
+from test_fsdp import ON, POLICIES, bits, reduce_with_and_without
 from test_fsdp_device_hosts import compare_on_hosts
 from test_fsdp_devices import ALL, make, memory_that_ends_late, optimizer_of, train
 from test_fsdp_hosts import LAYOUTS
@@ -13,7 +13,6 @@ from test_pretend import on_pretended, run_pretended
 from test_pretend import pytestmark as pytestmark
 from test_shard_units import Round
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from ddp_hooks import fsdp
 
@@ -140,12 +139,5 @@ def test_special_numbers(rank: int) -> None:
     for seed in range(3):
         draw = torch.Generator().manual_seed(100 * seed + rank)
         gradient = specials[torch.randint(len(specials), (60,), generator=draw)].repeat_interleave(16)
-        results = []
-        for policy in (None, ON):
-            model = fully_shard(Given(len(gradient)).to("pretend"), mesh=mesh)
-            if policy:
-                fsdp.register(model, policy)
-            model(gradient.to("pretend")).backward()
-            results.append(model.weight.grad.to_local().cpu())
-        plain, ours = results
+        plain, ours = reduce_with_and_without(gradient.to("pretend"), mesh)
         assert bool(((bits(plain) == bits(ours)) | (plain.isnan() & ours.isnan())).all())

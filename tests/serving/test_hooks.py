@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,11 +83,7 @@ def bytes_of(module: nn.Module) -> int:
 @on_ranks(2)
 def test_statistics_and_usage(rank: int, native: bool) -> None:
     ddp = wrapped()
-    if native:
-        state = ddp_hooks.register(ddp, "skip_unused")
-    else:
-        state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
-        ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    state = register(ddp, "skip_unused", native)
     assert state.usage() == {}
     assert state.stats() == ddp_hooks.statistics.Statistics()
     run_step(ddp, rank)
@@ -886,22 +883,23 @@ class FailsOnce(torch.autograd.Function):
         return gradient, None
 
 
+class Failing(Branches):
+    def forward(self, x: torch.Tensor, branch: int, fails: bool = False) -> torch.Tensor:
+        return FailsOnce.apply(super().forward(x, branch), fails)
+
+
+def wrapped_and_failing() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Failing(), find_unused_parameters=True)
+
+
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("failing_ranks", [(0,), (0, 1)])
 @on_ranks(2)
 def test_failed_backward(rank: int, failing_ranks: tuple[int, ...], native: bool) -> None:
     """Backward fails before any gradient is ready, is tried again, and no rank is left waiting: as with plain DDP."""
-
-    class Model(Branches):
-        def forward(self, x: torch.Tensor, branch: int, fails: bool = False) -> torch.Tensor:
-            return FailsOnce.apply(super().forward(x, branch), fails)
-
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Model(), find_unused_parameters=True)
-    if native:
-        ddp_hooks.register(ddp, "skip_unused")
-    else:
-        ddp.register_comm_hook(ddp_hooks.SkipUnusedState(ddp, "skip_unused"), ddp_hooks.skip_unused_hook)
+    ddp = wrapped_and_failing()
+    register(ddp, "skip_unused", native)
     for step in range(6):
         if step in (2, 4) and rank in failing_ranks:
             with pytest.raises(ArithmeticError):
@@ -915,13 +913,7 @@ def test_failed_backward(rank: int, failing_ranks: tuple[int, ...], native: bool
 @on_ranks(2)
 def test_failed_backward_then_collective(rank: int) -> None:
     """One rank's failed pass leaves an exchange under way; what uses the control group next waits for it everywhere."""
-
-    class Model(Branches):
-        def forward(self, x: torch.Tensor, branch: int, fails: bool = False) -> torch.Tensor:
-            return FailsOnce.apply(super().forward(x, branch), fails)
-
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Model(), find_unused_parameters=True)
+    ddp = wrapped_and_failing()
     state = ddp_hooks.register(ddp, "skip_unused")
 
     def fail_on_rank_0() -> None:
@@ -1265,9 +1257,6 @@ def test_exchange_starts_early(rank: int) -> None:
 @on_ranks(2)
 def test_module_goes_away(rank: int) -> None:
     """State and module do not keep each other alive."""
-    import gc
-    import weakref
-
     ddp = wrapped()
     state = ddp_hooks.register(ddp)
     run_step(ddp, 0)
@@ -1281,8 +1270,6 @@ def test_module_goes_away(rank: int) -> None:
 @on_ranks(2)
 def test_module_goes_away_in_a_cycle(rank: int) -> None:
     """What serves it goes at the same moment, when nobody can ask it any more."""
-    import gc
-
     ddp = wrapped()
     ddp_hooks.register(ddp)
     run_step(ddp, 0)
