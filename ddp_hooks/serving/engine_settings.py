@@ -147,7 +147,7 @@ def _constants(policy: Policy, *names: str) -> dict[str, Any]:
     return {name: getattr(policy.tuning, name) for name in names if hasattr(policy.tuning, name)}
 
 
-def plan_settings(policy: Policy, may_be_direct: bool, world_size: int, *, is_on_device: bool = False) -> Any:
+def plan_settings(policy: Policy, may_be_direct: bool, world_size: int, *, is_on_device: bool) -> Any:
     """Return a ``_C.PlanSettings``, which says how used gradients travel.
 
     Args:

@@ -238,9 +238,9 @@ def resources() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def holds_no_more_than(expected: tuple[int, int], seconds: float = 5.0) -> bool:
+def holds_no_more_than(expected: tuple[int, int]) -> bool:
     """Wait until no more files and no more threads than ``expected`` are open; return whether that has come."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 5.0
     while any(found > before for found, before in zip(resources(), expected, strict=True)):
         if time.monotonic() > deadline:
             return False
@@ -249,8 +249,8 @@ def holds_no_more_than(expected: tuple[int, int], seconds: float = 5.0) -> bool:
     return True
 
 
-def resources_at_rest(quiet: float = 0.5, seconds: float = 30.0) -> tuple[int, int]:
-    """Return what is open once it has not changed for ``quiet`` seconds.
+def resources_at_rest() -> tuple[int, int]:
+    """Return what is open once it has not changed for half a second.
 
     These processes ran other tests before, whose groups close by and by. And threads that are
     started once are no leak: torch's on the first pass, and what watches the default group on the
@@ -262,8 +262,8 @@ def resources_at_rest(quiet: float = 0.5, seconds: float = 30.0) -> tuple[int, i
     del ddp
     gc.collect()
     found, since = resources(), time.monotonic()
-    deadline = since + seconds
-    while time.monotonic() < min(since + quiet, deadline):
+    deadline = since + 30.0
+    while time.monotonic() < min(since + 0.5, deadline):
         time.sleep(0.05)
         if (now := resources()) != found:
             found, since = now, time.monotonic()

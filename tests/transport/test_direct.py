@@ -101,11 +101,11 @@ class Case:
     def contributors(self, parameter: int) -> int:
         return sum(mask.test(parameter) << rank for rank, mask in enumerate(self.by_rank))
 
-    def plan(self, least: int = 0, *, owners: bool = True) -> list[testing.BucketPlan]:
+    def plan(self, least: int = 0) -> list[testing.BucketPlan]:
         direct = _C.DirectSettings(
             direct=True,
             world_size=self.ranks,
-            owners=owners,
+            owners=True,
             segment_bytes=self.segment_bytes,
             min_direct_bytes=least,
             min_owner_saving=0.0,
@@ -267,10 +267,10 @@ def test_same_as_plain_ddp(rank: int, every_policy: bool) -> None:
 
 
 class Heads(nn.Module):
-    def __init__(self, heads: int, width: int = 64) -> None:
+    def __init__(self, heads: int) -> None:
         super().__init__()
-        self.trunk = nn.Linear(width, width)
-        self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(heads))
+        self.trunk = nn.Linear(64, 64)
+        self.heads = nn.ModuleList(nn.Linear(64, 64) for _ in range(heads))
 
     def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
         return self.heads[head](torch.tanh(self.trunk(x)))

@@ -62,11 +62,11 @@ def test_same_as_plain_ddp(layout: str, scenarios: list[type[Scenario]], policy:
 class Pair:
     """A model with the hook, and the same with plain DDP."""
 
-    def __init__(self, policy: ddp_hooks.Policy, heads: int = 5) -> None:
+    def __init__(self, policy: ddp_hooks.Policy) -> None:
         modules = []
         for _ in range(2):
             torch.manual_seed(0)
-            modules.append(DistributedDataParallel(Heads(heads).to("pretend"), find_unused_parameters=True))
+            modules.append(DistributedDataParallel(Heads(5).to("pretend"), find_unused_parameters=True))
         self.ours, self.plain = modules
         self.state = register(self.ours, policy, True)
         self.head_bytes = sum(p.nbytes for p in self.ours.module.trunk.parameters())
