@@ -13,6 +13,7 @@ import torch.distributed as dist
 from spawn import on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import assert_same_gradients
 
 import ddp_hooks
 from ddp_hooks import _C
@@ -178,9 +179,7 @@ def leave_no_trace(rank: int) -> None:
                 ddp.zero_grad(set_to_none=i != 2)
                 with ddp.no_sync() if i == 1 else nullcontext():
                     ddp(rows, spare=i == 3 and rank == 0).square().sum().backward()
-            for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
-                assert (a.grad is None) == (b.grad is None)
-                assert a.grad is None or torch.equal(a.grad, b.grad), "gradients changed"
+            assert_same_gradients(watched, plain)
         with pytest.raises(RuntimeError, match="received one that was used"):
             diagnosis.__enter__()
     assert hooks_of(watched) == hooks

@@ -10,6 +10,7 @@ from quick import thorough
 from spawn import RankFailure, on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import assert_same_gradients
 
 import ddp_hooks
 
@@ -78,9 +79,7 @@ def raise_together(rank: int, policy: str | None) -> list[Any]:
     guard = ddp_hooks.expect_used(ddp, "left")
     assert step(ddp, False, True) is not None
     assert step(other, False, True) is None
-    for a, b in zip(ddp.parameters(), other.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        assert a.grad is None or torch.equal(a.grad, b.grad)
+    assert_same_gradients(ddp, other)
     guard.remove()
     # A frozen parameter is not used; a wrong argument of one rank is an error on both.
     ddp.module.left.requires_grad_(False)

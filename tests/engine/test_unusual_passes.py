@@ -17,7 +17,7 @@ from test_units import EVERY_ROW, WITH_VALUES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import register
+from training import assert_same_gradients, register
 from tuned import with_settings
 
 import ddp_hooks
@@ -334,8 +334,7 @@ def test_agreement_after_passes_that_broke_off(
                 assert state.policy.name == "skip_zeros"
             for _ in range(2):
                 run_pass(ddp, rank)
-                for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-                    assert ours.grad is theirs.grad is None or torch.equal(ours.grad, theirs.grad)
+                assert_same_gradients(ddp, plain)
 
 
 @pytest.mark.parametrize("then", ["forward", "set_policy", "rebuild", "close", "gone"])
@@ -425,8 +424,7 @@ def test_output_left_out_under_no_sync(rank: int, then: str) -> None:
             state.close()
         to = [*each.module.trunk.parameters(), *each.module.b.parameters()] if then == "to some" else None
         each(batch(rank), False)[0].sum().backward(inputs=to)
-    for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-        assert ours.grad is theirs.grad is None or torch.equal(ours.grad, theirs.grad)
+    assert_same_gradients(ddp, plain)
     if then == "goes on":
         assert not state.usage()["a.weight"].used_anywhere
 

@@ -17,7 +17,7 @@ from spawn import RankFailure, on_ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
-from training import register
+from training import assert_same_gradients, register
 
 import ddp_hooks
 from ddp_hooks import _C
@@ -797,11 +797,7 @@ def test_declared_wrongly(rank: int, native: bool, wrong_ranks: tuple[int, ...],
                 output = module(batch, {0, 3})
             # One is also used outside of the forward pass, and may then report before the outputs are reached.
             (output.sum() + module.module.blocks[3].weight.sum()).backward()
-        for (name, ours), theirs in zip(ddp.module.named_parameters(), plain.module.parameters(), strict=True):
-            if theirs.grad is None:
-                assert ours.grad is None, name
-            else:
-                assert torch.equal(ours.grad, theirs.grad), name
+        assert_same_gradients(ddp, plain)
 
 
 def declared_and_recomputed(rank: int, native: bool) -> None:
@@ -1126,10 +1122,7 @@ def test_gradients_across_a_rebuild(rank: int, search: bool) -> None:
         for each in (ddp, plain):
             with nullcontext() if synchronises else each.no_sync():
                 each(torch.full((2, 8), 1.0 + rank)).sum().backward()
-        for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None), name
-            if ours.grad is not None:
-                torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+        assert_same_gradients(ddp, plain, exact=False)
 
     step()
     freeze("2")
@@ -1193,8 +1186,7 @@ def step_alike(ddp: nn.Module, plain: nn.Module, batch: torch.Tensor, head: str)
     """Run a step of both, and compare all gradients."""
     for each in (ddp, plain):
         each(batch, head).sum().backward()
-    for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert_same_gradients(ddp, plain, exact=False)
 
 
 @on_ranks(2)
@@ -1342,12 +1334,6 @@ def two_heads(native: bool) -> tuple[DistributedDataParallel, DistributedDataPar
     ddp = wrap(TwoHeads(), find_unused_parameters=False)
     ddp.load_state_dict(plain.state_dict())
     return plain, ddp, register(ddp, "skip_unused", native)
-
-
-def assert_same_gradients(ddp: DistributedDataParallel, plain: DistributedDataParallel) -> None:
-    for (name, ours), theirs in zip(ddp.named_parameters(), plain.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None), name
-        assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
 
 
 @pytest.mark.parametrize("native", [False, True])

@@ -27,7 +27,7 @@ from profiling import profiled
 from spawn import RankFailure, on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import register
+from training import assert_same_gradients, register
 from tuned import Tuning
 
 import ddp_hooks
@@ -180,11 +180,7 @@ def test_exchange_on_a_grid(rank: int) -> None:
         branch = step % 3 if rank == step % 4 else 0
         for model in (ddp, plain):
             run_step(model, branch)
-        for ours, expected in zip(ddp.parameters(), plain.parameters(), strict=True):
-            assert (ours.grad is None) == (expected.grad is None)
-            if ours.grad is not None:
-                torch.testing.assert_close(ours.grad, expected.grad)
-                ours.grad = expected.grad = None
+        assert_same_gradients(ddp, plain, exact=False)
         assert state.usage()[f"branches.{step % 3}.weight"].used_anywhere
     # In each step the graph's mask and the one bucket's, along two axes; along the second a rank hands on the masks of
     # two, because it is asked who. Words: six of a header and one of bits; of a compressed mask, two more.
@@ -1008,8 +1004,7 @@ def test_collectives_behind_a_kept_gradient(rank: int, policy: str | ddp_hooks.P
             with each.no_sync():
                 each(torch.ones(2, 8), True).sum().backward()
             each(torch.ones(2, 8), rank == step % 2).sum().backward()
-        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
+        assert_same_gradients(ddp, plain)
     assert state.stats().steps == 3
 
 
@@ -1108,9 +1103,7 @@ def test_forward_passes_unwatched(rank: int, views: bool) -> None:
                 ddp(torch.full((2, 8), rank - 2.0), (step + rank) % 3).sum().backward()
             else:
                 run_step(ddp, (step + rank) % 3) if step != 5 else ddp(torch.ones(2, 8), 0).sum().backward()
-        for (name, a), b in zip(ours.module.named_parameters(), plain.module.parameters(), strict=True):
-            assert (a.grad is None) == (b.grad is None), (step, name)
-            assert a.grad is None or torch.equal(a.grad, b.grad), (step, name)
+        assert_same_gradients(ours, plain)
     assert state.stats().steps == 8
 
 

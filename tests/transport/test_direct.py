@@ -17,7 +17,7 @@ import torch.distributed as dist
 from spawn import on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Scenario, Trainer, compare, register
+from training import Scenario, Trainer, assert_same_gradients, compare, register
 from tuned import Tuning, with_settings
 
 import ddp_hooks
@@ -324,10 +324,7 @@ def test_on_a_grid(rank: int) -> None:
         for module in (ddp, plain):
             module.zero_grad()
             module(torch.full((2, 64), 0.1 * rank), head_of_rank).sum().backward()
-        for ours, expected in zip(ddp.parameters(), plain.parameters(), strict=True):
-            assert (ours.grad is None) == (expected.grad is None)
-            if ours.grad is not None:
-                torch.testing.assert_close(ours.grad, expected.grad)
+        assert_same_gradients(ddp, plain, exact=False)
     assert state.stats().broadcast_bytes == 6 * head
     assert state.stats().owner_bytes == 2 * head
     assert state.usage()["heads.6.weight"].ranks == (0, 2, 4)
