@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import on_ranks, run_ranks
+from spawn import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_same_gradients
@@ -133,14 +133,11 @@ def check_verdicts(rank: int, views: bool, zero: bool) -> None:
     json.dumps(diagnosis.to_dict())
 
 
-def verdicts(rank: int) -> None:
+@on_ranks(2)
+def test_every_parameter_is_judged_by_what_happened_to_it(rank: int) -> None:
     for views in (False, True):
         for zero in (True, False):
             check_verdicts(rank, views, zero)
-
-
-def test_every_parameter_is_judged_by_what_happened_to_it() -> None:
-    run_ranks(2, verdicts)
 
 
 # --- what must not change

@@ -435,7 +435,8 @@ def test_rebuilt_on_another_stream(by: str, backend: str) -> None:
     run_pretended(2, 8, rebuilt, by, backend)
 
 
-def unfrozen(rank: int) -> None:
+@on_pretended(2, 8)
+def test_unfrozen_on_another_stream(rank: int) -> None:
     """Backward runs on another stream than forward, on which gradients are accumulated, and on which it averages them.
 
     The Reducer is made anew with the parameter, and puts a view of its bucket in the place of that gradient.
@@ -464,10 +465,6 @@ def unfrozen(rank: int) -> None:
     assert len(_C.reducer_parameters(ddp.reducer)) == 6
     for plain, ours in zip(*found, strict=True):
         torch.testing.assert_close(plain, ours)
-
-
-def test_unfrozen_on_another_stream() -> None:
-    run_pretended(2, 8, unfrozen)
 
 
 @on_pretended(2, 7)

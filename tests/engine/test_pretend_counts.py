@@ -97,7 +97,8 @@ def test_nothing_to_skip_costs_nothing(rank: int) -> None:
         assert counts["collectives"] <= hook["collectives"]
 
 
-def opening(rank: int) -> None:
+@on_pretended(2, 0)
+def test_steps_open_by_bytes(rank: int) -> None:
     """The first message leaves with the bucket that completes so many bytes, at the latest with the last one."""
     from ddp_hooks_testing import _pretend
 
@@ -124,10 +125,6 @@ def opening(rank: int) -> None:
         else:
             assert opening_bytes <= held < opening_bytes + 100_000
         assert _pretend.counts()["collectives"] - before == 3  # as many as buckets
-
-
-def test_steps_open_by_bytes() -> None:
-    run_pretended(2, 0, opening)
 
 
 @on_pretended(2, 1)

@@ -126,17 +126,14 @@ def test_the_doctor_says_what_crosses_between_hosts(layout: str, expected: str) 
         assert expected in text
 
 
-def uneven(rank: int) -> None:
+@on_pretended(3, 12)
+def test_hosts_with_different_numbers_of_ranks(rank: int) -> None:
     """Torch reduces, because messages would cross between hosts more often than the sums of a ring."""
     on_hosts(rank, "uneven")
     with memory_that_ends_late():
         state, (plain, ours) = train_both(ALL["dense"], rank, 2)
         assert plain == ours
         assert state.stats().payload_bytes == state.stats().dense_bytes > 0
-
-
-def test_hosts_with_different_numbers_of_ranks() -> None:
-    run_pretended(3, 12, uneven)
 
 
 # --- sharded over the ranks of a host

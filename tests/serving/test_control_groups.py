@@ -368,7 +368,9 @@ def test_dropped_by_its_own_worker(rank: int) -> None:
 # --- closing
 
 
-def closed(rank: int, native: bool) -> None:
+@pytest.mark.parametrize("native", [False, True])
+@on_ranks(2)
+def test_closed(rank: int, native: bool) -> None:
     """The module trains on as plain DDP, with everything that the user has set on it."""
     seen: list[str] = []
     ddp = wrap(bucket_cap_mb=0.001)
@@ -401,11 +403,6 @@ def closed(rank: int, native: bool) -> None:
     assert reduced(ddp, rank) == 3
     assert third.stats().steps == sent.steps + 1
     assert state.stats() == sent
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_closed(native: bool) -> None:
-    run_ranks(2, closed, native)
 
 
 @on_ranks(2)

@@ -622,7 +622,8 @@ def test_buckets_are_given_back(rank: int) -> None:
 # --- static graphs
 
 
-def static_graph(rank: int) -> None:
+@on_ranks(2)
+def test_static_graph(rank: int) -> None:
     """Frozen later than in the first step, in which a static graph is learnt."""
     model, twin = make_model(), make_model()
     ddp = wrap(model, static_graph=True)
@@ -640,10 +641,6 @@ def static_graph(rank: int) -> None:
         oracle.reduce()
         assert_alike(model, twin, f"step {step}")
     assert state.stats().payload_bytes < state.stats().dense_bytes
-
-
-def test_static_graph() -> None:
-    run_ranks(2, static_graph)
 
 
 # --- declared in advance
@@ -922,7 +919,8 @@ def test_unfrozen_before_compiling(rank: int) -> None:
         assert_alike(model, twin, f"step {step}")
 
 
-def alone(rank: int) -> None:
+@on_ranks(1)
+def test_alone(rank: int) -> None:
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         ddp = wrap(make_model(), **options)
         ddp_hooks.register(ddp, "skip_unused")
@@ -936,10 +934,6 @@ def alone(rank: int) -> None:
         for _ in range(2):
             ddp(torch.ones(2, 8)).sum().backward()
             assert ddp.module[0].weight.grad is not None
-
-
-def test_alone() -> None:
-    run_ranks(1, alone)
 
 
 # --- helpers

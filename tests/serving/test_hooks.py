@@ -468,7 +468,8 @@ def test_detached_state(rank: int, native: bool) -> None:
         assert fresh.stats().steps == 2
 
 
-def state_dict(rank: int) -> None:
+@on_ranks(2)
+def test_state_dict(rank: int) -> None:
     ddp = wrapped()
     state = ddp_hooks.register(ddp, "skip_unused")
     run_step(ddp, 0)
@@ -491,10 +492,6 @@ def state_dict(rank: int) -> None:
     fresh.load_state_dict(newer)
     assert fresh.stats() == state.stats()
     assert "version" in error_of(lambda: fresh.load_state_dict({}), ValueError)
-
-
-def test_state_dict() -> None:
-    run_ranks(2, state_dict)
 
 
 @pytest.mark.parametrize("native", [False, True])
