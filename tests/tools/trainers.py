@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
@@ -41,6 +41,9 @@ def environment(rank: int) -> dict[str, str]:
 def run_launched(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run ``function(rank, *args)`` on two ranks that look as if torchrun had started them."""
     return run_ranks(2, function, *args, environment=environment)
+
+
+on_launched = on_ranks(2, environment=environment)
 
 
 class Items(Dataset[dict[str, int]]):
