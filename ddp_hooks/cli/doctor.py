@@ -143,9 +143,6 @@ def read_options(parsed: argparse.Namespace) -> Options:
 def run(options: Options) -> int:
     """Run the script, then print and write the findings.
 
-    Args:
-        options: the options of the command.
-
     Returns:
         The exit status: 0 if steps were watched, 2 if there was nothing to watch.
 

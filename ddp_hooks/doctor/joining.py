@@ -38,11 +38,7 @@ _blocks: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.We
 def follow_join_blocks(ddp: DistributedDataParallel, follower: Follower) -> Callable[[], None]:
     """Tell ``follower`` of the module's join blocks that begin from now on.
 
-    What a follower raises ends the join block on this rank.
-
-    Args:
-        ddp: the module, which is held weakly.
-        follower: the follower, which is held weakly.
+    Both are held weakly. What a follower raises ends the join block on this rank.
 
     Returns:
         A function that ends this. It may be called again.

@@ -20,13 +20,7 @@ _Wrap = Callable[[Callable[..., Any], Callable[[Any], None]], Callable[..., Any]
 
 
 class _Followed:
-    """A function in one of torch's modules, and its listeners.
-
-    Args:
-        owner: the module.
-        name: the name of the function.
-        wrap: makes the replacement.
-    """
+    """A function in one of torch's modules, and its listeners."""
 
     def __init__(self, owner: Any, name: str, wrap: _Wrap) -> None:
         self._function = WrappedFunction(owner, name, lambda original: wrap(original, self._tell))

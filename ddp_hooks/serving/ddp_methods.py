@@ -176,9 +176,6 @@ def give_way_to_other_hooks(ddp: DistributedDataParallel) -> None:
     DDP takes one hook. After :func:`ddp_hooks.register`, a second hook is a mistake, and DDP raises. But
     :func:`ddp_hooks.enable` registers the hook with every module, so a hook that is registered explicitly takes
     precedence.
-
-    Args:
-        ddp: a module with a hook of this package.
     """
     with _lock:
         _giving_way[id(ddp)] = weakref.ref(ddp, functools.partial(_forget, id(ddp)))

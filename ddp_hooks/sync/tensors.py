@@ -140,10 +140,6 @@ def read_tensors(source: TensorSource) -> list[torch.Tensor]:
 def check_not_empty(tensors: Sequence[torch.Tensor], source: object) -> None:
     """Raise if an iterable has no tensor.
 
-    Args:
-        tensors: the tensors that were found in it.
-        source: the argument of the user.
-
     Raises:
         ValueError: there is none; the message describes ``source``.
     """
