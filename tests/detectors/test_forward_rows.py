@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import pytest
+import test_units
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -89,14 +90,8 @@ class ByFrequency(Counted):
     options = {"scale_grad_by_freq": True}
 
 
-class MaxNorm(Counted):
-    """Writes into the rows that a forward pass reads, so these have to be the same on every rank."""
-
-    options = {"max_norm": 0.5}
-
-    def loss(self, t: Trainer, i: int) -> torch.Tensor:
-        indices = torch.randint(0, self.rows, (2, 6), generator=torch.Generator().manual_seed(i))
-        return (t.ddp(indices) + t.batch(4)).square().mean()
+class MaxNorm(Counted, test_units.MaxNorm):
+    pass
 
 
 class Searched(Counted):
@@ -222,13 +217,8 @@ class TwoForwards(Unknown):
         return (first * t.ddp(tokens(t, i, 100) + 150)).mean()
 
 
-class Accumulated(Unknown):
+class Accumulated(Unknown, test_units.NoSync):
     """What no_sync() has left in .grad."""
-
-    def step(self, t: Trainer, i: int) -> None:
-        with t.ddp.no_sync():
-            self.loss(t, i).backward()
-        self.loss(t, i + 100).backward()
 
 
 class OnlyAccumulated(Unknown):
