@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from commands import run_captured
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import SequentialSampler
 from torch.utils.tensorboard.writer import SummaryWriter  # noqa: F401 - what report_to="tensorboard" needs
@@ -187,13 +187,10 @@ def test_a_run_needs_no_line(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "ddp_hooks", "run", "--policy", "skip_unused", "--report", str(tmp_path / "report.json")]
-    done = subprocess.run(
+    done = run_captured(
         [*command, str(tmp_path / "script.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*ROOMS, *filter(None, [os.environ.get("PYTHONPATH")])])},
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     statistics = json.loads((tmp_path / "report.json").read_text())["total"]
