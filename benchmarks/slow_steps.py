@@ -221,16 +221,7 @@ def main() -> int:
     parser.add_argument("--report-after", type=float, default=10.0, help="of the policy; seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="slow_steps", help="of the result")
-    options = parser.parse_args()
-    if harness.is_rank():
-        run_rank(options)
-        return 0
-    try:
-        testbed.launch([__file__, *sys.argv[1:]], RANKS, testbed.LOOPBACK, 60.0 * options.minutes + 300)
-    except testbed.RankFailed as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return harness.run_for_minutes(__file__, parser.parse_args(), run_rank, RANKS)
 
 
 if __name__ == "__main__":

@@ -347,16 +347,7 @@ def main() -> int:
         "--wrap-share", type=float, default=0.02, help="of the changes: how many wrap and register anew"
     )
     parser.add_argument("--name", default="soak", help="of the result")
-    options = parser.parse_args()
-    if harness.is_rank():
-        run_rank(options)
-        return 0
-    try:
-        testbed.launch([__file__, *sys.argv[1:]], RANKS, testbed.LOOPBACK, 60.0 * options.minutes + 300)
-    except testbed.RankFailed as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return harness.run_for_minutes(__file__, parser.parse_args(), run_rank, RANKS)
 
 
 if __name__ == "__main__":

@@ -47,10 +47,14 @@ def measure_pairs(ours: Callable[[], Any], baseline: Callable[[], Any], pairs: i
             dist.barrier()
             if i:  # the first pair warms up
                 seconds[function].append(time.perf_counter() - started)
-    ratios = sorted(a / b for a, b in zip(seconds[ours], seconds[baseline], strict=True))
+    return _compare(seconds[ours], seconds[baseline])
+
+
+def _compare(ours: list[float], baseline: list[float]) -> dict[str, Any]:
+    ratios = sorted(a / b for a, b in zip(ours, baseline, strict=True))
     return {
-        "seconds": statistics.median(seconds[ours]),
-        "baseline_seconds": statistics.median(seconds[baseline]),
+        "seconds": statistics.median(ours),
+        "baseline_seconds": statistics.median(baseline),
         "ratio": statistics.median(ratios),
         "ratio_low": ratios[len(ratios) // 4],
         "ratio_high": ratios[-1 - len(ratios) // 4],
@@ -228,14 +232,7 @@ def _measure_alone(ours: Callable[[], Any], baseline: Callable[[], Any], pairs: 
             started = time.perf_counter()
             function()
             seconds[function].append(time.perf_counter() - started)
-    ratios = sorted(a / b for a, b in zip(seconds[ours], seconds[baseline], strict=True))
-    return {
-        "seconds": statistics.median(seconds[ours]),
-        "baseline_seconds": statistics.median(seconds[baseline]),
-        "ratio": statistics.median(ratios),
-        "ratio_low": ratios[len(ratios) // 4],
-        "ratio_high": ratios[-1 - len(ratios) // 4],
-    }
+    return _compare(seconds[ours], seconds[baseline])
 
 
 def run_rank(arguments: argparse.Namespace) -> None:

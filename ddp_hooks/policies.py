@@ -128,14 +128,13 @@ class Tuning:
         _check_flag(self, "direct")
         if self.owners is not None:
             _check_flag(self, "owners")
-        for name in ("min_zero_fraction",):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"Tuning.{name}: expected a number, received {short(value)}")
-            if not 0 <= value <= 1:  # false for NaN, too
-                raise ValueError(f"Tuning.{name}: expected a number from 0 to 1, received {short(value)}")
-            # Ranks compare policies as text, and would take 1 and 1.0, or 0.0 and -0.0, for different values.
-            object.__setattr__(self, name, float(value) + 0.0)
+        fraction = self.min_zero_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
+            raise TypeError(f"Tuning.min_zero_fraction: expected a number, received {short(fraction)}")
+        if not 0 <= fraction <= 1:  # false for NaN, too
+            raise ValueError(f"Tuning.min_zero_fraction: expected a number from 0 to 1, received {short(fraction)}")
+        # Ranks compare policies as text, and would take 1 and 1.0, or 0.0 and -0.0, for different values.
+        object.__setattr__(self, "min_zero_fraction", float(fraction) + 0.0)
         seconds = self.report_hang_after
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
             raise TypeError(f"Tuning.report_hang_after: expected a number of seconds, received {short(seconds)}")

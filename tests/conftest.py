@@ -79,3 +79,14 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for extension in (_C, testing):
         extension.leave_out_avx2(False)
+
+
+@pytest.fixture(params=[False, True], ids=["denormals", "flush to zero"])
+def floating_point_mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the test in both modes of the processor."""
+    import torch
+
+    if not torch.set_flush_denormal(request.param):
+        pytest.skip("this CPU cannot flush denormals to zero")
+    yield
+    torch.set_flush_denormal(False)

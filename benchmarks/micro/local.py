@@ -117,7 +117,7 @@ def describe_plan(rows: Sequence[dict[str, Any]]) -> str:
     return f"Making a reduction plan takes for {', '.join(parts)}. {_correctness(rows)}"
 
 
-def run_copy(rounds: int, max_bytes: int = COPY_BYTES[-1]) -> list[dict[str, Any]]:
+def run_copy(rounds: int, max_bytes: int) -> list[dict[str, Any]]:
     """Scan, gather and scatter float32, on one thread, each beside a `copy_` of as many bytes in the same round."""
     import torch
 

@@ -53,7 +53,7 @@ def _fold(gathered: Any, count: int, words: int) -> Any:
     return masks[0]
 
 
-def exchange_rank(rounds: int, parameter_counts: Sequence[int] = PARAMETERS) -> None:
+def exchange_rank(rounds: int) -> None:
     """Time every way to OR masks over all ranks against the others, on one process group; rank 0 reports rows."""
     import torch
     import torch.distributed as dist
@@ -85,7 +85,7 @@ def exchange_rank(rounds: int, parameter_counts: Sequence[int] = PARAMETERS) -> 
     hops = {BASELINE: 2 * (ranks - 1), "all_gather": ranks - 1}
     hops |= {"grid " + "x".join(map(str, shape)): sum(shape) - len(shape) for shape in shapes}
     names = list(methods)
-    for parameters in parameter_counts:
+    for parameters in PARAMETERS:
         words = HEADER_WORDS + math.ceil((parameters + 1) / 64)
         masks = [
             torch.randint(0, 1 << 62, (words,), generator=torch.Generator().manual_seed(1000 * parameters + other))

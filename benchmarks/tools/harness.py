@@ -394,6 +394,19 @@ def is_rank() -> bool:
     return "DDP_HOOKS_TESTBED_RATE" in os.environ
 
 
+def run_for_minutes(script: str, options: argparse.Namespace, run_rank: Callable[[Any], None], ranks: int) -> int:
+    """Run a script for `options.minutes` on ranks of this machine, of which this process may be one."""
+    if is_rank():
+        run_rank(options)
+        return 0
+    try:
+        testbed.launch([script, *sys.argv[1:]], ranks, testbed.LOOPBACK, 60.0 * options.minutes + 300)
+    except testbed.RankFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
 def add_options(parser: argparse.ArgumentParser, rounds: int) -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)

@@ -64,12 +64,12 @@ def layers_of_resnet50() -> Iterator[Layer]:
 LAYERS = {"gpt2": layers_of_gpt2, "resnet50": layers_of_resnet50}
 
 
-def blocks_of_llama(width: int, words: int, blocks: int = 32) -> Iterator[tuple[tuple[int, ...], ...]]:
+def blocks_of_llama(width: int, words: int) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Return what is sharded together of a model like Llama 3 (8B has a width of 4096): embedding, blocks, and head."""
     yield ((words, width),)
     inner, keys = 7 * width // 2, width // 4
     attention = ((width,), (width, width), (keys, width), (keys, width), (width, width))
-    for _ in range(blocks):
+    for _ in range(32):
         yield (*attention, (width,), (inner, width), (inner, width), (width, inner))
     yield (width,), (words, width)
 

@@ -127,12 +127,12 @@ class Counters:
         )
 
 
-def read_counters(interface: str | None = None, with_shaper: bool = True) -> Counters | None:
+def read_counters(with_shaper: bool = True) -> Counters | None:
     """The counters of this rank's own link; None when the rank is not on a testbed.
 
     Reading the interface takes microseconds; asking the shaper starts ``tc``, which takes milliseconds.
     """
-    interface = interface or os.environ.get("DDP_HOOKS_TESTBED_INTERFACE")
+    interface = os.environ.get("DDP_HOOKS_TESTBED_INTERFACE")
     if not interface:
         return None
     folder = Path("/sys/class/net") / interface / "statistics"

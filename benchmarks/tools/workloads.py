@@ -248,11 +248,11 @@ class PartOfLayers(Workload):
     question = "What does the hook cost on the host?"
     is_static = True
     patterns = 1
+    layers = 40
 
-    def __init__(self, size: Size, unused: float, layers: int = 40) -> None:
+    def __init__(self, size: Size, unused: float) -> None:
         super().__init__(size)
         self.unused = unused
-        self.layers = layers
         self.needs_find_unused = unused > 0
 
     @property

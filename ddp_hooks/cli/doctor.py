@@ -143,9 +143,6 @@ def read_options(parsed: argparse.Namespace) -> Options:
 def run(options: Options) -> int:
     """Run the script, then print and write the findings.
 
-    Args:
-        options: the options of the command.
-
     Returns:
         The exit status: 0 if steps were watched, 2 if there was nothing to watch.
 
@@ -249,15 +246,8 @@ def _exists(module: str, kind: str) -> bool:
 
 def _repeat(options: Options) -> list[str]:
     """Return the arguments for Python that run a script under this command."""
-    repeated = [
-        "-m",
-        "ddp_hooks",
-        "doctor",
-        "--steps",
-        str(options.steps),
-        "--patience",
-        f"{options.patience_seconds:g}",
-    ]
+    repeated = ["-m", "ddp_hooks", "doctor"]
+    repeated += ["--steps", str(options.steps), "--patience", f"{options.patience_seconds:g}"]
     repeated += [name for name, given in (("--only-watch", options.only_watch), ("--continue", options.go_on)) if given]
     for name, path in (("--json", options.json), ("--html", options.html)):
         if path is not None:

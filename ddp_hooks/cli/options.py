@@ -102,10 +102,6 @@ def script_of(parsed: argparse.Namespace) -> list[str]:
 def explain_missing_launcher(command: str, error: BaseException) -> bool:
     """Explain how to start a script that failed because no launcher started it as one of several ranks.
 
-    Args:
-        command: the command that ran it.
-        error: the exception that the script raised.
-
     Returns:
         Whether that was the reason, and was printed.
     """

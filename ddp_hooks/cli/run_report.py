@@ -22,12 +22,7 @@ _INDENT = "    "
 
 
 class RunReport:
-    """Serves every DDP module that is made between :meth:`start` and :meth:`end`, and keeps their statistics.
-
-    Args:
-        policy: the policy for the modules.
-        script: the script and its arguments, for the report.
-    """
+    """Serves every DDP module that is made between :meth:`start` and :meth:`end`, and keeps their statistics."""
 
     def __init__(self, policy: Policy, script: Sequence[str]) -> None:
         self._policy = policy

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from ..hangs.stack import BACKWARD
 from ..wording import describe_ranks, short_list
@@ -19,19 +18,17 @@ _NAMES_SHOWN = 8
 # Modules that are wrapped by DDP, and modules with fully_shard.
 Rank = RankRecord | ShardRecord
 Seen = Facts | ShardFacts
-_Rank = TypeVar("_Rank", bound=Rank)
 
 
 def find_marked_twice(facts: Facts) -> Iterator[Problem]:
     """Find why DDP raised "Expected to mark a variable ready only once"."""
-    found = _select(
-        facts.records,
-        lambda record: (
-            record.standing.unfinished is Unfinished.RAISED
-            and not record.static_graph
-            and bool(record.standing.twice or record.standing.unexpected)
-        ),
-    )
+    found = [
+        one
+        for one in facts.records
+        if one.standing.unfinished is Unfinished.RAISED
+        and not one.static_graph
+        and (one.standing.twice or one.standing.unexpected)
+    ]
     if not found:
         return
     standing = found[0].standing
@@ -89,36 +86,26 @@ def find_marked_twice(facts: Facts) -> Iterator[Problem]:
         more.append("Or call ddp(...) and backward() for each loss, all but the last one under ddp.no_sync().")
     else:
         return
-    more += ['DDP\'s own error is "Expected to mark a variable ready only once".', *_places(found)]
+    more += ['DDP\'s own error is "Expected to mark a variable ready only once".', _place(found)]
     yield Problem(Kind.MARKED_TWICE, fact, change, details=tuple(more))
 
 
 def find_changed_graph(facts: Facts) -> Iterator[Problem]:
     """Find a static graph that was not static."""
-    missing = _select(facts.records, lambda one: one.static_graph and one.standing.unfinished is Unfinished.SHORT)
-    extra = _select(
-        facts.records,
-        lambda one: one.static_graph and one.standing.unfinished is Unfinished.RAISED and bool(one.standing.unexpected),
+    static = [one for one in facts.records if one.static_graph]
+    missing = [one for one in static if one.standing.unfinished is Unfinished.SHORT]
+    extra = [one for one in static if one.standing.unfinished is Unfinished.RAISED and one.standing.unexpected]
+    if not (found := missing or extra):
+        return
+    names = _everywhere([one.standing.missing if missing else one.standing.unexpected for one in found], facts)
+    before, now = ("reached", "did not") if missing else ("did not use", "did")
+    yield Problem(
+        Kind.GRAPH_CHANGED,
+        f"static_graph=True is set, but the graph changed: the first step {before} {names}, and the backward pass "
+        f"after {count_steps(found[0].standing.finished)} {now}.",
+        "Wrap without static_graph=True, and with find_unused_parameters=True instead.",
+        details=_missing_by_rank(missing) if missing else (_place(extra),),
     )
-    change = "Wrap without static_graph=True, and with find_unused_parameters=True instead."
-    if missing:
-        names = _everywhere([record.standing.missing for record in missing], facts)
-        yield Problem(
-            Kind.GRAPH_CHANGED,
-            f"static_graph=True is set, but the graph changed: the first step reached {names}, and the backward pass "
-            f"after {count_steps(missing[0].standing.finished)} did not.",
-            change,
-            details=_missing_by_rank(missing),
-        )
-    elif extra:
-        names = _everywhere([record.standing.unexpected for record in extra], facts)
-        yield Problem(
-            Kind.GRAPH_CHANGED,
-            f"static_graph=True is set, but the graph changed: the first step did not use {names}, and the backward "
-            f"pass after {count_steps(extra[0].standing.finished)} did.",
-            change,
-            details=tuple(_places(extra)),
-        )
 
 
 WHY_SEVERED = (
@@ -134,7 +121,7 @@ MEND_SEVERED = (
 
 def find_missing_gradients(facts: Facts) -> Iterator[Problem]:
     """Find what a backward pass left out that DDP waits for."""
-    found = _select(facts.records, lambda one: not one.static_graph and one.standing.unfinished is Unfinished.SHORT)
+    found = [one for one in facts.records if not one.static_graph and one.standing.unfinished is Unfinished.SHORT]
     if not found:
         return
     first = found[0].standing
@@ -210,13 +197,12 @@ def find_missing_gradients(facts: Facts) -> Iterator[Problem]:
 
 def find_broken_backward(facts: Seen) -> Iterator[Problem]:
     """Find a backward pass that has raised, whether or not the script caught the error."""
-    found = _select(
-        facts.records,
-        lambda one: (
-            one.standing.unfinished is Unfinished.RAISED
-            and not (one.standing.twice or one.standing.unexpected or one.end.lost)
-        ),
-    )
+    found = [
+        one
+        for one in facts.records
+        if one.standing.unfinished is Unfinished.RAISED
+        and not (one.standing.twice or one.standing.unexpected or one.end.lost)
+    ]
     if not found:
         return
     first = found[0]
@@ -258,7 +244,7 @@ def find_uneven(facts: Seen) -> Iterator[Problem]:
     """Find ranks that wait in a step that other ranks do not run."""
     if any(map(_is_broken, facts.records)):
         return
-    waits = _select(facts.records, _is_in_step)
+    waits = [record for record in facts.records if _is_in_step(record)]
     others = [record for record in facts.records if record not in waits]
     if not waits or not others:
         return
@@ -311,8 +297,8 @@ def find_uneven(facts: Seen) -> Iterator[Problem]:
 
 def find_standstill(facts: Seen) -> Iterator[Problem]:
     """Say what is known of a run that has ended within a step, or stood still, for none of the reasons above."""
-    stood = _select(facts.records, lambda one: one.end.way is Way.GOES_ON)
-    in_step = _select(facts.records, _is_in_step)
+    stood = [record for record in facts.records if record.end.way is Way.GOES_ON]
+    in_step = [record for record in facts.records if _is_in_step(record)]
     if not stood or facts.absent or any(map(_is_broken, facts.records)):
         return
     if len(in_step) == len(facts.records):
@@ -346,10 +332,10 @@ def find_standstill(facts: Seen) -> Iterator[Problem]:
 def find_silent_rank(facts: Facts) -> Iterator[Problem]:
     """Find ranks that did not answer, if nothing else breaks the run."""
     asked = any(record.end.has_asked for record in facts.records)
-    raised = _select(facts.records, lambda one: one.end.way is Way.RAISED and not one.end.lost)
+    raised = any(record.end.way is Way.RAISED and not record.end.lost for record in facts.records)
     if not asked or not facts.absent or raised or any(map(_is_broken, facts.records)):
         return
-    waits = _select(facts.records, lambda one: one.end.lost or _is_in_step(one) or bool(one.end.waits_in))
+    waits = [one for one in facts.records if one.end.lost or _is_in_step(one) or one.end.waits_in]
     if not waits:
         return
     absent = describe_ranks(facts.absent)
@@ -371,7 +357,7 @@ def find_silent_rank(facts: Facts) -> Iterator[Problem]:
 
 def find_error(facts: Seen) -> Iterator[Problem]:
     """Find an error that has ended the script outside of a step."""
-    raised = _select(facts.records, lambda one: one.end.way is Way.RAISED)
+    raised = [record for record in facts.records if record.end.way is Way.RAISED]
     if raised:
         first = raised[0]
         where = {"backward": "in backward ", "forward": "in the forward pass "}.get(first.end.left, "")
@@ -424,10 +410,6 @@ def _stand(record: Rank) -> str:
     return (f"wait in {record.end.waits_in}" if record.end.waits_in else "are between two steps") + place
 
 
-def _select(records: Sequence[_Rank], condition: Callable[[_Rank], bool]) -> list[_Rank]:
-    return [record for record in records if condition(record)]
-
-
 def _ranks(records: Sequence[Rank]) -> str:
     return describe_ranks([record.rank for record in records])
 
@@ -445,15 +427,15 @@ def _everywhere(names: Sequence[Sequence[str]], facts: Seen) -> str:
     return short_list([one.name or "the whole model" for one in modules if one.verdict == "True"])
 
 
-def _places(records: Sequence[Rank]) -> list[str]:
-    return [f"It was so on {_ranks(records)}, after {count_steps(records[0].standing.finished)}."]
+def _place(records: Sequence[Rank]) -> str:
+    return f"It was so on {_ranks(records)}, after {count_steps(records[0].standing.finished)}."
 
 
 def _missing_by_rank(records: Sequence[RankRecord]) -> tuple[str, ...]:
     lines = []
     for record in records:
-        names = record.standing.missing
-        shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" if names[8:] else "")
+        names, more = record.standing.missing, len(record.standing.missing) - _NAMES_SHOWN
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
         lines.append(f"rank {record.rank}: {shown or 'none: it has all of its gradients'}")
     return tuple(lines)
 

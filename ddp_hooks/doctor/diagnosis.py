@@ -88,10 +88,6 @@ class Diagnosis(Block):
     def conclude(self, end: End | None = None, outsiders: Outsiders | None = None) -> Findings:
         """Stop watching, and put together what the ranks saw; every rank calls it.
 
-        Args:
-            end: how what was watched has ended.
-            outsiders: what optimizers step beside DDP modules.
-
         Raises:
             RuntimeError: the block was not entered, or the ranks watched different modules.
         """

@@ -103,12 +103,7 @@ class Findings:
 
 
 def find(records: Sequence[RankRecord], notes: Sequence[str] = ()) -> Findings:
-    """Derive the findings from the ranks' records.
-
-    Args:
-        records: each rank's, with the same parameters.
-        notes: known limits of the diagnosis.
-    """
+    """Derive the findings from the ranks' records."""
     first = records[0]
     notes = list(notes)
     joined = {number for record in records for number in record.missed}

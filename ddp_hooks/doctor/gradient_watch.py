@@ -98,11 +98,7 @@ class Silence:
 
 
 class GradientWatch:
-    """Tells a listener what happens to the gradients of a module.
-
-    Args:
-        ddp: the module, which is held weakly.
-        listener: the listener.
+    """Tells a listener what happens to the gradients of a module, which it holds weakly.
 
     Attributes:
         parameters: the parameters of the Reducer, in its order, and then those that it does not know.

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
+from ..serving.ddp_methods import WrappedFunction
+
 
 class Follower(Protocol):
     """A listener, which is held weakly."""
@@ -31,19 +33,12 @@ _followers: weakref.WeakKeyDictionary[DistributedDataParallel, list[weakref.ref[
 )
 # An object for the join block that a module is in.
 _blocks: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
-# By name: the class, the original method and its wrapper. Classes are patched, because attributes of a module would be
-# copied with it.
-_wrapped: dict[str, tuple[type, Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def follow_join_blocks(ddp: DistributedDataParallel, follower: Follower) -> Callable[[], None]:
     """Tell ``follower`` of the module's join blocks that begin from now on.
 
-    What a follower raises ends the join block on this rank.
-
-    Args:
-        ddp: the module, which is held weakly.
-        follower: the follower, which is held weakly.
+    Both are held weakly. What a follower raises ends the join block on this rank.
 
     Returns:
         A function that ends this. It may be called again.
@@ -54,8 +49,8 @@ def follow_join_blocks(ddp: DistributedDataParallel, follower: Follower) -> Call
         finalizer = weakref.finalize(ddp, _uninstall_if_unneeded)
         finalizer.atexit = False
     _followers[ddp].append(reference)
-    _install(DistributedDataParallel, "join_hook", _wrap_join_hook)
-    _install(Join, "__exit__", _wrap_exit)
+    for method in _join_hook, _join_exit:
+        method.put_in_place()
     module = weakref.ref(ddp)
 
     def stop() -> None:
@@ -101,7 +96,7 @@ def _wrap_join_hook(original: Callable[..., JoinHook]) -> Callable[..., JoinHook
     @functools.wraps(original)
     def join_hook(self: DistributedDataParallel, **options: Any) -> JoinHook:
         hook = original(self, **options)
-        if not _is_in_force(join_hook) or self not in _followers:
+        if _join_hook.wrapper is not join_hook or self not in _followers:
             return hook
         _blocks[self] = object()
         return _Following(hook, self)
@@ -113,7 +108,7 @@ def _wrap_exit(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __exit__(self: Join, kind: Any, error: Any, traceback: Any) -> None:
         modules = [each for each in self._joinables if isinstance(each, DistributedDataParallel)]
-        blocks = [module for module in modules if module in _blocks] if _is_in_force(__exit__) else []
+        blocks = [module for module in modules if module in _blocks] if _join_exit.wrapper is __exit__ else []
         try:
             for module in blocks if error is None else ():
                 for follower in _living_followers(module):
@@ -127,25 +122,14 @@ def _wrap_exit(original: Callable[..., None]) -> Callable[..., None]:
     return __exit__
 
 
-def _install(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    current = getattr(owner, name)
-    # Also if somebody else has replaced our wrapper.
-    if name not in _wrapped or _wrapped[name][2] is not current:
-        _wrapped[name] = owner, current, wrap(current)
-        setattr(owner, name, _wrapped[name][2])
-
-
-def _is_in_force(wrapper: Callable[..., Any]) -> bool:
-    return any(wrapper is ours for _, _, ours in _wrapped.values())
+_join_hook = WrappedFunction(DistributedDataParallel, "join_hook", _wrap_join_hook)
+_join_exit = WrappedFunction(Join, "__exit__", _wrap_exit)
 
 
 def _uninstall_if_unneeded() -> None:
     # Iterating leaves out modules that are gone.
     if any(True for _ in _followers):
         return
-    for name, (owner, original, wrapper) in _wrapped.items():
-        # If another wrapper calls ours, ours does nothing any more.
-        if getattr(owner, name) is wrapper:
-            setattr(owner, name, original)
-    _wrapped.clear()
+    for method in _join_hook, _join_exit:
+        method.take_away()
     _blocks.clear()

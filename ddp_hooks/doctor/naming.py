@@ -61,20 +61,16 @@ def _find_names(module: nn.Module, scope: Mapping[str, object]) -> Iterator[str]
                     yield part.removeprefix(".") if name == "self" else f"{name}{part}"
 
 
-def _parts(value: object) -> Iterator[tuple[str, object]]:
+def _parts(value: object) -> list[tuple[str, object]]:
     if isinstance(value, dict):
-        parts = [(f"[{key!r}]", element) for key, element in _few(value)]
-    elif isinstance(value, (list, tuple)):
-        parts = [(f"[{index}]", element) for index, element in enumerate(value)] if len(value) <= _MOST_ELEMENTS else []
-    elif isinstance(value, (type, ModuleType)):
-        parts = []
-    else:
-        # Attributes that are computed are not asked for.
-        attributes = getattr(value, "__dict__", None)
-        parts = [(f".{key}", element) for key, element in _few(attributes)]
-        if isinstance(value, nn.Module):
-            parts += [(f".{key}", element) for key, element in _few(value._modules)]
-    yield from parts
+        return [(f"[{key!r}]", element) for key, element in _few(value)]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{index}]", element) for index, element in enumerate(value)] if len(value) <= _MOST_ELEMENTS else []
+    if isinstance(value, (type, ModuleType)):
+        return []
+    # Attributes that are computed are not asked for.
+    held = _few(getattr(value, "__dict__", None)) + (_few(value._modules) if isinstance(value, nn.Module) else [])
+    return [(f".{key}", element) for key, element in held]
 
 
 def _few(attributes: object) -> list[tuple[object, object]]:

@@ -174,12 +174,7 @@ def _what_does_the_search_cost(facts: Facts, division: Division) -> Answer:
 
 
 def advise(facts: Facts, tried: Sequence[PolicyTrial]) -> str:
-    """Return the line to add, or why none is worth adding, in at most two sentences.
-
-    Args:
-        facts: the facts.
-        tried: the policies that were tried.
-    """
+    """Return the line to add, or why none is worth adding, in at most two sentences."""
     if facts.has_hook:
         return "ddp_hooks is registered already; print(state.stats()) says what it saves."
     if facts.steps == 0:

@@ -65,10 +65,6 @@ class Recorder(Silence):
     Recording ends when DDP's Reducer is made anew, because a new Reducer numbers its parameters anew. The step at whose
     end this happens does not count.
 
-    Args:
-        ddp: the module.
-        most_mask_bytes: the most memory for masks of units. Bytes.
-
     Attributes:
         watch: tells the recorder what happens.
         sizes: the size of each watched parameter. Bytes.

@@ -7,7 +7,7 @@ import pickle
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from .optimizers import Outsiders
 from .other_hooks import OtherHook
@@ -100,8 +100,10 @@ class Facts:
         absent: the ranks that were not.
         finished: how many steps the rank has finished that has finished most.
         left_out: what some step reached with no gradient, because the loss leaves out an output: the parameters' names.
+        can_join: ranks may run different numbers of steps within a join block.
     """
 
+    can_join: ClassVar[bool] = True
     ranks: int
     steps: int
     find_unused_parameters: bool
@@ -131,11 +133,6 @@ class Facts:
         if self.absent or any(record.missed for record in self.records) or not len(self.records) == len(replicas) > 1:
             return None
         return find_drift(self.records[0].names, replicas)
-
-    @property
-    def can_join(self) -> bool:
-        """Whether ranks may run different numbers of steps within a join block."""
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +166,11 @@ class ShardRecord:
 class ShardFacts:
     """The facts that problems with FSDP2 follow from."""
 
+    can_join: ClassVar[bool] = False
     records: tuple[ShardRecord, ...]
     absent: tuple[int, ...]
     modules: tuple[ModuleVerdict, ...]
     sends_unused: bool
-    can_join: bool = False
 
 
 def pack(record: object) -> bytes:

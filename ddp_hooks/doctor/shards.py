@@ -88,11 +88,7 @@ class ShardDiagnosis(Block):
         return self
 
     def conclude(self, end: End | None = None) -> Findings:
-        """Stop watching, and put together what the ranks saw; every rank calls it.
-
-        Args:
-            end: how what was watched has ended.
-        """
+        """Stop watching, and put together what the ranks saw; every rank calls it."""
         if self._findings is None:
             watch, channel = self._stop()
             records = [unpack(each) for each in channel.collect(pack(self.describe(end or End())))]
@@ -102,12 +98,7 @@ class ShardDiagnosis(Block):
         return self._findings
 
     def abandon(self, error: BaseException, *, ends_process: bool = False) -> Findings:
-        """Stop watching without asking the others: only what this rank saw counts.
-
-        Args:
-            error: why.
-            ends_process: nothing follows but the end.
-        """
+        """Stop watching without asking the others: only what this rank saw counts."""
         if self._findings is None:
             _, channel = self._stop()
             channel.close()

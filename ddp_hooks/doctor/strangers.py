@@ -30,9 +30,6 @@ class Strangers:
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.replaced or self.added or self.removed)
-
 
 class StrangerWatch:
     """Looks for added parameters at intervals, and listens for their gradients.

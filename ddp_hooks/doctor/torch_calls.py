@@ -13,43 +13,29 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
+from ..serving.ddp_methods import WrappedFunction
+
 # Given a function and a listener, returns the replacement of the function.
 _Wrap = Callable[[Callable[..., Any], Callable[[Any], None]], Callable[..., Any]]
 
 
 class _Followed:
-    """A function in one of torch's modules, and its listeners.
-
-    Args:
-        owner: the module.
-        name: the name of the function.
-        wrap: makes the replacement.
-    """
+    """A function in one of torch's modules, and its listeners."""
 
     def __init__(self, owner: Any, name: str, wrap: _Wrap) -> None:
-        self._owner = owner
-        self._name = name
-        self._wrap = wrap
+        self._function = WrappedFunction(owner, name, lambda original: wrap(original, self._tell))
         self._listeners: list[Callable[[Any], object]] = []
-        self._original: Any = None
-        self._wrapper: Any = None
 
     def follow(self, listener: Callable[[Any], object]) -> Callable[[], None]:
         """Listen; return a function that ends this and may be called again."""
-        current = getattr(self._owner, self._name)
-        # Also if somebody else has replaced our wrapper.
-        if current is not self._wrapper:
-            self._original, self._wrapper = current, self._wrap(current, self._tell)
-            setattr(self._owner, self._name, self._wrapper)
+        self._function.put_in_place()
         self._listeners.append(listener)
 
         def stop() -> None:
             if listener in self._listeners:
                 self._listeners.remove(listener)
-            # If another wrapper calls ours, ours does nothing any more.
-            if not self._listeners and getattr(self._owner, self._name) is self._wrapper:
-                setattr(self._owner, self._name, self._original)
-                self._original = self._wrapper = None
+            if not self._listeners:
+                self._function.take_away()
 
         return stop
 

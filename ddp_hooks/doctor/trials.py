@@ -72,11 +72,7 @@ class Trials:
         return f"the run ended before step {4 * self._quarter}; watch fewer steps to try them earlier"
 
     def step_ended(self, finished: int) -> None:
-        """Switch to the next policy if that is due. Every rank calls this at the end of each step.
-
-        Args:
-            finished: the number of steps that have ended.
-        """
+        """Switch to the next policy if that is due. Every rank calls this at the end of each step."""
         if not self._quarter or self.problem or finished > 4 * self._quarter:
             return
         quarter, rest = divmod(finished, self._quarter)

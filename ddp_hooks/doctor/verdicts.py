@@ -215,9 +215,6 @@ def _kind_of_use(by_step: Sequence[Sequence[bool]]) -> str:
 def group_by_module(verdicts: Sequence[ParameterVerdict]) -> list[ModuleVerdict]:
     """Put parameters with the same verdict together, under the largest module that has no other ones.
 
-    Args:
-        verdicts: of all parameters.
-
     Returns:
         In the order of the parameters' names in the model.
     """

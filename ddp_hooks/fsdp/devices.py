@@ -32,14 +32,7 @@ NARROW, WIDE = torch.bfloat16, torch.float32
 
 
 class DeviceReduceScatter(ReduceScatter):
-    """The reduce-scatters of one group of parameters on a device.
-
-    Args:
-        group: the group.
-        route: how its ranks reduce.
-        policy: the policy.
-        staging: memory for messages.
-    """
+    """The reduce-scatters of one group of parameters on a device."""
 
     def __init__(self, group: ParamGroup, route: Route, policy: Policy, staging: Staging) -> None:
         super().__init__(group.columns(), group.names, policy, Questions.on_device(policy), staging, None)
@@ -123,12 +116,7 @@ class DeviceReduceScatter(ReduceScatter):
 
 
 class _Ranks:
-    """The ranks that exchange units: their gradients travel on the current stream, and masks over the host.
-
-    Args:
-        group: the process group.
-        small: a group of these ranks on the host.
-    """
+    """The ranks that exchange units: their gradients travel on the current stream, and masks over the host."""
 
     def __init__(self, group: dist.ProcessGroup, small: SmallGroup | None) -> None:
         self._group, self._small = group, small

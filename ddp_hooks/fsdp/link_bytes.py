@@ -6,7 +6,8 @@ Torch's reductions are those of a ring that enters and leaves each host once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -32,12 +33,7 @@ class LinkBytes:
 
     def __add__(self, other: LinkBytes) -> LinkBytes:
         """Return the sums."""
-        return LinkBytes(
-            self.plain + other.plain,
-            self.served + other.served,
-            self.rounded + other.rounded,
-            self.served_rounded + other.served_rounded,
-        )
+        return LinkBytes(*map(add, astuple(self), astuple(other)))
 
 
 def count_link_bytes(groups: Sequence[ParamGroup], hosts: Sequence[Sequence[int]]) -> LinkBytes:

@@ -39,12 +39,7 @@ class WideGradients:
         self._pass = -1  # autograd's number for the pass that they belong to
 
     def anywhere(self, group: ParamGroup, here: bool) -> bool:
-        """Return whether some rank has such gradients of a group that is about to be reduced.
-
-        Args:
-            group: the group.
-            here: whether this rank has.
-        """
+        """Return whether some rank has such gradients of a group that is about to be reduced."""
         assert self._small is not None
         index = self._groups.index(group)
         now = _current_graph_task_id()

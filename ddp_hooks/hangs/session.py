@@ -54,13 +54,7 @@ _LONGEST_KEY = 400
 
 
 class Session:
-    """One default process group, from the moment this process is watched in it until it is destroyed.
-
-    Args:
-        group: the default process group.
-        witness: sees what this rank does.
-        activity: knows what it has called.
-    """
+    """One default process group, from the moment this process is watched in it until it is destroyed."""
 
     def __init__(self, group: dist.ProcessGroup, witness: Witness, activity: Activity) -> None:
         self.ended = False

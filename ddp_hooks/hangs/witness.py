@@ -17,13 +17,7 @@ _STOPPED_SECONDS = 1.0
 
 
 class Witness:
-    """Looks at the thread that trains.
-
-    Args:
-        activity: what is known without reading its stack.
-        rank: this rank, of the world.
-        ranks: how many there are.
-    """
+    """Looks at the thread that trains."""
 
     def __init__(self, activity: Activity, rank: int, ranks: int) -> None:
         # Of the thread, at the last look.

@@ -168,10 +168,6 @@ def open_groups_of_hosts(
 def open_host_group(ddp: Distributed, function: str) -> None:
     """Open a group for the small messages of a group without the CPU, which then do not wait for its device.
 
-    Args:
-        ddp: the module.
-        function: the function that every rank calls.
-
     Raises:
         RuntimeError: on every rank, if some rank could not open it.
     """

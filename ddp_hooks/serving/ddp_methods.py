@@ -30,32 +30,36 @@ Beginning = Callable[[Mapping[str, Any]], Ending | None]
 _lock = LockOfProcess()
 
 
-class _WrappedMethod:
-    """A method of DDP's class that can be replaced and restored. The caller holds the lock.
+class WrappedFunction:
+    """A function of torch's that can be replaced and restored, by one thread at a time.
 
     Args:
-        name: the name of the method.
-        wrap: given the method, returns its replacement.
+        owner: the class or module that has it. It is replaced there, because attributes of an object would be copied.
+        name: its name.
+        wrap: given the function, returns its replacement.
+
+    Attributes:
+        wrapper: the replacement; None while it is not needed.
     """
 
-    def __init__(self, name: str, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        self._name = name
-        self._wrap = wrap
-        self._original: Callable[..., None] | None = None
-        self._wrapper: Callable[..., None] | None = None
+    def __init__(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._owner, self._name, self._wrap = owner, name, wrap
+        self._original: Callable[..., Any] | None = None
+        self.wrapper: Callable[..., Any] | None = None
 
     def put_in_place(self) -> None:
-        current = getattr(DistributedDataParallel, self._name)
-        if current is self._wrapper:
-            return
+        """Replace the function, unless the replacement is there."""
+        current = getattr(self._owner, self._name)
         # Also if somebody else has replaced our wrapper.
-        self._original, self._wrapper = current, self._wrap(current)
-        setattr(DistributedDataParallel, self._name, self._wrapper)
+        if current is not self.wrapper:
+            self._original, self.wrapper = current, self._wrap(current)
+            setattr(self._owner, self._name, self.wrapper)
 
     def take_away(self) -> None:
-        if self._wrapper is not None and getattr(DistributedDataParallel, self._name) is self._wrapper:
-            setattr(DistributedDataParallel, self._name, self._original)
-        self._original = self._wrapper = None
+        """Restore the function. If another wrapper calls ours, that one stays."""
+        if self.wrapper is not None and getattr(self._owner, self._name) is self.wrapper:
+            setattr(self._owner, self._name, self._original)
+        self._original = self.wrapper = None
 
 
 # --- when a module is made
@@ -157,7 +161,7 @@ def _name_arguments(ddp: DistributedDataParallel, args: tuple[Any, ...], options
         return {}  # another `__init__` takes other arguments
 
 
-_init = _WrappedMethod("__init__", _wrap_init)
+_init = WrappedFunction(DistributedDataParallel, "__init__", _wrap_init)
 
 
 # --- when another hook is registered
@@ -172,9 +176,6 @@ def give_way_to_other_hooks(ddp: DistributedDataParallel) -> None:
     DDP takes one hook. After :func:`ddp_hooks.register`, a second hook is a mistake, and DDP raises. But
     :func:`ddp_hooks.enable` registers the hook with every module, so a hook that is registered explicitly takes
     precedence.
-
-    Args:
-        ddp: a module with a hook of this package.
     """
     with _lock:
         _giving_way[id(ddp)] = weakref.ref(ddp, functools.partial(_forget, id(ddp)))
@@ -231,5 +232,6 @@ def _hook_of(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 
 _registrations = [
-    _WrappedMethod(name, _wrap_registration) for name in ("register_comm_hook", "_register_builtin_comm_hook")
+    WrappedFunction(DistributedDataParallel, name, _wrap_registration)
+    for name in ("register_comm_hook", "_register_builtin_comm_hook")
 ]

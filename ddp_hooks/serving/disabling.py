@@ -42,10 +42,6 @@ def warn_of_it() -> None:
 def check_alike(function: str, disabled: Sequence[bool]) -> None:
     """Raise on every rank if the variable is set on some ranks only.
 
-    Args:
-        function: the function that every rank called.
-        disabled: whether the variable is set, by rank.
-
     Raises:
         RefusedError: it is set on some ranks only.
     """

@@ -97,13 +97,6 @@ def why_nothing_is_coded(
 ) -> str:
     """Say why no gradient is coded whatever its values, which the engine decides from its settings.
 
-    Args:
-        policy: the policy.
-        topology: the hosts of the module's ranks.
-        group: the module's process group.
-        device: the module's device.
-        parameters: the parameters in its Reducer.
-
     Returns:
         A clause; empty if there is no such reason, or if the policy does not ask for coded gradients.
     """
@@ -147,7 +140,7 @@ def _constants(policy: Policy, *names: str) -> dict[str, Any]:
     return {name: getattr(policy.tuning, name) for name in names if hasattr(policy.tuning, name)}
 
 
-def plan_settings(policy: Policy, may_be_direct: bool, world_size: int, *, is_on_device: bool = False) -> Any:
+def plan_settings(policy: Policy, may_be_direct: bool, world_size: int, *, is_on_device: bool) -> Any:
     """Return a ``_C.PlanSettings``, which says how used gradients travel.
 
     Args:

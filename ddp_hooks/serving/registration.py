@@ -72,12 +72,6 @@ def service_of(ddp: DistributedDataParallel) -> Service | DisabledService | None
 def _agree(ddp: DistributedDataParallel, function: str, policy: Policy, problem: str | None) -> ControlGroups | None:
     """Make sure that all ranks can serve the module in the same way, and open its groups, or share existing ones.
 
-    Args:
-        ddp: the module.
-        function: the function that every rank calls.
-        policy: the policy, which every rank must have chosen.
-        problem: why this rank cannot take part, or None.
-
     Returns:
         The groups; None if the hook is disabled on every rank.
 

@@ -363,10 +363,6 @@ class Service:
     def register_again(self, policy: Policy, problem: str | None) -> None:
         """Make sure that every rank registers its hook again, with the policy in force.
 
-        Args:
-            policy: the policy that was asked for now.
-            problem: why this rank cannot take part, or None.
-
         Raises:
             RefusedError: on every rank, if some rank asks for another policy, or had no hook registered.
         """
@@ -385,10 +381,6 @@ class Service:
 
     def change_policy(self, policy: Policy, problem: str | None) -> None:
         """Change the policy. Every rank calls it.
-
-        Args:
-            policy: the new policy.
-            problem: why this rank cannot take part, or None.
 
         Raises:
             RefusedError: on every rank, if ranks differ or a backward pass is under way.

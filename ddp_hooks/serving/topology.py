@@ -91,13 +91,7 @@ class Topology:
 
 
 def topology_of(group: dist.ProcessGroup, device: torch.device, endpoints: Sequence[Endpoint]) -> Topology:
-    """Return the topology of a group's ranks.
-
-    Args:
-        group: the process group that carries gradients.
-        device: the device of the gradients.
-        endpoints: the endpoints of all ranks.
-    """
+    """Return the topology of a group's ranks."""
     hosts = group_by_host([endpoint.host for endpoint in endpoints])
     # Without the boot id and the namespace, which nobody reads.
     names = tuple(endpoints[ranks[0]].host.split(" ")[0] for ranks in hosts)

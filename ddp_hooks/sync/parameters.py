@@ -38,7 +38,6 @@ from .tensors import (
 from .work import SyncReport, SyncWork, carry_out, report_on
 
 BufferTreatment = Literal["average", "broadcast", "ignore"]
-# Dtypes that take the maximum; uint64 is not among them.
 _BUFFER_TREATMENTS = ("average", "broadcast", "ignore")
 
 

@@ -78,22 +78,17 @@ def ignored_by_ddp(module: torch.nn.Module) -> frozenset[str]:
 
 def named_parameters(module: torch.nn.Module) -> list[NamedTensor]:
     """Return the module's parameters, each once, without those that DDP ignores."""
-    ignored = ignored_by_ddp(module)
-    return [
-        NamedTensor("parameter", name, parameter.detach())
-        for name, parameter in unwrap(module).named_parameters()
-        if name not in ignored
-    ]
+    return _named("parameter", module, unwrap(module).named_parameters())
 
 
 def named_buffers(module: torch.nn.Module) -> list[NamedTensor]:
     """Return the module's buffers, each once, without those that DDP ignores. Non-persistent ones are included."""
+    return _named("buffer", module, unwrap(module).named_buffers())
+
+
+def _named(kind: str, module: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[NamedTensor]:
     ignored = ignored_by_ddp(module)
-    return [
-        NamedTensor("buffer", name, buffer.detach())
-        for name, buffer in unwrap(module).named_buffers()
-        if name not in ignored
-    ]
+    return [NamedTensor(kind, name, tensor.detach()) for name, tensor in tensors if name not in ignored]
 
 
 def named_tensors(source: TensorSource, *, buffers: bool = True) -> list[NamedTensor]:
@@ -139,10 +134,6 @@ def read_tensors(source: TensorSource) -> list[torch.Tensor]:
 
 def check_not_empty(tensors: Sequence[torch.Tensor], source: object) -> None:
     """Raise if an iterable has no tensor.
-
-    Args:
-        tensors: the tensors that were found in it.
-        source: the argument of the user.
 
     Raises:
         ValueError: there is none; the message describes ``source``.

@@ -66,7 +66,7 @@ TUNING = ddp_hooks.Tuning()
 
 
 # The same as version 1 wrote it.
-def mutations(good: Any, count: int = 300) -> Iterator[Any]:
+def mutations(good: Any) -> Iterator[Any]:
     """Yield the value with parts exchanged, taken away or added; the same ones in each run."""
     yield from copy.deepcopy([junk for junk in JUNK if type(junk) is not object])
     draw = random.Random(0)
@@ -78,7 +78,7 @@ def mutations(good: Any, count: int = 300) -> Iterator[Any]:
                 part = part[key]
             part[path[-1]] = junk
             yield changed
-    for _ in range(count):
+    for _ in range(300):
         changed = copy.deepcopy(good)
         for _ in range(draw.randint(1, 3)):
             mutate(changed, draw)

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
@@ -16,7 +16,9 @@ import ddp_hooks
 from ddp_hooks.serving import control_groups
 
 
-def refused_gathers(rank: int, axis: int) -> None:
+@pytest.mark.parametrize("axis", [0, 1])
+@on_ranks(1, timeout=30)
+def test_refused_gathers(rank: int, axis: int) -> None:
     """One of four ranks, two times two, whose groups give every rank what this one sends."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)
@@ -47,8 +49,3 @@ def refused_gathers(rank: int, axis: int) -> None:
         options[f"axis{axis}"].error_on_collective = False
         for _ in range(2):
             step()
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_refused_gathers(axis: int) -> None:
-    run_ranks(1, refused_gathers, axis, timeout=30)

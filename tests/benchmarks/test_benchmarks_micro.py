@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from spawn import run_ranks
+from spawn import on_ranks
 
 from micro import local, transports
 from micro.grids import grids
@@ -36,7 +36,8 @@ def test_grids_have_the_fewest_hops_of_their_dimensions(ranks: int, expected: li
     assert grids(ranks) == expected
 
 
-def bring_about(rank: int) -> None:
+@on_ranks(3)
+def test_transports_bring_everything(rank: int) -> None:
     rows: list[dict[str, Any]] = []
     with (
         mock.patch.dict("os.environ", {"DDP_HOOKS_TESTBED_RATE": "loopback"}),
@@ -46,7 +47,3 @@ def bring_about(rank: int) -> None:
         transports.transports_rank(1, numel=5000)
     assert len(rows) == (9 if rank == 0 else 0)
     assert all(row["correct"] for row in rows), [row["method"] for row in rows if not row["correct"]]
-
-
-def test_transports_bring_everything() -> None:
-    run_ranks(3, bring_about)

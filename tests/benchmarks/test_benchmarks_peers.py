@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from quick import thorough
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from test_benchmarks_workloads import needs_transformers
 
 from tools import peers, usage, workloads
@@ -68,7 +68,18 @@ def test_the_prototype_sends_used_rows_and_gives_the_gradients_of_ddp(name: str,
     run_ranks(ranks, compare, name)
 
 
-def accumulate(rank: int, name: str) -> None:
+@pytest.mark.thorough
+@needs_transformers
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2_autocast",
+        "bert_autocast:bfloat16:3",
+        "resnet_autocast:float16:2",
+    ],
+)
+@on_ranks(2)
+def test_peers_under_autocast_and_with_accumulation(rank: int, name: str) -> None:
     """Plain DDP against sums that nobody exchanges, and everybody else against plain DDP."""
     torch.set_num_threads(1)
     workload = workloads.make(name, "tiny")
@@ -102,21 +113,8 @@ def accumulate(rank: int, name: str) -> None:
     assert all(0 < largest[peer] < float("inf") for peer in lossy), largest
 
 
-@pytest.mark.thorough
-@needs_transformers
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt2_autocast",
-        "bert_autocast:bfloat16:3",
-        "resnet_autocast:float16:2",
-    ],
-)
-def test_peers_under_autocast_and_with_accumulation(name: str) -> None:
-    run_ranks(2, accumulate, name)
-
-
-def send_a_share(rank: int) -> None:
+@on_ranks(2)
+def test_a_share_of_the_bytes(rank: int) -> None:
     workload = workloads.make("ncf", "tiny")
     master = workload.build()
     context = peers.Context(workload, master, rank, usage.find_usage(workload, master, 2))
@@ -132,10 +130,6 @@ def send_a_share(rank: int) -> None:
         variant.step(0)
     assert sum(reduced) == pytest.approx(context.dense_bytes / 4, abs=4 * len(reduced))
     assert variant.payload_bytes(0) == context.dense_bytes // 4
-
-
-def test_a_share_of_the_bytes() -> None:
-    run_ranks(2, send_a_share)
 
 
 def test_a_policy_with_other_settings() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run_captured
 
 import ddp_hooks
 from ddp_hooks import _C
@@ -23,14 +24,11 @@ TIMEOUT_SECONDS = 300
 
 
 def run_setup(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_captured(
         [sys.executable, "setup.py", "--quiet", *arguments],
         cwd=ROOT,
         env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
         timeout=TIMEOUT_SECONDS,
-        check=False,
     )
 
 
@@ -99,13 +97,10 @@ def for_older_torch(tmp_path: Path) -> Path:
 
 
 def test_beside_an_untested_torch_pip_says_what_to_do(for_older_torch: Path) -> None:
-    done = subprocess.run(
+    done = run_captured(
         [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--dry-run", "."],
         cwd=for_older_torch,
-        capture_output=True,
-        text=True,
         timeout=TIMEOUT_SECONDS,
-        check=False,
     )
     assert done.returncode == 1
     said = done.stdout + done.stderr
@@ -119,7 +114,7 @@ def test_an_untested_torch_can_be_built_for(for_older_torch: Path) -> None:
     asking = [sys.executable, "setup.py", "--quiet", "dist_info"]
     for wish, returncode in (("0", 1), ("1", 0)):
         environment = {**os.environ, "DDP_HOOKS_ANY_TORCH": wish}
-        done = subprocess.run(asking, cwd=for_older_torch, env=environment, capture_output=True, text=True, check=False)
+        done = run_captured(asking, cwd=for_older_torch, env=environment)
         assert done.returncode == returncode, done.stderr
 
 
@@ -163,15 +158,7 @@ def test_it_runs_in_a_fresh_environment(source_distribution: Path, tmp_path: Pat
         timeout=3 * TIMEOUT_SECONDS,
     )
     command = "import ddp_hooks, sys; print(ddp_hooks.__file__); from ddp_hooks.__main__ import main; sys.exit(main())"
-    done = subprocess.run(
-        [str(python), "-c", command, "info"],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
+    done = run_captured([str(python), "-c", command, "info"], env=environment, cwd=tmp_path, timeout=TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.splitlines()[0]).is_relative_to(fresh)
     assert {path.suffix for path in (packages / "ddp_hooks").rglob("*")} <= {"", ".py", ".pyi", ".pyc", ".so", ".typed"}
@@ -182,7 +169,7 @@ def test_it_runs_in_a_fresh_environment(source_distribution: Path, tmp_path: Pat
 
 def test_nobody_is_told_to_install_it_from_an_index() -> None:
     """It is on none. The Makefile's own is right: there it is installed, and only its extras are looked for."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    listed = run_captured(["git", "ls-files"], cwd=ROOT, timeout=TIMEOUT_SECONDS)
     if listed.returncode != 0:
         pytest.skip("which files are the project's is known in a checkout only")
     wrong = re.compile(r"pip3? install [^`\n]*ddp_hooks\[")

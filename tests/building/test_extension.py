@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run_captured
 
 import ddp_hooks
 from ddp_hooks import _C
@@ -49,14 +50,11 @@ def unbuilt(tmp_path: Path) -> Path:
 
 
 def run(package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_captured(
         [sys.executable, *arguments],
         cwd=package.parent,
         env={**os.environ, "PYTHONPATH": str(package.parent)},
-        capture_output=True,
-        text=True,
         timeout=TIMEOUT_SECONDS,
-        check=False,
     )
 
 
@@ -191,15 +189,7 @@ def test_a_checkout_that_shadows_the_installed_package(unbuilt: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(unbuilt.parent), str(installed.parent)])}
 
     def run_here(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
+        return run_captured([sys.executable, *arguments], cwd=folder, env=environment, timeout=TIMEOUT_SECONDS)
 
     said = f"the checkout in {unbuilt.parent} shadows the package installed in {installed.parent}"
     imported = run_here("-c", "import ddp_hooks", folder=unbuilt.parent)

@@ -13,9 +13,9 @@ ENDS = Path(__file__).with_name("ends.py")
 SECONDS = 15
 
 
-def run_ends(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run_ends(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ENDS), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.thorough

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_captured
 
 import ddp_hooks
 from ddp_hooks import __main__ as command_line
@@ -67,12 +68,10 @@ time.sleep(5)
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(ddp_hooks.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+    return run_captured(
         [sys.executable, *command],
         cwd=folder,
         env=environment,
-        capture_output=True,
-        text=True,
         timeout=120,
         # What a shell has started in the background ignores Ctrl-C.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),

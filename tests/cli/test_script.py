@@ -6,11 +6,11 @@ import functools
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run_captured
 
 SCRIPT_MODULE = Path(__file__).parents[2] / "ddp_hooks" / "cli" / "script.py"
 # As `python -m ddp_hooks run` does it, without the time that it takes to import torch.
@@ -122,12 +122,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, *command: str, flags: tuple[str, ...] = ()) -> tuple[int, str, list[str]]:
     """Run Python, and return its status and what it shows, without what it shows of itself."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    completed = subprocess.run(
+    completed = run_captured(
         [sys.executable, *flags, *command],
         cwd=folder,
         env=environment,
-        capture_output=True,
-        text=True,
         timeout=60,
         # What a shell has started in the background ignores Ctrl-C.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),

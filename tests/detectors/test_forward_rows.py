@@ -11,11 +11,12 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import pytest
+import test_units
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from profiling import profiled
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from test_unit_scan import slow_unit_scan
 from test_units import ADAPTIVE, EVERY_ROW, Rows, Table, compare_bytes, tokens
 from torch import nn
@@ -89,14 +90,8 @@ class ByFrequency(Counted):
     options = {"scale_grad_by_freq": True}
 
 
-class MaxNorm(Counted):
-    """Writes into the rows that a forward pass reads, so these have to be the same on every rank."""
-
-    options = {"max_norm": 0.5}
-
-    def loss(self, t: Trainer, i: int) -> torch.Tensor:
-        indices = torch.randint(0, self.rows, (2, 6), generator=torch.Generator().manual_seed(i))
-        return (t.ddp(indices) + t.batch(4)).square().mean()
+class MaxNorm(Counted, test_units.MaxNorm):
+    pass
 
 
 class Searched(Counted):
@@ -222,13 +217,8 @@ class TwoForwards(Unknown):
         return (first * t.ddp(tokens(t, i, 100) + 150)).mean()
 
 
-class Accumulated(Unknown):
+class Accumulated(Unknown, test_units.NoSync):
     """What no_sync() has left in .grad."""
-
-    def step(self, t: Trainer, i: int) -> None:
-        with t.ddp.no_sync():
-            self.loss(t, i).backward()
-        self.loss(t, i + 100).backward()
 
 
 class OnlyAccumulated(Unknown):
@@ -487,7 +477,8 @@ def test_same_as_plain_ddp_if_nobody_knows_what_was_looked_up() -> None:
     run_ranks(2, check, UNKNOWN, True)
 
 
-def check_other_ways(rank: int) -> None:
+@on_ranks(2)
+def test_other_ways(rank: int) -> None:
     # The Reducer has copied the gradients into its buckets.
     check(rank, [Counted, TensorHook, TwoCalls], False)
     # What is sent is what was found, not what was looked up.
@@ -504,7 +495,8 @@ def check_other_ways(rank: int) -> None:
     assert adaptive.counts[LOOKED_UP] == adaptive.steps - 2
 
 
-def declared_unused_once(rank: int) -> None:
+@on_ranks(2)
+def test_declared_unused_once(rank: int) -> None:
     """What guards a declaration hands gradients on as they are, and changes nothing in later steps."""
 
     class Left(Table):
@@ -522,11 +514,3 @@ def declared_unused_once(rank: int) -> None:
         ddp(indices).square().mean().backward()
     names = Counter(event.name() for event in profile.profiler.kineto_results.events())
     assert names[LOOKED_UP] == 1
-
-
-def test_declared_unused_once() -> None:
-    run_ranks(2, declared_unused_once)
-
-
-def test_other_ways() -> None:
-    run_ranks(2, check_other_ways)

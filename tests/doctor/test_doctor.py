@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import assert_same_gradients
 
 import ddp_hooks
 from ddp_hooks import _C
@@ -132,14 +133,11 @@ def check_verdicts(rank: int, views: bool, zero: bool) -> None:
     json.dumps(diagnosis.to_dict())
 
 
-def verdicts(rank: int) -> None:
+@on_ranks(2)
+def test_every_parameter_is_judged_by_what_happened_to_it(rank: int) -> None:
     for views in (False, True):
         for zero in (True, False):
             check_verdicts(rank, views, zero)
-
-
-def test_every_parameter_is_judged_by_what_happened_to_it() -> None:
-    run_ranks(2, verdicts)
 
 
 # --- what must not change
@@ -178,9 +176,7 @@ def leave_no_trace(rank: int) -> None:
                 ddp.zero_grad(set_to_none=i != 2)
                 with ddp.no_sync() if i == 1 else nullcontext():
                     ddp(rows, spare=i == 3 and rank == 0).square().sum().backward()
-            for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
-                assert (a.grad is None) == (b.grad is None)
-                assert a.grad is None or torch.equal(a.grad, b.grad), "gradients changed"
+            assert_same_gradients(watched, plain)
         with pytest.raises(RuntimeError, match="received one that was used"):
             diagnosis.__enter__()
     assert hooks_of(watched) == hooks
@@ -353,13 +349,10 @@ def rebuild_in_the_block(rank: int) -> None:
     assert "backward left out c, and DDP waits for the gradients" in " ".join(str(diagnosis).split())
 
 
-def everything_else(rank: int) -> None:
+@on_ranks(2)
+def test_the_module_is_left_as_it_was_and_oddities_are_understood(rank: int) -> None:
     leave_no_trace(rank)
     rebuild_in_the_block(rank)
     diagnose_oddities(rank)
     name_what_is_unfinished(rank)
     diagnose_alone(rank)
-
-
-def test_the_module_is_left_as_it_was_and_oddities_are_understood() -> None:
-    run_ranks(2, everything_else)

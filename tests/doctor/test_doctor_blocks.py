@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +21,8 @@ def run_block(rank: int, diagnosis: Diagnosis, ddp: DistributedDataParallel, end
         raise ending
 
 
-def leave_alone(rank: int) -> None:
+@on_ranks(2, timeout=40, collective_timeout=8)
+def test_who_leaves_a_block_by_an_interrupt_waits_for_nobody(rank: int) -> None:
     for ending in (KeyboardInterrupt(), SystemExit(0), GeneratorExit()):
         ddp = DistributedDataParallel(nn.Linear(4, 4))
         diagnosis = ddp_hooks.diagnose(ddp)
@@ -35,7 +36,3 @@ def leave_alone(rank: int) -> None:
         assert f"on rank {rank} of 2" in str(diagnosis)
         assert "nobody to send to" not in str(diagnosis)
         assert f"only what rank {rank} saw is known" in " ".join(str(diagnosis).split())
-
-
-def test_who_leaves_a_block_by_an_interrupt_waits_for_nobody() -> None:
-    run_ranks(2, leave_alone, timeout=40, collective_timeout=8)

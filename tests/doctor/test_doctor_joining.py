@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks
 from test_doctor_page import run
 from test_expectations import make
 from torch.distributed.algorithms.join import Join, JoinHook
@@ -159,7 +159,8 @@ def diagnose_joined(rank: int) -> None:
     assert diagnosis.findings.steps == 0
 
 
-def expect_within_join(rank: int) -> None:
+@on_ranks(2, timeout=60, collective_timeout=10)
+def test_ranks_that_have_joined_take_part_in_expectations(rank: int) -> None:
     for policy in (None, "skip_zeros"):
         same_as_plain(rank, policy)
     raise_on_every_rank(rank)
@@ -167,10 +168,6 @@ def expect_within_join(rank: int) -> None:
     begin_behind_a_block(rank)
     diagnose_joined(rank)
     dist.barrier()
-
-
-def test_ranks_that_have_joined_take_part_in_expectations() -> None:
-    run_ranks(2, expect_within_join, timeout=60, collective_timeout=10)
 
 
 SCRIPT = """
@@ -203,11 +200,8 @@ def test_the_command_ends_with_a_rank_that_has_joined(options: list[str], tmp_pa
     assert printed.count("trained to the end") == 2 * len(options)
 
 
-def test_of_three_ranks_two_have_joined() -> None:
-    run_ranks(3, raise_for_three, timeout=60, collective_timeout=10)
-
-
-def raise_for_three(rank: int) -> None:
+@on_ranks(3, timeout=60, collective_timeout=10)
+def test_of_three_ranks_two_have_joined(rank: int) -> None:
     ddp = make(None)
     ddp_hooks.expect_used(ddp, "left")
     check_block(ddp, [True] * rank)

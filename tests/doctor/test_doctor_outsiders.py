@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -78,7 +78,8 @@ def add_an_adapter(ddp: DistributedDataParallel) -> None:
     ddp.module.head = nn.Sequential(ddp.module.head, nn.Linear(10, 10))  # type: ignore[arg-type]
 
 
-def check_strangers(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_that_came_after_wrapping(rank: int) -> None:
     for change, names, verdict in (
         (replace_the_head, "head was replaced", "replaced after wrapping"),
         (assign_all, "The whole model was replaced", "replaced after wrapping"),
@@ -117,7 +118,8 @@ def check_strangers(rank: int) -> None:
     assert found.problems == ()
 
 
-def check_without_the_flag(rank: int) -> None:
+@on_ranks(2)
+def test_a_new_head_without_the_flag(rank: int) -> None:
     ddp = wrap()
     diagnosis = ddp_hooks.diagnose(ddp)
 
@@ -136,7 +138,8 @@ def check_without_the_flag(rank: int) -> None:
         assert "head was replaced after wrapping" in " ".join(caught.value.__notes__[0].split())
 
 
-def check_unfrozen(rank: int) -> None:
+@on_ranks(2)
+def test_what_was_frozen_at_wrapping(rank: int) -> None:
     for alone in (False, True):
         model = Net()
         model.head.requires_grad_(False)
@@ -167,18 +170,6 @@ def check_unfrozen(rank: int) -> None:
         ddp_hooks.sync.broadcast_parameters(ddp)
         ddp_hooks.rebuild(ddp)
         assert seen(ddp, rank).problems == ()
-
-
-def test_parameters_that_came_after_wrapping() -> None:
-    run_ranks(2, check_strangers)
-
-
-def test_a_new_head_without_the_flag() -> None:
-    run_ranks(2, check_without_the_flag)
-
-
-def test_what_was_frozen_at_wrapping() -> None:
-    run_ranks(2, check_unfrozen)
 
 
 # --- hooks of the script's own
@@ -233,7 +224,8 @@ def counted() -> Iterator[list[int]]:
         dist.all_reduce = original
 
 
-def check_hooks(rank: int) -> None:
+@on_ranks(2)
+def test_hooks_of_the_scripts_own(rank: int) -> None:
     size = 4 * (20_000 * 8 + 8 * 64 + 64)
     for hook, name in ((default_hooks.fp16_compress_hook, "fp16_compress_hook"), (None, "FP16_COMPRESS")):
         with counted() as sizes:
@@ -278,7 +270,3 @@ def check_hooks(rank: int) -> None:
     ddp = wrap()
     ddp_hooks.register(ddp)
     assert seen(ddp, rank).other_hook is None
-
-
-def test_hooks_of_the_scripts_own() -> None:
-    run_ranks(2, check_hooks)

@@ -6,8 +6,8 @@ import time
 
 import torch
 from test_doctor_trials import STEPS, Model, is_plain
+from test_pretend import on_pretended
 from test_pretend import pytestmark as pytestmark
-from test_pretend import run_pretended
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +16,8 @@ from ddp_hooks.doctor.clock import now, seconds_between
 from ddp_hooks.doctor.recorder import Recorder
 
 
-def measured(rank: int) -> None:
+@on_pretended(2, 1)
+def test_steps_are_timed_on_the_device(rank: int) -> None:
     """The host sleeps where the device does not wait for it, and the link is slow only for the device."""
     from ddp_hooks_testing import _pretend
 
@@ -36,11 +37,8 @@ def measured(rank: int) -> None:
     recorder.close()
 
 
-def test_steps_are_timed_on_the_device() -> None:
-    run_pretended(2, 1, measured)
-
-
-def runs_ahead(rank: int) -> None:
+@on_pretended(2, 1)
+def test_recording_does_not_wait_for_its_own_step(rank: int) -> None:
     """Recording waits for no more than the step before, whose end the host asks for and finds."""
     from ddp_hooks_testing import _pretend
 
@@ -56,11 +54,8 @@ def runs_ahead(rank: int) -> None:
     recorder.close()
 
 
-def test_recording_does_not_wait_for_its_own_step() -> None:
-    run_pretended(2, 1, runs_ahead)
-
-
-def never_reached(rank: int) -> None:
+@on_pretended(1, 1)
+def test_the_doctor_does_not_wait_for_a_device_that_hangs(rank: int) -> None:
     """A moment that the device does not come to, and one on a device that has failed: the times are unknown."""
     device = torch.device("pretend", 0)
     start, end = now(device), torch.Event(device, enable_timing=True)
@@ -81,11 +76,8 @@ def never_reached(rank: int) -> None:
         assert time.monotonic() - began < 5
 
 
-def test_the_doctor_does_not_wait_for_a_device_that_hangs() -> None:
-    run_pretended(1, 1, never_reached)
-
-
-def diagnosed(rank: int) -> None:
+@on_pretended(2, 1)
+def test_diagnosis(rank: int) -> None:
     """All of it, with trials: the findings are those of the CPU, in every count."""
     found = []
     for device in ("cpu", "pretend"):
@@ -105,7 +97,3 @@ def diagnosed(rank: int) -> None:
     assert [one.verdict for one in on_device.parameters] == [one.verdict for one in on_cpu.parameters]
     assert [(one.policy, one.steps) for one in on_device.policies] == [("skip_unused", 2), ("auto", 2)]
     assert on_device.problems == on_cpu.problems
-
-
-def test_diagnosis() -> None:
-    run_pretended(2, 1, diagnosed)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from test_doctor_page import doctors_part, run, without_times
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -137,7 +137,8 @@ def test_a_hang_of_three_ranks_is_named() -> None:
         assert f"rank {rank}: waits in barrier, after 3 finished steps (tests/doctored/skipped_branch.py:" in printed
 
 
-def _words_of_a_group(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_of_another_group_are_not_called(rank: int) -> None:
     groups = [dist.new_group([other]) for other in range(2)]
     board = Noticeboard("0", groups[rank])
     if rank == 0:
@@ -147,7 +148,3 @@ def _words_of_a_group(rank: int) -> None:
     assert board.read(0.1) == ({0: {"said": "here"}} if rank == 0 else {})
     dist.barrier()
     board.close()
-
-
-def test_ranks_of_another_group_are_not_called() -> None:
-    run_ranks(2, _words_of_a_group)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from test_doctor_page import doctors_part, run
 from test_fsdp import CASES, ON, Case, by_rank_and_step, experts, train
 from test_fsdp_registration import served
@@ -73,7 +73,8 @@ def test_who_uses_what_in_which_step(serves: bool, ranks: int) -> None:
     run_ranks(ranks, watch, serves, ranks)
 
 
-def watch_the_unusual(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_watched_ends_well(rank: int) -> None:
     # Several passes a step, the last one reduced; a state that is closed meanwhile.
     case = Case(experts, MixedPrecisionPolicy(), sends_unused=True, chosen=by_rank_and_step, passes=2)
     model = case.make()
@@ -105,10 +106,6 @@ def watch_the_unusual(rank: int) -> None:
     other = fully_shard(nn.Linear(8, 8 if rank == 0 else 4, bias=rank == 0))
     with pytest.raises(RefusedError, match="the ranks disagree: parameters"):
         ddp_hooks.diagnose(other).__enter__()
-
-
-def test_what_is_watched_ends_well() -> None:
-    run_ranks(2, watch_the_unusual)
 
 
 def differ(rank: int) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from spawn import run_ranks
+from test_doctor_calls import Failing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -15,16 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from ddp_hooks.doctor.gradient_watch import CHECKPOINT
 from ddp_hooks.doctor.recorder import Recorder
 from ddp_hooks.doctor.standing import Standing, Unfinished
-
-
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ValueError("planted")
 
 
 class Heads(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -211,7 +211,8 @@ def stop_short_in_a_trial(rank: int) -> None:
     assert ddp_hooks.states()[-1].serves(ddp)
 
 
-def everything(rank: int) -> None:
+@on_ranks(2)
+def test_policies_are_tried_and_nothing_is_left_behind(rank: int) -> None:
     check_exact(rank, 1)
     check_exact(rank, 2, gradient_as_bucket_view=True)
     end_early(rank)
@@ -219,10 +220,6 @@ def everything(rank: int) -> None:
     freeze_in_a_trial(rank)
     stop_short_in_a_trial(rank)
     dist.barrier()
-
-
-def test_policies_are_tried_and_nothing_is_left_behind() -> None:
-    run_ranks(2, everything)
 
 
 def test_the_estimate_is_what_the_link_saves() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from quick import thorough
-from spawn import RankFailure, run_ranks
+from spawn import RankFailure, on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import assert_same_gradients
 
 import ddp_hooks
 
@@ -78,9 +79,7 @@ def raise_together(rank: int, policy: str | None) -> list[Any]:
     guard = ddp_hooks.expect_used(ddp, "left")
     assert step(ddp, False, True) is not None
     assert step(other, False, True) is None
-    for a, b in zip(ddp.parameters(), other.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        assert a.grad is None or torch.equal(a.grad, b.grad)
+    assert_same_gradients(ddp, other)
     guard.remove()
     # A frozen parameter is not used; a wrong argument of one rank is an error on both.
     ddp.module.left.requires_grad_(False)
@@ -163,7 +162,9 @@ def remove_on_one_rank(rank: int, keep: bool) -> None:
     second.remove()
 
 
-def expect_of_what_is_compiled(rank: int, place: str) -> None:
+@pytest.mark.parametrize("place", ["of DDP", "around the model", *thorough("around DDP", "of the model")])
+@on_ranks(2, collective_timeout=15)
+def test_what_is_compiled_is_heard_and_left_whole(rank: int, place: str) -> None:
     """Expectations, and a diagnosis, hear of the steps of a compiled call, and leave the model's graph whole."""
     graphs: list[list[str]] = []
 
@@ -208,16 +209,8 @@ def expect_of_what_is_compiled(rank: int, place: str) -> None:
     assert outcomes[0] == outcomes[1], place
 
 
-@pytest.mark.parametrize("place", ["of DDP", "around the model", *thorough("around DDP", "of the model")])
-def test_what_is_compiled_is_heard_and_left_whole(place: str) -> None:
-    run_ranks(2, expect_of_what_is_compiled, place, collective_timeout=15)
-
-
-def expectations_at_odds(rank: int) -> None:
+@on_ranks(2, timeout=40, collective_timeout=8)
+def test_calls_that_do_not_fit_are_errors_on_every_rank(rank: int) -> None:
     call_it_in_backward(rank)
     remove_on_one_rank(rank, keep=False)
     remove_on_one_rank(rank, keep=True)
-
-
-def test_calls_that_do_not_fit_are_errors_on_every_rank() -> None:
-    run_ranks(2, expectations_at_odds, timeout=40, collective_timeout=8)

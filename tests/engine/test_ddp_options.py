@@ -10,7 +10,7 @@ import pytest
 import test_direct
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -60,7 +60,11 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def memory_of_lazy_buckets(rank: int, native: bool, views: bool) -> None:
+@lazy
+@both_ways
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@on_ranks(2)
+def test_lazy_buckets_lose_their_memory_after_backward(rank: int, native: bool, views: bool) -> None:
     ddp = DistributedDataParallel(
         Layers(), lazy_bucket_allocation=True, find_unused_parameters=True, gradient_as_bucket_view=views
     )
@@ -89,13 +93,6 @@ def memory_of_lazy_buckets(rank: int, native: bool, views: bool) -> None:
             assert time.monotonic() < deadline, f"step {step}: something still holds the bucket's memory"
             time.sleep(0.001)
         ddp.zero_grad()
-
-
-@lazy
-@both_ways
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_lazy_buckets_lose_their_memory_after_backward(native: bool, views: bool) -> None:
-    run_ranks(2, memory_of_lazy_buckets, native, views)
 
 
 def train_frozen(rank: int, ours: bool, views: bool) -> list[Any]:
@@ -130,19 +127,19 @@ def train_frozen(rank: int, ours: bool, views: bool) -> list[Any]:
     return seen
 
 
-def frozen_and_finalized(rank: int, views: bool) -> None:
+@manual
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@on_ranks(2)
+def test_what_is_frozen_is_left_alone_when_the_user_finalises(rank: int, views: bool) -> None:
     expected = train_frozen(rank, False, views)
     found = train_frozen(rank, True, views)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @manual
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_what_is_frozen_is_left_alone_when_the_user_finalises(views: bool) -> None:
-    run_ranks(2, frozen_and_finalized, views)
-
-
-def frozen_and_copied_by_ddp(rank: int, native: bool) -> None:
+@both_ways
+@on_ranks(2)
+def test_what_is_frozen_is_refused_where_ddp_would_write_it_last(rank: int, native: bool) -> None:
     """The Reducer copies, and would write zeros into .grad after everything of ours: so the pass raises."""
     ddp = DistributedDataParallel(Layers(), lazy_bucket_allocation=native)
     register(ddp, "skip_unused", native)
@@ -158,12 +155,8 @@ def frozen_and_copied_by_ddp(rank: int, native: bool) -> None:
 
 
 @manual
-@both_ways
-def test_what_is_frozen_is_refused_where_ddp_would_write_it_last(native: bool) -> None:
-    run_ranks(2, frozen_and_copied_by_ddp, native)
-
-
-def rebuilt_and_finalized(rank: int) -> None:
+@on_ranks(2)
+def test_rebuilding_at_the_end_of_backward_is_refused_when_the_user_finalises(rank: int) -> None:
     ddp = DistributedDataParallel(Layers(), find_unused_parameters=True)
     ddp_hooks.register(ddp, "skip_unused", rebuild_after=2)
     ddp.require_manual_backward_finalization = True
@@ -172,11 +165,8 @@ def rebuilt_and_finalized(rank: int) -> None:
 
 
 @manual
-def test_rebuilding_at_the_end_of_backward_is_refused_when_the_user_finalises() -> None:
-    run_ranks(2, rebuilt_and_finalized)
-
-
-def rebuilt_by_hand(rank: int) -> None:
+@on_ranks(2)
+def test_rebuild_keeps_who_finalises(rank: int) -> None:
     ddp = DistributedDataParallel(Layers())
     ddp_hooks.register(ddp, "skip_unused")
     ddp.require_manual_backward_finalization = True
@@ -188,11 +178,8 @@ def rebuilt_by_hand(rank: int) -> None:
 
 
 @manual
-def test_rebuild_keeps_who_finalises() -> None:
-    run_ranks(2, rebuilt_by_hand)
-
-
-def late_and_finalized(rank: int) -> None:
+@on_ranks(2)
+def test_late_gradients_are_averaged_when_the_user_finalises(rank: int) -> None:
     model = Layers()
     model.second.requires_grad_(False)
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
@@ -210,11 +197,8 @@ def late_and_finalized(rank: int) -> None:
 
 
 @manual
-def test_late_gradients_are_averaged_when_the_user_finalises() -> None:
-    run_ranks(2, late_and_finalized)
-
-
-def owners_and_finalized(rank: int) -> None:
+@on_ranks(3)
+def test_owners_sum_when_the_user_finalises(rank: int) -> None:
     """What two of three ranks use one of them sums."""
     found = []
     for policy in (None, test_direct.DIRECT):
@@ -232,23 +216,18 @@ def owners_and_finalized(rank: int) -> None:
 
 
 @manual
-def test_owners_sum_when_the_user_finalises() -> None:
-    run_ranks(3, owners_and_finalized)
-
-
-def who_finalises_differs(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_that_differ_in_who_finalises_are_told(rank: int) -> None:
     ddp = DistributedDataParallel(Layers(), find_unused_parameters=True)
     ddp.require_manual_backward_finalization = rank == 0
     with pytest.raises(RuntimeError, match="require_manual_backward_finalization"):
         ddp_hooks.register(ddp, "skip_unused")
 
 
-@manual
-def test_ranks_that_differ_in_who_finalises_are_told() -> None:
-    run_ranks(2, who_finalises_differs)
-
-
-def collectives_with_hooks(rank: int, native: bool) -> None:
+@hooked
+@both_ways
+@on_ranks(2)
+def test_collectives_may_have_hooks(rank: int, native: bool) -> None:
     """The hooks are Python's, so they take the GIL within the engine, and may ask the state for something."""
     ddp = DistributedDataParallel(Layers(), find_unused_parameters=True, bucket_cap_mb=1e-5)
     state = register(ddp, "skip_unused", native)
@@ -268,9 +247,3 @@ def collectives_with_hooks(rank: int, native: bool) -> None:
     ddp.process_group.unregister_post_hook(1)
     assert len(begun) > 3
     assert [op for op, _ in begun] == [op for op, _ in works]
-
-
-@hooked
-@both_ways
-def test_collectives_may_have_hooks(native: bool) -> None:
-    run_ranks(2, collectives_with_hooks, native)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fuzzer.campaign import run_many
 from fuzzer.generate import generate
 from quick import thorough
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from test_equivalence import EAGER_AUTO, PACK_ALL, SPLIT_ALL
 from test_fuzz import assert_same
 from torch import nn
@@ -59,6 +59,15 @@ def run_pretended(ranks: int, seed: int, function: Callable[..., Any], *args: An
     # What runs late takes long.
     options = {"timeout": 240.0, **options}
     return run_ranks(ranks, _on_device, seed, function, args, backend=BACKEND, environment=environment, **options)
+
+
+def on_pretended(ranks: int, seed: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a test of a function, as :func:`on_ranks` does."""
+
+    def run(ranks: int, test: Callable[..., Any], *args: Any, **options: Any) -> None:
+        run_pretended(ranks, seed, test, *args, **options)
+
+    return on_ranks(ranks, run=run, **options)
 
 
 def at_once(policy: ddp_hooks.Policy | str) -> ddp_hooks.Policy:
@@ -105,7 +114,8 @@ def test_every_way_to_pack(scenario: type[Scenario], policy: ddp_hooks.Policy | 
     run_pretended(2, 2, compare, on_device(scenario()), policy, True)
 
 
-def always_coded(rank: int) -> None:
+@on_pretended(2, 5)
+def test_nothing_is_coded_on_a_device(rank: int) -> None:
     """Refused, because nothing is coded on a device; and nothing is, if it depends."""
     ddp = DistributedDataParallel(nn.Linear(300, 300).to("pretend"))
     with pytest.raises(RuntimeError, match=r"coded='on' was set for gradients on pretend.*set coded='auto' or 'off'"):
@@ -116,10 +126,6 @@ def always_coded(rank: int) -> None:
     ddp(torch.ones(2, 300, device="pretend")).sum().backward()
     assert state.stats().coded_bytes == 0
     assert state.stats().why_uncoded == "only gradients on the CPU are coded, over gloo"
-
-
-def test_nothing_is_coded_on_a_device() -> None:
-    run_pretended(2, 5, always_coded)
 
 
 FREEZING = {
@@ -290,7 +296,9 @@ def test_gradients_of_many_streams(seed: int, policy: ddp_hooks.Policy) -> None:
     run_pretended(2, seed, gradients_of_many_streams, policy)
 
 
-def copied_back(rank: int, policy: ddp_hooks.Policy) -> None:
+@pytest.mark.parametrize("policy", [at_once(PACK_ALL), test_units.EVERY_ROW], ids=lambda policy: policy.name)
+@on_pretended(2, RESTING[0])
+def test_copied_back(rank: int, policy: ddp_hooks.Policy) -> None:
     """A group that copies to the host, on a stream of the user's own: what it copies back is waited for there.
 
     Collectives are done before anybody asks for that, so that completions run in the thread that trains.
@@ -318,11 +326,6 @@ def copied_back(rank: int, policy: ddp_hooks.Policy) -> None:
     for plain, ours in zip(*found, strict=True):
         for a, b in zip(plain, ours, strict=True):
             torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("policy", [at_once(PACK_ALL), test_units.EVERY_ROW], ids=lambda policy: policy.name)
-def test_copied_back(policy: ddp_hooks.Policy) -> None:
-    run_pretended(2, RESTING[0], copied_back, policy)
 
 
 class Branches(nn.Module):
@@ -432,7 +435,8 @@ def test_rebuilt_on_another_stream(by: str, backend: str) -> None:
     run_pretended(2, 8, rebuilt, by, backend)
 
 
-def unfrozen(rank: int) -> None:
+@on_pretended(2, 8)
+def test_unfrozen_on_another_stream(rank: int) -> None:
     """Backward runs on another stream than forward, on which gradients are accumulated, and on which it averages them.
 
     The Reducer is made anew with the parameter, and puts a view of its bucket in the place of that gradient.
@@ -463,11 +467,9 @@ def unfrozen(rank: int) -> None:
         torch.testing.assert_close(plain, ours)
 
 
-def test_unfrozen_on_another_stream() -> None:
-    run_pretended(2, 8, unfrozen)
-
-
-def gap(rank: int) -> None:
+@on_pretended(2, 7)
+def test_a_gap_that_is_sent_along(rank: int) -> None:
+    """Its content is put aside, and put back on the stream of the message's completion."""
     found = []
     for device in ("cpu", "pretend"):
         torch.manual_seed(0)
@@ -481,11 +483,6 @@ def gap(rank: int) -> None:
         found.append([p.grad.cpu() for p in ddp.parameters() if p.grad is not None])
     for plain, ours in zip(*found, strict=True):
         torch.testing.assert_close(plain, ours)
-
-
-def test_a_gap_that_is_sent_along() -> None:
-    """Its content is put aside, and put back on the stream of the message's completion."""
-    run_pretended(2, 7, gap)
 
 
 def pass_that_fails(rank: int, policy: ddp_hooks.Policy) -> None:
@@ -521,7 +518,9 @@ class TwoBuckets(nn.Module):
         return self.first[used](self.last(x.double()).float())
 
 
-def nothing_after_a_failure(rank: int) -> None:
+@on_pretended(3, 1)
+def test_nothing_is_sent_after_what_could_not_be(rank: int) -> None:
+    """Of a sum by an owner two collectives follow each other; the other ranks may have put both on their streams."""
     from ddp_hooks_testing import _pretend
 
     ddp = DistributedDataParallel(TwoBuckets().to("pretend"), find_unused_parameters=True)
@@ -546,11 +545,6 @@ def nothing_after_a_failure(rank: int) -> None:
         _pretend.synchronize()  # nothing orders the next step with what is under way of this one
 
 
-def test_nothing_is_sent_after_what_could_not_be() -> None:
-    """Of a sum by an owner two collectives follow each other; the other ranks may have put both on their streams."""
-    run_pretended(3, 1, nothing_after_a_failure)
-
-
 def used_map(rank: int) -> None:
     """Where the engine has told the Reducer that its map is reduced, whoever reads it finds it so."""
     ddp = DistributedDataParallel(Branches([4] * 3).to("pretend"), find_unused_parameters=True)
@@ -572,12 +566,9 @@ def test_random_programs(programs: int) -> None:
     run_many((generate(seed, 2, "pretend") for seed in range(programs)), on_failure=assert_same)
 
 
-def lazy_conjugates(rank: int) -> None:
+@on_pretended(1, 0)
+def test_lazy_conjugates(rank: int) -> None:
+    """Torch's fallback would copy them to copy them, without end."""
     numbers = torch.randn(4, dtype=torch.complex64)
     assert torch.equal(numbers.to("pretend").conj().clone().cpu(), numbers.conj())
     assert torch.equal(numbers.to("pretend").conj().imag.clone().cpu(), numbers.conj().imag)
-
-
-def test_lazy_conjugates() -> None:
-    """Torch's fallback would copy them to copy them, without end."""
-    run_pretended(1, 0, lazy_conjugates)

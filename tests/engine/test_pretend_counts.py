@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_hosts import on_hosts
-from test_pretend import run_pretended
+from test_pretend import on_pretended, run_pretended
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -87,7 +87,8 @@ def assert_equal(ours: list[list[torch.Tensor | None]], plain: list[list[torch.T
             assert x is None or torch.equal(x, y), step
 
 
-def nothing_to_skip(rank: int) -> None:
+@on_pretended(2, 0)
+def test_nothing_to_skip_costs_nothing(rank: int) -> None:
     everywhere = [count(rank, policy, steps=8)[0][-1] for policy in (None, "skip_unused", "auto")]
     hook, *ours = everywhere
     for counts in ours:
@@ -96,11 +97,8 @@ def nothing_to_skip(rank: int) -> None:
         assert counts["collectives"] <= hook["collectives"]
 
 
-def test_nothing_to_skip_costs_nothing() -> None:
-    run_pretended(2, 0, nothing_to_skip)
-
-
-def opening(rank: int) -> None:
+@on_pretended(2, 0)
+def test_steps_open_by_bytes(rank: int) -> None:
     """The first message leaves with the bucket that completes so many bytes, at the latest with the last one."""
     from ddp_hooks_testing import _pretend
 
@@ -129,11 +127,8 @@ def opening(rank: int) -> None:
         assert _pretend.counts()["collectives"] - before == 3  # as many as buckets
 
 
-def test_steps_open_by_bytes() -> None:
-    run_pretended(2, 0, opening)
-
-
-def half_frozen(rank: int) -> None:
+@on_pretended(2, 1)
+def test_half_frozen_sends_at_most_a_message_for_each_bucket(rank: int) -> None:
     def freeze(step: int, ddp: DistributedDataParallel) -> None:
         if step == SETTLED:
             for layer in ddp.module.layers[::2]:
@@ -150,11 +145,8 @@ def half_frozen(rank: int) -> None:
         assert state.stats().payload_bytes < state.stats().dense_bytes
 
 
-def test_half_frozen_sends_at_most_a_message_for_each_bucket() -> None:
-    run_pretended(2, 1, half_frozen)
-
-
-def rows_of_a_table(rank: int) -> None:
+@on_pretended(2, 2)
+def test_rows_of_one_table(rank: int) -> None:
     more = []
     for layers in (4, 12):
         hook = count(rank, None, layers=layers, has_table=True)[0][-1]
@@ -166,10 +158,6 @@ def rows_of_a_table(rank: int) -> None:
     assert more[1] <= more[0]
 
 
-def test_rows_of_one_table() -> None:
-    run_pretended(2, 2, rows_of_a_table)
-
-
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +167,8 @@ class Branches(nn.Module):
         return torch.stack([self.branches[index](x).sum() for index in used]).sum()
 
 
-def owners_unasked(rank: int) -> None:
+@on_pretended(3, 3)
+def test_owners_sum_on_a_device_only_if_they_are_asked_to(rank: int) -> None:
     """Two of three ranks use a branch, and the third another one."""
     for owners in (None, True):
         ddp = DistributedDataParallel(Branches().to("pretend"), find_unused_parameters=True)
@@ -190,11 +179,8 @@ def owners_unasked(rank: int) -> None:
         assert (state.stats().owner_bytes > 0) == bool(owners)
 
 
-def test_owners_sum_on_a_device_only_if_they_are_asked_to() -> None:
-    run_pretended(3, 3, owners_unasked)
-
-
-def on_two_hosts(rank: int) -> None:
+@on_pretended(4, 3)
+def test_hosts_that_add_up_on_a_device(rank: int) -> None:
     """Each rank uses a branch of its own: what a host has of them travels in one message, or in two."""
     from ddp_hooks_testing import _pretend
 
@@ -219,10 +205,6 @@ def on_two_hosts(rank: int) -> None:
     # Packed, added up, packed, added up, and two shares put back.
     more = {"launches": 6, "host_waits": 0, "collectives": 3}
     assert {name: two_messages[name] - one_message[name] for name in COUNTS} == more
-
-
-def test_hosts_that_add_up_on_a_device() -> None:
-    run_pretended(4, 3, on_two_hosts)
 
 
 def unmanaged(rank: int) -> None:

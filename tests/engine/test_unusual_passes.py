@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from test_equivalence import HELD
 from test_units import EVERY_ROW, WITH_VALUES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import register
+from training import assert_same_gradients, register
 from tuned import with_settings
 
 import ddp_hooks
@@ -256,7 +256,9 @@ def test_dropped_while_it_is_looked_into(passes: Passes, policy: ddp_hooks.Polic
     run_ranks(2, same_as_plain, passes, with_settings(policy, opening_bytes=opening_bytes), True)
 
 
-def gradients_of_gradients(rank: int, views: bool) -> None:
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2)
+def test_gradients_of_gradients(rank: int, views: bool) -> None:
     """DDP refuses create_graph=True; taking the gradients from it must not make that a silent zero."""
     for hooked in (False, True):
         ddp = DistributedDataParallel(layers(), gradient_as_bucket_view=views)
@@ -266,11 +268,6 @@ def gradients_of_gradients(rank: int, views: bool) -> None:
         ddp.zero_grad()
         with pytest.raises(RuntimeError, match="in-place operation"):
             ddp(batch(rank)).square().sum().backward(create_graph=True)
-
-
-@pytest.mark.parametrize("views", [False, True])
-def test_gradients_of_gradients(views: bool) -> None:
-    run_ranks(2, gradients_of_gradients, views)
 
 
 class LeavesOutItsFirstBucket(TwoDtypes):
@@ -301,7 +298,21 @@ def break_off_a_pass(ddp: DistributedDataParallel, rank: int, where: str) -> Non
     ddp._update_process_group(ddp.process_group)
 
 
-def agreement_after_passes_that_broke_off(rank: int, policy: ddp_hooks.Policy | str, ways: list[list[str]]) -> None:
+EVERYWHERE = [["outputs", "buckets"], ["outputs", "forward"], ["buckets", "buckets"]]
+
+
+@pytest.mark.parametrize(
+    ("policy", "ways"),
+    # If a step opens with the first bucket, that waits for the other rank's exchange.
+    [
+        pytest.param("skip_unused", EVERYWHERE, id="at once"),
+        pytest.param(HELD, [*EVERYWHERE, ["buckets", "forward"]], id="held"),
+    ],
+)
+@on_ranks(2)
+def test_agreement_after_passes_that_broke_off(
+    rank: int, policy: ddp_hooks.Policy | str, ways: list[list[str]]
+) -> None:
     """Ranks break off where they have started an exchange, have taken it up, or have not; then they agree."""
     torch.manual_seed(0)
     model = LeavesOutItsFirstBucket()
@@ -323,26 +334,12 @@ def agreement_after_passes_that_broke_off(rank: int, policy: ddp_hooks.Policy | 
                 assert state.policy.name == "skip_zeros"
             for _ in range(2):
                 run_pass(ddp, rank)
-                for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-                    assert ours.grad is theirs.grad is None or torch.equal(ours.grad, theirs.grad)
+                assert_same_gradients(ddp, plain)
 
 
-EVERYWHERE = [["outputs", "buckets"], ["outputs", "forward"], ["buckets", "buckets"]]
-
-
-@pytest.mark.parametrize(
-    ("policy", "ways"),
-    # If a step opens with the first bucket, that waits for the other rank's exchange.
-    [
-        pytest.param("skip_unused", EVERYWHERE, id="at once"),
-        pytest.param(HELD, [*EVERYWHERE, ["buckets", "forward"]], id="held"),
-    ],
-)
-def test_agreement_after_passes_that_broke_off(policy: ddp_hooks.Policy | str, ways: list[list[str]]) -> None:
-    run_ranks(2, agreement_after_passes_that_broke_off, policy, ways)
-
-
-def told_that_a_pass_broke_off(rank: int, then: str) -> None:
+@pytest.mark.parametrize("then", ["forward", "set_policy", "rebuild", "close", "gone"])
+@on_ranks(2)
+def test_told_that_a_pass_broke_off(rank: int, then: str) -> None:
     """Whoever waits for a bucket hears that nothing will come of it."""
     futures = []
 
@@ -372,12 +369,9 @@ def told_that_a_pass_broke_off(rank: int, then: str) -> None:
         futures[0].wait()
 
 
-@pytest.mark.parametrize("then", ["forward", "set_policy", "rebuild", "close", "gone"])
-def test_told_that_a_pass_broke_off(then: str) -> None:
-    run_ranks(2, told_that_a_pass_broke_off, then)
-
-
-def declared_for_long(rank: int) -> None:
+@pytest.mark.thorough
+@on_ranks(2)
+def test_declared_for_long(rank: int) -> None:
     """Declaring the same parameters in every step costs no memory."""
 
     class Model(nn.Module):
@@ -404,11 +398,6 @@ def declared_for_long(rank: int) -> None:
     assert resident_bytes_after(1000) - before < 2_000_000
 
 
-@pytest.mark.thorough
-def test_declared_for_long() -> None:
-    run_ranks(2, declared_for_long)
-
-
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -419,7 +408,9 @@ class TwoHeads(nn.Module):
         return [self.b(x), self.a(x)] if both else [self.b(x)]
 
 
-def output_left_out_under_no_sync(rank: int, then: str) -> None:
+@pytest.mark.parametrize("then", ["goes on", "closed", "to some"])
+@on_ranks(2)
+def test_output_left_out_under_no_sync(rank: int, then: str) -> None:
     """What reports without a gradient is not used, although a placeholder stands in its place since the step before."""
     torch.manual_seed(0)
     plain, ddp = (DistributedDataParallel(TwoHeads(), find_unused_parameters=True) for _ in range(2))
@@ -433,18 +424,13 @@ def output_left_out_under_no_sync(rank: int, then: str) -> None:
             state.close()
         to = [*each.module.trunk.parameters(), *each.module.b.parameters()] if then == "to some" else None
         each(batch(rank), False)[0].sum().backward(inputs=to)
-    for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-        assert ours.grad is theirs.grad is None or torch.equal(ours.grad, theirs.grad)
+    assert_same_gradients(ddp, plain)
     if then == "goes on":
         assert not state.usage()["a.weight"].used_anywhere
 
 
-@pytest.mark.parametrize("then", ["goes on", "closed", "to some"])
-def test_output_left_out_under_no_sync(then: str) -> None:
-    run_ranks(2, output_left_out_under_no_sync, then)
-
-
-def hook_after_ours(rank: int) -> None:
+@on_ranks(2)
+def test_hook_after_ours(rank: int) -> None:
     """Whoever comes after the hook is handed the parameters, which the Reducer looks up once and for all."""
     model = layers()
     ddp = DistributedDataParallel(model)
@@ -466,11 +452,8 @@ def hook_after_ours(rank: int) -> None:
     assert {id(parameter) for parameter in handed} == {id(parameter) for parameter in model.parameters()}
 
 
-def test_hook_after_ours() -> None:
-    run_ranks(2, hook_after_ours)
-
-
-def second_state(rank: int) -> None:
+@on_ranks(2)
+def test_second_state(rank: int) -> None:
     """A state that was made and never registered leaves the module to the next."""
     ddp = DistributedDataParallel(layers())
     first = ddp_hooks.SkipUnusedState(ddp)
@@ -485,11 +468,8 @@ def second_state(rank: int) -> None:
     assert "detached" in repr(first)
 
 
-def test_second_state() -> None:
-    run_ranks(2, second_state)
-
-
-def trained_on_without_its_wrapper(rank: int) -> None:
+@on_ranks(2)
+def test_trained_on_without_its_wrapper(rank: int) -> None:
     """A state that is kept does not stand in the model's way."""
     model = layers()
     ddp = DistributedDataParallel(model)
@@ -504,11 +484,8 @@ def trained_on_without_its_wrapper(rank: int) -> None:
     assert state.stats().steps == 2
 
 
-def test_trained_on_without_its_wrapper() -> None:
-    run_ranks(2, trained_on_without_its_wrapper)
-
-
-def statistics_from_a_callback(rank: int) -> None:
+@on_ranks(2)
+def test_statistics_from_a_callback(rank: int) -> None:
     """Buckets complete inside a later call of the hook, and with them what was chained to their futures."""
     model = TwoDtypes()
     ddp = DistributedDataParallel(model)
@@ -527,7 +504,3 @@ def statistics_from_a_callback(rank: int) -> None:
         ddp.zero_grad()
         (ddp(batch(rank)) * 0).sum().backward()
     assert len(seen) >= 3
-
-
-def test_statistics_from_a_callback() -> None:
-    run_ranks(2, statistics_from_a_callback)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -374,15 +374,15 @@ class Given(nn.Module):
         return (self.weight * gradient).sum()
 
 
-def reduce_with_and_without(gradient: torch.Tensor) -> list[torch.Tensor]:
-    """Return what plain FSDP2 and ours reduce a gradient to."""
+def reduce_with_and_without(gradient: torch.Tensor, mesh: Any = None) -> list[torch.Tensor]:
+    """Return what plain FSDP2 and ours reduce a gradient to, on the host."""
     results = []
     for policy in (None, ON):
-        model = fully_shard(Given(len(gradient)))
+        model = fully_shard(Given(len(gradient)).to(gradient.device), mesh=mesh)
         if policy:
             fsdp.register(model, policy)
         model(gradient).backward()
-        results.append(local(model.weight.grad).clone())
+        results.append(local(model.weight.grad).cpu().clone())
     return results
 
 
@@ -496,7 +496,8 @@ def recover(model: Any) -> None:
     model.zero_grad()
 
 
-def differ(rank: int) -> None:
+@on_ranks(2)
+def test_different_gradients_are_an_error_by_name(rank: int) -> None:
     # Without zeros for what is unused, plain FSDP2 would add one expert's gradient to another's.
     case = Case(experts, chosen=lambda rank, step, layer: (rank,))
     model = case.make()
@@ -512,11 +513,8 @@ def differ(rank: int) -> None:
         assert_same(ours, plain, "after an error")
 
 
-def test_different_gradients_are_an_error_by_name() -> None:
-    run_ranks(2, differ)
-
-
-def skip_other_layers(rank: int) -> None:
+@on_ranks(2)
+def test_different_layers_are_an_error_by_name(rank: int) -> None:
     # Plain FSDP2 mixes up what ranks have of layers of one kind, without a word.
     class Skipping(Model):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -532,10 +530,6 @@ def skip_other_layers(rank: int) -> None:
     fsdp.register(model, "auto")
     with pytest.raises(RuntimeError, match=rf"different modules, this one the module of layers\.{1 - rank}\.norm"):
         model(batches(rank, 0)[0]).sum().backward()
-
-
-def test_different_layers_are_an_error_by_name() -> None:
-    run_ranks(2, skip_other_layers)
 
 
 # --- over hosts
@@ -715,7 +709,8 @@ def _get_gradient_divide_factors(local_ranks: int, hosts: int | None) -> tuple[f
 # --- what is refused
 
 
-def be_refused(rank: int) -> None:
+@on_ranks(2)
+def test_refusals(rank: int) -> None:
     linear = nn.Linear(8, 8)
     for module, error, message in (
         (linear, TypeError, "fully_shard first"),
@@ -767,16 +762,9 @@ def be_refused(rank: int) -> None:
             fsdp.register(replicate(copy.deepcopy(linear), mesh=init_device_mesh("cpu", (2,))))
 
 
-def test_refusals() -> None:
-    run_ranks(2, be_refused)
-
-
 @pytest.mark.thorough
-def test_compiled_blocks() -> None:
-    run_ranks(2, compile_blocks, timeout=300)
-
-
-def compile_blocks(rank: int) -> None:
+@on_ranks(2, timeout=300)
+def test_compiled_blocks(rank: int) -> None:
     def prepare(model: nn.Module) -> None:
         for layer in model.layers:  # type: ignore[union-attr]
             layer.compile(backend="aot_eager")

@@ -14,8 +14,8 @@ from test_fsdp import MIXED, Case, Given, average_large_numbers, blocks, local
 from test_fsdp_devices import ALL, make, memory_that_ends_late, optimizer_of, train
 from test_fsdp_hosts import LAYOUTS, on_hosts
 from test_fsdp_narrow import WITHOUT_LOOKS, counts, train_both, without_sign_of_zeros
+from test_pretend import on_pretended, run_pretended
 from test_pretend import pytestmark as pytestmark
-from test_pretend import run_pretended
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -126,17 +126,14 @@ def test_the_doctor_says_what_crosses_between_hosts(layout: str, expected: str) 
         assert expected in text
 
 
-def uneven(rank: int) -> None:
+@on_pretended(3, 12)
+def test_hosts_with_different_numbers_of_ranks(rank: int) -> None:
     """Torch reduces, because messages would cross between hosts more often than the sums of a ring."""
     on_hosts(rank, "uneven")
     with memory_that_ends_late():
         state, (plain, ours) = train_both(ALL["dense"], rank, 2)
         assert plain == ours
         assert state.stats().payload_bytes == state.stats().dense_bytes > 0
-
-
-def test_hosts_with_different_numbers_of_ranks() -> None:
-    run_pretended(3, 12, uneven)
 
 
 # --- sharded over the ranks of a host
@@ -191,7 +188,8 @@ def test_gradients_are_those_of_hsdp(shape: tuple[int, int], names: list[str]) -
     run_pretended(shape[0] * shape[1], 13, compare_over_hosts, shape, names)
 
 
-def dropped_shards(rank: int) -> None:
+@on_pretended(2, 14)
+def test_shards_are_kept_until_hosts_have_averaged_them(rank: int) -> None:
     """FSDP2 lets go of a sum at once if parameters have another type, while our hook's stream still uses it."""
     mesh = init_device_mesh("pretend", (2, 1), mesh_dim_names=("hosts", "local"))
     case = Case(blocks, MixedPrecisionPolicy(reduce_dtype=torch.float32), prepare=lambda model: model.bfloat16())
@@ -199,18 +197,11 @@ def dropped_shards(rank: int) -> None:
         train_over_hosts(case, rank, mesh, 3)
 
 
-def average_float16(rank: int) -> None:
+@pytest.mark.thorough
+@on_pretended(4, 15)
+def test_float16_holds_what_hsdp_holds(rank: int) -> None:
     with memory_that_ends_late():
         average_large_numbers(rank, (2, 2), "pretend")
-
-
-@pytest.mark.thorough
-def test_float16_holds_what_hsdp_holds() -> None:
-    run_pretended(4, 15, average_float16)
-
-
-def test_shards_are_kept_until_hosts_have_averaged_them() -> None:
-    run_pretended(2, 14, dropped_shards)
 
 
 # --- ends
@@ -221,7 +212,8 @@ def open_and_fail(*args: Any, **options: Any) -> None:
     raise RuntimeError("on purpose")
 
 
-def open_and_close(rank: int) -> None:
+@on_pretended(4, 15)
+def test_groups_of_hosts_go_with_the_state(rank: int) -> None:
     """Groups of hosts go with the state, before or after torch's own, and come again."""
     on_hosts(rank, "2 x 2")
     groups = len(dist.distributed_c10d._world.pg_map)
@@ -238,7 +230,3 @@ def open_and_close(rank: int) -> None:
         assert fsdp.register(model) is state
         state.close()
         assert len(dist.distributed_c10d._world.pg_map) == groups
-
-
-def test_groups_of_hosts_go_with_the_state() -> None:
-    run_pretended(4, 15, open_and_close)

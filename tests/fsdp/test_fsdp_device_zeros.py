@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_fsdp import ON, POLICIES, Given, bits
+from test_fsdp import ON, POLICIES, bits, reduce_with_and_without
 from test_fsdp_device_hosts import compare_on_hosts
 from test_fsdp_devices import ALL, make, memory_that_ends_late, optimizer_of, train
 from test_fsdp_hosts import LAYOUTS
 from test_fsdp_narrow import counts, train_both
+from test_pretend import on_pretended, run_pretended
 from test_pretend import pytestmark as pytestmark
-from test_pretend import run_pretended
 from test_shard_units import Round
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from ddp_hooks import fsdp
 
 # --- units
 
 
-def compare_units(rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
+@on_pretended(1, 20)
+def test_units_are_those_of_the_cpu(rank: int, dtype: torch.dtype) -> None:
     """Choose, write and add up on the device and on the CPU."""
     for seed in range(12):
         case = Round(seed, dtype)
@@ -53,18 +54,15 @@ def compare_units(rank: int, dtype: torch.dtype) -> None:
         assert bool(((bits(sums[0]) == bits(sums[1])) | (sums[0].isnan() & sums[1].isnan())).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
-def test_units_are_those_of_the_cpu(dtype: torch.dtype) -> None:
-    run_pretended(1, 20, compare_units, dtype)
-
-
 # --- training
 
 # What is left of the bytes, at most.
 WITH_ZEROS = {"stacked experts": 0.3, "unused here and there": 0.35, "unused in float32": 0.7, "several passes": 1.0}
 
 
-def compare_with_zeros(rank: int, policy: str) -> None:
+@pytest.mark.parametrize("policy", ["on", pytest.param("restless", marks=pytest.mark.thorough)])
+@on_pretended(2, 21)
+def test_gradients_are_those_of_plain_fsdp2(rank: int, policy: str) -> None:
     with memory_that_ends_late():
         for name, most in WITH_ZEROS.items():
             state, (plain, ours) = train_both(ALL[name], rank, 2, policy=POLICIES[policy])
@@ -75,11 +73,6 @@ def compare_with_zeros(rank: int, policy: str) -> None:
             if policy == "on":
                 assert stats.payload_bytes <= most * stats.dense_bytes, (name, stats.payload_bytes / stats.dense_bytes)
             state.close()
-
-
-@pytest.mark.parametrize("policy", ["on", pytest.param("restless", marks=pytest.mark.thorough)])
-def test_gradients_are_those_of_plain_fsdp2(policy: str) -> None:
-    run_pretended(2, 21, compare_with_zeros, policy)
 
 
 MANY = ["unused here and there", "stacked experts", "float32"]
@@ -129,7 +122,8 @@ def test_the_host_waits_once_for_each_group_that_is_looked_at() -> None:
         assert with_zeros == [4, 2, 2, 2]
 
 
-def differ(rank: int) -> None:
+@on_pretended(2, 24)
+def test_ranks_with_gradients_of_different_parameters(rank: int) -> None:
     case = ALL["unused here and there"]
     model = make(case, init_device_mesh("pretend", (2,)))
     model.set_reduce_scatter_unused_params(False)
@@ -138,26 +132,12 @@ def differ(rank: int) -> None:
         train(case, model, optimizer_of(model), rank, range(1))
 
 
-def test_ranks_with_gradients_of_different_parameters() -> None:
-    run_pretended(2, 24, differ)
-
-
-def reduce_special_numbers(rank: int) -> None:
+@on_pretended(2, 25)
+def test_special_numbers(rank: int) -> None:
     specials = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1.5, 1 / 3])
     mesh = init_device_mesh("pretend", (2,))
     for seed in range(3):
         draw = torch.Generator().manual_seed(100 * seed + rank)
         gradient = specials[torch.randint(len(specials), (60,), generator=draw)].repeat_interleave(16)
-        results = []
-        for policy in (None, ON):
-            model = fully_shard(Given(len(gradient)).to("pretend"), mesh=mesh)
-            if policy:
-                fsdp.register(model, policy)
-            model(gradient.to("pretend")).backward()
-            results.append(model.weight.grad.to_local().cpu())
-        plain, ours = results
+        plain, ours = reduce_with_and_without(gradient.to("pretend"), mesh)
         assert bool(((bits(plain) == bits(ours)) | (plain.isnan() & ours.isnan())).all())
-
-
-def test_special_numbers() -> None:
-    run_pretended(2, 25, reduce_special_numbers)

@@ -10,7 +10,7 @@ import pytest
 import test_fsdp
 import test_fsdp_unusual
 import torch
-from spawn import RankFailure, run_ranks
+from spawn import RankFailure, on_ranks, run_ranks
 from test_fsdp import CASES, ON, POLICIES, Case, Given, assert_same, bits, experts, train
 from test_fsdp_registration import AT_ONCE_SECONDS, served
 from torch.distributed.fsdp import fully_shard
@@ -178,7 +178,8 @@ def test_what_crosses_between_hosts_is_coded() -> None:
 # --- usage, and what differs
 
 
-def use_experts(rank: int) -> None:
+@on_ranks(4)
+def test_usage_is_that_of_hosts(rank: int) -> None:
     on_hosts(rank, "2 x 2")
     case = Case(experts, sends_unused=True, chosen=lambda rank, step, layer: (rank,) if rank < 3 else (0,))
     model = case.make()
@@ -194,11 +195,9 @@ def use_experts(rank: int) -> None:
         )
 
 
-def test_usage_is_that_of_hosts() -> None:
-    run_ranks(4, use_experts)
-
-
-def differ(rank: int, odd: list[int], hosts_exchange_masks: bool) -> None:
+@pytest.mark.parametrize(("odd", "hosts_exchange_masks"), [([3], True), ([2, 3], True), ([3], False)])
+@on_ranks(4)
+def test_different_gradients_are_an_error_on_every_host(rank: int, odd: list[int], hosts_exchange_masks: bool) -> None:
     on_hosts(rank, "2 x 2")
     case = Case(experts, chosen=lambda rank, step, layer: (int(rank in odd),))
     model = case.make()
@@ -225,12 +224,8 @@ def differ(rank: int, odd: list[int], hosts_exchange_masks: bool) -> None:
         assert_same(ours, plain, "after an error")
 
 
-@pytest.mark.parametrize(("odd", "hosts_exchange_masks"), [([3], True), ([2, 3], True), ([3], False)])
-def test_different_gradients_are_an_error_on_every_host(odd: list[int], hosts_exchange_masks: bool) -> None:
-    run_ranks(4, differ, odd, hosts_exchange_masks)
-
-
-def reduce_special_numbers(rank: int) -> None:
+@on_ranks(4)
+def test_special_numbers(rank: int) -> None:
     on_hosts(rank, "interleaved")
     specials = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1e-45, -1e-40, 1.5, 3e37])
     for seed in range(4):
@@ -240,10 +235,6 @@ def reduce_special_numbers(rank: int) -> None:
         assert torch.allclose(ours, plain, 1e-6, 0.0, equal_nan=True)
         negative = (bits(plain) == bits(torch.tensor([-0.0]))) & (plain == 0)
         assert torch.equal(bits(ours)[negative], bits(plain)[negative])
-
-
-def test_special_numbers() -> None:
-    run_ranks(4, reduce_special_numbers)
 
 
 # --- ends

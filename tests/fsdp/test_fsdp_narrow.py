@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from test_fsdp import Case, assert_same, bits, blocks, experts
 from test_fsdp_devices import ALL, complaints, make, memory_that_ends_late, optimizer_of, train
+from test_pretend import on_pretended
 from test_pretend import pytestmark as pytestmark
-from test_pretend import run_pretended
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -55,7 +55,8 @@ def train_both(case: Case, rank: int, steps: int, **settings: Any) -> tuple[fsdp
 NARROW = ["dense", "recomputed", "adapters", "prefetched", "unused here and there", "by columns"]
 
 
-def compare_narrow(rank: int) -> None:
+@on_pretended(2, 5)
+def test_bfloat16_gradients_travel_in_16_bits(rank: int) -> None:
     steps = 3
     with memory_that_ends_late():
         for name in NARROW:
@@ -70,11 +71,8 @@ def compare_narrow(rank: int) -> None:
             assert ours["launches"] - plain["launches"] <= stats.messages, name
 
 
-def test_bfloat16_gradients_travel_in_16_bits() -> None:
-    run_pretended(2, 5, compare_narrow)
-
-
-def reduced_by_torch(rank: int) -> None:
+@on_pretended(2, 6)
+def test_other_gradients_are_reduced_by_torch(rank: int) -> None:
     """Accumulated gradients have more bits, on one rank or on all; and what is not asked for is not done."""
     with memory_that_ends_late():
         state, _ = train_both(ALL["several passes"], rank, 2, **WITHOUT_LOOKS)
@@ -89,11 +87,8 @@ def reduced_by_torch(rank: int) -> None:
             assert plain == ours
 
 
-def test_other_gradients_are_reduced_by_torch() -> None:
-    run_pretended(2, 6, reduced_by_torch)
-
-
-def not_waited_for(rank: int) -> None:
+@on_pretended(2, 7)
+def test_a_message_that_is_not_waited_for_is_noticed(rank: int) -> None:
     original = dist.all_to_all_single
     with memory_that_ends_late():
         for mistake in (False, True):
@@ -110,10 +105,6 @@ def not_waited_for(rank: int) -> None:
                 devices.dist.all_to_all_single = original
             found = complaints()
             assert any("nothing orders that with" in text for text in found) == mistake
-
-
-def test_a_message_that_is_not_waited_for_is_noticed() -> None:
-    run_pretended(2, 7, not_waited_for)
 
 
 class Alone:
@@ -153,7 +144,8 @@ def test_an_answer_does_not_outlive_its_pass() -> None:
     assert alone.messages == 2
 
 
-def made_wider(rank: int) -> None:
+@on_pretended(2, 9)
+def test_gradients_that_are_wider_than_at_registration(rank: int) -> None:
     """FSDP2 decides in its first forward pass in which type gradients are, so perhaps after registration."""
     mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     case = Case(blocks, mixed, prepare=lambda model: model.bfloat16())
@@ -170,7 +162,3 @@ def made_wider(rank: int) -> None:
     for plain, ours in zip(*found, strict=True):
         for name, expected in plain.items():
             assert torch.equal(without_sign_of_zeros(ours[name]), without_sign_of_zeros(expected)), name
-
-
-def test_gradients_that_are_wider_than_at_registration() -> None:
-    run_pretended(2, 9, made_wider)

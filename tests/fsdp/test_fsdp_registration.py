@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks
 from test_fsdp import ON, Block, Case, blocks, local
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,7 +51,10 @@ def register_apart(
     assert all(group.owner is None for group in param_groups.find(module))
 
 
-def tell_the_others(rank: int) -> None:
+@served
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@on_ranks()
+def test_what_one_rank_cannot_do_every_rank_hears_of(rank: int) -> None:
     linear = nn.Linear(8, 8)
     ddp = DistributedDataParallel(copy.deepcopy(linear))
     first = FullyShardedDataParallel(copy.deepcopy(linear), device_id=torch.device("cpu"))
@@ -104,25 +107,18 @@ def tell_the_others(rank: int) -> None:
     fsdp.register(outer, ON).close()
 
 
-def be_refused_as_too_old(rank: int) -> None:
+@pytest.mark.skipif(IS_SERVED, reason="this torch is served; the probes play others")
+@on_ranks(2)
+def test_an_older_torch_is_refused(rank: int) -> None:
     with pytest.raises(
         RuntimeError, match=r"FSDP2 of torch .* has other internals .* Use torch 2\.13 or a later version"
     ):
         fsdp.register(fully_shard(nn.Linear(8, 8)))
 
 
-@pytest.mark.skipif(IS_SERVED, reason="this torch is served; the probes play others")
-def test_an_older_torch_is_refused() -> None:
-    run_ranks(2, be_refused_as_too_old)
-
-
 @served
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_what_one_rank_cannot_do_every_rank_hears_of(world_size: int) -> None:
-    run_ranks(world_size, tell_the_others)
-
-
-def tell_other_hosts(rank: int) -> None:
+@on_ranks(4)
+def test_other_hosts_hear_of_it(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "local"))
     module = fully_shard(nn.Linear(8, 8), mesh=mesh["local"])
     # The odd rank knows of no mesh, and two of the others share no group with it but the default one.
@@ -135,11 +131,6 @@ def tell_other_hosts(rank: int) -> None:
             fsdp.register(module, "skip_unused" if rank == 3 else "auto", mesh=over)
         assert time.monotonic() - start < AT_ONCE_SECONDS
     fsdp.register(module, "skip_unused" if rank >= 2 else "auto")  # hosts that have nothing to do with each other
-
-
-@served
-def test_other_hosts_hear_of_it() -> None:
-    run_ranks(4, tell_other_hosts)
 
 
 # --- what is read of torch
@@ -170,7 +161,9 @@ def without_key(names: dict[str, Any], name: str) -> Iterator[None]:
         names[name] = value
 
 
-def probe_all(rank: int) -> None:
+@served
+@on_ranks(2)
+def test_each_attribute_that_is_read_is_asked_for(rank: int) -> None:
     module = fully_shard(nn.Linear(8, 8))
     state = module._get_fsdp_state()
     group = state._fsdp_param_groups[0]
@@ -212,15 +205,12 @@ def probe_all(rank: int) -> None:
     assert all(hasattr(parameter, name) for name in param_groups._DECLARED_ATTRIBUTES)
 
 
-@served
-def test_each_attribute_that_is_read_is_asked_for() -> None:
-    run_ranks(2, probe_all)
-
-
 # --- what is held
 
 
-def let_go(rank: int) -> None:
+@served
+@on_ranks(2)
+def test_memory_goes_with_the_state(rank: int) -> None:
     gc.collect()
     gc.disable()
     model = Case(blocks).make()
@@ -257,11 +247,6 @@ def let_go(rank: int) -> None:
     gc.enable()
 
 
-@served
-def test_memory_goes_with_the_state() -> None:
-    run_ranks(2, let_go)
-
-
 def test_layouts_are_bounded() -> None:
     made = []
     recent: exchange.Recent[int, str] = exchange.Recent()
@@ -274,7 +259,9 @@ def test_layouts_are_bounded() -> None:
     assert recent.get(68, lambda: "anew") == "anew"
 
 
-def change_participants(rank: int) -> None:
+@served
+@on_ranks(2)
+def test_layouts_of_changing_participants(rank: int) -> None:
     class Choosing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -294,11 +281,8 @@ def change_participants(rank: int) -> None:
 
 
 @served
-def test_layouts_of_changing_participants() -> None:
-    run_ranks(2, change_participants)
-
-
-def why_uncoded(rank: int) -> None:
+@on_ranks(2)
+def test_why_gradients_are_not_coded(rank: int) -> None:
     def why(**settings: Any) -> str:
         state = fsdp.register(fully_shard(nn.Linear(8, 8)), **settings)
         assert state.host_stats().why_uncoded == ""  # there are no hosts to average over
@@ -308,8 +292,3 @@ def why_uncoded(rank: int) -> None:
     os.environ["DDP_HOOKS_HOST"] = "one for both"
     assert why() == SHARED_HOSTS
     assert why(coded="on") == why(policy="skip_zeros") == ""
-
-
-@served
-def test_why_gradients_are_not_coded() -> None:
-    run_ranks(2, why_uncoded)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commands import run_captured
 from spawn import run_ranks
 from torch import nn
 
@@ -227,7 +228,7 @@ assert gc.isenabled()
 
 def test_a_thread_that_runs_is_read_as_a_whole() -> None:
     """It must not go on meanwhile, which a finalizer may let it, and then a call that it has left is read as memory."""
-    done = subprocess.run([sys.executable, "-c", READS_WHAT_RUNS], capture_output=True, text=True, timeout=60)
+    done = run_captured([sys.executable, "-c", READS_WHAT_RUNS], timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -750,7 +751,7 @@ def run_python(code: str, **environment: str) -> str:
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     # What somebody who looks for a crash of the tests has set is no reason to fail.
     variables.pop("PYTHONFAULTHANDLER", None)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=variables)
+    done = run_captured([sys.executable, "-c", code], timeout=60, env=variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -854,7 +855,7 @@ def test_a_group_that_is_destroyed_is_let_go() -> None:
 
 def judge(*arguments: str) -> str:
     command = [sys.executable, str(CULPRITS), "--verbose", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_captured(command, timeout=300)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -967,15 +968,7 @@ def test_under_torchrun(tmp_path: Path, registered: str) -> None:
     options = ["--set", "report_hang_after=2"] + (["--watch"] if registered == "plain" else [])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddp_hooks"]
     environment = {**os.environ, "PYTHONPATH": str(Path(ddp_hooks.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "run", *options, "train.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_captured([*command, "run", *options, "train.py"], cwd=tmp_path, env=environment, timeout=120)
     assert done.returncode != 0
     said = r"rank 1 \(process \d+ on .*\) is between steps, after 3 steps, and has been at train\.py:12 for"
     printed = re.findall(

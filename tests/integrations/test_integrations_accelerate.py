@@ -20,6 +20,7 @@ from trainers import (
     assert_trained_alike,
     make_model,
     make_optimizer,
+    on_launched,
     run_launched,
     sent,
     weights_of,
@@ -50,7 +51,8 @@ def train(accelerator: Accelerator, way: str = "register") -> tuple[Training, dd
     return Training(weights_of(model), None if state is None else state.stats()), state, ddp
 
 
-def trains_as_plain_ddp(rank: int, folder: Path) -> None:
+@on_launched
+def test_trains_as_plain_ddp(rank: int, tmp_path: Path) -> None:
     assert_trained_alike(rank, train(make_accelerator())[0])
     with ddp_hooks.enable("skip_unused"):
         ours = train(make_accelerator(), "enable")[0]
@@ -61,10 +63,6 @@ def trains_as_plain_ddp(rank: int, folder: Path) -> None:
     assert accumulated[0].statistics.steps == STEPS // 2
     for ours, plain in zip(accumulated[0].weights, accumulated[1].weights, strict=True):
         assert torch.equal(ours, plain)
-
-
-def test_trains_as_plain_ddp(tmp_path: Path) -> None:
-    run_launched(trains_as_plain_ddp, tmp_path)
 
 
 # --- checkpoints
@@ -117,8 +115,9 @@ def test_checkpoints_survive_the_hook(tmp_path: Path) -> None:
         load(accelerator, None, tmp_path / way)
 
 
-def logs_to_tensorboard(rank: int, folder: Path) -> None:
-    accelerator = make_accelerator(log_with="tensorboard", project_dir=folder)
+@on_launched
+def test_logs_to_tensorboard(rank: int, tmp_path: Path) -> None:
+    accelerator = make_accelerator(log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("run")
     _, state, _ = train(accelerator)
     accelerator.log(state.stats().to_metrics(), step=STEPS)
@@ -126,7 +125,7 @@ def logs_to_tensorboard(rank: int, folder: Path) -> None:
     for tracker in accelerator.trackers:
         tracker.finish()
     if rank == 0:
-        written = {name: value for (name, step), value in read_scalars(folder / "run").items() if step == STEPS}
+        written = {name: value for (name, step), value in read_scalars(tmp_path / "run").items() if step == STEPS}
         assert written == pytest.approx(state.stats().to_metrics(), rel=1e-6)
 
 
@@ -134,10 +133,6 @@ def read_scalars(folder: Path) -> dict[tuple[str, int], float]:
     events = EventAccumulator(str(folder))
     events.Reload()
     return {(tag, event.step): event.value for tag in events.Tags()["scalars"] for event in events.Scalars(tag)}
-
-
-def test_logs_to_tensorboard(tmp_path: Path) -> None:
-    run_launched(logs_to_tensorboard, tmp_path)
 
 
 def test_tensorboard_writer_takes_the_dictionary(tmp_path: Path) -> None:

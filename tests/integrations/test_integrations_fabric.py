@@ -7,7 +7,15 @@ from contextlib import nullcontext
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from trainers import STEPS, Training, assert_trained_alike, make_model, make_optimizer, run_launched, weights_of
+from trainers import (
+    STEPS,
+    Training,
+    assert_trained_alike,
+    make_model,
+    make_optimizer,
+    on_launched,
+    weights_of,
+)
 
 import ddp_hooks
 
@@ -28,13 +36,10 @@ def train(rank: int, *, enabled: bool, accumulated: int = 1) -> Training:
     return Training(weights_of(model), enabling.states[0].stats() if enabling is not None else None)
 
 
-def trains_as_plain_ddp(rank: int) -> None:
+@on_launched
+def test_trains_as_plain_ddp(rank: int) -> None:
     assert_trained_alike(rank, train(rank, enabled=True))
     plain, ours = (train(rank, enabled=enabled, accumulated=2) for enabled in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(plain.weights, ours.weights, strict=True))
     assert ours.statistics is not None
     assert ours.statistics.steps == STEPS // 2
-
-
-def test_trains_as_plain_ddp() -> None:
-    run_launched(trains_as_plain_ddp)

@@ -28,6 +28,7 @@ from trainers import (
     differ_between_ranks,
     make_model,
     make_optimizer,
+    on_launched,
     run_launched,
     sent,
     train_by_hand,
@@ -74,7 +75,8 @@ def fit(module: LightningModule, *callbacks: Callback, **options: Any) -> Traini
 # --- one line
 
 
-def takes_settings(rank: int) -> None:
+@on_launched
+def test_takes_settings(rank: int) -> None:
     callback = SkipUnusedCallback("skip_unused", rebuild_after=10, direct=False)
     fit(Lightning(), callback)
     assert callback.state.policy == ddp_hooks.Policy(
@@ -84,17 +86,10 @@ def takes_settings(rank: int) -> None:
         fit(Lightning(), SkipUnusedCallback(**({"rebuild": 10} if rank == 0 else {})))
 
 
-def test_takes_settings() -> None:
-    run_launched(takes_settings)
-
-
-def trains_as_plain_ddp(rank: int) -> None:
+@on_launched
+def test_trains_as_plain_ddp(rank: int) -> None:
     assert torch.equal(fit(Lightning()).weights[0], train_by_hand(rank, None).weights[0])
     assert_trained_alike(rank, fit(Lightning(), SkipUnusedCallback("skip_unused")))
-
-
-def test_trains_as_plain_ddp() -> None:
-    run_launched(trains_as_plain_ddp)
 
 
 class ManualLightning(Lightning):
@@ -107,15 +102,13 @@ class ManualLightning(Lightning):
         optimizer.step()
 
 
-def trains_by_manual_optimization(rank: int) -> None:
+@on_launched
+def test_trains_by_manual_optimization(rank: int) -> None:
     assert_trained_alike(rank, fit(ManualLightning(), SkipUnusedCallback("skip_unused")))
 
 
-def test_trains_by_manual_optimization() -> None:
-    run_launched(trains_by_manual_optimization)
-
-
-def enable_does_the_same(rank: int) -> None:
+@on_launched
+def test_enable_does_the_same(rank: int) -> None:
     callback = SkipUnusedCallback("skip_unused")
     with ddp_hooks.enable("skip_unused") as enabled:
         weights = fit(Lightning()).weights
@@ -126,14 +119,11 @@ def enable_does_the_same(rank: int) -> None:
     assert_trained_alike(rank, together)
 
 
-def test_enable_does_the_same() -> None:
-    run_launched(enable_does_the_same)
-
-
 # --- one fit after the other
 
 
-def goes_on_in_a_second_fit(rank: int) -> None:
+@on_launched
+def test_goes_on_in_a_second_fit(rank: int) -> None:
     callback, module = SkipUnusedCallback("skip_unused"), Lightning()
     trainer = make_trainer(callback)
     trainer.fit(module, loader())
@@ -148,17 +138,14 @@ def goes_on_in_a_second_fit(rank: int) -> None:
     assert not differ_between_ranks(weights_of(module))
 
 
-def test_goes_on_in_a_second_fit() -> None:
-    run_launched(goes_on_in_a_second_fit)
-
-
 class Watch(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer.model, DistributedDataParallel)
         self.ddp = weakref.ref(trainer.model)
 
 
-def leaves_with_the_module(rank: int) -> None:
+@on_launched
+def test_leaves_with_the_module(rank: int) -> None:
     watch, callback = Watch(), SkipUnusedCallback()
     fit(Lightning(), watch, callback)
     gc.collect()
@@ -166,15 +153,12 @@ def leaves_with_the_module(rank: int) -> None:
     assert callback.state.stats().steps == STEPS
 
 
-def test_leaves_with_the_module() -> None:
-    run_launched(leaves_with_the_module)
-
-
-def resumes_from_a_checkpoint(rank: int, folder: Path) -> None:
+@on_launched
+def test_resumes_from_a_checkpoint(rank: int, tmp_path: Path) -> None:
     half = STEPS // 2
     first = make_trainer(SkipUnusedCallback("skip_unused"), limit_train_batches=half)
     first.fit(Lightning(), loader())
-    path = str(folder / "half.ckpt")
+    path = str(tmp_path / "half.ckpt")
     first.save_checkpoint(path)
 
     module, callback = Lightning(), SkipUnusedCallback("allreduce")
@@ -188,10 +172,6 @@ def resumes_from_a_checkpoint(rank: int, folder: Path) -> None:
     assert statistics.dense_bytes == whole.statistics.dense_bytes
     dense_rest = whole.statistics.dense_bytes - before.statistics.dense_bytes
     assert statistics.payload_bytes == before.statistics.payload_bytes + dense_rest
-
-
-def test_resumes_from_a_checkpoint(tmp_path: Path) -> None:
-    run_launched(resumes_from_a_checkpoint, tmp_path)
 
 
 def checkpoints_survive_the_callback(rank: int, folder: Path) -> None:
@@ -249,7 +229,8 @@ class LateBackboneFinetuning(BackboneFinetuning):
         self.freeze_before_training(pl_module)
 
 
-def finetunes_a_backbone(rank: int) -> None:
+@on_launched
+def test_finetunes_a_backbone(rank: int) -> None:
     unfreeze = {"unfreeze_backbone_at_epoch": 1, "lambda_func": lambda epoch: 1.5, "backbone_initial_lr": 0.02}
     wrong = fit(Backbone(), BackboneFinetuning(**unfreeze), strategy="ddp", max_epochs=2)
     assert differ_between_ranks(wrong.weights), "plain DDP averages the backbone now: say so in docs/trainers.md"
@@ -268,22 +249,19 @@ def finetunes_a_backbone(rank: int) -> None:
         assert ours.statistics.payload_bytes == STEPS * (rest + whole)
 
 
-def test_finetunes_a_backbone() -> None:
-    run_launched(finetunes_a_backbone)
-
-
 # --- what is logged
 
 
-def logs_what_is_saved(rank: int, folder: Path) -> None:
-    logger = CSVLogger(folder, name="", version="")
+@on_launched
+def test_logs_what_is_saved(rank: int, tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="", version="")
     callback = SkipUnusedCallback("skip_unused")
     trainer = make_trainer(callback, logger=logger, log_every_n_steps=2)
     trainer.fit(Lightning(), loader())
     statistics = callback.state.stats()
     payload = "ddp_hooks/payload_bytes_per_step"
     if rank == 0:
-        text = (folder / "metrics.csv").read_text().splitlines()
+        text = (tmp_path / "metrics.csv").read_text().splitlines()
         assert len(text) == 1 + STEPS // 2, text
         column = text[0].split(",").index(payload)
         assert sum(float(row.split(",")[column]) for row in text[1:]) * 2 == statistics.payload_bytes
@@ -293,10 +271,6 @@ def logs_what_is_saved(rank: int, folder: Path) -> None:
     assert not silent.callback_metrics
 
 
-def test_logs_what_is_saved(tmp_path: Path) -> None:
-    run_launched(logs_what_is_saved, tmp_path)
-
-
 # --- what has no DDP
 
 
@@ -304,7 +278,8 @@ class Unwrapped(DDPStrategy):
     def configure_ddp(self) -> None: ...
 
 
-def refuses_another_strategy(rank: int) -> None:
+@on_launched
+def test_refuses_another_strategy(rank: int) -> None:
     with pytest.raises(TypeError, match=r'expected a strategy that wraps .* received Unwrapped; use strategy="ddp"'):
         fit(Lightning(), SkipUnusedCallback(), strategy=Unwrapped())
     with pytest.raises((ValueError, RuntimeError), match="expected one of allreduce"):
@@ -326,7 +301,8 @@ class Sharded(Lightning):
         self.state = ddp_hooks.fsdp.register(self.model)
 
 
-def shows_the_way_for_fsdp2(rank: int) -> None:
+@on_launched
+def test_shows_the_way_for_fsdp2(rank: int) -> None:
     def strategy() -> ModelParallelStrategy:
         return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 
@@ -335,14 +311,6 @@ def shows_the_way_for_fsdp2(rank: int) -> None:
     module = Sharded()
     make_trainer(strategy=strategy()).fit(module, loader())
     assert module.state.stats().steps == STEPS
-
-
-def test_shows_the_way_for_fsdp2() -> None:
-    run_launched(shows_the_way_for_fsdp2)
-
-
-def test_refuses_another_strategy() -> None:
-    run_launched(refuses_another_strategy)
 
 
 def test_alone_it_does_nothing() -> None:

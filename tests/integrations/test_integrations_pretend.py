@@ -14,7 +14,7 @@ import test_integrations_transformers as with_transformers
 import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from test_integrations_lightning import Lightning, loader, make_trainer
 from test_pretend import BACKEND
 from test_pretend import pytestmark as pytestmark
@@ -88,21 +88,18 @@ def fit(rank: int, device: str) -> tuple[list[Tensor], Any]:
     return [parameter.detach().clone() for parameter in module.parameters()], callback.state.stats()
 
 
-def trains_alike(rank: int) -> None:
+def both_environments(rank: int) -> dict[str, str]:
+    return {**environment(rank), "DDP_HOOKS_IMPORT_FIRST": "pretend"}
+
+
+@on_ranks(2, backend=BACKEND, environment=both_environments)
+def test_lightning(rank: int) -> None:
     expected, statistics = fit(rank, "cpu")
     found, ours = fit(rank, "pretend")
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
     assert (ours.steps, ours.payload_bytes) == (statistics.steps, statistics.payload_bytes)
     assert ours.saved_fraction > 0.2
-
-
-def both_environments(rank: int) -> dict[str, str]:
-    return {**environment(rank), "DDP_HOOKS_IMPORT_FIRST": "pretend"}
-
-
-def test_lightning() -> None:
-    run_ranks(2, trains_alike, backend=BACKEND, environment=both_environments)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from commands import run_captured
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import SequentialSampler
 from torch.utils.tensorboard.writer import SummaryWriter  # noqa: F401 - what report_to="tensorboard" needs
@@ -23,6 +23,7 @@ from trainers import (
     differ_between_ranks,
     make_model,
     make_optimizer,
+    on_launched,
     run_launched,
     sent,
     train_by_hand,
@@ -73,8 +74,9 @@ def add_callback(trainer: Trainer, *args: Any, **options: Any) -> SkipUnusedCall
     return callback
 
 
-def trains_as_plain_ddp(rank: int, folder: Path) -> None:
-    trainer = make_trainer(folder)
+@on_launched
+def test_trains_as_plain_ddp(rank: int, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
     callback = add_callback(trainer, "skip_unused")
     trainer.train()
     assert_trained_alike(rank, Training(weights_of(trainer.model), callback.state.stats()))
@@ -102,30 +104,24 @@ def trains_as_plain_ddp(rank: int, folder: Path) -> None:
     assert not differ_between_ranks(weights_of(trainer.model))
 
 
-def test_trains_as_plain_ddp(tmp_path: Path) -> None:
-    run_launched(trains_as_plain_ddp, tmp_path)
-
-
-def enable_does_the_same(rank: int, folder: Path) -> None:
-    trainer = make_trainer(folder)
+@on_launched
+def test_enable_does_the_same(rank: int, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
     with ddp_hooks.enable("skip_unused") as enabled:
         trainer.train()
     (state,) = enabled.states
     assert_trained_alike(rank, Training(weights_of(trainer.model), state.stats()))
 
 
-def test_enable_does_the_same(tmp_path: Path) -> None:
-    run_launched(enable_does_the_same, tmp_path)
-
-
-def resumes_from_a_checkpoint(rank: int, folder: Path) -> None:
+@on_launched
+def test_resumes_from_a_checkpoint(rank: int, tmp_path: Path) -> None:
     half = STEPS // 2
-    first = make_trainer(folder, save_strategy="steps", save_steps=half)
+    first = make_trainer(tmp_path, save_strategy="steps", save_steps=half)
     whole = add_callback(first, "skip_unused")
     first.train()
-    second = make_trainer(folder)
+    second = make_trainer(tmp_path)
     callback = add_callback(second, "allreduce")
-    second.train(resume_from_checkpoint=str(folder / f"checkpoint-{half}"))
+    second.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{half}"))
     assert all(torch.equal(a, b) for a, b in zip(weights_of(second.model), weights_of(first.model), strict=True))
     # The bytes of before go on; the policy is the one that the program asks for now.
     before = train_by_hand(rank, "skip_unused", half).statistics
@@ -140,10 +136,6 @@ def resumes_from_a_checkpoint(rank: int, folder: Path) -> None:
     # A new training begins anew, but for what the callback has counted.
     second.train()
     assert callback.state.stats().steps == 2 * STEPS
-
-
-def test_resumes_from_a_checkpoint(tmp_path: Path) -> None:
-    run_launched(resumes_from_a_checkpoint, tmp_path)
 
 
 def checkpoints_survive_the_callback(rank: int, folder: Path) -> None:
@@ -195,13 +187,10 @@ def test_a_run_needs_no_line(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "ddp_hooks", "run", "--policy", "skip_unused", "--report", str(tmp_path / "report.json")]
-    done = subprocess.run(
+    done = run_captured(
         [*command, str(tmp_path / "script.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*ROOMS, *filter(None, [os.environ.get("PYTHONPATH")])])},
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     statistics = json.loads((tmp_path / "report.json").read_text())["total"]
@@ -212,24 +201,22 @@ def test_a_run_needs_no_line(tmp_path: Path) -> None:
         assert torch.equal(ours, plain)
 
 
-def trains_compiled(rank: int, folder: Path) -> None:
-    trainer = make_trainer(folder, torch_compile=True, torch_compile_backend="eager", logging_steps=STEPS)
+@pytest.mark.thorough
+@on_launched
+def test_trains_compiled(rank: int, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, torch_compile=True, torch_compile_backend="eager", logging_steps=STEPS)
     callback = add_callback(trainer, "skip_unused")
     trainer.train()
     assert_trained_alike(rank, Training(weights_of(trainer.model), callback.state.stats()))
 
 
-@pytest.mark.thorough
-def test_trains_compiled(tmp_path: Path) -> None:
-    run_launched(trains_compiled, tmp_path)
-
-
-def logs_to_tensorboard(rank: int, folder: Path) -> None:
-    trainer = make_trainer(folder, report_to="tensorboard", logging_steps=3)
+@on_launched
+def test_logs_to_tensorboard(rank: int, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, report_to="tensorboard", logging_steps=3)
     callback = add_callback(trainer, "skip_unused")
     trainer.train()
     if rank == 0:
-        (folder_of_events,) = {path.parent for path in folder.rglob("events.out.tfevents.*")}
+        (folder_of_events,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
         events = EventAccumulator(str(folder_of_events))
         events.Reload()
         tag = next(tag for tag in events.Tags()["scalars"] if tag.endswith("ddp_hooks/payload_bytes_per_step"))
@@ -237,35 +224,25 @@ def logs_to_tensorboard(rank: int, folder: Path) -> None:
         assert sum(event.value for event in events.Scalars(tag)) * 3 == callback.state.stats().payload_bytes
 
 
-def test_logs_to_tensorboard(tmp_path: Path) -> None:
-    run_launched(logs_to_tensorboard, tmp_path)
-
-
-def takes_settings(rank: int, folder: Path) -> None:
-    trainer = make_trainer(folder)
+@on_launched
+def test_takes_settings(rank: int, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
     callback = add_callback(trainer, "skip_unused", rebuild_after=10, direct=False)
     trainer.train()
     assert callback.state.policy == ddp_hooks.Policy(
         "skip_unused", rebuild_after=10, tuning=ddp_hooks.Tuning(direct=False)
     )
-    trainer = make_trainer(folder)
+    trainer = make_trainer(tmp_path)
     add_callback(trainer, **({"rebuild": 10} if rank == 0 else {}))
     with pytest.raises((TypeError, RuntimeError), match=r"expected fields of ddp_hooks\.Policy .* received 'rebuild'"):
         trainer.train()
 
 
-def test_takes_settings(tmp_path: Path) -> None:
-    run_launched(takes_settings, tmp_path)
-
-
-def says_what_is_wrong(rank: int, folder: Path) -> None:
+@on_launched
+def test_says_what_is_wrong(rank: int, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"expected the Trainer that it is added to, .*SkipUnusedCallback\(trainer\)"):
         SkipUnusedCallback("auto")
-    trainer = make_trainer(folder)
+    trainer = make_trainer(tmp_path)
     add_callback(trainer, "everything" if rank == 0 else "auto")
     with pytest.raises((ValueError, RuntimeError), match="expected one of allreduce"):
         trainer.train()
-
-
-def test_says_what_is_wrong(tmp_path: Path) -> None:
-    run_launched(says_what_is_wrong, tmp_path)

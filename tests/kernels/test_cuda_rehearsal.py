@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run_captured
 from cubins import ELF, FAT_BINARY, PTX, Compiled, Image, StandIn, prepare_stand_in, read_images, read_kernels
 
 from ddp_hooks import _C
@@ -89,12 +90,7 @@ def test_the_drivers_functions_are_declared_as_cuda_has_them() -> None:
     if header is None or compiler is None:
         pytest.skip("needs a compiler and CUDA's headers")
     command = [compiler, "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'csrc'}", f"-I{header.parent}"]
-    done = subprocess.run(
-        [*command, str(ROOT / "tests" / "kernels" / "driver_api.cpp")],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
+    done = run_captured([*command, str(ROOT / "tests" / "kernels" / "driver_api.cpp")], timeout=TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_slice_copy import DTYPES, WORDS
 
 from ddp_hooks_testing import _C as testing
 
 BLOCK = 1024  # elements: a few blocks of the CPU kernel, whose own borders test_unit_scan.py looks at
 SIZES = (0, 1, 2, 7, 8, 9, 31, 64, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 5)
-WORDS = {
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-}
-DTYPES = pytest.mark.parametrize("dtype", list(WORDS), ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def nonzero_scan(flat: torch.Tensor) -> tuple[bool, bool]:
@@ -63,14 +55,6 @@ def nonzero_words(dtype: torch.dtype) -> dict[str, int]:
         "nan": torch.iinfo(word).max,
     }
     return positive | {f"-{name}": value + sign for name, value in positive.items()}
-
-
-@pytest.fixture(params=[False, True], ids=["denormals", "flush to zero"])
-def floating_point_mode(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not torch.set_flush_denormal(request.param):
-        pytest.skip("this CPU cannot flush denormals to zero")
-    yield
-    torch.set_flush_denormal(False)
 
 
 @DTYPES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -25,14 +25,6 @@ from ddp_hooks_testing import _C as testing
 from ddp_hooks_testing._C import Contribution, SliceSum, sum_contributions
 
 pytestmark = pytest.mark.usefixtures("instructions")
-
-
-@pytest.fixture(params=[False, True], ids=["denormals", "flush to zero"])
-def floating_point_mode(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not torch.set_flush_denormal(request.param):
-        pytest.skip("this CPU cannot flush denormals to zero")
-    yield
-    torch.set_flush_denormal(False)
 
 
 def unsigned(flat: torch.Tensor) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,14 +21,6 @@ DTYPES = pytest.mark.parametrize("dtype", list(WORDS), ids=lambda dtype: str(dty
 # One over the world size: exact for 2, rounded for 3.
 FACTORS = pytest.mark.parametrize("factor", [1.0, 1 / 2, 1 / 3, 1 / 7, 1 / 1024])
 Ranges = list[tuple[int, int]]
-
-
-@pytest.fixture(params=[False, True], ids=["denormals", "flush to zero"])
-def floating_point_mode(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not torch.set_flush_denormal(request.param):
-        pytest.skip("this CPU cannot flush denormals to zero")
-    yield
-    torch.set_flush_denormal(False)
 
 
 def assert_same_bits(received: torch.Tensor, expected: torch.Tensor) -> None:

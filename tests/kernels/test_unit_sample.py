@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from test_nonzero_scan import DTYPES, WORDS, oracle
+from test_nonzero_scan import oracle
+from test_slice_copy import DTYPES, WORDS
 from test_unit_scan import random_slice
 
 from ddp_hooks_testing import _C as testing

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_nonzero_scan import DTYPES, WORDS, nonzero_words, oracle
+from test_nonzero_scan import nonzero_words, oracle
+from test_slice_copy import DTYPES, WORDS
 
 from ddp_hooks import _C
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from profiling import profiled
 from quick import thorough
-from spawn import run_ranks, run_ranks_with_sparse_gradients
+from spawn import on_ranks, run_ranks, run_ranks_with_sparse_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Run, Scenario, Trainer, assert_same, compare, register, train
@@ -603,18 +603,15 @@ class FewRows(Rows):
     steps = 4
 
 
-def pieces(rank: int, every_way: bool) -> None:
+@pytest.mark.parametrize("every_way", [False, *thorough(True)])
+@on_ranks(2)
+def test_pieces(rank: int, every_way: bool) -> None:
     """Units of several rows, and units that are parts of a row."""
     for changes in ({"min_unit_bytes": 100}, {"max_unit_bytes": 8}, {"min_unit_bytes": 100_000}):
         compare_all(rank, [FewRows, Experts, PrunedFilters], [with_settings(ADAPTIVE, **changes)], every_way)
         for number, scenario in enumerate((FewRows, Experts, PrunedFilters)):
             for native in (True, False) if every_way else (number % 2 == 0,):
                 compare(rank, scenario(), with_settings(EVERY_ROW, **changes), native)
-
-
-@pytest.mark.parametrize("every_way", [False, *thorough(True)])
-def test_pieces(every_way: bool) -> None:
-    run_ranks(2, pieces, every_way)
 
 
 def masks_that_grow(rank: int, direct: bool = True) -> None:
@@ -645,19 +642,16 @@ def test_masks_that_grow(world_size: int) -> None:
     run_ranks(world_size, masks_that_grow)
 
 
-def masks_on_a_grid(rank: int) -> None:
+@pytest.mark.thorough
+@on_ranks(6, timeout=300.0)
+def test_masks_on_a_grid(rank: int) -> None:
+    """Six ranks are two axes."""
     compare(rank, Rows(), EVERY_ROW, True)
     compare(rank, Rows(), with_settings(EVERY_ROW, min_direct_bytes=0, min_owner_saving=0), True)
     masks_that_grow(rank)
     # Where nobody asks who uses what, masks are merged and compressed again on their way.
     compare(rank, Rows(), with_settings(EVERY_ROW, direct=False), True)
     masks_that_grow(rank, direct=False)
-
-
-@pytest.mark.thorough
-def test_masks_on_a_grid() -> None:
-    """Six ranks are two axes."""
-    run_ranks(6, masks_on_a_grid, timeout=300.0)
 
 
 # --- gradients that somebody else reads, or has dropped
@@ -730,7 +724,8 @@ def test_gradients_of_foreign_memory() -> None:
     run_ranks(2, compare_all, [ForeignMemory], [EVERY_ROW])
 
 
-def gradient_in_a_later_hook(rank: int) -> None:
+@on_ranks(2)
+def test_gradient_in_a_later_hook(rank: int) -> None:
     """Who hangs a hook behind DDP's finds there what this rank computed, however long after."""
     torch.manual_seed(0)
     model = Table()
@@ -751,11 +746,8 @@ def gradient_in_a_later_hook(rank: int) -> None:
     torch.testing.assert_close(seen, [alone], rtol=0, atol=0)
 
 
-def test_gradient_in_a_later_hook() -> None:
-    run_ranks(2, gradient_in_a_later_hook)
-
-
-def table_of_two_modules(rank: int) -> None:
+@on_ranks(2)
+def test_table_of_two_modules(rank: int) -> None:
     """Both Reducers hear of one gradient, and each averages what this rank computed."""
 
     class Looker(nn.Module):
@@ -790,11 +782,8 @@ def table_of_two_modules(rank: int) -> None:
         assert all(state.stats().skip_zero_rows_steps == 4 for state in states)
 
 
-def test_table_of_two_modules() -> None:
-    run_ranks(2, table_of_two_modules)
-
-
-def dropped_gradients(rank: int) -> None:
+@on_ranks(2)
+def test_dropped_gradients(rank: int) -> None:
     """Registered through Python, the hook reads what the Reducer copied, whatever becomes of .grad."""
     found = []
     for policy in (None, EVERY_ROW):
@@ -813,11 +802,8 @@ def dropped_gradients(rank: int) -> None:
         assert_same(ours, plain, True, 0.0, "gradient")
 
 
-def test_dropped_gradients() -> None:
-    run_ranks(2, dropped_gradients)
-
-
-def usage_beside_values(rank: int) -> None:
+@on_ranks(2)
+def test_usage_beside_values(rank: int) -> None:
     """What is agreed on by units is not looked at by the scan of its bucket's zeros."""
     ddp = DistributedDataParallel(Table())
     state = register(ddp, with_settings(WITH_VALUES, min_divided_bytes=1000), True)
@@ -828,14 +814,11 @@ def usage_beside_values(rank: int) -> None:
     assert usage["table.weight"].used_here
 
 
-def test_usage_beside_values() -> None:
-    run_ranks(2, usage_beside_values)
-
-
 # --- the adaptive detector
 
 
-def auto_pauses_for_ever(rank: int) -> None:
+@on_ranks(2)
+def test_auto_pauses_for_ever(rank: int) -> None:
     most = 2**63 - 1
     ddp = DistributedDataParallel(Table(1024, 64))
     pauses = {"first_pause_steps": most, "longest_pause_steps": most, "min_zero_fraction": 0.3}
@@ -847,11 +830,8 @@ def auto_pauses_for_ever(rank: int) -> None:
     assert state.stats().skip_zero_rows_steps == 1
 
 
-def test_auto_pauses_for_ever() -> None:
-    run_ranks(2, auto_pauses_for_ever)
-
-
-def auto_leaves_what_is_sent_whole(rank: int) -> None:
+@on_ranks(2)
+def test_auto_leaves_what_is_sent_whole(rank: int) -> None:
     """A twentieth is what the policy asks for, but so little is not worth to be left out."""
     ddp = DistributedDataParallel(Table(1000, 64))
     state = register(ddp, with_settings(ADAPTIVE, first_pause_steps=100), True)
@@ -861,11 +841,10 @@ def auto_leaves_what_is_sent_whole(rank: int) -> None:
     assert state.stats().skip_zero_rows_steps == 1
 
 
-def test_auto_leaves_what_is_sent_whole() -> None:
-    run_ranks(2, auto_leaves_what_is_sent_whole)
-
-
-def auto_finds_rows(rank: int, views: bool, drops: bool) -> None:
+@pytest.mark.parametrize("views", [False, True], ids=["gradients", "views"])
+@pytest.mark.parametrize("drops", [False, True], ids=["keeps", "drops"])
+@on_ranks(2)
+def test_auto_finds_rows(rank: int, views: bool, drops: bool) -> None:
     class Large(Rows):
         rows = 4000
 
@@ -894,13 +873,8 @@ def auto_finds_rows(rank: int, views: bool, drops: bool) -> None:
         ddp.zero_grad(set_to_none=drops)
 
 
-@pytest.mark.parametrize("views", [False, True], ids=["gradients", "views"])
-@pytest.mark.parametrize("drops", [False, True], ids=["keeps", "drops"])
-def test_auto_finds_rows(views: bool, drops: bool) -> None:
-    run_ranks(2, auto_finds_rows, views, drops)
-
-
-def auto_leaves_dense_ones(rank: int) -> None:
+@on_ranks(2)
+def test_auto_leaves_dense_ones(rank: int) -> None:
     """One rank's dense gradient is enough; and what seems sparse everywhere and is not together is left for a while."""
     ddp = DistributedDataParallel(Table(1024, 64))
     policy = with_settings(ADAPTIVE, first_pause_steps=4, min_zero_fraction=0.3)
@@ -926,11 +900,8 @@ def auto_leaves_dense_ones(rank: int) -> None:
     assert all(on[first:])
 
 
-def test_auto_leaves_dense_ones() -> None:
-    run_ranks(2, auto_leaves_dense_ones)
-
-
-def samples_in_a_step(rank: int) -> None:
+@on_ranks(2)
+def test_a_bucket_is_sampled_at_once(rank: int) -> None:
     """All gradients of a bucket are sampled at once: on a device each sample is a launch."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(7)))
@@ -945,11 +916,8 @@ def samples_in_a_step(rank: int) -> None:
     assert names["ddp_hooks::sample"] == 1
 
 
-def test_a_bucket_is_sampled_at_once() -> None:
-    run_ranks(2, samples_in_a_step)
-
-
-def ranks_join(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_join(rank: int) -> None:
     """A rank that has no more batches plays along; meanwhile parameters are sent whole."""
 
     def gradients(hook: bool) -> list[torch.Tensor]:
@@ -970,11 +938,8 @@ def ranks_join(rank: int) -> None:
         assert_same(ours, plain, True, 0.0, "gradient")
 
 
-def test_ranks_join() -> None:
-    run_ranks(2, ranks_join)
-
-
-def late_and_rebuilt(rank: int) -> None:
+@on_ranks(2)
+def test_late_and_rebuilt(rank: int) -> None:
     """A table that was frozen when DDP was made, unfrozen, and known again after a rebuild."""
 
     class Sum(Both):
@@ -1007,7 +972,3 @@ def late_and_rebuilt(rank: int) -> None:
                 assert y is None or not y.any()
             else:
                 assert_same(x, y, True, 0.0, f"gradient {i} in step {step}")
-
-
-def test_late_and_rebuilt() -> None:
-    run_ranks(2, late_and_rebuilt)

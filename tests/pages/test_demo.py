@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run_captured
 
 pytest.importorskip("sklearn", reason="the demo needs the `demo` extra")
 pytest.importorskip("matplotlib", reason="the demo needs the `demo` extra")
@@ -29,15 +30,8 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(ddp_hooks.__file__).parent.p
 
 
 def run_command(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, DEMO, *arguments],
-        cwd=cwd,
-        env={**ENVIRONMENT, **variables},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
+    environment = {**ENVIRONMENT, **variables}
+    return run_captured([sys.executable, DEMO, *arguments], cwd=cwd, env=environment, timeout=TIMEOUT_SECONDS)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from commands import run_captured
 from quick import thorough
 from torch.distributed.run import get_args_parser
 
@@ -59,12 +60,10 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def torchrun(folder: Path, *script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_captured(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
         timeout=120,
     )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run_captured
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_SECONDS = 120
@@ -39,13 +39,10 @@ def test_every_example_is_run_and_in_the_index() -> None:
 def test_example(name: str) -> None:
     steps, quality, least_saved = RUNS[name]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
+    done = run_captured(
         [*command, str(EXAMPLES / f"{name}.py"), "--steps", str(steps)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
         timeout=TIMEOUT_SECONDS,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert quality in done.stdout

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -724,7 +724,8 @@ def test_name_in_ddp(name: str) -> None:
     run_ranks(ranks, probe)
 
 
-def comm_hook_(rank: int) -> None:
+@on_ranks(1)
+def test_private_hook(rank: int) -> None:
     """A private member: the hook, of whatever kind, until it is taken out."""
     built_in, native, python = (DistributedDataParallel(nn.Linear(4, 4)) for _ in range(3))
     assert not any(_C.reducer_has_hook(ddp.reducer) for ddp in (built_in, native, python))
@@ -735,10 +736,6 @@ def comm_hook_(rank: int) -> None:
     state.close()
     assert not _C.reducer_has_hook(native.reducer)
     native.register_comm_hook(None, allreduce_hook)
-
-
-def test_private_hook() -> None:
-    run_ranks(1, comm_hook_)
 
 
 def listed_under(heading: str) -> set[str]:

@@ -76,9 +76,9 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def wait_in_vain(function: str = "register", error: Exception | None = None) -> None:
-    with naming_absent_ranks(None, function):  # type: ignore[arg-type]
-        raise error or RuntimeError(TIMED_OUT)
+def wait_in_vain(error: Exception) -> None:
+    with naming_absent_ranks(None, "register"):  # type: ignore[arg-type]
+        raise error
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_timeouts_and_lost_connections_are_called(explained: list[str], err
     with pytest.raises(
         RanksAbsentError, match=r"register: .* s of waiting for rank 1, which did not call it"
     ) as caught:
-        wait_in_vain(error=error)
+        wait_in_vain(error)
     assert caught.value.__cause__ is error
     assert str(error) in str(caught.value)
     assert explained == ["register"]
@@ -107,7 +107,7 @@ def test_what_timeouts_and_lost_connections_are_called(explained: list[str], err
 )
 def test_other_errors_pass_as_they_are(explained: list[str], error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
-        wait_in_vain(error=error)
+        wait_in_vain(error)
     assert caught.value is error
     assert explained == []
 

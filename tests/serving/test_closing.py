@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -103,7 +103,8 @@ def test_within_backward_it_is_refused_on_every_rank() -> None:
     assert time.monotonic() - started < 40
 
 
-def _module_goes_on_one_rank(rank: int) -> None:
+@on_ranks(2)
+def test_a_module_that_is_gone_on_one_rank_keeps_nobody_waiting(rank: int) -> None:
     ddp = wrapped()
     state = ddp_hooks.register(ddp)
     step(ddp)
@@ -125,11 +126,8 @@ def _module_goes_on_one_rank(rank: int) -> None:
     second.close()
 
 
-def test_a_module_that_is_gone_on_one_rank_keeps_nobody_waiting() -> None:
-    run_ranks(2, _module_goes_on_one_rank)
-
-
-def _destroyed(rank: int) -> None:
+@on_ranks(2)
+def test_a_group_that_was_destroyed_has_nobody_to_agree_with(rank: int) -> None:
     group, store = dist.new_group(), dist.distributed_c10d._get_default_store()
     own, other = wrapped(group), wrapped()
     states = [ddp_hooks.register(own), ddp_hooks.register(other)]
@@ -146,21 +144,14 @@ def _destroyed(rank: int) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
 
 
-def test_a_group_that_was_destroyed_has_nobody_to_agree_with() -> None:
-    run_ranks(2, _destroyed)
-
-
-def _alone(rank: int) -> None:
+@on_ranks(1)
+def test_one_rank_asks_nobody(rank: int) -> None:
     ddp = wrapped()
     state = ddp_hooks.register(ddp)
     step(ddp)
     state.close()
     step(ddp)
     assert not is_attached(state)
-
-
-def test_one_rank_asks_nobody() -> None:
-    run_ranks(1, _alone)
 
 
 def fail_and_close(state: ddp_hooks.SkipUnusedState) -> None:
@@ -196,7 +187,9 @@ def test_an_error_that_is_handled_is_not_held_up() -> None:
     assert 0.5 <= seconds < 20
 
 
-def _different_states(rank: int) -> None:
+@pytest.mark.thorough
+@on_ranks(2)
+def test_ranks_that_close_different_states(rank: int) -> None:
     """Each is known by its name, so that nobody takes the one for the other."""
     group = dist.new_group(timeout=TIMEOUT)
     modules = [wrapped(group) for _ in range(2)]
@@ -210,8 +203,3 @@ def _different_states(rank: int) -> None:
     for state in states:
         state.close()
     assert not any(map(is_attached, states))
-
-
-@pytest.mark.thorough
-def test_ranks_that_close_different_states() -> None:
-    run_ranks(2, _different_states)

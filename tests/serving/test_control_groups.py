@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import RankFailure, run_ranks
+from spawn import RankFailure, on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import register
@@ -39,7 +39,8 @@ def reduced(ddp: DistributedDataParallel, rank: int) -> float:
 # --- opening
 
 
-def opened_by_others_only(rank: int) -> None:
+@on_ranks(2)
+def test_opened_by_others_only(rank: int) -> None:
     os.environ["DDP_HOOKS_HOST"] = "one for both"  # where there is one group
     ddp = wrap()
     really_open = control_groups._open_group
@@ -57,10 +58,6 @@ def opened_by_others_only(rank: int) -> None:
     assert reduced(ddp, rank) == 3  # as plain DDP
     ddp_hooks.register(ddp)
     assert reduced(ddp, rank) == 3
-
-
-def test_opened_by_others_only() -> None:
-    run_ranks(2, opened_by_others_only)
 
 
 LOST = "Gloo connectFullMesh failed with [pair.cc:553] Connection closed by peer [127.0.0.1]:17606"
@@ -200,19 +197,17 @@ def test_a_rank_that_is_gone_is_waited_for_once() -> None:
 # --- names
 
 
-def in_unequal_numbers_of_groups(rank: int, native: bool) -> None:
+@pytest.mark.parametrize("native", [False, True])
+@on_ranks(2)
+def test_in_unequal_numbers_of_groups(rank: int, native: bool) -> None:
     dist.new_group([0])  # every rank calls it, and rank 0 alone is a member
     ddp = wrap()
     register(ddp, "skip_unused", native)
     assert reduced(ddp, rank) == 3
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_in_unequal_numbers_of_groups(native: bool) -> None:
-    run_ranks(2, in_unequal_numbers_of_groups, native)
-
-
-def on_overlapping_subgroups(rank: int) -> None:
+@on_ranks(3)
+def test_on_overlapping_subgroups(rank: int) -> None:
     groups = {(0, 1): dist.new_group([0, 1]), (1, 2): dist.new_group([1, 2])}
     for ranks, group in groups.items():
         if rank in ranks:
@@ -223,11 +218,8 @@ def on_overlapping_subgroups(rank: int) -> None:
     assert dist.new_group([0, 1, 2]) is not None
 
 
-def test_on_overlapping_subgroups() -> None:
-    run_ranks(3, on_overlapping_subgroups)
-
-
-def after_a_group_was_destroyed(rank: int) -> None:
+@on_ranks(2)
+def test_after_a_group_was_destroyed(rank: int) -> None:
     first = wrap()
     ddp_hooks.register(first)
     group = dist.new_group([0, 1])
@@ -239,10 +231,6 @@ def after_a_group_was_destroyed(rank: int) -> None:
     assert [reduced(ddp, rank) for ddp in (first, second, third)] == [3, 3, 3]
 
 
-def test_after_a_group_was_destroyed() -> None:
-    run_ranks(2, after_a_group_was_destroyed)
-
-
 # --- what is left
 
 
@@ -250,9 +238,9 @@ def resources() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def holds_no_more_than(expected: tuple[int, int], seconds: float = 5.0) -> bool:
+def holds_no_more_than(expected: tuple[int, int]) -> bool:
     """Wait until no more files and no more threads than ``expected`` are open; return whether that has come."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 5.0
     while any(found > before for found, before in zip(resources(), expected, strict=True)):
         if time.monotonic() > deadline:
             return False
@@ -261,8 +249,8 @@ def holds_no_more_than(expected: tuple[int, int], seconds: float = 5.0) -> bool:
     return True
 
 
-def resources_at_rest(quiet: float = 0.5, seconds: float = 30.0) -> tuple[int, int]:
-    """Return what is open once it has not changed for ``quiet`` seconds.
+def resources_at_rest() -> tuple[int, int]:
+    """Return what is open once it has not changed for half a second.
 
     These processes ran other tests before, whose groups close by and by. And threads that are
     started once are no leak: torch's on the first pass, and what watches the default group on the
@@ -274,15 +262,18 @@ def resources_at_rest(quiet: float = 0.5, seconds: float = 30.0) -> tuple[int, i
     del ddp
     gc.collect()
     found, since = resources(), time.monotonic()
-    deadline = since + seconds
-    while time.monotonic() < min(since + quiet, deadline):
+    deadline = since + 30.0
+    while time.monotonic() < min(since + 0.5, deadline):
         time.sleep(0.05)
         if (now := resources()) != found:
             found, since = now, time.monotonic()
     return found
 
 
-def wrapped_again_and_again(rank: int, native: bool) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("native", [False, True])
+@on_ranks(2)
+def test_wrapped_again_and_again(rank: int, native: bool) -> None:
     before = resources_at_rest()
     model = nn.Linear(4, 4)
     for _ in range(40):
@@ -293,13 +284,8 @@ def wrapped_again_and_again(rank: int, native: bool) -> None:
     assert holds_no_more_than(before)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("native", [False, True])
-def test_wrapped_again_and_again(native: bool) -> None:
-    run_ranks(2, wrapped_again_and_again, native)
-
-
-def closes_with_the_module(rank: int) -> None:
+@on_ranks(2)
+def test_closes_with_the_module(rank: int) -> None:
     before = resources_at_rest()
     ddp = wrap()
     state = ddp_hooks.register(ddp, "skip_unused")
@@ -312,11 +298,8 @@ def closes_with_the_module(rank: int) -> None:
         state.usage()
 
 
-def test_closes_with_the_module() -> None:
-    run_ranks(2, closes_with_the_module)
-
-
-def shared_by_wrappers_of_one_model(rank: int) -> None:
+@on_ranks(2)
+def test_shared_by_wrappers_of_one_model(rank: int) -> None:
     model = nn.Linear(4, 4)
     first = DistributedDataParallel(model, find_unused_parameters=True)
     state = ddp_hooks.register(first)
@@ -342,10 +325,6 @@ def shared_by_wrappers_of_one_model(rank: int) -> None:
     assert reduced(third, rank) == 3
 
 
-def test_shared_by_wrappers_of_one_model() -> None:
-    run_ranks(2, shared_by_wrappers_of_one_model)
-
-
 def fail(gradient: torch.Tensor) -> None:
     raise FloatingPointError("nan in a gradient")
 
@@ -362,7 +341,9 @@ class FailsOnDemand(nn.Linear):
         return output * 1
 
 
-def dropped_by_its_own_worker(rank: int) -> None:
+@pytest.mark.thorough
+@on_ranks(4)
+def test_dropped_by_its_own_worker(rank: int) -> None:
     """A completion holds the last reference to the group in whose worker it runs."""
     control_groups.LARGEST_AXIS = 2
     ddp = DistributedDataParallel(FailsOnDemand(4, 4), find_unused_parameters=True)
@@ -384,15 +365,12 @@ def dropped_by_its_own_worker(rank: int) -> None:
     control_groups.LARGEST_AXIS = 4
 
 
-@pytest.mark.thorough
-def test_dropped_by_its_own_worker() -> None:
-    run_ranks(4, dropped_by_its_own_worker)
-
-
 # --- closing
 
 
-def closed(rank: int, native: bool) -> None:
+@pytest.mark.parametrize("native", [False, True])
+@on_ranks(2)
+def test_closed(rank: int, native: bool) -> None:
     """The module trains on as plain DDP, with everything that the user has set on it."""
     seen: list[str] = []
     ddp = wrap(bucket_cap_mb=0.001)
@@ -427,12 +405,8 @@ def closed(rank: int, native: bool) -> None:
     assert state.stats() == sent
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_closed(native: bool) -> None:
-    run_ranks(2, closed, native)
-
-
-def closed_within_backward(rank: int) -> None:
+@on_ranks(2)
+def test_closed_within_backward(rank: int) -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), bucket_cap_mb=1e-5)
     state = ddp_hooks.register(ddp)
     refused: list[str] = []
@@ -462,10 +436,6 @@ def closed_within_backward(rank: int) -> None:
     assert state.stats().steps == 1
 
 
-def test_closed_within_backward() -> None:
-    run_ranks(2, closed_within_backward)
-
-
 class FrozenFirst(nn.Module):
     """Of two dtypes each a layer that is frozen when the module is wrapped, so that DDP does not know it."""
 
@@ -493,7 +463,9 @@ def at_the_end_of_backward(parameter: nn.Parameter, act: Callable[[], None]) -> 
     handle = parameter.register_hook(report)
 
 
-def closed_at_the_end_of_backward(rank: int, moment: str) -> None:
+@pytest.mark.parametrize("moment", ["refused", "gone", "while it averages"])
+@on_ranks(2)
+def test_closed_at_the_end_of_backward(rank: int, moment: str) -> None:
     """By another thread, when the Reducer has finalised and this rank still owes the others its unmanaged gradients."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(FrozenFirst())
@@ -539,12 +511,8 @@ def closed_at_the_end_of_backward(rank: int, moment: str) -> None:
         assert not _C.reducer_has_hook(ddp.reducer)
 
 
-@pytest.mark.parametrize("moment", ["refused", "gone", "while it averages"])
-def test_closed_at_the_end_of_backward(moment: str) -> None:
-    run_ranks(2, closed_at_the_end_of_backward, moment)
-
-
-def closed_after_an_error_at_the_end_of_backward(rank: int) -> None:
+@on_ranks(2)
+def test_closed_after_an_error_at_the_end_of_backward(rank: int) -> None:
     """What is not called any more keeps nobody from closing."""
     ddp = DistributedDataParallel(FrozenFirst())
     state = ddp_hooks.register(ddp)
@@ -559,11 +527,9 @@ def closed_after_an_error_at_the_end_of_backward(rank: int) -> None:
     state.close()
 
 
-def test_closed_after_an_error_at_the_end_of_backward() -> None:
-    run_ranks(2, closed_after_an_error_at_the_end_of_backward)
-
-
-def rebuild_goes_while_it_runs(rank: int, replaced: bool) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+@on_ranks(1)
+def test_rebuild_goes_while_it_runs(rank: int, replaced: bool) -> None:
     """What is called to rebuild lives as long as its call, also when that closes the engine, as a rebuild does."""
 
     class Token:
@@ -596,11 +562,6 @@ def rebuild_goes_while_it_runs(rank: int, replaced: bool) -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_rebuild_goes_while_it_runs(replaced: bool) -> None:
-    run_ranks(1, rebuild_goes_while_it_runs, replaced)
-
-
 def on_one_rank_only(rank: int) -> None:
     ddp = wrap()
     if rank == 0:
@@ -621,7 +582,8 @@ def test_on_one_rank_only() -> None:
     assert "on_one_rank_only" not in str(caught.value)
 
 
-def in_different_functions(rank: int) -> None:
+@on_ranks(2)
+def test_in_different_functions(rank: int) -> None:
     ddp = wrap()
     ddp_hooks.register(ddp)
     for ours, theirs in (("rebuild", "set_policy"), ("rebuild", "average_parameters"), ("set_policy", "register")):
@@ -640,10 +602,6 @@ def in_different_functions(rank: int) -> None:
 
 def state(ddp: DistributedDataParallel) -> ddp_hooks.SkipUnusedState:
     return ddp._comm_hooks[0][1]  # type: ignore[no-any-return]
-
-
-def test_in_different_functions() -> None:
-    run_ranks(2, in_different_functions)
 
 
 def timeouts(rank: int, seconds: float) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from spawn import run_ranks
+from spawn import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -63,7 +63,8 @@ def on_rank_1(rank: int) -> dict[str, str]:
     return {VARIABLE: str(rank)}
 
 
-def every_registration(rank: int) -> None:
+@on_ranks(2, environment=everywhere)
+def test_every_registration_leaves_plain_ddp(rank: int) -> None:
     with pytest.warns(UserWarning, match=f"{VARIABLE} is set, so no hook is registered"):
         ddp_hooks.register(wrap())
     with warnings.catch_warnings():
@@ -138,11 +139,8 @@ def every_registration(rank: int) -> None:
         ddp_hooks.register(wrap(), "skip_unsued")
 
 
-def test_every_registration_leaves_plain_ddp() -> None:
-    run_ranks(2, every_registration, environment=everywhere)
-
-
-def on_some_ranks(rank: int) -> None:
+@on_ranks(2, environment=on_rank_1)
+def test_ranks_that_differ_are_refused(rank: int) -> None:
     differs = f"environment variable {VARIABLE} is set on rank 1 but not on rank 0; set it on every rank or on none"
     ddp = wrap()
     for call in (ddp_hooks.register, ddp_hooks.SkipUnusedState):
@@ -158,7 +156,3 @@ def on_some_ranks(rank: int) -> None:
     state = ddp_hooks.register(ddp)
     assert_trains_as_plain_ddp(ddp, rank)
     assert state.stats().steps == 1
-
-
-def test_ranks_that_differ_are_refused() -> None:
-    run_ranks(2, on_some_ranks, environment=on_rank_1)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -100,7 +100,8 @@ def has_hook(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._comm_hooks)
 
 
-def _modules_of_others(rank: int) -> None:
+@on_ranks(2)
+def test_modules_that_others_make_get_the_hook(rank: int) -> None:
     begin()
     before = wrapped()
     expected = train(before, rank)
@@ -149,7 +150,8 @@ def _modules_of_others(rank: int) -> None:
     ddp_hooks.disable()
 
 
-def _blocks(rank: int) -> None:
+@on_ranks(2)
+def test_blocks_nest_and_leave_no_trace(rank: int) -> None:
     begin()
     with ddp_hooks.enable("skip_unused", rebuild_after=3) as outer:
         assert outer.policy == ddp_hooks.Policy("skip_unused", rebuild_after=3)
@@ -194,7 +196,8 @@ def _blocks(rank: int) -> None:
         assert_equal(*plain)
 
 
-def _wrappers_of_others(rank: int) -> None:
+@on_ranks(2)
+def test_other_wrappers_are_respected(rank: int) -> None:
     """Somebody else replaces `__init__`, too, before or after."""
     calls: list[str] = []
 
@@ -224,18 +227,6 @@ def _wrappers_of_others(rank: int) -> None:
     with watch_construction(refuse), pytest.raises(ValueError, match="not this one"):
         wrapped()
     assert is_plain("__init__")
-
-
-def test_modules_that_others_make_get_the_hook() -> None:
-    run_ranks(2, _modules_of_others)
-
-
-def test_blocks_nest_and_leave_no_trace() -> None:
-    run_ranks(2, _blocks)
-
-
-def test_other_wrappers_are_respected() -> None:
-    run_ranks(2, _wrappers_of_others)
 
 
 # --- what cannot be served
@@ -275,7 +266,8 @@ REFUSED: dict[str, Callable[[int], DistributedDataParallel]] = {
 }
 
 
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_served_trains_as_plain_ddp(rank: int) -> None:
     begin()
     texts: list[str] = []
     for reason, make in REFUSED.items():
@@ -300,7 +292,8 @@ def _refused(rank: int) -> None:
         assert warned(wrapped)[1] == []
 
 
-def _absent(rank: int) -> None:
+@on_ranks(2)
+def test_a_rank_without_enable_is_named_and_hangs_nobody(rank: int) -> None:
     begin()
     expected = train(wrapped(), rank)
     began = time.monotonic()
@@ -326,7 +319,8 @@ def _absent(rank: int) -> None:
     assert time.monotonic() - began < 10  # nobody has lost patience
 
 
-def _other_modules(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_that_enable_it_for_different_modules_hang_nobody(rank: int) -> None:
     """Each rank enables it for another module; rank 0 is slow to see that nobody came."""
     begin()
     slow = watch_construction(lambda ddp: time.sleep(0.5)) if rank == 0 else nullcontext()
@@ -350,7 +344,8 @@ def _other_modules(rank: int) -> None:
         assert warned(wrapped)[1] == []
 
 
-def _by_hand_on_one_rank(rank: int) -> None:
+@on_ranks(2)
+def test_enabled_on_one_rank_and_registered_on_the_other_is_refused(rank: int) -> None:
     begin()
     with ddp_hooks.enable() if rank == 0 else nullcontext():
         ddp, shown = warned(wrapped)
@@ -365,7 +360,8 @@ def _by_hand_on_one_rank(rank: int) -> None:
     assert_equal(train(ddp, rank), train(wrapped(), rank))
 
 
-def _constructions(rank: int) -> None:
+@on_ranks(2)
+def test_constructions_of_every_kind_are_counted_right(rank: int) -> None:
     """What the ranks know of each other before DDP's `__init__` follows what they do in it."""
     begin()
     frozen = Heads().requires_grad_(False)
@@ -396,23 +392,9 @@ def _constructions(rank: int) -> None:
     assert rank == 1 or 1.0 <= time.monotonic() - began < 10
 
 
-def test_what_cannot_be_served_trains_as_plain_ddp() -> None:
-    run_ranks(2, _refused)
-
-
-def test_a_rank_without_enable_is_named_and_hangs_nobody() -> None:
-    run_ranks(2, _absent)
-
-
-def test_ranks_that_enable_it_for_different_modules_hang_nobody() -> None:
-    run_ranks(2, _other_modules)
-
-
-def test_enabled_on_one_rank_and_registered_on_the_other_is_refused() -> None:
-    run_ranks(2, _by_hand_on_one_rank)
-
-
-def _unevenly(rank: int) -> None:
+@on_ranks(3)
+def test_ranks_that_enabled_it_more_often_and_less_often_meet_to_register(rank: int) -> None:
+    """With three, the sum of how often they did may be thrice what one of them did."""
     enabling.PATIENCE_SECONDS = 0.5
     for turn in range(2):
         with ddp_hooks.enable() if rank + turn < 2 else nullcontext():
@@ -420,15 +402,6 @@ def _unevenly(rank: int) -> None:
     ddp = wrapped()
     assert ddp_hooks.register(ddp).serves(ddp)
     train(ddp, rank)
-
-
-def test_ranks_that_enabled_it_more_often_and_less_often_meet_to_register() -> None:
-    """With three, the sum of how often they did may be thrice what one of them did."""
-    run_ranks(3, _unevenly)
-
-
-def test_constructions_of_every_kind_are_counted_right() -> None:
-    run_ranks(2, _constructions)
 
 
 def test_bad_policies_are_refused_at_the_call() -> None:
@@ -451,7 +424,8 @@ def halve(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     return work.then(lambda done: done.value()[0])
 
 
-def _other_hooks(rank: int) -> None:
+@on_ranks(2)
+def test_a_hook_that_is_registered_later_takes_the_place(rank: int) -> None:
     begin()
     plain = wrapped()
     plain.register_comm_hook(None, halve)
@@ -517,7 +491,3 @@ def _other_hooks(rank: int) -> None:
     assert gone() is None
     assert is_plain()
     closed.register_comm_hook(None, halve)
-
-
-def test_a_hook_that_is_registered_later_takes_the_place() -> None:
-    run_ranks(2, _other_hooks)

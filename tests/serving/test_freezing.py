@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from spawn import RankFailure, run_ranks
+from spawn import RankFailure, on_ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
-from training import register
+from training import assert_same_gradients, register
 
 import ddp_hooks
 from ddp_hooks import _C
@@ -153,7 +153,9 @@ def test_random_freezing_on_three_ranks(find_unused: bool) -> None:
     run_ranks(3, random_freezing, find_unused, False, "sgd", "skip_unused", True, 100)
 
 
-def stale_gradient_of_frozen(rank: int, native: bool) -> None:
+@pytest.mark.parametrize("native", [False, True])
+@on_ranks(2)
+def test_a_stale_gradient_of_what_is_frozen_stays(rank: int, native: bool) -> None:
     """A gradient that was there before stays, although others were accumulated under no_sync()."""
     model, twin = make_model(), make_model()
     ddp = wrap(model)
@@ -179,11 +181,8 @@ def stale_gradient_of_frozen(rank: int, native: bool) -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_a_stale_gradient_of_what_is_frozen_stays(native: bool) -> None:
-    run_ranks(2, stale_gradient_of_frozen, native)
-
-
-def stale_gradient_of_late(rank: int, native: bool) -> None:
+@on_ranks(2)
+def test_a_stale_gradient_of_what_is_late(rank: int, native: bool) -> None:
     """What nobody used in a step stays; where one rank used it, what the other has left over travels, as in DDP."""
 
     class Chooses(nn.Module):
@@ -213,11 +212,8 @@ def stale_gradient_of_late(rank: int, native: bool) -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_a_stale_gradient_of_what_is_late(native: bool) -> None:
-    run_ranks(2, stale_gradient_of_late, native)
-
-
-def frozen_where_others_left_a_gradient(rank: int, native: bool) -> None:
+@on_ranks(2)
+def test_frozen_where_others_left_a_gradient(rank: int, native: bool) -> None:
     """A rank that never unfroze an unmanaged parameter has received a gradient; it does not send that one on."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
@@ -232,11 +228,6 @@ def frozen_where_others_left_a_gradient(rank: int, native: bool) -> None:
         ddp_hooks.freeze(ddp, "0.*")
     ddp(torch.ones(2, 4)).sum().backward()
     assert (model[0].weight.grad is None) == (rank == 0)
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_frozen_where_others_left_a_gradient(native: bool) -> None:
-    run_ranks(2, frozen_where_others_left_a_gradient, native)
 
 
 def train_fresh(frozen: list[int], steps: int, find_unused: bool, rebuild: bool | None) -> tuple[nn.Module, Any]:
@@ -262,7 +253,10 @@ def train_fresh(frozen: list[int], steps: int, find_unused: bool, rebuild: bool 
     return model, state
 
 
-def same_as_built_frozen(rank: int, find_unused: bool, rebuild: bool) -> None:
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("rebuild", [False, True])
+@on_ranks(2)
+def test_same_as_built_frozen(rank: int, find_unused: bool, rebuild: bool) -> None:
     for frozen in ([0], [0, 1, 2], [1, 3], [0, 1, 2, 3, 4]):
         fresh, _ = train_fresh(frozen, 8, find_unused, None)
         ours, state = train_fresh(frozen, 8, find_unused, rebuild)
@@ -273,13 +267,9 @@ def same_as_built_frozen(rank: int, find_unused: bool, rebuild: bool) -> None:
         assert state.stats().dense_bytes == 8 * dense
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("rebuild", [False, True])
-def test_same_as_built_frozen(find_unused: bool, rebuild: bool) -> None:
-    run_ranks(2, same_as_built_frozen, find_unused, rebuild)
-
-
-def unfrozen_under_any_policy(rank: int, policy: str) -> None:
+@pytest.mark.parametrize("policy", list(ddp_hooks.policies.PRESETS))
+@on_ranks(2)
+def test_unfrozen_under_any_policy(rank: int, policy: str) -> None:
     """Frozen when wrapped, unfrozen later: DDP does not know these parameters, under no policy are they forgotten."""
     model, twin = make_model(), make_model()
     oracle = Oracle(twin)
@@ -297,12 +287,8 @@ def unfrozen_under_any_policy(rank: int, policy: str) -> None:
         assert_alike(model, twin, f"step {step}")
 
 
-@pytest.mark.parametrize("policy", list(ddp_hooks.policies.PRESETS))
-def test_unfrozen_under_any_policy(policy: str) -> None:
-    run_ranks(2, unfrozen_under_any_policy, policy)
-
-
-def registered_late(rank: int) -> None:
+@on_ranks(2)
+def test_registered_late(rank: int) -> None:
     """A step between making the state and registering the hook leaves nothing behind."""
     ddp = wrap(make_model(), find_unused_parameters=True)
     state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
@@ -315,11 +301,10 @@ def registered_late(rank: int) -> None:
     assert state.stats().payload_bytes == state.stats().dense_bytes
 
 
-def test_registered_late() -> None:
-    run_ranks(2, registered_late)
-
-
-def unfrozen_after_rebuild(rank: int, find_unused: bool, bucket_view: bool) -> None:
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("bucket_view", [False, True])
+@on_ranks(2)
+def test_unfrozen_after_rebuild(rank: int, find_unused: bool, bucket_view: bool) -> None:
     """What the new Reducer does not know is averaged all the same, when unfrozen on all ranks or on one."""
     model, twin = make_model(), make_model()
     ddp = wrap(model, find_unused_parameters=find_unused, gradient_as_bucket_view=bucket_view)
@@ -364,13 +349,8 @@ def unfrozen_after_rebuild(rank: int, find_unused: bool, bucket_view: bool) -> N
     assert state.stats().steps == 30
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("bucket_view", [False, True])
-def test_unfrozen_after_rebuild(find_unused: bool, bucket_view: bool) -> None:
-    run_ranks(2, unfrozen_after_rebuild, find_unused, bucket_view)
-
-
-def joined_while_unfrozen(rank: int) -> None:
+@on_ranks(2)
+def test_joined_while_unfrozen(rank: int) -> None:
     """A rank that has joined takes part in averaging what the Reducer does not know."""
     model, twin = make_model(), make_model()
     linears(model)[0].requires_grad_(False)
@@ -388,10 +368,6 @@ def joined_while_unfrozen(rank: int) -> None:
                 twin(batch).square().sum().backward()
                 for ours, alone in zip(model.parameters(), twin.parameters(), strict=True):
                     assert torch.equal(ours.grad, alone.grad / 2)
-
-
-def test_joined_while_unfrozen() -> None:
-    run_ranks(2, joined_while_unfrozen)
 
 
 class Parts(nn.Module):
@@ -450,7 +426,11 @@ def joined_gradients(
     return {name: None if p.grad is None else p.grad.item() for name, p in ddp.module.named_parameters()}
 
 
-def joined_with_a_new_reducer(rank: int, made_by: str, native: bool) -> None:
+@pytest.mark.parametrize("made_by", ["registering", "rebuild", "rebuild_after"])
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_joined_with_a_new_reducer(rank: int, made_by: str, native: bool) -> None:
     """What a rank that joins says of its last step, plain DDP's does, whether or not the Reducer was made since."""
     steps = [("one", "recent", "first"), ("recent",)]
     steps = [] if made_by == "registering" else steps[:1] + 2 * steps[1:]
@@ -466,14 +446,9 @@ def joined_with_a_new_reducer(rank: int, made_by: str, native: bool) -> None:
             assert ours["first.weight"] is None
 
 
-@pytest.mark.parametrize("made_by", ["registering", "rebuild", "rebuild_after"])
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_joined_with_a_new_reducer(world_size: int, native: bool, made_by: str) -> None:
-    run_ranks(world_size, joined_with_a_new_reducer, made_by, native)
-
-
-def rebuilds_by_itself(rank: int, native: bool, after: int) -> None:
+@pytest.mark.parametrize(("native", "after"), [(False, 3), (True, 3), (True, 1)])
+@on_ranks(2)
+def test_rebuilds_by_itself(rank: int, native: bool, after: int) -> None:
     policy = ddp_hooks.Policy("test", rebuild_after=after)
     ddp = wrap(make_model(), find_unused_parameters=False)
     state = register(ddp, policy, native)
@@ -500,11 +475,6 @@ def rebuilds_by_itself(rank: int, native: bool, after: int) -> None:
     assert state.stats().saved_fraction > 0
 
 
-@pytest.mark.parametrize(("native", "after"), [(False, 3), (True, 3), (True, 1)])
-def test_rebuilds_by_itself(native: bool, after: int) -> None:
-    run_ranks(2, rebuilds_by_itself, native, after)
-
-
 class Branches(nn.Module):
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -515,7 +485,8 @@ class Branches(nn.Module):
         return self.used(self.rows(torch.tensor([1, 2])) if rows else x)
 
 
-def rebuilds_when_all_have_frozen(rank: int) -> None:
+@on_ranks(2)
+def test_rebuilds_when_all_have_frozen(rank: int) -> None:
     """What nobody uses is frozen later, on one rank later still: it is tried again, more and more rarely."""
     ddp = DistributedDataParallel(Branches(sparse=False), find_unused_parameters=True)
     register(ddp, ddp_hooks.Policy("test", rebuild_after=2), True)
@@ -530,11 +501,8 @@ def rebuilds_when_all_have_frozen(rank: int) -> None:
     assert known == [5] + [4] * 14 + [2] * 2
 
 
-def test_rebuilds_when_all_have_frozen() -> None:
-    run_ranks(2, rebuilds_when_all_have_frozen)
-
-
-def sparse_when_late(rank: int) -> None:
+@on_ranks(2)
+def test_sparse_when_late(rank: int) -> None:
     """It cannot be averaged. The rank that has it says so; the other one does not wait for it."""
     module = Branches(sparse=True)
     module.rows.weight.requires_grad_(False)
@@ -552,11 +520,9 @@ def sparse_when_late(rank: int) -> None:
         ddp.zero_grad()
 
 
-def test_sparse_when_late() -> None:
-    run_ranks(2, sparse_when_late)
-
-
-def rebuilds_in_a_wrapper(rank: int, own_state: bool) -> None:
+@pytest.mark.parametrize("own_state", [False, True])
+@on_ranks(2)
+def test_rebuilds_in_a_wrapper(rank: int, own_state: bool) -> None:
     """A hook of the user's around ours stays where it is, by itself and by hand."""
     ddp, plain = (wrap(make_model(), find_unused_parameters=True) for _ in range(2))
     inner = ddp_hooks.SkipUnusedState(ddp, ddp_hooks.Policy("test", rebuild_after=2))
@@ -598,12 +564,8 @@ def rebuilds_in_a_wrapper(rank: int, own_state: bool) -> None:
     assert ddp._comm_hooks == [(wrapper, state)]
 
 
-@pytest.mark.parametrize("own_state", [False, True])
-def test_rebuilds_in_a_wrapper(own_state: bool) -> None:
-    run_ranks(2, rebuilds_in_a_wrapper, own_state)
-
-
-def usage_is_known_after_a_rebuild(rank: int) -> None:
+@on_ranks(2)
+def test_usage_is_known_after_a_rebuild(rank: int) -> None:
     """Also right after it, and by name: the new Reducer counts its parameters anew."""
     ddp = wrap(make_model(), find_unused_parameters=True)
     state = ddp_hooks.register(ddp, ddp_hooks.Policy("test", rebuild_after=2))
@@ -633,17 +595,14 @@ def usage_is_known_after_a_rebuild(rank: int) -> None:
     assert step() == {"0.weight", "0.bias"}
 
 
-def test_usage_is_known_after_a_rebuild() -> None:
-    run_ranks(2, usage_is_known_after_a_rebuild)
-
-
 def strided_tensors() -> list[torch.Tensor]:
     gc.collect()
     found = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
     return [tensor for tensor in found if tensor.layout == torch.strided]  # those that are sparse have no storage
 
 
-def buckets_are_given_back(rank: int) -> None:
+@on_ranks(2)
+def test_buckets_are_given_back(rank: int) -> None:
     earlier = strided_tensors()  # of tests before; held, so that no other gets the identity of one
     known = set(map(id, earlier))
     model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 500), nn.Linear(500, 4))
@@ -660,14 +619,11 @@ def buckets_are_given_back(rank: int) -> None:
     assert max(sizes) <= 500 * 501 * 4
 
 
-def test_buckets_are_given_back() -> None:
-    run_ranks(2, buckets_are_given_back)
-
-
 # --- static graphs
 
 
-def static_graph(rank: int) -> None:
+@on_ranks(2)
+def test_static_graph(rank: int) -> None:
     """Frozen later than in the first step, in which a static graph is learnt."""
     model, twin = make_model(), make_model()
     ddp = wrap(model, static_graph=True)
@@ -685,10 +641,6 @@ def static_graph(rank: int) -> None:
         oracle.reduce()
         assert_alike(model, twin, f"step {step}")
     assert state.stats().payload_bytes < state.stats().dense_bytes
-
-
-def test_static_graph() -> None:
-    run_ranks(2, static_graph)
 
 
 # --- declared in advance
@@ -711,7 +663,11 @@ class Depth(nn.Module):
         return self.last(x)
 
 
-def declared_unused(rank: int, find_unused: bool, once: bool, bucket_view: bool) -> None:
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("bucket_view", [False, True])
+@on_ranks(2)
+def test_declared_unused(rank: int, find_unused: bool, once: bool, bucket_view: bool) -> None:
     torch.manual_seed(0)
     model, twin = Depth(), Depth()
     twin.load_state_dict(model.state_dict())
@@ -746,13 +702,6 @@ def declared_unused(rank: int, find_unused: bool, once: bool, bucket_view: bool)
     assert state.stats().payload_bytes == sent
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("bucket_view", [False, True])
-def test_declared_unused(find_unused: bool, once: bool, bucket_view: bool) -> None:
-    run_ranks(2, declared_unused, find_unused, once, bucket_view)
-
-
 class Keeping(nn.Module):
     """Keeps what every branch made of the last batch, and with it their graphs."""
 
@@ -765,7 +714,9 @@ class Keeping(nn.Module):
         return self.branches[branch](self.trunk(batch))
 
 
-def declared_in_a_graph_that_was_kept(rank: int, native: bool, bucket_view: bool) -> None:
+@pytest.mark.parametrize(("native", "bucket_view"), [(True, False), (True, True), (False, False)])
+@on_ranks(2)
+def test_declared_in_a_graph_that_was_kept(rank: int, native: bool, bucket_view: bool) -> None:
     """The Reducer waits for what is declared rightly and counts as used; it is told at the end."""
     torch.manual_seed(0)
     model = Keeping()
@@ -782,11 +733,6 @@ def declared_in_a_graph_that_was_kept(rank: int, native: bool, bucket_view: bool
             assert torch.equal(ours.grad, expected)
 
 
-@pytest.mark.parametrize(("native", "bucket_view"), [(True, False), (True, True), (False, False)])
-def test_declared_in_a_graph_that_was_kept(native: bool, bucket_view: bool) -> None:
-    run_ranks(2, declared_in_a_graph_that_was_kept, native, bucket_view)
-
-
 class TwoOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -796,7 +742,8 @@ class TwoOutputs(nn.Module):
         return self.b(batch) + (self.a(batch) if uses_a else 0), self.c(batch)
 
 
-def declared_and_gone_back_from_in_parts(rank: int) -> None:
+@on_ranks(2)
+def test_declared_and_gone_back_from_in_parts(rank: int) -> None:
     """The Reducer waits for the other output as well when the first one's pass is over."""
     torch.manual_seed(0)
     model = TwoOutputs()
@@ -817,10 +764,6 @@ def declared_and_gone_back_from_in_parts(rank: int) -> None:
         assert torch.equal(ours.grad, expected)
 
 
-def test_declared_and_gone_back_from_in_parts() -> None:
-    run_ranks(2, declared_and_gone_back_from_in_parts)
-
-
 class Recomputed(nn.Module):
     """Its middle layer enters a graph only within backward, where nobody could have seen it before."""
 
@@ -833,7 +776,11 @@ class Recomputed(nn.Module):
         return self.last(hidden)
 
 
-def declared_wrongly(rank: int, native: bool, wrong_ranks: tuple[int, ...], what: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("wrong_ranks", [(0,), (0, 1)])
+@pytest.mark.parametrize("what", [("first",), ("last",), ("blocks.3",), ("*",)], ids=lambda what: what[0])
+@on_ranks(2)
+def test_declared_wrongly(rank: int, native: bool, wrong_ranks: tuple[int, ...], what: tuple[str, ...]) -> None:
     """What was declared unused and is used after all gets plain DDP's gradient, wherever in the pass it comes."""
     plain, ddp = (wrap(Depth(), find_unused_parameters=search) for search in (True, False))
     plain.load_state_dict(ddp.state_dict())
@@ -847,18 +794,7 @@ def declared_wrongly(rank: int, native: bool, wrong_ranks: tuple[int, ...], what
                 output = module(batch, {0, 3})
             # One is also used outside of the forward pass, and may then report before the outputs are reached.
             (output.sum() + module.module.blocks[3].weight.sum()).backward()
-        for (name, ours), theirs in zip(ddp.module.named_parameters(), plain.module.parameters(), strict=True):
-            if theirs.grad is None:
-                assert ours.grad is None, name
-            else:
-                assert torch.equal(ours.grad, theirs.grad), name
-
-
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("wrong_ranks", [(0,), (0, 1)])
-@pytest.mark.parametrize("what", [("first",), ("last",), ("blocks.3",), ("*",)], ids=lambda what: what[0])
-def test_declared_wrongly(native: bool, wrong_ranks: tuple[int, ...], what: tuple[str, ...]) -> None:
-    run_ranks(2, declared_wrongly, native, wrong_ranks, what)
+        assert_same_gradients(ddp, plain)
 
 
 def declared_and_recomputed(rank: int, native: bool) -> None:
@@ -880,18 +816,17 @@ def test_declared_and_recomputed(native: bool) -> None:
     assert str(caught.value).count("raise SystemExit") == 2
 
 
-def declarations_not_found(rank: int) -> None:
+@on_ranks(2)
+def test_declarations_not_found(rank: int) -> None:
     ddp = wrap(Depth())
     state = ddp_hooks.register(ddp, "skip_unused")
     with pytest.raises(ValueError, match=r"received 'block\.7', which matches none"), state.unused("block.7"):
         pass
 
 
-def test_declarations_not_found() -> None:
-    run_ranks(2, declarations_not_found)
-
-
-def everything_frozen(rank: int, find_unused: bool) -> None:
+@pytest.mark.parametrize("find_unused", [False, True])
+@on_ranks(2)
+def test_everything_frozen(rank: int, find_unused: bool) -> None:
     model = make_model()
     ddp = wrap(model, find_unused_parameters=find_unused)
     state = ddp_hooks.register(ddp, "skip_unused")
@@ -914,11 +849,8 @@ def everything_frozen(rank: int, find_unused: bool) -> None:
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
-def test_everything_frozen(find_unused: bool) -> None:
-    run_ranks(2, everything_frozen, find_unused)
-
-
-def frozen_on_one_rank(rank: int, find_unused: bool) -> None:
+@on_ranks(2)
+def test_frozen_on_one_rank(rank: int, find_unused: bool) -> None:
     """The other rank's gradient arrives, and the frozen rank gets it too, as plain DDP with a graph search does."""
     model = make_model()
     ddp = wrap(model, find_unused_parameters=find_unused)
@@ -933,12 +865,8 @@ def frozen_on_one_rank(rank: int, find_unused: bool) -> None:
         assert torch.equal(model[0].weight.grad, twin[0].weight.grad / 2)
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_frozen_on_one_rank(find_unused: bool) -> None:
-    run_ranks(2, frozen_on_one_rank, find_unused)
-
-
-def frozen_critic_on_one_rank(rank: int) -> None:
+@on_ranks(2)
+def test_frozen_critic_on_one_rank(rank: int) -> None:
     """Backward through a module that is frozen for the moment reduces nothing, as ever, and needs no other rank."""
     ddp = wrap(make_model())
     ddp_hooks.register(ddp, "skip_unused")
@@ -951,11 +879,8 @@ def frozen_critic_on_one_rank(rank: int) -> None:
         ddp(torch.ones(2, 8)).sum().backward()
 
 
-def test_frozen_critic_on_one_rank() -> None:
-    run_ranks(2, frozen_critic_on_one_rank)
-
-
-def loss_uses_parameters(rank: int) -> None:
+@on_ranks(2)
+def test_loss_uses_parameters(rank: int) -> None:
     """Some parameters report before backward reaches the module's outputs; frozen ones are marked all the same."""
     model, twin = make_model(), make_model()
     ddp = wrap(model)
@@ -971,11 +896,8 @@ def loss_uses_parameters(rank: int) -> None:
         assert_alike(model, twin, f"step {step}")
 
 
-def test_loss_uses_parameters() -> None:
-    run_ranks(2, loss_uses_parameters)
-
-
-def unfrozen_before_compiling(rank: int) -> None:
+@on_ranks(2)
+def test_unfrozen_before_compiling(rank: int) -> None:
     """A compiled forward pass cannot be watched, and must not meet what an older one left behind."""
     model, twin = make_model(), make_model()
     ddp = wrap(model, find_unused_parameters=True, bucket_cap_mb=25)
@@ -997,11 +919,8 @@ def unfrozen_before_compiling(rank: int) -> None:
         assert_alike(model, twin, f"step {step}")
 
 
-def test_unfrozen_before_compiling() -> None:
-    run_ranks(2, unfrozen_before_compiling)
-
-
-def alone(rank: int) -> None:
+@on_ranks(1)
+def test_alone(rank: int) -> None:
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         ddp = wrap(make_model(), **options)
         ddp_hooks.register(ddp, "skip_unused")
@@ -1015,10 +934,6 @@ def alone(rank: int) -> None:
         for _ in range(2):
             ddp(torch.ones(2, 8)).sum().backward()
             assert ddp.module[0].weight.grad is not None
-
-
-def test_alone() -> None:
-    run_ranks(1, alone)
 
 
 # --- helpers
@@ -1084,7 +999,8 @@ NOT_WITHOUT = (
 )
 
 
-def frozen_without_a_hook(rank: int) -> None:
+@on_ranks(2)
+def test_freezing_without_a_hook_is_refused(rank: int) -> None:
     """What plain DDP would wait for in vain is refused, and nothing has changed; the way out works."""
 
     def steps(ddp: DistributedDataParallel) -> None:
@@ -1162,11 +1078,9 @@ def hook_around(pair, bucket):  # type: ignore[no-untyped-def]  # DDP compares a
     return ddp_hooks.skip_unused_hook(pair[0], bucket)
 
 
-def test_freezing_without_a_hook_is_refused() -> None:
-    run_ranks(2, frozen_without_a_hook)
-
-
-def frozen_under_a_hook_around(rank: int, views: bool) -> None:
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2)
+def test_frozen_under_a_hook_around(rank: int, views: bool) -> None:
     """A hook around ours that returns other memory than the bucket's; what is frozen stays as it is."""
     ddp = wrap(make_model(), gradient_as_bucket_view=views)
     state = ddp_hooks.SkipUnusedState(ddp)
@@ -1181,12 +1095,9 @@ def frozen_under_a_hook_around(rank: int, views: bool) -> None:
             ddp_hooks.freeze(ddp, "0")
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_frozen_under_a_hook_around(views: bool) -> None:
-    run_ranks(2, frozen_under_a_hook_around, views)
-
-
-def gradients_across_a_rebuild(rank: int, search: bool) -> None:
+@pytest.mark.parametrize("search", [False, True])
+@on_ranks(2)
+def test_gradients_across_a_rebuild(rank: int, search: bool) -> None:
     """What a rebuild takes out of the Reducer travels if it was accumulated since the last step, and else never."""
     ddp = wrap(make_model(), find_unused_parameters=search)
     plain = wrap(make_model(), find_unused_parameters=True)
@@ -1205,10 +1116,7 @@ def gradients_across_a_rebuild(rank: int, search: bool) -> None:
         for each in (ddp, plain):
             with nullcontext() if synchronises else each.no_sync():
                 each(torch.full((2, 8), 1.0 + rank)).sum().backward()
-        for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None), name
-            if ours.grad is not None:
-                torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+        assert_same_gradients(ddp, plain, exact=False)
 
     step()
     freeze("2")
@@ -1225,12 +1133,10 @@ def gradients_across_a_rebuild(rank: int, search: bool) -> None:
     step()
 
 
+@pytest.mark.parametrize("rebuilds", [False, True])
 @pytest.mark.parametrize("search", [False, True])
-def test_gradients_across_a_rebuild(search: bool) -> None:
-    run_ranks(2, gradients_across_a_rebuild, search)
-
-
-def accumulated_before_a_change(rank: int, search: bool, rebuilds: bool) -> None:
+@on_ranks(2)
+def test_accumulated_before_a_change(rank: int, search: bool, rebuilds: bool) -> None:
     """What was accumulated under no_sync travels in the next step, also if that leaves it out, and only then.
 
     Whether the Reducer was made anew before it, or the hook taken off and registered again.
@@ -1270,21 +1176,15 @@ def accumulated_before_a_change(rank: int, search: bool, rebuilds: bool) -> None
     assert gathered[0].equal(gathered[1])
 
 
-@pytest.mark.parametrize("rebuilds", [False, True])
-@pytest.mark.parametrize("search", [False, True])
-def test_accumulated_before_a_change(search: bool, rebuilds: bool) -> None:
-    run_ranks(2, accumulated_before_a_change, search, rebuilds)
-
-
 def step_alike(ddp: nn.Module, plain: nn.Module, batch: torch.Tensor, head: str) -> None:
     """Run a step of both, and compare all gradients."""
     for each in (ddp, plain):
         each(batch, head).sum().backward()
-    for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert_same_gradients(ddp, plain, exact=False)
 
 
-def late_before_another_hook(rank: int) -> None:
+@on_ranks(2)
+def test_late_before_another_hook(rank: int) -> None:
     """The same for what the Reducer does not know, even if it is frozen again by then."""
     for frozen in (False, True):
         plain, ddp = (wrap(TwoHeads(), find_unused_parameters=True) for _ in range(2))
@@ -1308,11 +1208,9 @@ def late_before_another_hook(rank: int) -> None:
             step_alike(ddp, plain, batch, "b")
 
 
-def test_late_before_another_hook() -> None:
-    run_ranks(2, late_before_another_hook)
-
-
-def closed_after_new_buckets(rank: int, again: bool) -> None:
+@pytest.mark.parametrize("again", [False, True])
+@on_ranks(2)
+def test_closed_after_new_buckets(rank: int, again: bool) -> None:
     """DDP makes its buckets anew in the forward pass after the first step; what the hook had taken out stays out."""
 
     class Both(TwoHeads):
@@ -1336,12 +1234,8 @@ def closed_after_new_buckets(rank: int, again: bool) -> None:
         step_alike(ddp, plain, batch, "ab")
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_closed_after_new_buckets(again: bool) -> None:
-    run_ranks(2, closed_after_new_buckets, again)
-
-
-def left_over_of_another_hook(rank: int) -> None:
+@on_ranks(2)
+def test_left_over_of_another_hook(rank: int) -> None:
     """What a step without the hook has taken up is nobody's to send again."""
     plain, ddp = (wrap(TwoHeads(), find_unused_parameters=True) for _ in range(2))
     ddp.module.load_state_dict(plain.module.state_dict())
@@ -1358,11 +1252,8 @@ def left_over_of_another_hook(rank: int) -> None:
         step_alike(ddp, plain, batch, "b")
 
 
-def test_left_over_of_another_hook() -> None:
-    run_ranks(2, left_over_of_another_hook)
-
-
-def gradients_of_before(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_of_before(rank: int) -> None:
     """What was frozen when the model was wrapped, and stays so, keeps the gradient that it had."""
     model = make_model()
     model[0].requires_grad_(False)
@@ -1374,11 +1265,8 @@ def gradients_of_before(rank: int) -> None:
     assert model[0].weight.grad.eq(1.0 + rank).all()
 
 
-def test_gradients_of_before() -> None:
-    run_ranks(2, gradients_of_before)
-
-
-def rebuild_while_evaluating(rank: int) -> None:
+@on_ranks(2)
+def test_rebuild_while_evaluating(rank: int) -> None:
     """What a callback of an evaluation has rebuilt trains on."""
     ddp, plain = wrap(make_model()), wrap(make_model())
     ddp_hooks.register(ddp)
@@ -1395,11 +1283,8 @@ def rebuild_while_evaluating(rank: int) -> None:
                 assert ddp_hooks.rebuild(ddp)
 
 
-def test_rebuild_while_evaluating() -> None:
-    run_ranks(2, rebuild_while_evaluating)
-
-
-def rebuild_errors(rank: int) -> None:
+@on_ranks(2)
+def test_rebuild_errors(rank: int) -> None:
     ddp = wrap(make_model())
     refused(lambda: ddp_hooks.rebuild(ddp), RuntimeError, "received one without")
     refused(lambda: ddp_hooks.rebuild(make_model()), TypeError, "received Sequential")  # type: ignore[arg-type]
@@ -1411,10 +1296,6 @@ def rebuild_errors(rank: int) -> None:
     )
     assert ddp_hooks.rebuild(ddp, find_unused_parameters=True)
     ddp(torch.ones(2, 8)).sum().backward()
-
-
-def test_rebuild_errors() -> None:
-    run_ranks(2, rebuild_errors)
 
 
 # --- what a declaration, a failed pass or a late unfreeze must not break
@@ -1449,13 +1330,9 @@ def two_heads(native: bool) -> tuple[DistributedDataParallel, DistributedDataPar
     return plain, ddp, register(ddp, "skip_unused", native)
 
 
-def assert_same_gradients(ddp: DistributedDataParallel, plain: DistributedDataParallel) -> None:
-    for (name, ours), theirs in zip(ddp.named_parameters(), plain.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None), name
-        assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
-
-
-def hooks_of_the_user_stay(rank: int, native: bool) -> None:
+@pytest.mark.parametrize("native", [False, True])
+@on_ranks(2)
+def test_hooks_of_the_user_stay(rank: int, native: bool) -> None:
     plain, ddp, state = two_heads(native)
     seen: dict[DistributedDataParallel, list[str]] = {plain: [], ddp: []}
     for module, events in seen.items():
@@ -1475,11 +1352,9 @@ def hooks_of_the_user_stay(rank: int, native: bool) -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_hooks_of_the_user_stay(native: bool) -> None:
-    run_ranks(2, hooks_of_the_user_stay, native)
-
-
-def failed_and_run_again(rank: int, native: bool, fails: str, where: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("fails", "where"), [("forward", (0, 1)), ("forward", (1,)), ("backward", (0, 1))])
+@on_ranks(2)
+def test_failed_and_run_again(rank: int, native: bool, fails: str, where: tuple[int, ...]) -> None:
     """A batch that failed on every rank is skipped; one whose backward failed on one rank is run again there."""
     plain, ddp, state = two_heads(native)
     ddp_hooks.freeze(plain, "trunk.bias")
@@ -1501,12 +1376,11 @@ def failed_and_run_again(rank: int, native: bool, fails: str, where: tuple[int, 
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize(("fails", "where"), [("forward", (0, 1)), ("forward", (1,)), ("backward", (0, 1))])
-def test_failed_and_run_again(native: bool, fails: str, where: tuple[int, ...]) -> None:
-    run_ranks(2, failed_and_run_again, native, fails, where)
-
-
-def late_in_every_dtype(rank: int, native: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str
+)
+@on_ranks(2)
+def test_late_in_every_dtype(rank: int, native: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     early, late = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(dtype) for _ in range(2))
     late.load_state_dict(early.state_dict())
@@ -1528,14 +1402,8 @@ def late_in_every_dtype(rank: int, native: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str
-)
-def test_late_in_every_dtype(native: bool, dtype: torch.dtype) -> None:
-    run_ranks(2, late_in_every_dtype, native, dtype)
-
-
-def changed_between_forward_and_backward(rank: int, native: bool) -> None:
+@on_ranks(2)
+def test_changed_between_forward_and_backward(rank: int, native: bool) -> None:
     """A policy may change there, and a checkpoint may be loaded; a rebuild is refused on every rank."""
     plain, ddp, state = two_heads(native)
     saved = state.state_dict()
@@ -1563,8 +1431,3 @@ def changed_between_forward_and_backward(rank: int, native: bool) -> None:
     refused(lambda: ddp_hooks.rebuild(ddp), RuntimeError, r"refused on every rank\. rank 0: a forward pass still")
     del output
     assert ddp_hooks.rebuild(ddp, find_unused_parameters=True)
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_changed_between_forward_and_backward(native: bool) -> None:
-    run_ranks(2, changed_between_forward_and_backward, native)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from profiling import profiled
-from spawn import RankFailure, run_ranks
+from spawn import RankFailure, on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import register
+from training import assert_same_gradients, register
 from tuned import Tuning
 
 import ddp_hooks
@@ -78,13 +79,11 @@ def bytes_of(module: nn.Module) -> int:
 # --- statistics and usage
 
 
-def statistics_and_usage(rank: int, native: bool) -> None:
+@pytest.mark.parametrize("native", [False, True])
+@on_ranks(2)
+def test_statistics_and_usage(rank: int, native: bool) -> None:
     ddp = wrapped()
-    if native:
-        state = ddp_hooks.register(ddp, "skip_unused")
-    else:
-        state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
-        ddp.register_comm_hook(state, ddp_hooks.skip_unused_hook)
+    state = register(ddp, "skip_unused", native)
     assert state.usage() == {}
     assert state.stats() == ddp_hooks.statistics.Statistics()
     run_step(ddp, rank)
@@ -109,12 +108,8 @@ def statistics_and_usage(rank: int, native: bool) -> None:
     assert state.stats() == ddp_hooks.statistics.Statistics()
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_statistics_and_usage(native: bool) -> None:
-    run_ranks(2, statistics_and_usage, native)
-
-
-def values_show_in_usage(rank: int) -> None:
+@on_ranks(2)
+def test_values_show_in_usage(rank: int) -> None:
     ddp = wrapped()
     state = ddp_hooks.register(ddp, "skip_zeros")
     output = ddp(torch.ones(2, 8), 0)
@@ -127,11 +122,9 @@ def values_show_in_usage(rank: int) -> None:
     assert (usage.used_here, usage.used_anywhere) == (rank == 0, True)
 
 
-def test_values_show_in_usage() -> None:
-    run_ranks(2, values_show_in_usage)
-
-
-def collectives_are_counted(rank: int) -> None:
+@on_ranks(2)
+def test_collectives_are_counted(rank: int) -> None:
+    """The statistics against an independent witness: the profiler's record of every gloo collective."""
     ddp = wrapped()
     state = ddp_hooks.register(ddp, "skip_unused")
     run_step(ddp, 0)
@@ -152,11 +145,6 @@ def collectives_are_counted(rank: int) -> None:
     assert stats.mask_bytes == 7 * 8
     assert (stats.messages, stats.exchanges) == (1, 1)
     assert stats.payload_bytes == used * 4
-
-
-def test_collectives_are_counted() -> None:
-    """The statistics against an independent witness: the profiler's record of every gloo collective."""
-    run_ranks(2, collectives_are_counted)
 
 
 # --- the mask exchange in a large world
@@ -181,7 +169,8 @@ def test_grid(ranks: int, axes: list[int]) -> None:
     assert control_groups.grid(ranks, 4) == axes
 
 
-def exchange_on_a_grid(rank: int) -> None:
+@on_ranks(4)
+def test_exchange_on_a_grid(rank: int) -> None:
     """Four ranks as two times two: what one rank uses reaches those on neither of its axes."""
     control_groups.LARGEST_AXIS = 2
     ddp = wrapped()
@@ -191,11 +180,7 @@ def exchange_on_a_grid(rank: int) -> None:
         branch = step % 3 if rank == step % 4 else 0
         for model in (ddp, plain):
             run_step(model, branch)
-        for ours, expected in zip(ddp.parameters(), plain.parameters(), strict=True):
-            assert (ours.grad is None) == (expected.grad is None)
-            if ours.grad is not None:
-                torch.testing.assert_close(ours.grad, expected.grad)
-                ours.grad = expected.grad = None
+        assert_same_gradients(ddp, plain, exact=False)
         assert state.usage()[f"branches.{step % 3}.weight"].used_anywhere
     # In each step the graph's mask and the one bucket's, along two axes; along the second a rank hands on the masks of
     # two, because it is asked who. Words: six of a header and one of bits; of a compressed mask, two more.
@@ -207,14 +192,15 @@ def exchange_on_a_grid(rank: int) -> None:
     assert "rank 3: exchange 12" in error_of(lambda: run_step(ddp, 0))
 
 
-def test_exchange_on_a_grid() -> None:
-    run_ranks(4, exchange_on_a_grid)
-
-
 # --- many steps
 
 
-def random_steps(rank: int, native: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "native"),
+    [(2, False), (3, True), *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((2, True), (3, False)))],
+)
+@on_ranks()
+def test_random_steps(rank: int, native: bool) -> None:
     """50 random steps: branches by rank and step, accumulation, freezing; weights equal to plain DDP's."""
 
     def train(policy: str | None) -> tuple[list[torch.Tensor], ddp_hooks.statistics.Statistics | None]:
@@ -258,15 +244,8 @@ def random_steps(rank: int, native: bool) -> None:
         assert all(other == gathered[0] for other in gathered)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "native"),
-    [(2, False), (3, True), *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((2, True), (3, False)))],
-)
-def test_random_steps(world_size: int, native: bool) -> None:
-    run_ranks(world_size, random_steps, native)
-
-
-def auto_follows_the_model(rank: int) -> None:
+@on_ranks(2)
+def test_auto_follows_the_model(rank: int) -> None:
     """The adaptive detector goes on when gradients become zero, and off again."""
     policy = ddp_hooks.Policy(
         "test", skip_zeros="adaptive", tuning=Tuning(first_pause_steps=2, longest_pause_steps=4, hold_steps=3)
@@ -288,10 +267,6 @@ def auto_follows_the_model(rank: int) -> None:
     assert steps(20, zeros=False) <= 10
 
 
-def test_auto_follows_the_model() -> None:
-    run_ranks(2, auto_follows_the_model)
-
-
 # --- a state that no module calls
 
 
@@ -309,7 +284,13 @@ def told(function: Callable[[], Any]) -> int:
     return len(mine)
 
 
-def never_registered(rank: int, options: dict[str, Any], held: bool) -> None:
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-5}], ids=str
+)
+@on_ranks(2)
+def test_never_registered(rank: int, options: dict[str, Any], held: bool) -> None:
+    """It is said once, at the end of the first pass that is reduced."""
     ddp = wrapped(**options)
     state = ddp_hooks.SkipUnusedState(ddp)
     if not held:
@@ -319,15 +300,6 @@ def never_registered(rank: int, options: dict[str, Any], held: bool) -> None:
             assert told(lambda: run_step(ddp, 0)) == 0
     assert [told(lambda: run_step(ddp, 0)) for _ in range(4)] == [1, 0, 0, 0]
     assert told(lambda: run_step(copy.deepcopy(ddp), 0)) == 0
-
-
-@pytest.mark.parametrize("held", [True, False])
-@pytest.mark.parametrize(
-    "options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-5}], ids=str
-)
-def test_never_registered(options: dict[str, Any], held: bool) -> None:
-    """It is said once, at the end of the first pass that is reduced."""
-    run_ranks(2, never_registered, options, held)
 
 
 def raise_on_purpose(gradient: torch.Tensor) -> torch.Tensor:
@@ -384,7 +356,8 @@ UNTOLD = [
 ]
 
 
-def passes_without_a_word(rank: int) -> None:
+@on_ranks(2)
+def test_passes_without_a_word(rank: int) -> None:
     for unusual in UNTOLD:
         ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)))
         state = ddp_hooks.SkipUnusedState(ddp)
@@ -398,11 +371,8 @@ def passes_without_a_word(rank: int) -> None:
     assert state.stats().steps == 0
 
 
-def test_passes_without_a_word() -> None:
-    run_ranks(2, passes_without_a_word)
-
-
-def reduced_in_parts(rank: int) -> None:
+@on_ranks(2)
+def test_reduced_in_parts(rank: int) -> None:
     """A pass that is reduced in two goes, and one with a backward pass within it."""
     ddp = DistributedDataParallel(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
     ddp.module.forward = lambda x: [layer(x).sum() for layer in ddp.module]
@@ -421,11 +391,8 @@ def reduced_in_parts(rank: int) -> None:
     assert state.stats().steps == 0
 
 
-def test_reduced_in_parts() -> None:
-    run_ranks(2, reduced_in_parts)
-
-
-def registered_one_way_or_another(rank: int) -> None:
+@on_ranks(2)
+def test_registered_one_way_or_another(rank: int) -> None:
     """Whoever has registered anything is told nothing, even where that does not call this package's hook at once."""
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": False, "static_graph": True}):
         for native in (False, True):
@@ -462,14 +429,12 @@ def registered_one_way_or_another(rank: int) -> None:
         assert state.stats().steps == 3
 
 
-def test_registered_one_way_or_another() -> None:
-    run_ranks(2, registered_one_way_or_another)
-
-
 # --- checkpoints and copies
 
 
-def detached_state(rank: int, native: bool) -> None:
+@pytest.mark.parametrize("native", [False, True])
+@on_ranks(2)
+def test_detached_state(rank: int, native: bool) -> None:
     """A state that was copied serves no module, and cannot be made to: it says how to go on whatever it is asked."""
     ddp = wrapped()
     state = register(ddp, "skip_unused", native)
@@ -503,12 +468,8 @@ def detached_state(rank: int, native: bool) -> None:
         assert fresh.stats().steps == 2
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_detached_state(native: bool) -> None:
-    run_ranks(2, detached_state, native)
-
-
-def state_dict(rank: int) -> None:
+@on_ranks(2)
+def test_state_dict(rank: int) -> None:
     ddp = wrapped()
     state = ddp_hooks.register(ddp, "skip_unused")
     run_step(ddp, 0)
@@ -533,11 +494,9 @@ def state_dict(rank: int) -> None:
     assert "version" in error_of(lambda: fresh.load_state_dict({}), ValueError)
 
 
-def test_state_dict() -> None:
-    run_ranks(2, state_dict)
-
-
-def copied_module(rank: int, native: bool) -> None:
+@pytest.mark.parametrize("native", [False, True])
+@on_ranks(2)
+def test_copied_module(rank: int, native: bool) -> None:
     """DDP drops the hook when it is copied; the copy must train as plain DDP and take a state of its own."""
     ddp = wrapped()
     held = register(ddp, "skip_unused", native)
@@ -552,12 +511,8 @@ def copied_module(rank: int, native: bool) -> None:
     assert held.stats().steps == 2
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_copied_module(native: bool) -> None:
-    run_ranks(2, copied_module, native)
-
-
-def changed_policy(rank: int) -> None:
+@on_ranks(2)
+def test_changed_policy(rank: int) -> None:
     ddp = wrapped()
     state = ddp_hooks.register(ddp, "allreduce")
     run_step(ddp, 0)
@@ -576,14 +531,11 @@ def changed_policy(rank: int) -> None:
     run_step(ddp, 0)
 
 
-def test_changed_policy() -> None:
-    run_ranks(2, changed_policy)
-
-
 # --- errors at registration
 
 
-def ranks_disagree(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_disagree(rank: int) -> None:
     ddp = wrapped()
     message = error_of(lambda: ddp_hooks.SkipUnusedState(ddp, "auto" if rank == 0 else "skip_zeros"))
     assert "policy: expected Policy(name='auto'" in message
@@ -603,17 +555,14 @@ def ranks_disagree(rank: int) -> None:
     assert "rank 0:" not in message
 
 
-def test_ranks_disagree() -> None:
-    run_ranks(2, ranks_disagree)
-
-
 class OnDevice(torch.Tensor):
     """A parameter that says it lies elsewhere."""
 
     device = torch.device("cpu")
 
 
-def placed_differently(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_that_place_a_model_differently_are_told_so(rank: int) -> None:
     ddp = wrapped()
 
     def on_devices(numbers: list[int]) -> Any:
@@ -641,10 +590,6 @@ def placed_differently(rank: int) -> None:
     ddp_hooks.register(ddp)
 
 
-def test_ranks_that_place_a_model_differently_are_told_so() -> None:
-    run_ranks(2, placed_differently)
-
-
 def test_the_description_of_devices_leaves_out_their_numbers() -> None:
     def describe(*devices: str) -> str:
         return ddp_modules.describe_devices([SimpleNamespace(device=torch.device(name)) for name in devices])  # type: ignore[misc]
@@ -656,7 +601,8 @@ def test_the_description_of_devices_leaves_out_their_numbers() -> None:
     assert describe("cuda:0", "cuda:1", "cuda:0").startswith("2, with 2 and 1 parameters (")
 
 
-def refused_modules(rank: int) -> None:
+@on_ranks(2)
+def test_refused_modules(rank: int) -> None:
     assert "expected a DistributedDataParallel" in error_of(lambda: ddp_hooks.register(Branches()), TypeError)
     ddp = wrapped()
     assert "expected one of allreduce" in error_of(lambda: ddp_hooks.register(ddp, "fast"), ValueError)
@@ -672,7 +618,8 @@ def refused_modules(rank: int) -> None:
     assert "delay_all_reduce_named_params" in error_of(lambda: ddp_hooks.register(delayed))
 
 
-def reduced_twice(rank: int) -> None:
+@on_ranks(2)
+def test_reduced_twice(rank: int) -> None:
     """A DDP module within the module sends everything by itself, unless its parameters are left to it."""
     twice = DistributedDataParallel(DistributedDataParallel(nn.Linear(4, 4)))
     for door in (ddp_hooks.register, ddp_hooks.SkipUnusedState):
@@ -709,11 +656,8 @@ def own_group(rank: int) -> dist.ProcessGroup:
     return groups[rank]
 
 
-def test_reduced_twice() -> None:
-    run_ranks(2, reduced_twice)
-
-
-def replaced_parameters(rank: int) -> None:
+@on_ranks(2)
+def test_replaced_parameters(rank: int) -> None:
     """Each way to put new parameters into a registered model is noticed, once, and nothing else is."""
 
     def make() -> tuple[DistributedDataParallel, ddp_hooks.SkipUnusedState]:
@@ -778,11 +722,8 @@ def replaced_parameters(rank: int) -> None:
     assert said(ddp, 17) == []
 
 
-def test_replaced_parameters() -> None:
-    run_ranks(2, replaced_parameters)
-
-
-def compiled_autograd(rank: int) -> None:
+@on_ranks(2)
+def test_compiled_autograd(rank: int) -> None:
     """Without the Python reducer plain DDP says what to do, and so does a module with the hook."""
     for with_hook in (False, True):
         ddp = DistributedDataParallel(nn.Linear(4, 4))
@@ -793,11 +734,8 @@ def compiled_autograd(rank: int) -> None:
             assert 'use torch._dynamo.config.optimize_ddp="python_reducer"' in error_of(loss.backward)
 
 
-def test_compiled_autograd() -> None:
-    run_ranks(2, compiled_autograd)
-
-
-def float8_gradients(rank: int) -> None:
+@on_ranks(2)
+def test_float8_gradients(rank: int) -> None:
     def make(trained: bool) -> nn.Module:
         weight = torch.zeros(4, 4).to(torch.float8_e4m3fn if rank == 0 or not trained else torch.float32)
         model = nn.Linear(4, 4)
@@ -810,16 +748,13 @@ def float8_gradients(rank: int) -> None:
     ddp_hooks.register(DistributedDataParallel(make(False), init_sync=False))
 
 
-def test_float8_gradients() -> None:
-    run_ranks(2, float8_gradients)
-
-
 def test_before_the_process_group_is_there() -> None:
     message = error_of(lambda: ddp_hooks.register(nn.Linear(2, 2)), TypeError)
     assert "received Linear; call torch.distributed.init_process_group() on every rank first, and then" in message
 
 
-def one_bad_argument(rank: int) -> None:
+@on_ranks(2)
+def test_one_bad_argument(rank: int) -> None:
     """A mistake on one rank is an error on every rank, and the next try works."""
     ddp = wrapped()
     if rank == 0:
@@ -833,11 +768,8 @@ def one_bad_argument(rank: int) -> None:
     assert state.stats().steps == 1
 
 
-def test_one_bad_argument() -> None:
-    run_ranks(2, one_bad_argument)
-
-
-def registered_in_another_order(rank: int) -> None:
+@on_ranks(2)
+def test_registered_in_another_order(rank: int) -> None:
     """Modules of as many parameters and elements, which each rank's own digest tells apart."""
     modules = [DistributedDataParallel(nn.Linear(*sizes, bias=False)) for sizes in ((4, 8), (8, 4))]
     message = error_of(lambda: ddp_hooks.register(modules[rank]))
@@ -851,15 +783,12 @@ def registered_in_another_order(rank: int) -> None:
     ddp_hooks.register(DistributedDataParallel(model, init_sync=False))
 
 
-def test_registered_in_another_order() -> None:
-    run_ranks(2, registered_in_another_order)
-
-
 # A group that goes with its last reference may wait for a worker that waits for the GIL (torch's own).
 _kept_groups: list[dist.ProcessGroup] = []
 
 
-def group_that_was_destroyed(rank: int) -> None:
+@on_ranks(2)
+def test_group_that_was_destroyed(rank: int) -> None:
     group = dist.new_group()
     _kept_groups.append(group)
     ddp = wrapped(process_group=group)
@@ -877,18 +806,11 @@ def group_that_was_destroyed(rank: int) -> None:
     assert "received one that was destroyed" in error_of(lambda: ddp_hooks.register(ddp), ValueError)
 
 
-def test_group_that_was_destroyed() -> None:
-    run_ranks(2, group_that_was_destroyed)
-
-
-def test_refused_modules() -> None:
-    run_ranks(2, refused_modules)
-
-
 # --- errors in training
 
 
-def hook_without_state(rank: int) -> None:
+@on_ranks(2)
+def test_hook_without_state(rank: int) -> None:
     ddp = wrapped()
     ddp.register_comm_hook(None, ddp_hooks.skip_unused_hook)
     message = error_of(lambda: run_step(ddp, 0))
@@ -897,11 +819,8 @@ def hook_without_state(rank: int) -> None:
     assert "received NoneType" in error_of(lambda: run_step(ddp, 0))
 
 
-def test_hook_without_state() -> None:
-    run_ranks(2, hook_without_state)
-
-
-def state_of_another_module(rank: int) -> None:
+@on_ranks(2)
+def test_state_of_another_module(rank: int) -> None:
     first = wrapped()
     second = DistributedDataParallel(nn.Linear(5, 5), find_unused_parameters=True)
     state = ddp_hooks.SkipUnusedState(first)
@@ -911,11 +830,8 @@ def state_of_another_module(rank: int) -> None:
     assert "one DistributedDataParallel module; make one for each" in message
 
 
-def test_state_of_another_module() -> None:
-    run_ranks(2, state_of_another_module)
-
-
-def registered_during_backward(rank: int) -> None:
+@on_ranks(2)
+def test_registered_during_backward(rank: int) -> None:
     ddp = wrapped(bucket_cap_mb=0.0001)
     message: list[str] = []
 
@@ -928,11 +844,8 @@ def registered_during_backward(rank: int) -> None:
     assert "make the state before backward() begins" in message[0]
 
 
-def test_registered_during_backward() -> None:
-    run_ranks(2, registered_during_backward)
-
-
-def drifting_ranks(rank: int) -> None:
+@on_ranks(2)
+def test_drifting_ranks(rank: int) -> None:
     """Rank 1 tampers with its policy behind the others' backs; every rank is told so."""
     ddp = wrapped()
     state = ddp_hooks.register(ddp, "skip_unused")
@@ -946,10 +859,6 @@ def drifting_ranks(rank: int) -> None:
     assert "rank 0: exchange 1" in message
     assert "rank 1: exchange 1" in message
     assert "drifted apart" in error_of(lambda: run_step(ddp, 0))
-
-
-def test_drifting_ranks() -> None:
-    run_ranks(2, drifting_ranks)
 
 
 class FailsOnce(torch.autograd.Function):
@@ -967,19 +876,23 @@ class FailsOnce(torch.autograd.Function):
         return gradient, None
 
 
-def failed_backward(rank: int, failing_ranks: tuple[int, ...], native: bool) -> None:
-    """Backward fails before any gradient is ready, is tried again, and no rank is left waiting: as with plain DDP."""
+class Failing(Branches):
+    def forward(self, x: torch.Tensor, branch: int, fails: bool = False) -> torch.Tensor:
+        return FailsOnce.apply(super().forward(x, branch), fails)
 
-    class Model(Branches):
-        def forward(self, x: torch.Tensor, branch: int, fails: bool = False) -> torch.Tensor:
-            return FailsOnce.apply(super().forward(x, branch), fails)
 
+def wrapped_and_failing() -> DistributedDataParallel:
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(Model(), find_unused_parameters=True)
-    if native:
-        ddp_hooks.register(ddp, "skip_unused")
-    else:
-        ddp.register_comm_hook(ddp_hooks.SkipUnusedState(ddp, "skip_unused"), ddp_hooks.skip_unused_hook)
+    return DistributedDataParallel(Failing(), find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("failing_ranks", [(0,), (0, 1)])
+@on_ranks(2)
+def test_failed_backward(rank: int, failing_ranks: tuple[int, ...], native: bool) -> None:
+    """Backward fails before any gradient is ready, is tried again, and no rank is left waiting: as with plain DDP."""
+    ddp = wrapped_and_failing()
+    register(ddp, "skip_unused", native)
     for step in range(6):
         if step in (2, 4) and rank in failing_ranks:
             with pytest.raises(ArithmeticError):
@@ -990,21 +903,10 @@ def failed_backward(rank: int, failing_ranks: tuple[int, ...], native: bool) -> 
     assert all(torch.equal(everywhere[0], other) for other in everywhere)
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("failing_ranks", [(0,), (0, 1)])
-def test_failed_backward(failing_ranks: tuple[int, ...], native: bool) -> None:
-    run_ranks(2, failed_backward, failing_ranks, native)
-
-
-def failed_backward_then_collective(rank: int) -> None:
+@on_ranks(2)
+def test_failed_backward_then_collective(rank: int) -> None:
     """One rank's failed pass leaves an exchange under way; what uses the control group next waits for it everywhere."""
-
-    class Model(Branches):
-        def forward(self, x: torch.Tensor, branch: int, fails: bool = False) -> torch.Tensor:
-            return FailsOnce.apply(super().forward(x, branch), fails)
-
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Model(), find_unused_parameters=True)
+    ddp = wrapped_and_failing()
     state = ddp_hooks.register(ddp, "skip_unused")
 
     def fail_on_rank_0() -> None:
@@ -1021,10 +923,6 @@ def failed_backward_then_collective(rank: int) -> None:
     assert ddp_hooks.rebuild(ddp)
     run_step(ddp, 0)
     assert state.stats().steps == 3
-
-
-def test_failed_backward_then_collective() -> None:
-    run_ranks(2, failed_backward_then_collective)
 
 
 class WaitsForAll(torch.autograd.Function):
@@ -1077,7 +975,9 @@ def test_collectives_in_backward(policy: str | ddp_hooks.Policy, native: bool) -
     run_ranks(2, collectives_in_backward, policy, native)
 
 
-def collectives_behind_a_kept_gradient(rank: int, policy: str | ddp_hooks.Policy) -> None:
+@pytest.mark.parametrize("policy", ["skip_zeros", EAGER_AUTO], ids=["values", "auto"])
+@on_ranks(2)
+def test_collectives_behind_a_kept_gradient(rank: int, policy: str | ddp_hooks.Policy) -> None:
     """An adapter counts as used on both ranks: on one for an earlier pass, so that the masks are the same."""
     group = dist.new_group()
 
@@ -1101,17 +1001,13 @@ def collectives_behind_a_kept_gradient(rank: int, policy: str | ddp_hooks.Policy
             with each.no_sync():
                 each(torch.ones(2, 8), True).sum().backward()
             each(torch.ones(2, 8), rank == step % 2).sum().backward()
-        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
+        assert_same_gradients(ddp, plain)
     assert state.stats().steps == 3
 
 
-@pytest.mark.parametrize("policy", ["skip_zeros", EAGER_AUTO], ids=["values", "auto"])
-def test_collectives_behind_a_kept_gradient(policy: str | ddp_hooks.Policy) -> None:
-    run_ranks(2, collectives_behind_a_kept_gradient, policy)
-
-
-def collectives_in_backward_on_a_grid(rank: int, policy: str | ddp_hooks.Policy) -> None:
+@pytest.mark.parametrize("policy", ["skip_unused", "skip_zeros"])
+@on_ranks(4)
+def test_collectives_in_backward_on_a_grid(rank: int, policy: str | ddp_hooks.Policy) -> None:
     """The later axes of a grid, too, must not need anybody to wait for the exchange."""
     control_groups.LARGEST_AXIS = 2
     try:
@@ -1120,12 +1016,8 @@ def collectives_in_backward_on_a_grid(rank: int, policy: str | ddp_hooks.Policy)
         control_groups.LARGEST_AXIS = 4
 
 
-@pytest.mark.parametrize("policy", ["skip_unused", "skip_zeros"])
-def test_collectives_in_backward_on_a_grid(policy: str | ddp_hooks.Policy) -> None:
-    run_ranks(4, collectives_in_backward_on_a_grid, policy)
-
-
-def watched_by_a_thread(rank: int) -> None:
+@on_ranks(2)
+def test_watched_by_a_thread(rank: int) -> None:
     """Another thread reads the statistics all the time; neither waits for the other."""
     ddp = wrapped(bucket_cap_mb=0.0001)
     state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
@@ -1144,10 +1036,6 @@ def watched_by_a_thread(rank: int) -> None:
     done.set()
     watcher.join()
     assert state.stats().steps == 25
-
-
-def test_watched_by_a_thread() -> None:
-    run_ranks(2, watched_by_a_thread)
 
 
 def dying_rank(rank: int) -> None:
@@ -1193,7 +1081,9 @@ def test_silent_rank() -> None:
 # --- gradients in the engine's hands
 
 
-def forward_passes_unwatched(rank: int, views: bool) -> None:
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2)
+def test_forward_passes_unwatched(rank: int, views: bool) -> None:
     """What a step left detached is filled in one whose forward pass nobody watched, as in a compiled graph."""
     ours, plain = (wrapped(gradient_as_bucket_view=views) for _ in range(2))
     state = ddp_hooks.register(ours, "skip_unused")
@@ -1210,18 +1100,13 @@ def forward_passes_unwatched(rank: int, views: bool) -> None:
                 ddp(torch.full((2, 8), rank - 2.0), (step + rank) % 3).sum().backward()
             else:
                 run_step(ddp, (step + rank) % 3) if step != 5 else ddp(torch.ones(2, 8), 0).sum().backward()
-        for (name, a), b in zip(ours.module.named_parameters(), plain.module.parameters(), strict=True):
-            assert (a.grad is None) == (b.grad is None), (step, name)
-            assert a.grad is None or torch.equal(a.grad, b.grad), (step, name)
+        assert_same_gradients(ours, plain)
     assert state.stats().steps == 8
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_forward_passes_unwatched(views: bool) -> None:
-    run_ranks(2, forward_passes_unwatched, views)
-
-
-def unused_is_not_touched(rank: int, native: bool) -> None:
+@pytest.mark.parametrize("native", [False, True])
+@on_ranks(2)
+def test_unused_is_not_touched(rank: int, native: bool) -> None:
     """Neither a gradient nor a bucket's slot is written for what no rank uses; through Python both are."""
     ddp = wrapped(find_unused_parameters=False)
     register(ddp, "skip_unused", native)
@@ -1238,11 +1123,8 @@ def unused_is_not_touched(rank: int, native: bool) -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_unused_is_not_touched(native: bool) -> None:
-    run_ranks(2, unused_is_not_touched, native)
-
-
-def used_map_is_reduced(rank: int, native: bool) -> None:
+@on_ranks(2)
+def test_used_map_is_reduced(rank: int, native: bool) -> None:
     """After backward the Reducer's map says how many ranks used each parameter, as torch's own tests read it."""
     ddp = wrapped()
     register(ddp, "skip_unused", native)
@@ -1254,18 +1136,14 @@ def used_map_is_reduced(rank: int, native: bool) -> None:
         assert ddp.reducer._get_local_used_map().tolist() == expected
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_used_map_is_reduced(native: bool) -> None:
-    run_ranks(2, used_map_is_reduced, native)
-
-
 class OneOrTwoBranches(Branches):
     def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
         hidden = torch.tanh(self.trunk(x))
         return self.head(sum(branch(hidden) for branch in self.branches[:count]))
 
 
-def failed_future(rank: int) -> None:
+@on_ranks(2)
+def test_failed_future(rank: int) -> None:
     """After a pass whose futures failed, the Reducer asks the other ranks again what they used."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(OneOrTwoBranches(), find_unused_parameters=True)
@@ -1288,11 +1166,8 @@ def failed_future(rank: int) -> None:
     assert all(p.grad is not None for p in ddp.module.branches[1].parameters())
 
 
-def test_failed_future() -> None:
-    run_ranks(2, failed_future)
-
-
-def hooks_around_ours(rank: int) -> None:
+@on_ranks(2)
+def test_hooks_around_ours(rank: int) -> None:
     """A hook that is wrapped around ours finds the gradients in the bucket."""
     ddp = wrapped()
     state = ddp_hooks.SkipUnusedState(ddp, "skip_unused")
@@ -1312,14 +1187,11 @@ def hooks_around_ours(rank: int) -> None:
     assert sorted(sums[0]) == sorted(sums[1]) == pytest.approx(sorted(expected))
 
 
-def test_hooks_around_ours() -> None:
-    run_ranks(2, hooks_around_ours)
-
-
 # --- around the hook
 
 
-def subgroups(rank: int) -> None:
+@on_ranks(3)
+def test_subgroups(rank: int) -> None:
     """Modules on different subgroups of the world; only the members take part."""
     pair = dist.new_group([0, 1])
     single = dist.new_group([2])
@@ -1333,11 +1205,8 @@ def subgroups(rank: int) -> None:
     assert state.stats().payload_bytes == (3 * used if rank < 2 else 0)
 
 
-def test_subgroups() -> None:
-    run_ranks(3, subgroups)
-
-
-def wrapped_by_fp16(rank: int) -> None:
+@on_ranks(2)
+def test_wrapped_by_fp16(rank: int) -> None:
     """torch's own wrappers hand over a buffer of another dtype; half as many bytes travel."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 
@@ -1359,11 +1228,8 @@ def wrapped_by_fp16(rank: int) -> None:
             torch.testing.assert_close(ours[name].float(), parameter.grad, rtol=1e-2, atol=1e-3)
 
 
-def test_wrapped_by_fp16() -> None:
-    run_ranks(2, wrapped_by_fp16)
-
-
-def exchange_starts_early(rank: int) -> None:
+@on_ranks(2)
+def test_exchange_starts_early(rank: int) -> None:
     """The exchange is under way before the first bucket, however late that comes."""
     ddp = wrapped()
     state = ddp_hooks.register(ddp, "skip_unused")
@@ -1378,15 +1244,9 @@ def exchange_starts_early(rank: int) -> None:
     assert state.stats().exchanges == before + 1
 
 
-def test_exchange_starts_early() -> None:
-    run_ranks(2, exchange_starts_early)
-
-
-def module_goes_away(rank: int) -> None:
+@on_ranks(2)
+def test_module_goes_away(rank: int) -> None:
     """State and module do not keep each other alive."""
-    import gc
-    import weakref
-
     ddp = wrapped()
     state = ddp_hooks.register(ddp)
     run_step(ddp, 0)
@@ -1397,14 +1257,9 @@ def module_goes_away(rank: int) -> None:
     assert "module no longer exists" in error_of(state.usage)
 
 
-def test_module_goes_away() -> None:
-    run_ranks(2, module_goes_away)
-
-
-def module_goes_away_in_a_cycle(rank: int) -> None:
+@on_ranks(2)
+def test_module_goes_away_in_a_cycle(rank: int) -> None:
     """What serves it goes at the same moment, when nobody can ask it any more."""
-    import gc
-
     ddp = wrapped()
     ddp_hooks.register(ddp)
     run_step(ddp, 0)
@@ -1413,10 +1268,6 @@ def module_goes_away_in_a_cycle(rank: int) -> None:
     del ddp
     gc.collect()
     assert len(activity.modules) == watched - 1
-
-
-def test_module_goes_away_in_a_cycle() -> None:
-    run_ranks(2, module_goes_away_in_a_cycle)
 
 
 TORCHRUN_SCRIPT = """
@@ -1445,7 +1296,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
 # --- settings
 
 
-def settings_at_every_door(rank: int) -> None:
+@on_ranks(2)
+def test_settings_at_every_door(rank: int) -> None:
     """A preset's name, and fields to set differently."""
     expected = dataclasses.replace(ddp_hooks.policies.PRESETS["auto"], rebuild_after=10, skip_zero_rows="off")
     settings = {"rebuild_after": 10, "skip_zero_rows": "off"}
@@ -1480,14 +1332,12 @@ def settings_at_every_door(rank: int) -> None:
             door(ddp, "auto", rebuild_after=10 + rank)
 
 
-def test_settings_at_every_door() -> None:
-    run_ranks(2, settings_at_every_door)
-
-
 # --- modules that shard or replicate by themselves
 
 
-def other_wrappers(rank: int) -> None:
+@pytest.mark.thorough
+@on_ranks(2)
+def test_other_wrappers_are_told_apart(rank: int) -> None:
     import torch.distributed.fsdp as fsdp
     from torch.distributed._composable import replicate
     from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
@@ -1513,15 +1363,11 @@ def other_wrappers(rank: int) -> None:
             door(nn.Sequential(nn.Linear(4, 4)))
 
 
-@pytest.mark.thorough
-def test_other_wrappers_are_told_apart() -> None:
-    run_ranks(2, other_wrappers)
-
-
 # --- states that serve nothing
 
 
-def serving_nothing(rank: int) -> None:
+@on_ranks(2)
+def test_a_state_that_serves_nothing_says_why(rank: int) -> None:
     def complaint(state: ddp_hooks.SkipUnusedState) -> str:
         with pytest.raises(RuntimeError, match="expected a state that serves a module, received one ") as caught:
             state.usage()
@@ -1548,7 +1394,3 @@ def serving_nothing(rank: int) -> None:
     gc.collect()
     assert "that was closed" in complaint(second)
     assert "whose module another state now serves" in complaint(first)
-
-
-def test_a_state_that_serves_nothing_says_why() -> None:
-    run_ranks(2, serving_nothing)

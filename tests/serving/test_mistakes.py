@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -560,7 +560,8 @@ def test_a_mistake_on_any_rank_is_told_to_all(make: Callable[..., list[Mistake]]
     assert made[0] == made[1] >= 10
 
 
-def _disagree(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_that_disagree_are_told_how(rank: int) -> None:
     model = make_model()
     other = nn.Linear(4, 4, bias=rank == 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -618,11 +619,8 @@ def _disagree(rank: int) -> None:
     assert_unchanged(before, fingerprint(model))
 
 
-def test_ranks_that_disagree_are_told_how() -> None:
-    run_ranks(2, _disagree)
-
-
-def _modules_without_tensors(rank: int) -> None:
+@on_ranks(2)
+def test_a_module_may_be_without_tensors(rank: int) -> None:
     # What a script that goes through the parts of a model meets; an empty iterable is another matter.
     for module in (nn.ReLU(), nn.Sequential()):
         assert ddp_hooks.sync.broadcast_parameters(module).tensors == 0
@@ -642,10 +640,6 @@ def _modules_without_tensors(rank: int) -> None:
     ddp_hooks.sync.PeriodicModelAverager(2).average_parameters(nn.Linear(2, 2).parameters())
 
 
-def test_a_module_may_be_without_tensors() -> None:
-    run_ranks(2, _modules_without_tensors)
-
-
 # --- the hook
 
 
@@ -661,7 +655,8 @@ def assert_names(call: Callable[[], Any], kind: type[Exception], beginning: str,
     assert not any("During handling" in line for line in shown), shown
 
 
-def _typos(rank: int) -> None:
+@on_ranks(2)
+def test_typos(rank: int) -> None:
     names = "expected one of allreduce, skip_unused, skip_zeros, auto, or a ddp_hooks.Policy, received 'skip_unsued'"
     name, field = "; did you mean 'skip_unused'?", "received 'rebuild_afer'; did you mean 'rebuild_after'?"
     ddp = DistributedDataParallel(make_model(), find_unused_parameters=True)
@@ -706,11 +701,8 @@ def _typos(rank: int) -> None:
     assert "did you mean 'before_eval'?" in str(error_of(lambda: sync.BufferSync(ddp, "before-eval")))
 
 
-def test_typos() -> None:
-    run_ranks(2, _typos)
-
-
-def _hook_mistakes(rank: int) -> None:
+@on_ranks(2)
+def test_mistakes_with_the_hook(rank: int) -> None:
     ddp = DistributedDataParallel(make_model(), find_unused_parameters=True)
     policies = [("Auto", ValueError, "received 'Auto'"), (None, TypeError, "or the name of a preset, received None")]
     for policy, kind, text in policies:
@@ -803,10 +795,6 @@ def _hook_mistakes(rank: int) -> None:
     assert not ddp_hooks.rebuild(ddp)
     gradients = [p.grad for p in ddp.parameters() if p.grad is not None]
     assert ddp_hooks.sync.verify_replicas(gradients).in_step
-
-
-def test_mistakes_with_the_hook() -> None:
-    run_ranks(2, _hook_mistakes)
 
 
 # --- what is shown of what was received

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from spawn import run_ranks
+from spawn import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tuned import with_settings
@@ -221,7 +221,8 @@ def test_what_rounds_to_nothing_has_no_sign() -> None:
     assert "(0.1% more, because of masks)" in str(dataclasses.replace(nothing, mask_bytes=1000))
 
 
-def _alone(rank: int) -> None:
+@on_ranks(1)
+def test_one_rank_saves_nothing(rank: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     state = ddp_hooks.register(ddp)
     for _ in range(2):
@@ -238,11 +239,8 @@ def _alone(rank: int) -> None:
     assert lines[-1] == "  A single rank has nobody to send to, with or without the hook."
 
 
-def test_one_rank_saves_nothing() -> None:
-    run_ranks(1, _alone)
-
-
-def _nobody_uses_anything(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_that_send_nothing_save_it(rank: int) -> None:
     """Several ranks that send nothing have saved everything but the masks."""
 
     class Neither(nn.Module):
@@ -261,16 +259,13 @@ def _nobody_uses_anything(rank: int) -> None:
     assert 0.9 < state.stats().saved_fraction < 1
 
 
-def test_ranks_that_send_nothing_save_it() -> None:
-    run_ranks(2, _nobody_uses_anything)
-
-
 def test_equal_counters_are_equal_statistics() -> None:
     assert numbered(1) == numbered(1)
     assert len({numbered(1), numbered(1), numbered(2)}) == 2
 
 
-def _rebuilt_and_resumed(rank: int) -> None:
+@on_ranks(2)
+def test_savings_against_the_model_as_it_was_wrapped(rank: int) -> None:
     """Savings count against the model as it was wrapped, also over a checkpoint."""
 
     def bytes_of(module: nn.Module) -> int:
@@ -325,11 +320,8 @@ def _rebuilt_and_resumed(rank: int) -> None:
     assert (other.stats().wrapped_bytes, other.stats().rebuilt_bytes) == (whole, trunk)
 
 
-def test_savings_against_the_model_as_it_was_wrapped() -> None:
-    run_ranks(2, _rebuilt_and_resumed)
-
-
-def _taken_after_a_reset(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_logged_after_a_reset(rank: int) -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
     hook = HookOfTrainer("skip_unused", {}, log=True)
     hook.register(ddp)
@@ -383,7 +375,8 @@ def _taken_after_a_reset(rank: int) -> None:
     assert_taken(state.stats() - before)
 
 
-def _as_much_as_asked_for(rank: int) -> None:
+@on_ranks(2)
+def test_as_much_is_logged_as_was_asked_for(rank: int) -> None:
     for log, logged in ((True, 3), ("everything", 14), (False, 0)):
         ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
         hook = HookOfTrainer("skip_unused", {}, log=log)  # type: ignore[arg-type]
@@ -395,14 +388,6 @@ def _as_much_as_asked_for(rank: int) -> None:
         assert metrics.items() <= hook.state.stats().to_metrics(everything=True).items()
     with pytest.raises(TypeError, match="expected log to be True, False or 'everything', received 1"):
         HookOfTrainer("skip_unused", {}, log=1)  # type: ignore[arg-type]
-
-
-def test_as_much_is_logged_as_was_asked_for() -> None:
-    run_ranks(2, _as_much_as_asked_for)
-
-
-def test_what_is_logged_after_a_reset() -> None:
-    run_ranks(2, _taken_after_a_reset)
 
 
 def test_transports_that_carried_nothing_are_left_out() -> None:
@@ -425,7 +410,8 @@ def test_transports_that_carried_nothing_are_left_out() -> None:
 LITTLE = "coding the others would have saved too little"
 
 
-def _why_is_told_of_the_policy_in_force(rank: int) -> None:
+@on_ranks(2)
+def test_why_is_told_of_the_policy_in_force(rank: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(512, 512))
     state = ddp_hooks.register(ddp, "skip_unused")
 
@@ -459,10 +445,6 @@ def _why_is_told_of_the_policy_in_force(rank: int) -> None:
     state.set_policy("auto", direct=False)
     state.close()
     assert state.stats().why_uncoded == "coded gradients need direct=True"
-
-
-def test_why_is_told_of_the_policy_in_force() -> None:
-    run_ranks(2, _why_is_told_of_the_policy_in_force)
 
 
 class Group:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.optim import PostLocalSGDOptimizer
@@ -31,7 +31,10 @@ def step(model, optimizer, rank, i):
     optimizer.step()
 
 
-def _as_torch(rank, groups):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("groups", [False, True])
+@on_ranks()
+def test_same_schedule_and_means_as_torch(rank, groups):
     models = [make_model(), make_model()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
     theirs = averagers.PeriodicModelAverager(period=3, warmup_steps=2)
@@ -48,13 +51,8 @@ def _as_torch(rank, groups):
         assert in_step == (i in (2, 5, 8))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("groups", [False, True])
-def test_same_schedule_and_means_as_torch(world_size, groups):
-    run_ranks(world_size, _as_torch, groups)
-
-
-def _gradients_here_and_there(rank):
+@on_ranks(2)
+def test_a_gradient_on_one_rank_counts_on_all(rank):
     model = make_model()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,11 +67,8 @@ def _gradients_here_and_there(rank):
     assert pointers == [p.data_ptr() for p in model.parameters()]
 
 
-def test_a_gradient_on_one_rank_counts_on_all():
-    run_ranks(2, _gradients_here_and_there)
-
-
-def _refusals(rank):
+@on_ranks(2)
+def test_refusals(rank):
     with pytest.raises(ValueError, match="period"):
         ddp_hooks.sync.PeriodicModelAverager(period=0)
     averager = ddp_hooks.sync.PeriodicModelAverager(period=2)
@@ -95,11 +90,8 @@ def _refusals(rank):
             averager.average_parameters(parameters)
 
 
-def test_refusals():
-    run_ranks(2, _refusals)
-
-
-def _post_local_sgd(rank):
+@on_ranks(2)
+def test_inside_torchs_post_local_sgd_optimizer(rank):
     model = make_model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -112,10 +104,6 @@ def _post_local_sgd(rank):
     averager.step = 0
     optimizer.load_state_dict(state)
     assert averager.step == 4
-
-
-def test_inside_torchs_post_local_sgd_optimizer():
-    run_ranks(2, _post_local_sgd)
 
 
 def accuracy(model, images, labels):

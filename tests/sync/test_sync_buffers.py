@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,7 +83,9 @@ def test_these_modes_do_what_ddp_does(world_size, mode):
     assert stats[0].syncs == 4
 
 
-def _nothing_changed(rank):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks()
+def test_changed_sends_nothing_when_nothing_changed(rank):
     ddp = DistributedDataParallel(Model()).eval()
     buffer_sync = ddp_hooks.sync.BufferSync(ddp, "changed")
     for step in range(5):
@@ -100,11 +102,8 @@ def _nothing_changed(rank):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_changed_sends_nothing_when_nothing_changed(world_size):
-    run_ranks(world_size, _nothing_changed)
-
-
-def _average(rank):
+@on_ranks()
+def test_average(rank):
     ddp = DistributedDataParallel(Model())
     ddp_hooks.sync.BufferSync(ddp, "average")
     ddp.module.norm.running_mean.fill_(rank)
@@ -117,11 +116,8 @@ def _average(rank):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_average(world_size):
-    run_ranks(world_size, _average)
-
-
-def _before_eval(rank):
+@on_ranks()
+def test_before_eval_averages_once(rank):
     world_size = dist.get_world_size()
     ddp = DistributedDataParallel(Model())
     buffer_sync = ddp_hooks.sync.BufferSync(ddp, "before_eval")
@@ -160,12 +156,8 @@ def _before_eval(rank):
     ddp_hooks.sync.BufferSync(ddp, "never")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_before_eval_averages_once(world_size):
-    run_ranks(world_size, _before_eval)
-
-
-def _before_eval_compiled(rank):
+@on_ranks(2)
+def test_before_eval_hears_of_a_compiled_module(rank):
     ddp = DistributedDataParallel(Model())
     # On one rank evaluation begins before there is anything to average: what follows is decided alike all the same.
     if rank:
@@ -190,11 +182,8 @@ def _before_eval_compiled(rank):
     assert buffer_sync.stats().syncs == 4
 
 
-def test_before_eval_hears_of_a_compiled_module():
-    run_ranks(2, _before_eval_compiled)
-
-
-def _train_of_the_user(rank):
+@on_ranks(2)
+def test_what_the_user_put_over_train_stays(rank):
     ddp = DistributedDataParallel(Model())
     calls = []
 
@@ -231,11 +220,8 @@ def _train_of_the_user(rank):
     assert ddp.train is over
 
 
-def test_what_the_user_put_over_train_stays():
-    run_ranks(2, _train_of_the_user)
-
-
-def _never(rank):
+@on_ranks(2)
+def test_never(rank):
     ddp = DistributedDataParallel(Model())
     buffer_sync = ddp_hooks.sync.BufferSync(ddp, "never")
     alone = Model()
@@ -248,11 +234,8 @@ def _never(rank):
     assert stats.saved_bytes == stats.dense_bytes > 0
 
 
-def test_never():
-    run_ranks(2, _never)
-
-
-def _no_sync_and_copies(rank):
+@on_ranks(2)
+def test_no_sync_deepcopy_and_pickle(rank):
     ddp = DistributedDataParallel(Model())
     buffer_sync = ddp_hooks.sync.BufferSync(ddp, "before_eval")
     with ddp.no_sync():
@@ -271,11 +254,8 @@ def _no_sync_and_copies(rank):
         assert clone.buffer_hook.buffer_comm_hook_state.stats().syncs == 2
 
 
-def test_no_sync_deepcopy_and_pickle():
-    run_ranks(2, _no_sync_and_copies)
-
-
-def _join(rank):
+@on_ranks(2)
+def test_join_works_before_eval_and_is_refused_in_forwards(rank):
     ddp = DistributedDataParallel(Model())
     ddp_hooks.sync.BufferSync(ddp, "before_eval")
     with ddp.join():
@@ -294,11 +274,9 @@ def _join(rank):
     ddp(batch(rank, 0)).sum().backward()
 
 
-def test_join_works_before_eval_and_is_refused_in_forwards():
-    run_ranks(2, _join)
-
-
-def _unwritable(rank, mode):
+@pytest.mark.parametrize("mode", ["broadcast", "average", "changed"])
+@on_ranks(2)
+def test_a_buffer_that_can_no_longer_be_written_is_an_error_on_all(rank, mode):
     ddp = DistributedDataParallel(Model())
     ddp_hooks.sync.BufferSync(ddp, mode)
     ddp.module.table.fill_(rank)
@@ -312,17 +290,14 @@ def _unwritable(rank, mode):
     assert ddp.module.table.eq(0).all()
 
 
-@pytest.mark.parametrize("mode", ["broadcast", "average", "changed"])
-def test_a_buffer_that_can_no_longer_be_written_is_an_error_on_all(mode):
-    run_ranks(2, _unwritable, mode)
-
-
 # To the end of the process: who drops the last reference to a gloo group holds the GIL and waits for the group's
 # threads, and one of those may want the GIL for a tensor of its last collective.
 _kept_groups = []
 
 
-def _after_the_group(rank, mode):
+@pytest.mark.parametrize("mode", ["broadcast", "average", "changed", "before_eval"])
+@on_ranks(2)
+def test_a_destroyed_group_is_named(rank, mode):
     group = dist.new_group([0, 1])
     _kept_groups.append(group)
     ddp = DistributedDataParallel(Model(), process_group=group)
@@ -336,12 +311,8 @@ def _after_the_group(rank, mode):
     assert not ddp.eval().module.training
 
 
-@pytest.mark.parametrize("mode", ["broadcast", "average", "changed", "before_eval"])
-def test_a_destroyed_group_is_named(mode):
-    run_ranks(2, _after_the_group, mode)
-
-
-def _refusals(rank):
+@on_ranks(2)
+def test_refusals(rank):
     with pytest.raises(TypeError, match="received a Linear; wrap the model first"):
         ddp_hooks.sync.BufferSync(nn.Linear(2, 2))
     ddp = DistributedDataParallel(Model())
@@ -368,7 +339,3 @@ def _refusals(rank):
     without.module.table.fill_(rank)
     without.eval()
     assert without.module.table.eq(0.5).all()
-
-
-def test_refusals():
-    run_ranks(2, _refusals)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import thorough
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
@@ -106,7 +106,9 @@ def test_broadcast_gives_everyone_the_bits_of_the_source(world_size, async_op):
     run_ranks(world_size, _broadcast, world_size - 1, async_op)
 
 
-def _broadcast_sources(rank):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks()
+def test_sources_of_tensors(rank):
     # The common mistake `dist.broadcast(model.parameters(), 0)`, made to work.
     for make in (lambda m: m.parameters(), lambda m: list(m.parameters()), lambda m: m.state_dict().values()):
         module = Zoo(rank)
@@ -138,12 +140,8 @@ def _broadcast_sources(rank):
     assert inner[1].bias.eq(0).all()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_sources_of_tensors(world_size):
-    run_ranks(world_size, _broadcast_sources)
-
-
-def _broadcast_messages(rank):
+@on_ranks(2)
+def test_long_tensors_go_alone_and_short_ones_share_messages(rank):
     messages.MESSAGE_BYTES = 1000
     try:
         tensors = [torch.full((n,), float(rank)) for n in (10, 300, 200, 40, 60, 1)]
@@ -153,10 +151,6 @@ def _broadcast_messages(rank):
     # 40 | 1200 | 800 160 | 240 4: longer than a message goes alone, the others fill messages in order.
     assert report.messages == 4
     assert all(tensor.eq(1).all() for tensor in tensors)
-
-
-def test_long_tensors_go_alone_and_short_ones_share_messages():
-    run_ranks(2, _broadcast_messages)
 
 
 @settings(max_examples=50, deadline=None)
@@ -182,7 +176,8 @@ def test_messages_hold_every_tensor_once_and_are_not_too_long(kinds):
         assert all(length + first > limit for length, first in zip(lengths, firsts[1:], strict=False))
 
 
-def _subgroup(rank):
+@on_ranks(3)
+def test_process_groups(rank):
     group = dist.new_group([1, 2])
     tensor = torch.tensor([float(rank)])
     if rank == 0:
@@ -194,10 +189,6 @@ def _subgroup(rank):
         assert tensor.item() == 2
         ddp_hooks.sync.average_parameters(tensor.fill_(rank), process_group=group)
         assert tensor.item() == 1.5
-
-
-def test_process_groups():
-    run_ranks(3, _subgroup)
 
 
 # --- average
@@ -212,7 +203,11 @@ def obvious_mean(tensor, weights):
     return (total / sum(weights)).to(tensor.dtype)
 
 
-def _average(rank, weighting, async_op):
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("weighting", ["none", "own", "all"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks()
+def test_average_is_the_mean_and_bitwise_alike(rank, weighting, async_op):
     world_size = dist.get_world_size()
     weights = {"none": None, "own": float(rank + 1), "all": [rank + 1.0 for rank in range(world_size)]}[weighting]
     true_weights = [1.0] * world_size if weights is None else [r + 1.0 for r in range(world_size)]
@@ -231,14 +226,8 @@ def _average(rank, weighting, async_op):
     assert_alike_everywhere(everything(module))
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("weighting", ["none", "own", "all"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_average_is_the_mean_and_bitwise_alike(world_size, weighting, async_op):
-    run_ranks(world_size, _average, weighting, async_op)
-
-
-def _average_precision(rank):
+@on_ranks(3)
+def test_average_accumulates_in_float_and_integers_are_exact(rank):
     # In float16 the sum of three overflows, and in bfloat16 small differences vanish.
     half = torch.full((3,), 60000.0, dtype=torch.float16)
     eight_bits = torch.full((4,), 2.0 * rank).to(torch.float8_e4m3fn)
@@ -254,11 +243,8 @@ def _average_precision(rank):
     assert big.item() == 2**62 + 2
 
 
-def test_average_accumulates_in_float_and_integers_are_exact():
-    run_ranks(3, _average_precision)
-
-
-def _average_again(rank):
+@on_ranks(2)
+def test_two_ranks_that_are_alike_stay_as_they_are(rank):
     same = torch.randn(1000, generator=torch.Generator().manual_seed(7))
     before = same.clone()
     ddp_hooks.sync.average_parameters(same)
@@ -267,22 +253,16 @@ def _average_again(rank):
     assert_same_bits(same, before)
 
 
-def test_two_ranks_that_are_alike_stay_as_they_are():
-    run_ranks(2, _average_again)
-
-
-def _zero_weight(rank):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks()
+def test_a_rank_of_weight_zero_has_no_influence(rank):
     tensor = torch.tensor([float("nan") if rank == 0 else 5.0 * rank])
     ddp_hooks.sync.average_parameters(tensor, weights=0 if rank == 0 else 10)
     assert tensor.item() == (5.0 if dist.get_world_size() == 2 else 7.5)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_rank_of_weight_zero_has_no_influence(world_size):
-    run_ranks(world_size, _zero_weight)
-
-
-def _buffer_treatments(rank):
+@on_ranks(2)
+def test_buffers_are_averaged_broadcast_or_ignored(rank):
     for treatment in ("average", "broadcast", "ignore"):
         module = nn.BatchNorm1d(4)
         module.running_mean.fill_(rank)
@@ -294,14 +274,12 @@ def _buffer_treatments(rank):
         assert module.num_batches_tracked.item() == count
 
 
-def test_buffers_are_averaged_broadcast_or_ignored():
-    run_ranks(2, _buffer_treatments)
-
-
 # --- edges
 
 
-def _edges(rank):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks()
+def test_empty_modules_and_autograd(rank):
     for module in (nn.Module(), nn.Sequential()):
         report = ddp_hooks.sync.broadcast_parameters(module)
         assert (report.tensors, report.messages, report.payload_bytes) == (0, 0, 0)
@@ -319,12 +297,8 @@ def _edges(rank):
             loss.backward()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_empty_modules_and_autograd(world_size):
-    run_ranks(world_size, _edges)
-
-
-def _other_default_device(rank):
+@on_ranks(2)
+def test_the_default_device_is_the_users(rank):
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1 + rank)
     ddp = nn.parallel.DistributedDataParallel(module)
@@ -344,11 +318,8 @@ def _other_default_device(rank):
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
-def test_the_default_device_is_the_users():
-    run_ranks(2, _other_default_device)
-
-
-def _alone(rank):
+@on_ranks(1)
+def test_a_world_of_one_changes_nothing(rank):
     module = Zoo(3)
     before = copy.deepcopy(module)
     ddp_hooks.sync.broadcast_parameters(module)
@@ -356,10 +327,6 @@ def _alone(rank):
     assert ddp_hooks.sync.verify_replicas(module, raise_on_difference=True).in_step
     for actual, wanted in zip(everything(module), everything(before), strict=True):
         assert_same_bits(actual, wanted)
-
-
-def test_a_world_of_one_changes_nothing():
-    run_ranks(1, _alone)
 
 
 def test_without_a_process_group_the_error_says_what_to_do():
@@ -414,7 +381,9 @@ def test_ranks_with_other_tensors_get_an_error_everywhere(world_size, function):
     run_ranks(world_size, _lacks_a_parameter, function)
 
 
-def _other_arguments(rank):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks()
+def test_ranks_with_other_arguments_get_an_error_everywhere(rank):
     module = nn.Linear(2, 2)
     before = copy.deepcopy(module)
     _expect_disagreement(
@@ -435,11 +404,6 @@ def _other_arguments(rank):
     _expect_disagreement(lambda: other(module), before, module, "verify_replicas(", "broadcast_parameters(")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_ranks_with_other_arguments_get_an_error_everywhere(world_size):
-    run_ranks(world_size, _other_arguments)
-
-
 def without_memory(tensor, left_bytes=0):
     tensor.untyped_storage().resize_(left_bytes)
     return tensor
@@ -450,7 +414,9 @@ def make_fake(tensor):
         return mode.from_tensor(tensor)
 
 
-def _refusals(rank):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks()
+def test_bad_input_on_one_rank_is_an_error_on_all(rank):
     expanded = torch.zeros(1).expand(4)
     conjugate = torch.full((2,), 1 + 2j).conj()
     cases = [
@@ -520,11 +486,6 @@ def _refusals(rank):
     dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_bad_input_on_one_rank_is_an_error_on_all(world_size):
-    run_ranks(world_size, _refusals)
-
-
 # --- failure in the middle
 
 
@@ -532,7 +493,11 @@ class BrokenConnection(RuntimeError):
     pass
 
 
-def _fail_in_the_middle(rank, function, async_op):
+@pytest.mark.parametrize("function", ["broadcast_parameters", "average_parameters"])
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("world_size", [2, *thorough(3)])
+@on_ranks()
+def test_failure_in_the_middle_leaves_no_tensor_half_written(rank, function, async_op):
     """The last rank's third message fails; the others run into the timeout of a group of their own."""
     last = dist.get_world_size() - 1
     group = dist.new_group(timeout=timedelta(seconds=2))
@@ -574,13 +539,6 @@ def _fail_in_the_middle(rank, function, async_op):
     # Where the process group works, calling again repairs everything.
     getattr(ddp_hooks.sync, function)(tensors)
     assert_alike_everywhere(tensors)
-
-
-@pytest.mark.parametrize("function", ["broadcast_parameters", "average_parameters"])
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("world_size", [2, *thorough(3)])
-def test_failure_in_the_middle_leaves_no_tensor_half_written(world_size, function, async_op):
-    run_ranks(world_size, _fail_in_the_middle, function, async_op)
 
 
 def test_a_message_is_written_only_after_it_has_arrived():

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_pretend import on_pretended, run_pretended
 from test_pretend import pytestmark as pytestmark
-from test_pretend import run_pretended
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +41,8 @@ def tensors_of_all_kinds() -> list[torch.Tensor]:
     ]
 
 
-def hashes(rank: int) -> None:
+@on_pretended(1, 0)
+def test_tensors_are_hashed_in_few_copies(rank: int) -> None:
     tensors = tensors_of_all_kinds()
     on_device = [tensor.to("pretend") for tensor in tensors]
     expected = _C.hash_tensors(tensors)
@@ -53,11 +54,8 @@ def hashes(rank: int) -> None:
     assert torch.equal(_C.hash_tensors([tensors[0], on_device[1], tensors[2]]), expected[:3])
 
 
-def test_tensors_are_hashed_in_few_copies() -> None:
-    run_pretended(1, 0, hashes)
-
-
-def hashed_on_a_stream(rank: int) -> None:
+@on_pretended(1, 37)
+def test_hashes_follow_the_stream(rank: int) -> None:
     """What the current stream has not written yet is waited for, and what it writes afterwards does not count."""
     for _ in range(10):
         tensor = torch.zeros(100_000, device="pretend")
@@ -69,10 +67,6 @@ def hashed_on_a_stream(rank: int) -> None:
             tensor.fill_(2)
         torch.accelerator.current_stream().wait_stream(stream)
         assert torch.equal(digests, _C.hash_tensors([torch.ones(100_000)]))
-
-
-def test_hashes_follow_the_stream() -> None:
-    run_pretended(1, 37, hashed_on_a_stream)
 
 
 class Model(nn.Module):
@@ -160,7 +154,9 @@ class Untouched(nn.Module):
         return self.linear(x)
 
 
-def buffers_in_forward(rank: int, mode: Any) -> None:
+@pytest.mark.parametrize("mode", ["broadcast", "average", "changed", "before_eval"])
+@on_pretended(2, 37)
+def test_buffers(rank: int, mode: Any) -> None:
     """A group without the CPU, as NCCL is: as on the CPU, and the host waits only where it looks at values."""
     group = dist.new_group(backend="pretend:pretend")
     found = []
@@ -188,12 +184,8 @@ def buffers_in_forward(rank: int, mode: Any) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("mode", ["broadcast", "average", "changed", "before_eval"])
-def test_buffers(mode: str) -> None:
-    run_pretended(2, 37, buffers_in_forward, mode)
-
-
-def groups_end(rank: int) -> None:
+@on_pretended(2, 0)
+def test_the_group_on_the_host_ends(rank: int) -> None:
     """The group on the host goes with the module's group, and is opened once for it."""
     opened = []
     group = dist.new_group(backend="pretend:pretend")
@@ -212,11 +204,8 @@ def groups_end(rank: int) -> None:
     assert alive() is None  # and so it is not in host_groups, which is weak
 
 
-def test_the_group_on_the_host_ends() -> None:
-    run_pretended(2, 0, groups_end)
-
-
-def device_of_tensors(rank: int) -> None:
+@on_pretended(2, 0)
+def test_records_travel_on_the_device_of_the_tensors(rank: int) -> None:
     """No rank has called set_device(): records travel on the device that the tensors are on."""
     current: list[int] = []
     entered = torch.accelerator.device_index
@@ -237,7 +226,3 @@ def device_of_tensors(rank: int) -> None:
         assert set(current) == {0}
     group.bound_device_id = torch.device("pretend", 0)
     assert control_device(group) == torch.device("pretend", 0)
-
-
-def test_records_travel_on_the_device_of_the_tensors() -> None:
-    run_pretended(2, 0, device_of_tensors)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +32,9 @@ def train_a_step(model, optimizer):
     optimizer.step()
 
 
-def _in_step(rank):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks()
+def test_replicas_in_step_cost_one_record(rank):
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     ddp = DistributedDataParallel(model)
@@ -64,11 +66,6 @@ def _in_step(rank):
     assert ddp_hooks.sync.verify_replicas(model, gradients=False).in_step
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_replicas_in_step_cost_one_record(world_size):
-    run_ranks(world_size, _in_step)
-
-
 def find_slowly(tensors):
     """The obvious way: gather everything, compare bits, subtract."""
     found = {}
@@ -88,7 +85,10 @@ def find_slowly(tensors):
     return found
 
 
-def _drift(rank, seed):
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks()
+def test_drift_is_found_as_the_slow_way_finds_it_and_repaired(rank, seed):
     model = make_model()
     last = dist.get_world_size() - 1
     generator = torch.Generator().manual_seed(seed)
@@ -110,12 +110,6 @@ def _drift(rank, seed):
     assert report.exchanged_bytes <= 64 + 8 * report.tensors
     ddp_hooks.sync.broadcast_parameters(model)
     assert ddp_hooks.sync.verify_replicas(model, raise_on_difference=True).in_step
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_drift_is_found_as_the_slow_way_finds_it_and_repaired(world_size, seed):
-    run_ranks(world_size, _drift, seed)
 
 
 def _report(rank):
@@ -147,7 +141,8 @@ def test_the_report_names_kinds_versions_majorities_and_amounts():
     assert texts[0] == texts[1] == texts[2]
 
 
-def _special_values(rank):
+@on_ranks(2)
+def test_bits_are_compared_and_special_values_measured(rank):
     tensors = {
         "signed zero": torch.tensor([-0.0 if rank else 0.0]),
         "nan": torch.tensor([math.nan if rank else 1.0]),
@@ -170,11 +165,8 @@ def _special_values(rank):
     assert "no majority" in str(report)
 
 
-def test_bits_are_compared_and_special_values_measured():
-    run_ranks(2, _special_values)
-
-
-def _large(rank):
+@on_ranks(2)
+def test_comparing_changes_nothing(rank):
     # Longer than a piece of the comparison, with the difference in the last element.
     tensor = torch.zeros((1 << 20) + 3)
     tensor[-1] = rank
@@ -183,11 +175,9 @@ def _large(rank):
     assert tensor[-1] == rank
 
 
-def test_comparing_changes_nothing():
-    run_ranks(2, _large)
-
-
-def _other_layouts(rank):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks()
+def test_other_names_and_shapes_are_reported_not_hung(rank):
     last = dist.get_world_size() - 1
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=rank != last), nn.Linear(3, 4 if rank else 5))
     with torch.no_grad():
@@ -214,12 +204,8 @@ def _other_layouts(rank):
     assert not report.differences
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_other_names_and_shapes_are_reported_not_hung(world_size):
-    run_ranks(world_size, _other_layouts)
-
-
-def _second_half(rank):
+@on_ranks(2)
+def test_a_collision_in_half_of_the_digest_is_resolved_by_the_other(rank):
     """Digests that agree in the half that is sent first: the other half decides."""
     original = _C.hash_tensors
 
@@ -237,11 +223,8 @@ def _second_half(rank):
     assert report.exchanged_bytes == 64 + 2 * 2 * 8
 
 
-def test_a_collision_in_half_of_the_digest_is_resolved_by_the_other():
-    run_ranks(2, _second_half)
-
-
-def _ignored_and_compiled(rank):
+@on_ranks(2)
+def test_a_compiled_module_is_looked_through(rank):
     model = make_model()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
     ddp = DistributedDataParallel(model)
@@ -261,11 +244,8 @@ def _ignored_and_compiled(rank):
     assert {d.name for d in ddp_hooks.sync.verify_replicas(plain).differences} == {"0.weight"}
 
 
-def test_a_compiled_module_is_looked_through():
-    run_ranks(2, _ignored_and_compiled)
-
-
-def _ignored_by_ddp(rank):
+@on_ranks(2)
+def test_what_ddp_ignores_is_meant_to_differ(rank):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.bias"])
     ddp = DistributedDataParallel(model)
@@ -280,11 +260,8 @@ def _ignored_by_ddp(rank):
     assert {d.name for d in ddp_hooks.sync.verify_replicas(model).differences} >= {"1.weight"}
 
 
-def test_what_ddp_ignores_is_meant_to_differ():
-    run_ranks(2, _ignored_by_ddp)
-
-
-def _not_convertible(rank):
+@on_ranks(2)
+def test_numbers_that_torch_cannot_convert_differ_by_nan(rank):
     for name in ("int1", "uint7", "bits8", "float4_e2m1fn_x2"):
         tensor = torch.full((8,), rank, dtype=torch.uint8).view(getattr(torch, name))
         (difference,) = ddp_hooks.sync.verify_replicas([tensor]).differences
@@ -292,11 +269,8 @@ def _not_convertible(rank):
         assert math.isnan(difference.max_abs_differences[1])
 
 
-def test_numbers_that_torch_cannot_convert_differ_by_nan():
-    run_ranks(2, _not_convertible)
-
-
-def _refusals(rank):
+@on_ranks(2)
+def test_refusals_reach_every_rank(rank):
     if rank == 0:
         with pytest.raises(TypeError, match="pass the model itself"):
             ddp_hooks.sync.verify_replicas(3)
@@ -316,7 +290,3 @@ def _refusals(rank):
     linear.weight.grad.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="gradient 'weight' needs 16 bytes, but its storage has 0: restore"):
         ddp_hooks.sync.verify_replicas(linear)
-
-
-def test_refusals_reach_every_rank():
-    run_ranks(2, _refusals)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,7 +58,9 @@ def shared_files():
     return {path for path in SHARED_MEMORY.glob(f"torch_{os.getpid()}_*")}
 
 
-def _one_host(rank):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks()
+def test_one_host(rank):
     model = make_model(rank)
     expected = make_model(0)
     strides = [p.stride() for p in model.parameters()]
@@ -112,12 +114,8 @@ def _one_host(rank):
     shared.release()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_one_host(world_size):
-    run_ranks(world_size, _one_host)
-
-
-def _two_hosts(rank):
+@on_ranks(3)
+def test_two_hosts(rank):
     model = make_model(rank)
     with pretend_hosts((0, 1), (2,)), ddp_hooks.sync.share_parameters(model) as shared:
         assert shared.hosts == ((0, 1), (2,))
@@ -154,15 +152,12 @@ def _two_hosts(rank):
     assert not shared.active
 
 
-def test_two_hosts():
-    run_ranks(3, _two_hosts)
-
-
 def batch(rank, step):
     return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def _one_optimizer(rank):
+@on_ranks(3)
+def test_one_optimizer_a_host_trains_as_one_a_rank(rank):
     """DDP with one writing rank a host takes the same steps as DDP with an optimizer on every rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 8))
@@ -188,11 +183,8 @@ def _one_optimizer(rank):
     shared.release()
 
 
-def test_one_optimizer_a_host_trains_as_one_a_rank():
-    run_ranks(3, _one_optimizer)
-
-
-def _memory_goes_with_the_module(rank):
+@on_ranks(2)
+def test_memory_goes_with_the_module(rank):
     gc.collect()  # of what earlier tests left in cycles, on every rank
     dist.barrier()
     before = shared_files()
@@ -209,11 +201,8 @@ def _memory_goes_with_the_module(rank):
     assert ddp_hooks.sync.broadcast_parameters(torch.ones(1000)).payload_bytes == 4000
 
 
-def test_memory_goes_with_the_module():
-    run_ranks(2, _memory_goes_with_the_module)
-
-
-def _hosts_in_other_groups(rank):
+@on_ranks(2)
+def test_first_ranks_of_hosts_meet_whatever_groups_they_are_in(rank):
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
     for weight in (1, 2):
@@ -226,11 +215,8 @@ def _hosts_in_other_groups(rank):
         shared.release()
 
 
-def test_first_ranks_of_hosts_meet_whatever_groups_they_are_in():
-    run_ranks(2, _hosts_in_other_groups)
-
-
-def _memory_held_by_one_rank(rank):
+@on_ranks(2)
+def test_every_rank_waits_where_one_still_holds_the_memory(rank):
     model = nn.Linear(2, 2)
     shared = ddp_hooks.sync.share_parameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if shared.writer else None
@@ -243,11 +229,8 @@ def _memory_held_by_one_rank(rank):
     assert ddp_hooks.sync.broadcast_parameters(torch.ones(1000)).payload_bytes == 4000
 
 
-def test_every_rank_waits_where_one_still_holds_the_memory():
-    run_ranks(2, _memory_held_by_one_rank)
-
-
-def _refusals(rank):
+@on_ranks(2)
+def test_refusals(rank):
     with pytest.raises(TypeError, match="received list"):
         ddp_hooks.sync.share_parameters([torch.ones(2)])
     with pytest.raises(ValueError, match="meta device"):
@@ -297,11 +280,8 @@ def _no_room(block_bytes, peers):
     raise OSError("No space left on device")
 
 
-def test_refusals():
-    run_ranks(2, _refusals)
-
-
-def _other_group(rank):
+@on_ranks(3)
+def test_a_group_that_is_not_everybody(rank):
     pair = dist.new_group([0, 1])
     if rank == 2:
         return
@@ -312,10 +292,6 @@ def _other_group(rank):
         ddp_hooks.sync.broadcast_parameters(module, process_group=single)
     assert ddp_hooks.sync.average_parameters(module, process_group=pair).payload_bytes == 0
     shared.release()
-
-
-def test_a_group_that_is_not_everybody():
-    run_ranks(3, _other_group)
 
 
 def _share_and_wait(rank, world_size, store_file, ready):

@@ -10,7 +10,9 @@ from __future__ import annotations
 import ast
 import atexit
 import faulthandler
+import functools
 import importlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -325,6 +327,32 @@ def run_ranks(
         pool = RankPool(world_size, environments, before_import)
     _pools[key] = pool  # so that what was used longest ago comes first
     return pool.run(function, *args, **options)
+
+
+def on_ranks(
+    world_size: int | None = None, *, run: Callable[..., Any] = run_ranks, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a test of a function, which ranks call with their rank and the test's parameters.
+
+    Without ``world_size``, the test has a parameter of that name, which the function does not get. ``run`` and
+    ``options`` are as :func:`run_ranks` and its options.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def test(*args: Any, **parameters: Any) -> Any:
+            if args:  # on a rank, which finds this under the function's name
+                return function(*args)
+            ranks = world_size or parameters.pop("world_size")
+            run(ranks, test, *parameters.values(), **options)
+
+        _, *others = inspect.signature(function).parameters.values()
+        if world_size is None:
+            others.append(inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY))
+        test.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def run_ranks_with_sparse_gradients(

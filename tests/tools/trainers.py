@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
@@ -41,6 +41,9 @@ def environment(rank: int) -> dict[str, str]:
 def run_launched(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run ``function(rank, *args)`` on two ranks that look as if torchrun had started them."""
     return run_ranks(2, function, *args, environment=environment)
+
+
+on_launched = on_ranks(2, environment=environment)
 
 
 class Items(Dataset[dict[str, int]]):
@@ -109,9 +112,9 @@ def sent(statistics: ddp_hooks.statistics.Statistics | None) -> tuple[int, int, 
     return statistics.steps, statistics.dense_bytes, statistics.payload_bytes, statistics.mask_bytes
 
 
-def assert_trained_alike(rank: int, ours: Training, policy: str = "skip_unused", steps: int = STEPS) -> None:
+def assert_trained_alike(rank: int, ours: Training) -> None:
     """Assert plain DDP's weights, bit by bit, and the bytes that :func:`ddp_hooks.register` sends."""
-    plain, registered = train_by_hand(rank, None, steps), train_by_hand(rank, policy, steps)
+    plain, registered = train_by_hand(rank, None), train_by_hand(rank, "skip_unused")
     for index, (a, b) in enumerate(zip(ours.weights, plain.weights, strict=True)):
         assert torch.equal(a, b), f"weight {index} differs by up to {(a - b).abs().max()}"
     assert sent(ours.statistics) == sent(registered.statistics)

@@ -193,6 +193,15 @@ def assert_same(ours: torch.Tensor, plain: torch.Tensor, exact: bool, tolerance:
         )
 
 
+def assert_same_gradients(ours: nn.Module, plain: nn.Module, *, exact: bool = True) -> None:
+    """Expect the same gradients, bit for bit or nearly, and none where plain DDP leaves none."""
+    for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None and b.grad is not None:
+            tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {}
+            torch.testing.assert_close(a.grad.cpu(), b.grad.cpu(), **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def expected_bytes(runs: list[Run], sizes: list[int], which: str) -> int:
     """Bytes of what any rank used, over all steps; ``runs`` holds every rank's plain run."""
     total = 0

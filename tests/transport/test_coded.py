@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from profiling import profiled
 from quick import thorough
-from spawn import run_ranks, run_ranks_with_sparse_gradients
+from spawn import on_ranks, run_ranks, run_ranks_with_sparse_gradients
 from test_equivalence import SCENARIOS, SLOW, Joined, OneHugeParameter
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -402,7 +402,8 @@ def coded_steps(rank: int, policy: str, mbits: str | None, **settings: Any) -> t
 LITTLE = "coding the others would have saved too little"
 
 
-def _by_the_link(rank: int) -> None:
+@on_ranks(2)
+def test_the_speed_of_the_link_decides_with_what_is_saved(rank: int) -> None:
     assert coded_steps(rank, "auto", "1000") == (4, "")
     assert coded_steps(rank, "auto", "1000", autocast=True) == (4, "")
     assert coded_steps(rank, "auto", "5000", autocast=True) == (4, "")
@@ -417,11 +418,8 @@ def _by_the_link(rank: int) -> None:
     assert coded_steps(rank, "skip_unused", "1000") == (0, "")
 
 
-def test_the_speed_of_the_link_decides_with_what_is_saved() -> None:
-    run_ranks(2, _by_the_link)
-
-
-def _said_once(rank: int) -> None:
+@on_ranks(2)
+def test_on_one_host_it_does_nothing_and_says_so(rank: int) -> None:
     os.environ["DDP_HOOKS_HOST"] = "one for both"
     ddp = DistributedDataParallel(nn.Linear(512, 512))
     with warnings.catch_warnings(record=True) as caught:
@@ -435,10 +433,6 @@ def _said_once(rank: int) -> None:
     )
     ddp(torch.randn(8, 512)).square().mean().backward()
     assert state.stats().coded_bytes == 0
-
-
-def test_on_one_host_it_does_nothing_and_says_so() -> None:
-    run_ranks(2, _said_once)
 
 
 # --- bad messages

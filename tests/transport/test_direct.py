@@ -14,10 +14,10 @@ import slow_group
 import test_units
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Scenario, Trainer, compare, register
+from training import Scenario, Trainer, assert_same_gradients, compare, register
 from tuned import Tuning, with_settings
 
 import ddp_hooks
@@ -101,11 +101,11 @@ class Case:
     def contributors(self, parameter: int) -> int:
         return sum(mask.test(parameter) << rank for rank, mask in enumerate(self.by_rank))
 
-    def plan(self, least: int = 0, *, owners: bool = True) -> list[testing.BucketPlan]:
+    def plan(self, least: int = 0) -> list[testing.BucketPlan]:
         direct = _C.DirectSettings(
             direct=True,
             world_size=self.ranks,
-            owners=owners,
+            owners=True,
             segment_bytes=self.segment_bytes,
             min_direct_bytes=least,
             min_owner_saving=0.0,
@@ -250,7 +250,12 @@ WAYS = [
 ]
 
 
-def same_as_plain_ddp(rank: int, every_policy: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "every_policy"),
+    [(3, False), *(pytest.param(ranks, True, marks=pytest.mark.thorough) for ranks in (2, 3, 4))],
+)
+@on_ranks(timeout=300.0)
+def test_same_as_plain_ddp(rank: int, every_policy: bool) -> None:
     for number, scenario in enumerate(SCENARIOS):
         # All of them, or the first and the next of the others.
         for policy, native in WAYS if every_policy else [WAYS[0], WAYS[1 + number % 3]]:
@@ -261,19 +266,11 @@ def same_as_plain_ddp(rank: int, every_policy: bool) -> None:
             compare(rank, scenario(), DIRECT, True)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "every_policy"),
-    [(3, False), *(pytest.param(ranks, True, marks=pytest.mark.thorough) for ranks in (2, 3, 4))],
-)
-def test_same_as_plain_ddp(world_size: int, every_policy: bool) -> None:
-    run_ranks(world_size, same_as_plain_ddp, every_policy, timeout=300.0)
-
-
 class Heads(nn.Module):
-    def __init__(self, heads: int, width: int = 64) -> None:
+    def __init__(self, heads: int) -> None:
         super().__init__()
-        self.trunk = nn.Linear(width, width)
-        self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(heads))
+        self.trunk = nn.Linear(64, 64)
+        self.heads = nn.ModuleList(nn.Linear(64, 64) for _ in range(heads))
 
     def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
         return self.heads[head](torch.tanh(self.trunk(x)))
@@ -314,7 +311,9 @@ def test_bytes_by_transport(world_size: int) -> None:
     run_ranks(world_size, bytes_by_transport, world_size)
 
 
-def on_a_grid(rank: int) -> None:
+@pytest.mark.thorough
+@on_ranks(6, timeout=300.0)
+def test_on_a_grid(rank: int) -> None:
     """Six ranks are two axes; who contributes is known there, too."""
     ddp = DistributedDataParallel(Heads(8), find_unused_parameters=True)
     state = register(ddp, DIRECT, True)
@@ -325,19 +324,11 @@ def on_a_grid(rank: int) -> None:
         for module in (ddp, plain):
             module.zero_grad()
             module(torch.full((2, 64), 0.1 * rank), head_of_rank).sum().backward()
-        for ours, expected in zip(ddp.parameters(), plain.parameters(), strict=True):
-            assert (ours.grad is None) == (expected.grad is None)
-            if ours.grad is not None:
-                torch.testing.assert_close(ours.grad, expected.grad)
+        assert_same_gradients(ddp, plain, exact=False)
     assert state.stats().broadcast_bytes == 6 * head
     assert state.stats().owner_bytes == 2 * head
     assert state.usage()["heads.6.weight"].ranks == (0, 2, 4)
     assert state.usage()["heads.5.weight"].ranks == ()
-
-
-@pytest.mark.thorough
-def test_on_a_grid() -> None:
-    run_ranks(6, on_a_grid, timeout=300.0)
 
 
 def values_by_rank(rank: int) -> None:
@@ -383,7 +374,8 @@ def test_values_by_rank(body: Callable[[int], None]) -> None:
     run_ranks(2, body)
 
 
-def rows_by_rank(rank: int) -> None:
+@on_ranks(2)
+def test_rows_by_rank(rank: int) -> None:
     ddp = DistributedDataParallel(test_units.Table(300))
     state = register(ddp, DIRECT_ROWS, True)
     ddp(torch.tensor([[1, 2 + rank, 7 + rank, 100]])).square().mean().backward()
@@ -393,11 +385,8 @@ def rows_by_rank(rank: int) -> None:
     assert state.stats().broadcast_bytes == 4 * row
 
 
-def test_rows_by_rank() -> None:
-    run_ranks(2, rows_by_rank)
-
-
-def halves_pay(rank: int) -> None:
+@on_ranks(2)
+def test_halves_pay(rank: int) -> None:
     """Two halves of a table make all of it; but what one rank has alone costs half."""
     ddp = DistributedDataParallel(test_units.Table(1024, 64))
     state = register(ddp, with_settings(test_units.ADAPTIVE, direct=True, min_direct_bytes=0), True)
@@ -409,11 +398,8 @@ def halves_pay(rank: int) -> None:
     assert state.stats().broadcast_bytes == 3 * 1024 * 64 * 4
 
 
-def test_halves_pay() -> None:
-    run_ranks(2, halves_pay)
-
-
-def gradient_by_hand(rank: int) -> None:
+@on_ranks(2)
+def test_gradient_by_hand(rank: int) -> None:
     """Rank 0 makes a gradient of what it said it would not use, which rank 1 alone then would not receive."""
     ddp = DistributedDataParallel(Heads(2), find_unused_parameters=True)
     register(ddp, DIRECT, True)
@@ -432,11 +418,9 @@ def gradient_by_hand(rank: int) -> None:
         ddp(torch.ones(2, 64), 1).sum().backward()
 
 
-def test_gradient_by_hand() -> None:
-    run_ranks(2, gradient_by_hand)
-
-
-def gradient_by_hand_beside_late(rank: int, bucket_view: bool) -> None:
+@pytest.mark.parametrize("bucket_view", [False, True])
+@on_ranks(2)
+def test_gradient_by_hand_beside_late(rank: int, bucket_view: bool) -> None:
     """As above, and the other rank waits for this one to average an unmanaged parameter, and to rebuild."""
     module = Heads(2)
     module.trunk.bias.requires_grad_(False)
@@ -465,12 +449,8 @@ def gradient_by_hand_beside_late(rank: int, bucket_view: bool) -> None:
     assert state.stats().steps == 2
 
 
-@pytest.mark.parametrize("bucket_view", [False, True])
-def test_gradient_by_hand_beside_late(bucket_view: bool) -> None:
-    run_ranks(2, gradient_by_hand_beside_late, bucket_view)
-
-
-def gradient_by_hand_beside_others(rank: int) -> None:
+@on_ranks(2)
+def test_gradient_by_hand_beside_others(rank: int) -> None:
     """As above, and the other rank waits in what another module and an expectation have queued for the end."""
     one, frozen = Heads(2), Heads(2)
     frozen.trunk.bias.requires_grad_(False)
@@ -496,11 +476,9 @@ def gradient_by_hand_beside_others(rank: int) -> None:
     sum(ddp(torch.ones(2, 64), rank).sum() for ddp in modules).backward()
 
 
-def test_gradient_by_hand_beside_others() -> None:
-    run_ranks(2, gradient_by_hand_beside_others)
-
-
-def retried_with_another_head(rank: int, search: bool) -> None:
+@pytest.mark.parametrize("search", [False, True])
+@on_ranks(2)
+def test_retried_with_another_head(rank: int, search: bool) -> None:
     """Rank 0's pass fails half-way, and is run again with what nobody has announced."""
     ddp = DistributedDataParallel(Heads(3), find_unused_parameters=search)
     state, x = register(ddp, DIRECT, True), torch.ones(2, 64)
@@ -532,12 +510,8 @@ def retried_with_another_head(rank: int, search: bool) -> None:
     assert torch.equal(*others)
 
 
-@pytest.mark.parametrize("search", [False, True])
-def test_retried_with_another_head(search: bool) -> None:
-    run_ranks(2, retried_with_another_head, search)
-
-
-def gradient_by_hand_beside_sums(rank: int) -> None:
+@on_ranks(3)
+def test_gradient_by_hand_beside_sums(rank: int) -> None:
     """As above, of what the two other ranks used: they wait for this one to take its part in sums by owner."""
     ddp = DistributedDataParallel(Heads(2), find_unused_parameters=True)
     state = register(ddp, DIRECT, True)
@@ -561,10 +535,6 @@ def gradient_by_hand_beside_sums(rank: int) -> None:
     assert first is None or torch.equal(used.grad, first)
 
 
-def test_gradient_by_hand_beside_sums() -> None:
-    run_ranks(3, gradient_by_hand_beside_sums)
-
-
 class WaitsForAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -578,7 +548,8 @@ class WaitsForAll(torch.autograd.Function):
         return gradient, None
 
 
-def sums_wait_for_nobody(rank: int) -> None:
+@on_ranks(4)
+def test_sums_wait_for_nobody(rank: int) -> None:
     """Rank 0 has all buckets before a collective of backward, for which the owners of what it lacks wait."""
     group = dist.new_group([0, 1, 2, 3])
 
@@ -607,11 +578,8 @@ def sums_wait_for_nobody(rank: int) -> None:
         torch.testing.assert_close(ours, plain)
 
 
-def test_sums_wait_for_nobody() -> None:
-    run_ranks(4, sums_wait_for_nobody)
-
-
-def sums_of_a_static_graph(rank: int) -> None:
+@on_ranks(3)
+def test_sums_of_a_static_graph(rank: int) -> None:
     """In the first pass the Reducer hands over all buckets, and waits for them, within one call."""
     gradients = []
     for policy in (None, DIRECT):
@@ -624,10 +592,6 @@ def sums_of_a_static_graph(rank: int) -> None:
     assert state.stats().owner_bytes > 0
     for ours, plain in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, plain)
-
-
-def test_sums_of_a_static_graph() -> None:
-    run_ranks(3, sums_of_a_static_graph)
 
 
 class AnyOrder(slow_group.SlowGroup):
@@ -646,7 +610,8 @@ class AnyOrder(slow_group.SlowGroup):
     alltoall_base = all_to_all_single  # as torch before 2.13 calls it
 
 
-def contributions_in_any_order(rank: int) -> None:
+@on_ranks(3)
+def test_contributions_in_any_order(rank: int) -> None:
     class Tables(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -679,11 +644,8 @@ def contributions_in_any_order(rank: int) -> None:
         assert all(torch.equal(everywhere[0], other) for other in everywhere)
 
 
-def test_contributions_in_any_order() -> None:
-    run_ranks(3, contributions_in_any_order)
-
-
-def statistics_while_sums_wait(rank: int) -> None:
+@on_ranks(3)
+def test_statistics_while_sums_wait(rank: int) -> None:
     """Whoever sums waits for what comes in through gloo's threads, and these may be asking for statistics."""
 
     class Stems(nn.Module):
@@ -713,11 +675,8 @@ def statistics_while_sums_wait(rank: int) -> None:
     assert state.stats().owner_bytes > 0
 
 
-def test_statistics_while_sums_wait() -> None:
-    run_ranks(3, statistics_while_sums_wait)
-
-
-def masks_of_a_failed_pass(rank: int) -> None:
+@on_ranks(2)
+def test_masks_of_a_failed_pass(rank: int) -> None:
     """Both ranks take up masks of a pass that failed, which say that each uses the other's head."""
     ddp = DistributedDataParallel(Heads(2), find_unused_parameters=True)
     register(ddp, DIRECT, True)
@@ -735,7 +694,3 @@ def masks_of_a_failed_pass(rank: int) -> None:
     ddp.zero_grad()
     ddp(x, 1 - rank).sum().backward()
     assert all(p.grad is not None for p in ddp.parameters())
-
-
-def test_masks_of_a_failed_pass() -> None:
-    run_ranks(2, masks_of_a_failed_pass)

@@ -10,7 +10,7 @@ import test_coded
 import test_direct
 import torch
 from quick import thorough
-from spawn import RankFailure, run_ranks
+from spawn import RankFailure, on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Scenario, bits, compare, register, train
@@ -64,7 +64,9 @@ def test_same_as_plain_ddp(layout: str, every_way: bool) -> None:
 # --- bytes
 
 
-def bytes_between_hosts(rank: int, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["2 x 2", "interleaved"])
+@on_ranks(4)
+def test_bytes_between_hosts(rank: int, layout: str) -> None:
     """A head for each rank, and one for all: what crosses between hosts is each host's part, once."""
     on_hosts(rank, layout)
     ddp = DistributedDataParallel(test_direct.Heads(5), find_unused_parameters=True)
@@ -83,11 +85,6 @@ def bytes_between_hosts(rank: int, layout: str) -> None:
     ddp(torch.ones(2, 64), rank).sum().backward()
     assert state.stats().sent_bytes == 2 * 3 * 5 * head // 4
     assert state.stats().broadcast_bytes == 0
-
-
-@pytest.mark.parametrize("layout", ["2 x 2", "interleaved"])
-def test_bytes_between_hosts(layout: str) -> None:
-    run_ranks(4, bytes_between_hosts, layout)
 
 
 def masks_between_hosts(rank: int, layout: str) -> None:

@@ -11,11 +11,11 @@ import torch
 from quick import thorough
 from test_direct import DIRECT, DIRECT_ROWS, Heads
 from test_hosts import LAYOUTS, on_hosts
-from test_pretend import RESTING, at_once, dropped_within_backward, on_device, run_pretended
+from test_pretend import RESTING, at_once, dropped_within_backward, on_device, on_pretended, run_pretended
 from test_pretend import pytestmark as pytestmark
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Scenario, compare, register
+from training import Scenario, assert_same_gradients, compare, register
 from tuned import with_settings
 
 import ddp_hooks
@@ -62,11 +62,11 @@ def test_same_as_plain_ddp(layout: str, scenarios: list[type[Scenario]], policy:
 class Pair:
     """A model with the hook, and the same with plain DDP."""
 
-    def __init__(self, policy: ddp_hooks.Policy, heads: int = 5) -> None:
+    def __init__(self, policy: ddp_hooks.Policy) -> None:
         modules = []
         for _ in range(2):
             torch.manual_seed(0)
-            modules.append(DistributedDataParallel(Heads(heads).to("pretend"), find_unused_parameters=True))
+            modules.append(DistributedDataParallel(Heads(5).to("pretend"), find_unused_parameters=True))
         self.ours, self.plain = modules
         self.state = register(self.ours, policy, True)
         self.head_bytes = sum(p.nbytes for p in self.ours.module.trunk.parameters())
@@ -77,10 +77,7 @@ class Pair:
         for ddp in (self.ours, self.plain):
             ddp.zero_grad()
             ddp(torch.ones(2, 64, device="pretend"), head).square().sum().backward()
-        for ours, plain in zip(self.ours.parameters(), self.plain.parameters(), strict=True):
-            assert (ours.grad is None) == (plain.grad is None)
-            if ours.grad is not None:
-                torch.testing.assert_close(ours.grad.cpu(), plain.grad.cpu())
+        assert_same_gradients(self.ours, self.plain, exact=False)
         return self.state.stats()
 
 
@@ -94,7 +91,9 @@ USES = {
 }
 
 
-def bytes_between_hosts(rank: int, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["2 x 2", *thorough("interleaved")])
+@on_pretended(4, 1)
+def test_bytes_between_hosts(rank: int, layout: str) -> None:
     """What one host uses crosses once, a half of it from each of its ranks."""
     from ddp_hooks_testing import _pretend
 
@@ -121,12 +120,8 @@ def bytes_between_hosts(rank: int, layout: str) -> None:
         assert pair.state.usage()[f"heads.{use}.weight"].ranks == ranks, name
 
 
-@pytest.mark.parametrize("layout", ["2 x 2", *thorough("interleaved")])
-def test_bytes_between_hosts(layout: str) -> None:
-    run_pretended(4, 1, bytes_between_hosts, layout)
-
-
-def switched(rank: int) -> None:
+@on_pretended(4, 2)
+def test_a_policy_switches_it_on_and_off(rank: int) -> None:
     on_hosts(rank, "2 x 2")
     pair = Pair(UNASKED)
     state = pair.state
@@ -147,11 +142,8 @@ def switched(rank: int) -> None:
     pair.ours(torch.ones(2, 64, device="pretend"), rank).sum().backward()
 
 
-def test_a_policy_switches_it_on_and_off() -> None:
-    run_pretended(4, 2, switched)
-
-
-def unopened(rank: int) -> None:
+@on_pretended(4, 4)
+def test_groups_that_cannot_be_opened(rank: int) -> None:
     """A rank cannot have the groups: every rank is told, and what was in force stays."""
     on_hosts(rank, "2 x 2")
     pair = Pair(UNASKED)
@@ -170,11 +162,8 @@ def unopened(rank: int) -> None:
     assert pair.step(rank).broadcast_bytes > 0
 
 
-def test_groups_that_cannot_be_opened() -> None:
-    run_pretended(4, 4, unopened)
-
-
-def uneven(rank: int) -> None:
+@on_pretended(4, 5)
+def test_uneven_hosts(rank: int) -> None:
     """On other hosts all is all-reduced, whatever is asked for."""
     import os
 
@@ -182,10 +171,6 @@ def uneven(rank: int) -> None:
     pair = Pair(DIRECT)
     assert pair.step(rank).broadcast_bytes == 0
     assert "hosts with different numbers of ranks: gradients are all-reduced" in str(pair.state.topology)
-
-
-def test_uneven_hosts() -> None:
-    run_pretended(4, 5, uneven)
 
 
 @pytest.mark.parametrize(("hosts", "adds_up"), [(8, True), (9, False)])
@@ -228,16 +213,15 @@ def test_nothing_is_sent_after_what_could_not_be() -> None:
         run_pretended(4, seed, nothing_after_a_failure)
 
 
-def dropped_on_hosts(rank: int) -> None:
+@on_pretended(4, RESTING[0])
+def test_dropped_within_backward(rank: int) -> None:
     on_hosts(rank, "2 x 2")
     dropped_within_backward(rank, with_settings(at_once(DIRECT_ROWS), pack_bytes=1000), 1)
 
 
-def test_dropped_within_backward() -> None:
-    run_pretended(4, RESTING[0], dropped_on_hosts)
-
-
-def rows_of_hosts(rank: int, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["2 x 2", *thorough("interleaved")])
+@on_pretended(4, 6)
+def test_rows_of_hosts(rank: int, layout: str) -> None:
     """Each rank looks up rows of its own: what a host has of them crosses once, and every rank is known."""
     on_hosts(rank, layout)
     hosts = LAYOUTS[layout]
@@ -258,8 +242,3 @@ def rows_of_hosts(rank: int, layout: str) -> None:
     # Of 20 rows that both hosts have, all ranks send what a ring of four sends.
     shared = len(of_host & others) * row
     assert state.stats().sent_bytes == pytest.approx(len(of_host - others) * row / 2 + 1.5 * shared, abs=row)
-
-
-@pytest.mark.parametrize("layout", ["2 x 2", *thorough("interleaved")])
-def test_rows_of_hosts(layout: str) -> None:
-    run_pretended(4, 6, rows_of_hosts, layout)

@@ -8,7 +8,7 @@ import pytest
 import slow_group
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from spawn import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import register
@@ -72,7 +72,10 @@ def gradients_of(ddp: DistributedDataParallel) -> list[torch.Tensor | None]:
     return [None if p.grad is None else p.grad.detach().clone() for p in ddp.parameters()]
 
 
-def send_gaps(rank: int, native: bool, views: bool) -> None:
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@on_ranks(2)
+def test_zeros_are_sent_in_gaps_as_plain_ddp_does(rank: int, native: bool, views: bool) -> None:
     def run(hooked: bool) -> list[tuple[list[torch.Tensor], list[torch.Tensor | None]]]:
         torch.manual_seed(0)
         group, recording = new_recording_group()
@@ -107,13 +110,8 @@ def send_gaps(rank: int, native: bool, views: bool) -> None:
                 torch.testing.assert_close(received, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_zeros_are_sent_in_gaps_as_plain_ddp_does(native: bool, views: bool) -> None:
-    run_ranks(2, send_gaps, native, views)
-
-
-def put_gaps_back(rank: int) -> None:
+@on_ranks(2)
+def test_gaps_hold_afterwards_what_they_held_before(rank: int) -> None:
     group, recording = new_recording_group()
     model = Sandwich()
     ddp = DistributedDataParallel(model, process_group=group, find_unused_parameters=True, gradient_as_bucket_view=True)
@@ -132,11 +130,9 @@ def put_gaps_back(rank: int) -> None:
     assert torch.equal(model.between.weight.grad, torch.full_like(model.between.weight, rank + 7.0))
 
 
-def test_gaps_hold_afterwards_what_they_held_before() -> None:
-    run_ranks(2, put_gaps_back)
-
-
-def name_backends(rank: int) -> None:
+@on_ranks(2)
+def test_a_group_may_lack_a_backend_for_a_device(rank: int) -> None:
+    """Who averages gradients on a GPU is asked of every group that sums them, whoever has written it."""
     gloo, on_cpu_only = dist.group.WORLD, dist.new_group(backend="cpu:gloo")
     assert gloo is not None
     assert isinstance(on_cpu_only, dist.ProcessGroup)
@@ -151,8 +147,3 @@ def name_backends(rank: int) -> None:
     names = ("nccl", "nccl2", "nccl-lazy", "gloo", "", "nccl3")
     assert [name for name in names if testing.is_on_streams(name, CUDA)] == ["nccl", "nccl2", "nccl-lazy"]
     assert not any(testing.is_on_streams(name, CPU) for name in names)
-
-
-def test_a_group_may_lack_a_backend_for_a_device() -> None:
-    """Who averages gradients on a GPU is asked of every group that sums them, whoever has written it."""
-    run_ranks(2, name_backends)

@@ -203,7 +203,6 @@ def run_many(
     programs: Iterable[Program],
     *,
     until: float | None = None,
-    register: Register | None = None,
     on_failure: Callable[[Program, Verdict], None],
     on_progress: Callable[[Tally], None] = lambda tally: None,
     until_failure: bool = False,
@@ -216,7 +215,7 @@ def run_many(
     for program in programs:
         if until is not None and time.monotonic() >= until:
             break
-        verdict = judge(program, register)
+        verdict = judge(program)
         tally.count(verdict)
         if verdict.kind != "same":
             on_failure(program, verdict)
