@@ -17,7 +17,7 @@ from ddp_hooks.serving import control_groups
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@on_ranks(1, timeout=30)
+@on_ranks(1)
 def test_refused_gathers(rank: int, axis: int) -> None:
     """One of four ranks, two times two, whose groups give every rank what this one sends."""
     dist.destroy_process_group()

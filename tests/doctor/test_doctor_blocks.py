@@ -21,7 +21,7 @@ def run_block(rank: int, diagnosis: Diagnosis, ddp: DistributedDataParallel, end
         raise ending
 
 
-@on_ranks(2, timeout=40, collective_timeout=8)
+@on_ranks(2, collective_timeout=8)
 def test_who_leaves_a_block_by_an_interrupt_waits_for_nobody(rank: int) -> None:
     for ending in (KeyboardInterrupt(), SystemExit(0), GeneratorExit()):
         ddp = DistributedDataParallel(nn.Linear(4, 4))

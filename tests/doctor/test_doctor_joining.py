@@ -159,7 +159,7 @@ def diagnose_joined(rank: int) -> None:
     assert diagnosis.findings.steps == 0
 
 
-@on_ranks(2, timeout=60, collective_timeout=10)
+@on_ranks(2, collective_timeout=10)
 def test_ranks_that_have_joined_take_part_in_expectations(rank: int) -> None:
     for policy in (None, "skip_zeros"):
         same_as_plain(rank, policy)
@@ -200,7 +200,7 @@ def test_the_command_ends_with_a_rank_that_has_joined(options: list[str], tmp_pa
     assert printed.count("trained to the end") == 2 * len(options)
 
 
-@on_ranks(3, timeout=60, collective_timeout=10)
+@on_ranks(3, collective_timeout=10)
 def test_of_three_ranks_two_have_joined(rank: int) -> None:
     ddp = make(None)
     ddp_hooks.expect_used(ddp, "left")

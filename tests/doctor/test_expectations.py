@@ -125,7 +125,7 @@ def break_it_and_do_not_catch(rank: int) -> None:
 
 def test_nobody_hangs_when_nobody_catches_it() -> None:
     with pytest.raises(RankFailure) as caught:
-        run_ranks(2, break_it_and_do_not_catch, timeout=40)
+        run_ranks(2, break_it_and_do_not_catch)
     assert str(caught.value).count("UnexpectedUseError: expect_used: expected some rank") == 2
     assert "hung" not in str(caught.value)
 
@@ -209,7 +209,7 @@ def test_what_is_compiled_is_heard_and_left_whole(rank: int, place: str) -> None
     assert outcomes[0] == outcomes[1], place
 
 
-@on_ranks(2, timeout=40, collective_timeout=8)
+@on_ranks(2, collective_timeout=8)
 def test_calls_that_do_not_fit_are_errors_on_every_rank(rank: int) -> None:
     call_it_in_backward(rank)
     remove_on_one_rank(rank, keep=False)

@@ -237,4 +237,4 @@ def _rank_one_dies(rank: int) -> None:
 
 def test_a_rank_that_died_is_named() -> None:
     with pytest.raises(RankFailure, match=r"average_parameters: .* of waiting for rank 1, which did not call it"):
-        run_ranks(2, _rank_one_dies, collective_timeout=5.0, grace=30.0)
+        run_ranks(2, _rank_one_dies, collective_timeout=5.0)

@@ -190,7 +190,7 @@ def dies_while_groups_open(rank: int) -> None:
 @pytest.mark.thorough
 def test_a_rank_that_is_gone_is_waited_for_once() -> None:
     with pytest.raises(RankFailure, match="as it should be") as caught:
-        run_ranks(2, dies_while_groups_open, grace=30.0)
+        run_ranks(2, dies_while_groups_open)
     assert "died with exit code 3" in str(caught.value)
 
 

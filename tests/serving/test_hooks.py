@@ -1053,7 +1053,7 @@ def dying_rank(rank: int) -> None:
 def test_dying_rank() -> None:
     """A rank that dies leaves the others with the process group's error, not with a hang."""
     with pytest.raises(RankFailure, match="rank 0 was told") as caught:
-        run_ranks(2, dying_rank, collective_timeout=10.0, timeout=60.0, grace=30.0)
+        run_ranks(2, dying_rank, collective_timeout=10.0)
     assert "died with exit code 3" in str(caught.value)
 
 
@@ -1075,7 +1075,7 @@ def silent_rank(rank: int) -> None:
 def test_silent_rank() -> None:
     """The control group has the data group's timeout."""
     with pytest.raises(RankFailure, match="rank 0 was told"):
-        run_ranks(2, silent_rank, collective_timeout=3.0, timeout=60.0, grace=30.0)
+        run_ranks(2, silent_rank, collective_timeout=3.0)
 
 
 # --- gradients in the engine's hands

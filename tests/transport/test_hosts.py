@@ -221,5 +221,5 @@ def dying_rank(rank: int) -> None:
 @pytest.mark.thorough
 def test_a_rank_that_dies_is_an_error_on_both_hosts() -> None:
     with pytest.raises(RankFailure) as caught:
-        run_ranks(4, dying_rank, collective_timeout=10.0, timeout=60.0, grace=30.0)
+        run_ranks(4, dying_rank, collective_timeout=10.0)
     assert all(f"rank {rank} was told" in str(caught.value) for rank in range(3))

@@ -66,7 +66,7 @@ def test_all_gathers_and_all_to_alls_bring_the_same_sums() -> None:
 
 def expect_a_death(ranks: int, function: Callable[..., Any], *args: Any) -> None:
     with pytest.raises(RankFailure) as caught:
-        run_ranks(ranks, function, *args, collective_timeout=5.0, grace=30.0)
+        run_ranks(ranks, function, *args, collective_timeout=5.0)
     assert "died with exit code 3" in str(caught.value)
     assert str(caught.value).count(f"RuntimeError: {TOLD}") == ranks - 1
 
