@@ -72,7 +72,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, *command],
         cwd=folder,
         env=environment,
-        timeout=120,
+        timeout=300,
         # What a shell has started in the background ignores Ctrl-C.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )

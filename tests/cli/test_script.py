@@ -126,7 +126,7 @@ def run(folder: Path, *command: str, flags: tuple[str, ...] = ()) -> tuple[int, 
         [sys.executable, *flags, *command],
         cwd=folder,
         env=environment,
-        timeout=60,
+        timeout=300,
         # What a shell has started in the background ignores Ctrl-C.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )

@@ -28,7 +28,7 @@ def run(arguments: list[str], expected_status: int | None = None) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     if expected_status is not None:
         assert finished.returncode == expected_status, finished.stdout

@@ -310,7 +310,7 @@ def compare_on_a_slow_link(rank: int, *arguments: Any) -> dict[str, dict[str, An
 @pytest.mark.thorough
 def test_fifty_steps() -> None:
     names = ["dense", "unused here and there", "adapters"]
-    for sent in run_ranks(2, compare_on_a_slow_link, names, ["auto"], 50, timeout=180):
+    for sent in run_ranks(2, compare_on_a_slow_link, names, ["auto"], 50):
         assert sent["dense"]["auto"].payload_bytes < 0.5 * sent["dense"]["auto"].dense_bytes
 
 

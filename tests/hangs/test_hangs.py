@@ -228,7 +228,7 @@ assert gc.isenabled()
 
 def test_a_thread_that_runs_is_read_as_a_whole() -> None:
     """It must not go on meanwhile, which a finalizer may let it, and then a call that it has left is read as memory."""
-    done = run_captured([sys.executable, "-c", READS_WHAT_RUNS], timeout=60)
+    done = run_captured([sys.executable, "-c", READS_WHAT_RUNS], timeout=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -751,7 +751,7 @@ def run_python(code: str, **environment: str) -> str:
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     # What somebody who looks for a crash of the tests has set is no reason to fail.
     variables.pop("PYTHONFAULTHANDLER", None)
-    done = run_captured([sys.executable, "-c", code], timeout=60, env=variables)
+    done = run_captured([sys.executable, "-c", code], timeout=300, env=variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -933,7 +933,7 @@ def test_a_rank_that_forgets_is_named_and_told(tmp_path: Path, forgotten: str) -
         environment["PYTHONPATH"] = str(Path(ddp_hooks.__file__).parent.parent)
         command = [sys.executable, "train.py", forgotten]
         ranks.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True))
-    said = [process.communicate(timeout=120)[1] for process in ranks]
+    said = [process.communicate(timeout=300)[1] for process in ranks]
     who = r"rank {} \(process \d+ on \S+\)"
     if forgotten == "register":
         assert "[rank0]: ddp_hooks.errors.RanksAbsentError: register: " in said[0]
@@ -968,7 +968,7 @@ def test_under_torchrun(tmp_path: Path, registered: str) -> None:
     options = ["--set", "report_hang_after=2"] + (["--watch"] if registered == "plain" else [])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddp_hooks"]
     environment = {**os.environ, "PYTHONPATH": str(Path(ddp_hooks.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    done = run_captured([*command, "run", *options, "train.py"], cwd=tmp_path, env=environment, timeout=120)
+    done = run_captured([*command, "run", *options, "train.py"], cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode != 0
     said = r"rank 1 \(process \d+ on .*\) is between steps, after 3 steps, and has been at train\.py:12 for"
     printed = re.findall(

@@ -190,7 +190,7 @@ def test_a_run_needs_no_line(tmp_path: Path) -> None:
     done = run_captured(
         [*command, str(tmp_path / "script.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*ROOMS, *filter(None, [os.environ.get("PYTHONPATH")])])},
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     statistics = json.loads((tmp_path / "report.json").read_text())["total"]

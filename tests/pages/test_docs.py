@@ -64,7 +64,7 @@ def torchrun(folder: Path, *script: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=300,
     )
 
 
