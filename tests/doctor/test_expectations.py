@@ -163,7 +163,7 @@ def remove_on_one_rank(rank: int, keep: bool) -> None:
 
 
 @pytest.mark.parametrize("place", ["of DDP", "around the model", *thorough("around DDP", "of the model")])
-@on_ranks(2, collective_timeout=15)
+@on_ranks(2)
 def test_what_is_compiled_is_heard_and_left_whole(rank: int, place: str) -> None:
     """Expectations, and a diagnosis, hear of the steps of a compiled call, and leave the model's graph whole."""
     graphs: list[list[str]] = []
