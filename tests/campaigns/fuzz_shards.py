@@ -1,7 +1,8 @@
-"""Runs random programs with FSDP2 on the pretended device, with and without ddp_hooks.fsdp, and compares each step.
+"""Runs random programs with FSDP2, with and without ddp_hooks.fsdp, and compares each step.
 
-python tests/campaigns/fuzz_shards.py --seeds 0:300            on 2 ranks
+python tests/campaigns/fuzz_shards.py --seeds 0:300            on 2 ranks, on the pretended device
 python tests/campaigns/fuzz_shards.py --seeds 0:100 --ranks 4  on hosts of two ranks, for example
+python tests/campaigns/fuzz_shards.py --seeds 0:300 --device cpu
 python tests/campaigns/fuzz_shards.py --seeds 17:18            one program, printed
 
 Gradients and parameters are compared bit by bit on two ranks and where hosts average, but for the sign of zeros. On
@@ -28,14 +29,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", metavar="FIRST:END", required=True)
     parser.add_argument("--ranks", type=int, choices=list(HOSTS), default=2)
+    parser.add_argument("--device", choices=["pretend", "cpu"], default="pretend")
     options = parser.parse_args()
     first, end = (int(number) for number in options.seeds.split(":"))
     if end == first + 1:
-        for name, value in asdict(generate(first, options.ranks)).items():
+        for name, value in asdict(generate(first, options.ranks, options.device)).items():
             print(f"{name}: {value}")
     begun = time.monotonic()
     try:
-        done = run_seeds(range(first, end), options.ranks)
+        done = run_seeds(range(first, end), options.ranks, options.device)
     except AssertionError as failure:
         print(str(failure)[-8000:])
         return 1

@@ -1,4 +1,4 @@
-"""Random programs with FSDP2 on the pretended device, which are run with and without ddp_hooks.fsdp and compared."""
+"""Random programs with FSDP2, on the CPU or the pretended device, run with and without ddp_hooks.fsdp and compared."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from spawn import run_ranks
 from test_fsdp import (
     MIXED,
     ON,
@@ -24,17 +26,19 @@ from test_fsdp import (
     batches,
     bits,
     local,
+    recover,
     shard_along_last,
 )
 from test_fsdp_devices import memory_that_ends_late, optimizer_of, prefetching
 from test_pretend import run_pretended
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from tuned import with_settings
 
 from ddp_hooks import fsdp
+from ddp_hooks.statistics import Statistics
 
 # Programs of one set of ranks, which then start anew.
 AT_ONCE = 25
@@ -75,12 +79,16 @@ class Step:
         frozen: the layers that are frozen from now on.
         clips: whether gradients are clipped.
         keeps: whether gradients are not set to None afterwards.
+        breaks_at: None, or the layer at whose output a backward pass breaks off, before the others.
+        policy: None, or what the model is registered with anew, before all of them.
     """
 
     passes: tuple[bool, ...]
     frozen: tuple[int, ...]
     clips: bool
     keeps: bool
+    breaks_at: int | None
+    policy: str | None
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,7 @@ class Program:
 
     seed: int
     ranks: int
+    device: str
     layers: tuple[str, ...]
     words: int
     precision: str
@@ -120,9 +129,11 @@ class Program:
         return tuple(draw.sample(range(count), draw.randint(1, 2)))
 
 
-def generate(seed: int, ranks: int) -> Program:
+def generate(seed: int, ranks: int, device: str) -> Program:
     """Return the program of a seed."""
     draw = random.Random(f"{seed} on {ranks}")
+    # By numbers of their own, so that what seeds found before these were there stays what it was.
+    breaks = random.Random(f"breaks of {seed} on {ranks}")
 
     def chance(probability: float) -> bool:
         return draw.random() < probability
@@ -140,10 +151,19 @@ def generate(seed: int, ranks: int) -> Program:
         # If all of a layer is frozen in its first forward pass, FSDP2 never learns the type of its gradients.
         if step > 0 and chance(0.3):
             frozen = tuple(i for i in range(len(layers)) if chance(0.4))
-        steps.append(Step(draw.choice(patterns), frozen, clips=chance(0.3), keeps=chance(0.15)))
+        step_done = Step(
+            draw.choice(patterns),
+            frozen,
+            clips=chance(0.3),
+            keeps=chance(0.15),
+            breaks_at=breaks.randrange(len(layers)) if breaks.random() < 0.15 else None,
+            policy=breaks.choice(list(SETTINGS)) if breaks.random() < 0.15 else None,
+        )
+        steps.append(step_done)
     return Program(
         seed,
         ranks,
+        device,
         layers,
         words=draw.choice([1, 3, 101, 101, 700]),
         precision=precision,
@@ -160,10 +180,33 @@ def generate(seed: int, ranks: int) -> Program:
     )
 
 
-def make(program: Program, is_ours: bool) -> tuple[Any, fsdp.ShardState | None]:
-    """Return the sharded model, and what it is registered with."""
+class Registrations:
+    """What a model is registered with, one policy after another.
+
+    Args:
+        model: the model.
+        hosts: the mesh of hosts that ours averages over, if any.
+    """
+
+    def __init__(self, model: Any, hosts: DeviceMesh | None) -> None:
+        self._model, self._hosts = model, hosts
+        self._state: fsdp.ShardState | None = None
+        self.stats: list[Statistics] = []
+
+    def register(self, policy: str) -> None:
+        self.close()
+        self._state = fsdp.register(self._model, SETTINGS[policy], mesh=self._hosts)
+
+    def close(self) -> None:
+        if self._state is not None:
+            self.stats.append(self._state.stats())
+            self._state.close()
+
+
+def make(program: Program, is_ours: bool) -> tuple[Any, Registrations | None]:
+    """Return the sharded model, and what registers it."""
     shape = (program.ranks,) if program.over_hosts is None else (2, program.ranks // 2)
-    mesh = init_device_mesh("pretend", shape, mesh_dim_names=("hosts", "local")[-len(shape) :])
+    mesh = init_device_mesh(program.device, shape, mesh_dim_names=("hosts", "local")[-len(shape) :])
     averages = is_ours and program.over_hosts == "mesh"
     shard: dict[str, Any] = {
         "mesh": mesh["local"] if averages else mesh,
@@ -173,7 +216,7 @@ def make(program: Program, is_ours: bool) -> tuple[Any, fsdp.ShardState | None]:
     if program.by_columns:
         shard["shard_placement_fn"] = shard_along_last
     torch.manual_seed(program.seed)
-    model: Any = Model([LAYERS[kind]() for kind in program.layers], program.words).to("pretend")
+    model: Any = Model([LAYERS[kind]() for kind in program.layers], program.words).to(program.device)
     if program.narrow_parameters:
         model.bfloat16()
     for module in (*model.layers, model):
@@ -182,27 +225,40 @@ def make(program: Program, is_ours: bool) -> tuple[Any, fsdp.ShardState | None]:
     model.set_force_sum_reduction_for_comms(program.sums_alone)
     if program.prefetches:
         prefetching(model)
-    return model, fsdp.register(model, SETTINGS[program.policy], mesh=mesh if averages else None) if is_ours else None
+    return model, Registrations(model, mesh if averages else None) if is_ours else None
 
 
-def train(program: Program, model: Any, rank: int) -> Iterator[dict[str, torch.Tensor]]:
+def train(
+    program: Program, model: Any, rank: int, registrations: Registrations | None
+) -> Iterator[dict[str, torch.Tensor]]:
     """Yield what this rank holds of gradients after each step, and of parameters at last."""
     optimizer = optimizer_of(model, 1e-2 if program.is_exact else 0.0)
     adapted = {i for i, kind in enumerate(program.layers) if kind == "adapted"}
+
+    def run_pass(step: int, number: int) -> None:
+        for i, layer in enumerate(model.layers):
+            if hasattr(layer, "chosen"):
+                count = len(layer.experts) if isinstance(layer, Experts) else 6
+                layer.chosen = program.chosen(rank, step, number, i, count)
+        tokens, targets = batches(rank, 10 * step + number)
+        logits = model(tokens % program.words).flatten(0, 1).float()
+        cross_entropy(logits, targets.to(logits.device)).backward()
+
     for step, done in enumerate(program.steps):
+        policy = done.policy or (program.policy if step == 0 else None)
+        if registrations is not None and policy is not None:
+            registrations.register(policy)
         for i, layer in enumerate(model.layers):
             if i not in adapted:
                 layer.requires_grad_(i not in done.frozen)
+        if done.breaks_at is not None:
+            with breaking_off(model.layers[done.breaks_at]), suppress(ArithmeticError):
+                run_pass(step, 9)
+            recover(model)
         for number, synchronises in enumerate(done.passes):
             model.set_requires_gradient_sync(synchronises)
             model.set_is_last_backward(synchronises)
-            for i, layer in enumerate(model.layers):
-                if hasattr(layer, "chosen"):
-                    count = len(layer.experts) if isinstance(layer, Experts) else 6
-                    layer.chosen = program.chosen(rank, step, number, i, count)
-            tokens, targets = batches(rank, 10 * step + number)
-            logits = model(tokens % program.words).flatten(0, 1).float()
-            cross_entropy(logits, targets.to(logits.device)).backward()
+            run_pass(step, number)
         if done.clips:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
         yield {n: local(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -210,17 +266,33 @@ def train(program: Program, model: Any, rank: int) -> Iterator[dict[str, torch.T
         if not done.keeps:
             optimizer.zero_grad()
     yield {name: local(parameter).detach().clone() for name, parameter in model.named_parameters()}
+    if registrations is not None:
+        registrations.close()
+
+
+@contextmanager
+def breaking_off(layer: nn.Module) -> Iterator[None]:
+    """Have a backward pass raise when it reaches the output of a layer."""
+
+    def raise_error(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def watch(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        output.register_hook(raise_error)
+
+    handle = layer.register_forward_hook(watch)
+    yield
+    handle.remove()
 
 
 def compare(program: Program, rank: int) -> Counter[str]:
     """Train both; return what ours did."""
-    from ddp_hooks_testing import _pretend
-
     os.environ["DDP_HOOKS_HOST"] = f"host {program.hosts[rank]}"
     found = []
     for is_ours in (False, True):
-        model, state = make(program, is_ours)
-        found.append([{name: one.cpu() + 0.0 for name, one in each.items()} for each in train(program, model, rank)])
+        model, registrations = make(program, is_ours)
+        trained = train(program, model, rank, registrations)
+        found.append([{name: one.cpu() + 0.0 for name, one in each.items()} for each in trained])
     precision = torch.finfo(torch.bfloat16).eps if program.precision == "bfloat16 sums" else None
     for step, (plain, ours) in enumerate(zip(*found, strict=True)):
         if program.is_exact:
@@ -229,38 +301,45 @@ def compare(program: Program, rank: int) -> Counter[str]:
             assert not differing, f"step {step}: {differing}"
         else:
             assert_same(ours, plain, f"step {step}", precision)
-    assert state is not None
-    stats = state.stats()
-    state.close()
-    _pretend.synchronize()
+    assert registrations is not None
+    stats = registrations.stats
     return Counter(
         programs=1,
-        that_send_less=int(stats.payload_bytes < stats.dense_bytes),
-        that_look=int(stats.exchanges > 0),
-        that_find_zeros=int(stats.buckets_packed + stats.buckets_skipped > 0),
+        that_send_less=int(any(each.payload_bytes < each.dense_bytes for each in stats)),
+        that_look=int(any(each.exchanges > 0 for each in stats)),
+        that_find_zeros=int(any(each.buckets_packed + each.buckets_skipped > 0 for each in stats)),
     )
 
 
 def run_programs(rank: int, programs: list[Program]) -> Counter[str]:
-    """Compare some programs; raise for the first one that differs."""
-    from ddp_hooks_testing import _pretend
-
+    """Compare some programs of one device; raise for the first one that differs."""
+    on_pretended = programs[0].device == "pretend"
     done: Counter[str] = Counter()
-    with memory_that_ends_late():
+    with memory_that_ends_late() if on_pretended else nullcontext():
         for program in programs:
-            _pretend.seed(1000 * program.seed + rank, 0.3)
+            if on_pretended:
+                from ddp_hooks_testing import _pretend
+
+                _pretend.seed(1000 * program.seed + rank, 0.3)
             try:
                 done += compare(program, rank)
             except Exception as error:
                 raise AssertionError(f"seed {program.seed} on {program.ranks} ranks: {program}") from error
+            if on_pretended:
+                _pretend.synchronize()
     return done
 
 
-def run_seeds(seeds: range, ranks: int) -> Counter[str]:
+def run_seeds(seeds: range, ranks: int, device: str) -> Counter[str]:
     """Run the programs of some seeds; return what they did."""
     done: Counter[str] = Counter()
     for first in range(seeds.start, seeds.stop, AT_ONCE):
-        programs = [generate(seed, ranks) for seed in range(first, min(first + AT_ONCE, seeds.stop))]
-        done += run_pretended(ranks, first, run_programs, programs, timeout=20.0 * len(programs) + 60)[0]
+        programs = [generate(seed, ranks, device) for seed in range(first, min(first + AT_ONCE, seeds.stop))]
+        timeout = 20.0 * len(programs) + 60
+        if device == "pretend":
+            found = run_pretended(ranks, first, run_programs, programs, timeout=timeout)
+        else:
+            found = run_ranks(ranks, run_programs, programs, timeout=timeout)
+        done += found[0]
         print(f"{dict(done)} up to seed {programs[-1].seed}", flush=True)
     return done
