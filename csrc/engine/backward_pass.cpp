@@ -132,6 +132,7 @@ void BackwardPass::configure(const EngineSettings& settings, std::shared_ptr<con
 }
 
 std::pair<std::unique_ptr<BackwardPrologue>, std::shared_ptr<Step>> BackwardPass::close() {
+  // Messages of a pass that broke off may still come back, when buckets hold plain DDP's gradients.
   const bool in_backward = !reducer_.is_gone() && reducer_.in_backward();
   std::shared_ptr<Step> broken = in_backward ? std::exchange(step_, nullptr) : forward_begins();
   // Not into buckets that a forward pass has had made anew since the last step.

@@ -168,9 +168,7 @@ class ReduceScatter:
             error = LayoutsDiffer(difference.announced, groups.hosts[groups.between.rank()])
             # If hosts exchange no masks now, the others hear of it in this way.
             fill_as_different(sums)
-        announced = self._within.announced
-        known = [frozenset(participants.included)] if announced is None else [each.used for each in announced]
-        of_host = replace(participants, used=frozenset().union(*known))
+        of_host = participants_of_host(participants, self._within.announced)
         try:
             self._sum(self.exchange, groups.between, output, sums, of_host, range(hosts), is_wrong=error is not None)
         except LayoutsDiffer as difference:
@@ -265,3 +263,12 @@ def order_of_ring(own: int, ranks: int) -> list[int]:
     later.
     """
     return [(own - 1 - i) % ranks for i in range(ranks)]
+
+
+def participants_of_host(participants: Participants, announced: Sequence[Announcement] | None) -> Participants:
+    """Return what a host takes part with, given what its ranks announced; None if they announced nothing.
+
+    Then every parameter counts as used, because this rank does not know what the others of its host use.
+    """
+    known = [frozenset(participants.included)] if announced is None else [each.used for each in announced]
+    return replace(participants, used=frozenset().union(*known))

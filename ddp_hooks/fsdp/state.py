@@ -27,7 +27,7 @@ from .devices import DeviceReduceScatter
 from .exchange import DIFFERS_IN_HOST, Announcement, LayoutsDiffer, Questions, Staging
 from .hosts import AverageOverHosts
 from .param_groups import ParamGroup, Participants
-from .reduction import ReduceScatter
+from .reduction import ReduceScatter, participants_of_host
 from .routes import Route, open_routes
 
 _FUNCTION = "ddp_hooks.fsdp.register"
@@ -217,16 +217,12 @@ class _ServedGroup:
                 "ddp_hooks.fsdp: expected set_requires_all_reduce(True) with a mesh of hosts, because gradients that "
                 "are left out once are never averaged; accumulate with set_requires_gradient_sync(False)"
             )
-        known = [participants.used]
         if len(self._ranks) > 1:
-            announced = self._announced_now
-            # In some steps, this rank does not hear what the others of its host use.
-            known = [frozenset(participants.included)] if announced is None else [each.used for each in announced]
-        used = frozenset().union(*known)
+            participants = participants_of_host(participants, self._announced_now)
         try:
             # FSDP2 divides only by the ranks of a host, unless a divisor was set.
             local_ranks = None if self.group.divides_by_itself else max(len(self._ranks), 1)
-            self.over_hosts(shard, replace(participants, used=used), local_ranks, self.group.sums_alone)
+            self.over_hosts(shard, participants, local_ranks, self.group.sums_alone)
         except LayoutsDiffer as error:
             who = [f"host {host}" for host in range(len(error.announced))]
             raise RuntimeError(self._describe(error.announced, who)) from None

@@ -151,7 +151,7 @@ def generate(seed: int, ranks: int, device: str) -> Program:
         # If all of a layer is frozen in its first forward pass, FSDP2 never learns the type of its gradients.
         if step > 0 and chance(0.3):
             frozen = tuple(i for i in range(len(layers)) if chance(0.4))
-        step_done = Step(
+        done = Step(
             draw.choice(patterns),
             frozen,
             clips=chance(0.3),
@@ -159,7 +159,7 @@ def generate(seed: int, ranks: int, device: str) -> Program:
             breaks_at=breaks.randrange(len(layers)) if breaks.random() < 0.15 else None,
             policy=breaks.choice(list(SETTINGS)) if breaks.random() < 0.15 else None,
         )
-        steps.append(step_done)
+        steps.append(done)
     return Program(
         seed,
         ranks,

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# What is right may take long on a busy machine, and what hangs costs more than a test anyway.
+# What is right may take long on a busy machine.
 DEFAULT_TIMEOUT_SECONDS = 240.0
 # A collective that a dead rank left behind must fail well before the test is killed.
 COLLECTIVE_TIMEOUT_SECONDS = 60.0

@@ -194,7 +194,7 @@ def assert_same(ours: torch.Tensor, plain: torch.Tensor, exact: bool, tolerance:
 
 
 def assert_same_gradients(ours: nn.Module, plain: nn.Module, *, exact: bool = True) -> None:
-    """Expect the same gradients, bit for bit or nearly, and none where plain DDP leaves none."""
+    """Expect equal gradients, or nearly equal ones, and none where plain DDP leaves none."""
     for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
         if a.grad is not None and b.grad is not None:
